@@ -1,0 +1,45 @@
+"""The command line that train.py and eval.py share."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from flux_ref import parallel
+from flux_ref.errors import Fault, Refusal
+
+LINGER_S = 5.0
+
+
+def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a task and turn what ends it into one line and an exit code: 0 done, 2 refused, 3 broken, 130 Ctrl-C."""
+    if "-h" in argv or "--help" in argv:
+        print(usage)
+        return 0
+    try:
+        return task(argv)
+    except (Refusal, Fault) as error:
+        return _complain(name, error)
+    except OSError as error:
+        return _complain(name, Fault(f"{error.strerror}: {error.filename}", alone=True))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        parallel.stop()
+
+
+def _complain(name: str, error: Refusal | Fault) -> int:
+    rank = int(os.environ.get("RANK", 0))
+    if rank == 0 or error.alone:
+        prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
+        print(f"{name}: {prefix}{error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(LINGER_S)  # torchrun ends all ranks when one ends: let rank 0 speak first
+    return error.exit_code
+
+
+def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:
+    """Split [FILE] [--section.key=value ...]."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return default, argv

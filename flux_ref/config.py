@@ -1,0 +1,338 @@
+"""Every knob of a run, with its unit and default; strict loading, overriding, checking and dumping.
+
+A config is a TOML file that holds differences from the defaults below, then `--section.key=value` overrides.
+Unknown keys, wrong types and impossible combinations are refused. Nothing edits a config after `load`.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    dir: str = ""  # the run's folder; empty: runs/<config name>
+    overwrite: bool = False  # delete the run that the folder already holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The defaults are FLUX.1-schnell at 256 x 256 pixels (Black Forest Labs flux, util.configs)."""
+
+    hidden: int = 3072
+    heads: int = 24
+    double_blocks: int = 19
+    single_blocks: int = 38
+    mlp_ratio: int = 4
+    rope_axes: tuple[int, ...] = (16, 56, 56)  # features of a head that turn with (0, row, column)
+    rope_theta: int = 10_000
+    text_tokens: int = 256
+    t5_dim: int = 4096
+    clip_dim: int = 768
+    latent_channels: int = 16
+    latent_height: int = 32  # rows of the autoencoder's latent, an eighth of the image's
+    latent_width: int = 32
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        return (self.latent_channels, self.latent_height, self.latent_width)
+
+    @property
+    def image_tokens(self) -> int:
+        return self.latent_height * self.latent_width // 4
+
+    @property
+    def packed_channels(self) -> int:
+        return self.latent_channels * 4
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    seed: int = 0  # the run's only seed
+    max_samples: int = 25_165_824  # stop here if the target is not reached; 96 evaluation intervals
+    global_batch: int = 512  # samples per optimizer step over all ranks
+    micro_batch: int = 0  # samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation
+    caption_drop: float = 0.1  # probability; spec: training only
+    log_every_samples: int = 10_240
+    synthetic_steps: int = 2  # warm-up steps on synthetic batches, before the clock; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW as the benchmark's closed division fixes it; lr and warmup_steps belong to the global batch."""
+
+    lr: float = 2e-4  # peak, after warm-up
+    warmup_steps: int = 1600  # linear
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on every parameter
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every_samples: int = 262_144  # spec: rounded up to whole steps
+    at_start: bool = False  # also before the first step
+    target: float = 0.586  # stop once the validation loss is at most this; 0: never
+    batch: int = 32  # samples per forward on one rank
+    noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
+    permuted_captions: bool = False  # in eval.py and at the end: also the loss with captions exchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    kind: str = "embeddings"  # embeddings: shards that exist; shapes: drawings, made on first use
+    train: str = "data/cc12m/train"  # folder of shard_*.tar
+    val: str = "data/coco/val"
+    empty: str = "data/empty_encodings"  # folder of t5_empty.npy and clip_empty.npy
+    train_count: int = 0  # samples that must be there; 0: any number. shapes: how many to make
+    val_count: int = 0
+    skip_bad: int = 0  # damaged training samples that may be skipped before the run stops
+    workers: int = 4  # reading threads per rank
+    prefetch: int = 2  # batches read ahead per rank
+    evict: bool = False  # drop the data set from the page cache before the clock starts (logged as cache_clear)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    replicate: int = 0  # groups that each hold a full copy: 1 is FSDP, n is HSDP, 0 is one per node
+    region_blocks: int = 1  # blocks per FSDP unit and per compiled graph
+    dtype: str = "bf16"  # of weights and activations in compute; master weights are fp32
+    reduce_dtype: str = "fp32"  # of the gradient reduction
+    reshard_after_forward: bool = True  # free a region's gathered weights until its backward
+    compile: bool = False  # torch.compile of each region
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
+    captions: tuple[str, ...] = ()  # eval.py: draw these instead
+    steps: int = 20  # Euler steps
+    guidance: float = 1.0  # classifier-free guidance scale; 1: none
+    shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MllogConfig:
+    ruleset: str = "6.0.0"
+    submission_org: str = "flux_ref"
+    submission_platform: str = "unknown"
+    submission_division: str = "closed"
+    submission_status: str = "onprem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    name: str = "tiny"  # of the config file; not a key
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sample: SampleConfig = SampleConfig()
+    mllog: MllogConfig = MllogConfig()
+
+
+SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
+TYPES = {
+    f"{section}.{f.name}": f.type
+    for section, default in SECTIONS.items()
+    for f in dataclasses.fields(default)
+}
+CHOICES = {
+    "eval.noise": ("fresh", "fixed"),
+    "data.kind": ("embeddings", "shapes"),
+    "parallel.dtype": ("bf16", "fp32"),
+    "parallel.reduce_dtype": ("bf16", "fp32"),
+    "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
+    "mllog.submission_division": ("closed", "open"),
+}
+POSITIVE = (
+    "model.hidden model.heads model.double_blocks model.single_blocks model.mlp_ratio model.rope_theta"
+    " model.text_tokens model.t5_dim model.clip_dim model.latent_channels model.latent_height model.latent_width"
+    " train.max_samples train.global_batch train.log_every_samples"
+    " optim.eps optim.clip_norm eval.every_samples eval.batch data.workers data.prefetch"
+    " parallel.region_blocks sample.steps"
+).split()
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """The config in a TOML file with `--section.key=value` overrides applied.
+
+    Raises: Refusal, naming the key, the value, the rule and the remedy.
+    """
+    path = Path(path)
+    values = _read(path)
+    for text in overrides:
+        key, eq, value = text.removeprefix("--").partition("=")
+        if not text.startswith("--") or not eq:
+            raise Refusal(f"argument {text!r} is not of the form --section.key=value")
+        _check_key(key)
+        values[key] = _parse(key, value)
+    cfg = _build(path.stem if path.stem != "config" else path.parent.name, values)
+    validate(cfg)
+    return cfg
+
+
+def dump(cfg: Config) -> str:
+    """The whole config as TOML, one `section.key = value` per line; `load` gives the same config back."""
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in flat(cfg).items())
+
+
+def flat(cfg: Config) -> dict[str, object]:
+    """The config as {"section.key": value}."""
+    return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in TYPES}
+
+
+def replace(cfg: Config, **values: object) -> Config:
+    """A checked copy with other values; keys are written section__key."""
+    cfg = _build(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
+    validate(cfg)
+    return cfg
+
+
+def validate(cfg: Config) -> None:
+    """Rules that need no knowledge of the machine. Raises: Refusal."""
+    values = flat(cfg)
+    for key, choices in CHOICES.items():
+        if values[key] not in choices:
+            raise Refusal(f"{key}={values[key]!r} is not one of {', '.join(choices)}")
+    for key in POSITIVE:
+        if values[key] <= 0:
+            raise Refusal(f"{key}={values[key]} must be greater than 0")
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
+            raise Refusal(f"{key}={value} must be a finite number that is not negative")
+    if not cfg.train.caption_drop <= 1:
+        raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
+    if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
+        raise Refusal("optim.beta1 and optim.beta2 must be below 1")
+    _validate_model(cfg.model)
+    if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
+        raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
+    if cfg.data.kind != "shapes" and (cfg.sample.count or cfg.sample.captions):
+        raise Refusal("sample.count and sample.captions need data.kind=shapes, the only codec that decodes here")
+
+
+def _validate_model(model: ModelConfig) -> None:
+    if model.hidden % model.heads:
+        raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
+    if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
+        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must be three even numbers")
+    if sum(model.rope_axes) != model.head_dim:
+        raise Refusal(
+            f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}"
+        )
+    if model.latent_height % 2 or model.latent_width % 2:
+        raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
+
+
+def validate_world(cfg: Config, world_size: int) -> None:
+    """Rules that tie the config to the number of ranks. Raises: Refusal."""
+    train, replicate = cfg.train, cfg.parallel.replicate
+    chunk = world_size * max(1, train.micro_batch)
+    if train.global_batch % chunk:
+        low = train.global_batch // chunk * chunk
+        usable = f"{low} or {low + chunk}" if low else f"{chunk}"
+        micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
+        raise Refusal(
+            f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
+            f"{', or another micro_batch' if micro else ''}"
+        )
+    if replicate and world_size % replicate:
+        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
+
+
+def micro_batch(cfg: Config, world_size: int) -> int:
+    """Samples per forward on one rank."""
+    return cfg.train.micro_batch or cfg.train.global_batch // world_size
+
+
+def run_dir(cfg: Config) -> Path:
+    """The run's folder."""
+    return Path(cfg.run.dir or f"runs/{cfg.name}")
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Refusal(f"config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"config {path} is not valid TOML: {error}") from None
+    values = {}
+    for section, content in tree.items():
+        if not isinstance(content, dict):
+            _check_key(section)
+            raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
+        for key, value in content.items():
+            _check_key(f"{section}.{key}")
+            values[f"{section}.{key}"] = value
+    return values
+
+
+def _first(section: str) -> str:
+    return dataclasses.fields(SECTIONS[section])[0].name
+
+
+def _check_key(key: str) -> None:
+    if key in TYPES or key in SECTIONS:
+        return
+    near = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.5)
+    near = near or [full for full in TYPES if full.endswith("." + key.split(".")[-1])]
+    hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
+    raise Refusal(f"unknown key {key}{hint}")
+
+
+def _parse(key: str, text: str) -> object:
+    """The value of a command-line override: TOML, except that strings need no quotes."""
+    if key in SECTIONS:
+        raise Refusal(f"--{key}={text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
+    if TYPES[key] is str:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        raise Refusal(f"{key}={text!r} is not {_describe(TYPES[key])}") from None
+
+
+def _build(name: str, values: dict[str, object]) -> Config:
+    sections = {section: {} for section in SECTIONS}
+    for key, value in values.items():
+        section, field_name = key.split(".")
+        sections[section][field_name] = _typed(key, value)
+    return Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
+
+
+def _typed(key: str, value: object) -> object:
+    """The value in the key's own type; an int may stand for a float and a list for a tuple, nothing else."""
+    want = TYPES[key]
+    if want is float and type(value) is int:
+        return float(value)
+    if want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple)):
+        if all(type(item) is want.__args__[0] for item in value):
+            return tuple(value)
+    if type(value) is want:
+        return value
+    raise Refusal(f"{key}={value!r} is not {_describe(want)}")
+
+
+def _describe(kind: type) -> str:
+    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+    return names.get(kind, "a list of " + ("integers" if kind == tuple[int, ...] else "strings"))
+
+
+def _toml(value: object) -> str:
+    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,278 @@
+"""From shards to batches: which sample goes where, and reading ahead.
+
+Global position p of a run is sample order(epoch)[p % n] of epoch p // n. Step k covers the positions
+k * global_batch .. (k + 1) * global_batch, and rank r its r-th slice; nothing else decides who sees what.
+Threads read samples and make their draws straight into pinned host buffers, off the training thread.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flux_ref import draws, schedule, shards
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Fault, Refusal
+
+Batch = dict[str, Tensor]
+Rows = dict[str, np.ndarray]
+
+
+def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape (without the batch axis) and dtype of everything in a batch."""
+    latent = model.latent_shape
+    return {
+        "t5": ((model.text_tokens, model.t5_dim), torch.bfloat16),
+        "clip": ((model.clip_dim,), torch.bfloat16),
+        "mean": (latent, torch.bfloat16),
+        "logvar": (latent, torch.bfloat16),
+        "latent_eps": (latent, torch.float32),
+        "noise": (latent, torch.float32),
+        "t": ((), torch.float32),  # time of the flow, in [0, 1)
+        "weight": ((), torch.float32),  # 1, or 0 for padding and skipped samples
+        "timestep": ((), torch.int64),  # validation: t = timestep / 8
+    }
+
+
+def allocate(model: ModelConfig, rows: int, device: torch.device | str = "cpu", pin: bool = False) -> Batch:
+    """Zeroed buffers for a batch of `rows` samples."""
+    return {
+        name: torch.zeros((rows, *shape), dtype=dtype, device=device, pin_memory=pin)
+        for name, (shape, dtype) in fields(model).items()
+    }
+
+
+def numpy_rows(batch: Batch) -> Rows:
+    """The same memory as numpy arrays; bf16 appears as its bits in uint16."""
+    return {
+        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in batch.items()
+    }
+
+
+class HostBatch:
+    """One reusable pinned buffer. `in_use` is recorded by whoever copies from it asynchronously."""
+
+    def __init__(self, model: ModelConfig, rows: int, pin: bool):
+        self.tensors = allocate(model, rows, pin=pin)
+        self.rows = numpy_rows(self.tensors)
+        self.in_use: torch.Event | None = None
+
+
+@dataclass
+class Feed:
+    """Fills host batches in plan order, ahead of their use, and hands them out one by one.
+
+    plan: per batch, one item per row; fill(rows, i, item) puts an item into row i.
+    """
+
+    plan: Iterator[Sequence]
+    fill: Callable[[Rows, int, object], None]
+    buffers: list[HostBatch]
+    workers: int
+    wait_s: float = 0.0  # time that `take` has waited for data
+    _free: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    _ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    _stopped: bool = False
+
+    def __post_init__(self):
+        for buffer in self.buffers:
+            self._free.put(buffer)
+        self._thread = threading.Thread(target=self._produce, daemon=True)
+        self._thread.start()
+
+    def take(self) -> HostBatch:
+        """The next batch; give it back when its content has been copied or the copy is enqueued."""
+        begin = time.perf_counter()
+        item = self._ready.get()
+        self.wait_s += time.perf_counter() - begin
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def give_back(self, buffer: HostBatch) -> None:
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """Stop reading; returns when no thread touches the buffers any more."""
+        self._stopped = True
+        self._free.put(None)
+        self._thread.join()
+
+    def _produce(self) -> None:
+        try:
+            with ThreadPoolExecutor(self.workers) as pool:
+                for items in self.plan:
+                    buffer = self._free.get()
+                    if self._stopped:
+                        return
+                    if buffer.in_use is not None:
+                        buffer.in_use.synchronize()
+                    shares = [range(w, len(items), self.workers) for w in range(self.workers)]
+                    list(pool.map(lambda share: self._fill_share(buffer, items, share), shares))
+                    self._ready.put(buffer)
+        except BaseException as error:  # the training thread raises it
+            self._ready.put(error)
+
+    def _fill_share(self, buffer: HostBatch, items: Sequence, share: range) -> None:
+        for i in share:
+            if self._stopped:
+                return
+            self.fill(buffer.rows, i, items[i])
+
+
+def rank_slice(step: int, rank: int, size: int, global_batch: int) -> range:
+    """The global positions that a rank trains on in a step."""
+    rank_batch = global_batch // size
+    start = step * global_batch + rank * rank_batch
+    return range(start, start + rank_batch)
+
+
+class TrainSet:
+    """The training samples of one rank, in the order of the run."""
+
+    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
+        self.cfg, self.rank, self.size = cfg, rank, size
+        self.shards = open_set(cfg.data.train, cfg.data.train_count, "data.train_count", cfg.model)
+        self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
+        self.skipped: list[str] = []  # reasons of the damaged samples that this rank passed over
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Read the first bytes. Raises: Refusal."""
+        self.shards.open()
+        self.empty = shards.read_empty(self.cfg.data.empty, self.shards.layout)
+
+    def feed(self, samples: int) -> Feed:
+        """Batches from the position `samples` on, without end."""
+        return Feed(self._plan(samples // self.cfg.train.global_batch), self._fill, self.buffers, self.cfg.data.workers)
+
+    def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
+        """(epoch, sample) of each row of this rank's batches; the order of an epoch is drawn once."""
+        orders: dict[int, np.ndarray] = {}
+        while True:
+            items = []
+            for position in rank_slice(step, self.rank, self.size, self.cfg.train.global_batch):
+                epoch, i = divmod(position, len(self.shards))
+                if epoch not in orders:
+                    orders = {epoch: draws.order(self.cfg.train.seed, epoch, len(self.shards))}
+                items.append((epoch, int(orders[epoch][i])))
+            yield items
+            step += 1
+
+    def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
+        epoch, sample = item
+        cfg = self.cfg
+        rows["weight"][i] = 1.0
+        try:
+            self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
+        except shards.BadSample as error:
+            self._skip(rows, i, error)
+        draw = draws.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
+        if draw.drop_caption:  # spec: T5 and CLIP together
+            rows["t5"][i], rows["clip"][i] = self.empty["t5"], self.empty["clip"]
+        rows["t"][i], rows["latent_eps"][i], rows["noise"][i] = draw.t, draw.latent_eps, draw.noise
+
+    def _skip(self, rows: Rows, i: int, error: shards.BadSample) -> None:
+        """Give a damaged sample weight 0 if the config allows one more."""
+        with self._lock:
+            self.skipped.append(str(error))
+            if len(self.skipped) > self.cfg.data.skip_bad:
+                raise Fault(
+                    f"bad training sample: {error}; data.skip_bad={self.cfg.data.skip_bad} allows no more", alone=True
+                )
+        for name in shards.MEMBERS:
+            rows[name][i] = 0
+        rows["weight"][i] = 0.0
+
+
+class ValSet:
+    """The validation samples of one rank: every sample once over all ranks, padding with weight 0."""
+
+    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
+        self.cfg, self.rank, self.size = cfg, rank, size
+        self.shards = open_set(cfg.data.val, cfg.data.val_count, "data.val_count", cfg.model)
+        self.buffers = [HostBatch(cfg.model, cfg.eval.batch, pin) for _ in range(cfg.data.prefetch)]
+
+    def open(self) -> None:
+        """Read the first bytes. Raises: Refusal."""
+        self.shards.open()
+
+    @property
+    def batches(self) -> int:
+        """Batches of one evaluation, the same on every rank."""
+        return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
+
+    def feed(self, evaluation: int, permute_captions: bool = False) -> Feed:
+        """All batches of one evaluation. evaluation: the noise stream, see draws.val_draw."""
+        count = len(self.shards)
+        texts = draws.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
+
+        def fill(rows: Rows, i: int, sample: int) -> None:
+            rows["weight"][i] = sample < count
+            if sample < count:
+                self._fill(rows, i, sample, int(texts[sample]), evaluation)
+
+        return Feed(self._plan(), fill, self.buffers, self.cfg.data.workers)
+
+    def _plan(self) -> Iterator[range]:
+        for k in range(self.batches):
+            start = (k * self.size + self.rank) * self.cfg.eval.batch
+            yield range(start, start + self.cfg.eval.batch)
+
+    def _fill(self, rows: Rows, i: int, sample: int, text: int, evaluation: int) -> None:
+        members = {name: rows[name][i] for name in shards.MEMBERS}
+        try:
+            if text != sample:
+                self.shards.read(text, members)
+                members |= {name: np.empty_like(members[name]) for name in ("t5", "clip")}
+            meta = self.shards.read(sample, members)
+        except shards.BadSample as error:
+            raise Fault(f"bad validation sample: {error}", alone=True) from None
+        if meta.timestep is None or not 0 <= meta.timestep < schedule.TIMESTEPS:
+            raise Fault(
+                f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep}; want 0 to 7",
+                alone=True,
+            )
+        rows["timestep"][i], rows["t"][i] = meta.timestep, schedule.validation_time(meta.timestep)
+        rows["latent_eps"][i], rows["noise"][i] = draws.val_draw(
+            self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape
+        )
+
+    def captions(self, count: int) -> list[tuple[str, Rows]]:
+        """The first `count` stored captions that differ, with their T5 and CLIP encodings as bf16 bits."""
+        found: dict[str, Rows] = {}
+        for sample in range(len(self.shards)):
+            if len(found) == count:
+                break
+            rows = {name: np.empty(self.shards.layout.shapes[name], np.uint16) for name in shards.MEMBERS}
+            meta = self.shards.read(sample, rows)
+            found.setdefault(meta.caption or meta.key, rows)
+        return list(found.items())
+
+
+def open_set(folder: str, count: int, key: str, model: ModelConfig) -> shards.ShardSet:
+    """The shards in a folder, checked by size alone. Raises: Refusal."""
+    found = shards.ShardSet(folder, shards.layout(model))
+    if count and len(found) != count:
+        raise Refusal(f"{folder} holds {len(found)} samples, {key}={count} asks for {count}; set it to 0 for any number")
+    return found
+
+
+def synthetic(model: ModelConfig, rows: int) -> Batch:
+    """A batch of plausible random values, for warm-up and benchmarks."""
+    batch = allocate(model, rows)
+    for number, (name, tensor) in enumerate(batch.items()):
+        count = tensor.numel() + tensor.numel() % 2
+        values = draws.normal(draws.words(0, draws.SYNTHETIC, count, sample=number))[: tensor.numel()]
+        tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
+    batch["t"].copy_(torch.linspace(0, 1, rows + 1)[:-1])
+    batch["weight"].fill_(1)
+    batch["timestep"].copy_(torch.arange(rows) % schedule.TIMESTEPS)
+    return batch

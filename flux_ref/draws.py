@@ -1,0 +1,90 @@
+"""Every random number of a run, as a pure function of (seed, stream, epoch, sample).
+
+No rank has a seed and nothing keeps a generator's state: any process can draw the numbers of any sample
+at any time, so a run sees the same stream at every world size, micro-batch and restart.
+
+The generator is Philox4x64-10 (Salmon et al., SC'11). Word w of a stream is word w % 4 of the block with
+    key     = (seed, stream)
+    counter = (w // 4 + 1, sample, epoch, 0)           # least significant word first
+and every other draw is arithmetic on those 64-bit words.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+# port: these numbers are part of the definition of a run.
+ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT, SYNTHETIC, SAMPLING, WORDS, JITTER = range(11)
+
+
+def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0, start: int = 0) -> np.ndarray:
+    """Words start .. start + count of one stream, as (count,) uint64; start is a multiple of 4."""
+    assert start % 4 == 0, start
+    counter = np.array([start // 4, sample, epoch, 0], np.uint64)  # numpy counts up before its first block
+    return np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter).random_raw(count)
+
+
+def uniform(word: np.ndarray) -> np.ndarray:
+    """[0, 1) as float32 on a grid of 2**-24, so that rounding can never give 1."""
+    return ((word >> np.uint64(40)) * 2.0**-24).astype(np.float32)
+
+
+def normal(word: np.ndarray) -> np.ndarray:
+    """N(0, 1) as float32, one per word: Box-Muller on each pair of words, in float64 until the end."""
+    # numerics: u in (0, 1] keeps the logarithm finite.
+    u = ((word[0::2] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+    angle = (word[1::2] >> np.uint64(11)) * (2.0 * np.pi * 2.0**-53)
+    radius = np.sqrt(-2.0 * np.log(u))
+    pairs = np.empty((len(u), 2), np.float32)
+    pairs[:, 0] = radius * np.cos(angle)
+    pairs[:, 1] = radius * np.sin(angle)
+    return pairs.reshape(-1)
+
+
+def normals(seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoch: int) -> np.ndarray:
+    """N(0, 1) of an even-sized shape, as float32."""
+    count = int(np.prod(shape))
+    return normal(words(seed, stream, count, sample=sample, epoch=epoch)).reshape(shape)
+
+
+def name_key(name: str) -> int:
+    """A name as a 64-bit counter word; Python's own hash differs from process to process."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The permutation of 0 .. count - 1 in which an epoch visits the training set, as (count,) int64."""
+    return np.argsort(words(seed, ORDER, count, epoch=epoch), kind="stable")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is random about one sample; noise and latent_eps have the latent's shape."""
+
+    drop_caption: bool
+    t: float  # [0, 1)
+    latent_eps: np.ndarray
+    noise: np.ndarray
+
+
+def train_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float) -> Draw:
+    """The draws of training sample `sample` (its index in the data set) in one epoch."""
+    drop, t = uniform(words(seed, SCALARS, 2, sample=sample, epoch=epoch))
+    return Draw(
+        drop_caption=bool(drop < caption_drop),
+        t=float(t),
+        latent_eps=normals(seed, LATENT, shape, sample=sample, epoch=epoch),
+        noise=normals(seed, NOISE, shape, sample=sample, epoch=epoch),
+    )
+
+
+def val_draw(seed: int, evaluation: int, sample: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(latent_eps, noise) of one validation sample; the stream is apart from training's.
+
+    evaluation: the training samples seen so far for fresh noise at each evaluation, 0 for fixed noise.
+    """
+    return (
+        normals(seed, VAL_LATENT, shape, sample=sample, epoch=evaluation),
+        normals(seed, VAL_NOISE, shape, sample=sample, epoch=evaluation),
+    )

@@ -1,0 +1,48 @@
+"""Between the autoencoder's latent image and the transformer's tokens."""
+
+import torch
+from torch import Tensor
+
+# B batch  C latent channels (16)  Y, X latent rows and columns (32)
+# N image tokens (Y/2 * X/2 = 256)  P packed channels (4 * C = 64)
+
+SCALE, SHIFT = 0.3611, 0.1159  # BFL flux, autoencoder of FLUX.1: latent = SCALE * (z - SHIFT)
+
+
+def sample(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:
+    """Draw the latent from the autoencoder's posterior and bring it to about unit variance, in fp32.
+
+    mean, logvar: as the encoder gave them, any float dtype; eps: N(0, 1).
+    Source:       MLPerf reference, FLUX.1 preprocessed data; the reference does this in bf16.
+    """
+    z_BCYX = mean_BCYX.float() + torch.exp(0.5 * logvar_BCYX.float()) * eps_BCYX
+    return SCALE * (z_BCYX - SHIFT)
+
+
+def unscale(latent_BCYX: Tensor) -> Tensor:
+    """Back to the autoencoder's own scale, as its decoder wants it."""
+    return latent_BCYX / SCALE + SHIFT
+
+
+def pack(latent_BCYX: Tensor) -> Tensor:
+    """Fold each 2 x 2 patch into one token: (B, C, Y, X) -> (B, Y/2 * X/2, 4 * C).
+
+    Tokens run row by row, features are ordered (C, dy, dx); Y and X are even.
+    Source: BFL flux, sampling.prepare; released weights depend on the order.
+    """
+    B, C, Y, X = latent_BCYX.shape
+    patches = latent_BCYX.reshape(B, C, Y // 2, 2, X // 2, 2)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(B, Y * X // 4, C * 4)
+
+
+def unpack(packed_BNP: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of pack for a latent of height x width: (B, N, P) -> (B, P/4, height, width)."""
+    B, _, P = packed_BNP.shape
+    patches = packed_BNP.reshape(B, height // 2, width // 2, P // 4, 2, 2)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(B, P // 4, height, width)
+
+
+def image_positions(height: int, width: int) -> Tensor:
+    """Position (0, row, column) of each image token, as (N, 3) float64; text tokens all sit at (0, 0, 0)."""
+    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
+    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).double()

@@ -1,0 +1,185 @@
+"""A run's folder and what is written there and shown on the terminal while it runs. Rank 0 speaks."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from flux_ref import config, parallel, pictures, schedule
+from flux_ref.config import Config
+from flux_ref.data import Feed, TrainSet, rank_slice
+from flux_ref.errors import Fault, Refusal
+from flux_ref.evaluate import Validation
+from flux_ref.mllog import BenchmarkLog
+from flux_ref.model import parameter_table
+from flux_ref.parallel import World
+from flux_ref.step import NEVER, Health, State
+
+RUN_FILES = ("config.toml", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png", "weights.safetensors")
+
+
+def claim(cfg: Config) -> None:
+    """Make the run's folder and write its config. Raises: Refusal if it holds something already."""
+    folder = config.run_dir(cfg)
+    if folder.exists() and any(folder.iterdir()):
+        if not cfg.run.overwrite:
+            raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
+        for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
+            path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)))
+
+
+class Reporter:
+    """Terminal, metrics.jsonl, eval.jsonl and loss.png of one run; on ranks above 0 it only computes."""
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world, self.folder = cfg, world, config.run_dir(cfg)
+        self.speaks = world.rank == 0
+        self.log = BenchmarkLog(self.folder / "result_0.txt" if self.speaks else None)
+        self.train_curve: list[tuple[int, float]] = []
+        self.val_curve: list[tuple[int, float]] = []
+        self.bar: tqdm | None = None
+        self._mark(0, 0.0)
+
+    def say(self, line: str) -> None:
+        """One line on the terminal and in the result file."""
+        if self.speaks:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+            self.log.text(line)
+
+    def introduce(self, train_count: int, val_count: int) -> None:
+        """Say what is about to run."""
+        cfg, world = self.cfg, self.world
+        parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
+        micro = config.micro_batch(cfg, world.size)
+        self.say(
+            f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
+            f" {parameters:,} parameters\n"
+            f"  ranks   {world.size} x {world.device.type}, mesh {dict(zip(world.mesh.mesh_dim_names, world.mesh.shape))},"
+            f" compute {cfg.parallel.dtype}, torch {torch.__version__}\n"
+            f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
+            f"  data    {train_count:,} training samples in {cfg.data.train}, {val_count:,} for validation in {cfg.data.val}\n"
+            f"  run     {self.folder}"
+        )
+
+    def begin(self, samples: int) -> None:
+        """Show the progress bar and start counting time."""
+        total = schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
+        self.bar = tqdm(
+            total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks, dynamic_ncols=True
+        )
+        self._mark(samples, 0.0)
+        if not self.cfg.eval.at_start:
+            self.log.block_start(samples)
+
+    def tick(self) -> None:
+        """One step is under way."""
+        self.bar.update(self.cfg.train.global_batch)
+
+    def _mark(self, samples: int, wait_s: float) -> None:
+        self.since = (time.perf_counter(), samples, wait_s)
+
+    def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
+        """Report one training step. Collective. sync: the one host read of the training loop.
+
+        Raises: Fault, on every rank, if a loss or a norm since the run began was not finite, or if too many
+        samples were skipped.
+        """
+        own = torch.stack((loss.double(), grad_norm.double(), *health.flags[1:]))
+        ranks = parallel.gather(torch.cat((own, own.new_tensor([len(data.skipped)]))))
+        self._require_finite(ranks)
+        skipped = int(sum(values[4] for values in ranks))
+        if skipped > self.cfg.data.skip_bad:
+            raise Fault(f"{skipped} damaged training samples, data.skip_bad allows {self.cfg.data.skip_bad}")
+        begin, samples, wait_s = self.since
+        elapsed = time.perf_counter() - begin
+        record = {
+            "step": state.step,
+            "samples": state.samples,
+            "loss": sum(values[0] for values in ranks) / len(ranks),
+            "grad_norm": ranks[0][1],
+            "lr": float(state.opt.lr),
+            "samples_per_s": (state.samples - samples) / elapsed,
+            "data_wait": (feed.wait_s - wait_s) / elapsed,  # share of the time
+            "peak_memory_gb": parallel.peak_memory_gb(self.world.device),
+            "skipped": skipped,
+        }
+        self._append("metrics.jsonl", record)
+        self.train_curve.append((state.samples, record["loss"]))
+        self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
+        self._mark(state.samples, feed.wait_s)
+
+    def _require_finite(self, ranks: list[list[float]]) -> None:
+        for rank, (_, _, loss_step, _, _) in enumerate(ranks):
+            if loss_step != NEVER:
+                where = rank_slice(int(loss_step), rank, len(ranks), self.cfg.train.global_batch)
+                raise Fault(
+                    f"loss is not finite at step {int(loss_step)} on rank {rank}'s data"
+                    f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
+                )
+        if ranks[0][3] != NEVER:
+            raise Fault(f"gradient norm is not finite at step {int(ranks[0][3])} though every rank's loss was")
+
+    def evaluation(self, samples: int, evaluate: Callable[[], Validation]) -> bool:
+        """Run and report one evaluation; returns whether the target was reached, the same on every rank."""
+        begin = time.perf_counter()
+        self.log.eval_start(samples)
+        result = evaluate()
+        self.log.eval_stop(samples, result.loss)
+        seconds = time.perf_counter() - begin
+        record = {
+            "samples": samples,
+            "val_loss": result.loss,
+            "val_loss_per_timestep": result.losses,
+            "count": result.count,
+            "stderr": result.stderr,
+            "stderr_per_timestep": result.stderrs,
+            "seconds": seconds,
+        }
+        self._append("eval.jsonl", record)
+        self.val_curve.append((samples, result.loss))
+        target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
+        self.say(
+            f"samples {samples:>10,}  validation loss {result.loss:.4f} +- {result.stderr:.4f}"
+            f" over {result.count:,} samples in {seconds:.1f} s{target}"
+        )
+        self._chart()
+        # Evaluations do not count in the training rate.
+        self.since = (self.since[0] + time.perf_counter() - begin, *self.since[1:])
+        reached = self.cfg.eval.target > 0 and result.loss <= self.cfg.eval.target
+        if not reached and samples < self.cfg.train.max_samples:
+            self.log.block_start(samples)
+        return reached
+
+    def conclude(self, reached: bool) -> None:
+        """Say how the run ended and where to look."""
+        end = "target reached" if reached else "train.max_samples reached"
+        pictures_line = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
+        self.say(f"{end}; look at\n  losses    {self.folder}/loss.png{pictures_line}\n  weights   python eval.py {self.folder}")
+
+    def _append(self, name: str, record: dict) -> None:
+        if self.speaks:
+            with (self.folder / name).open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def _chart(self) -> None:
+        if self.speaks:
+            pictures.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.log.close()
+
+
+def table(result: Validation) -> str:
+    """The eight losses and their mean, for the terminal."""
+    rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
+    return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])

@@ -1,0 +1,133 @@
+"""The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
+
+Lines go to the run's result file. The keys, their order and what each ruleset asks of them stand here and
+nowhere else; a line is written when the thing it reports happens.
+"""
+
+import logging
+from pathlib import Path
+
+from mlperf_logging.mllog import constants, mllog
+
+from flux_ref import schedule
+from flux_ref.config import Config, micro_batch
+
+PRECISION_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}
+
+
+class BenchmarkLog:
+    """Writes result_N.txt on rank 0; on other ranks every call does nothing."""
+
+    def __init__(self, path: Path | None):
+        self.mllogger = None
+        self.in_block = False
+        if path is not None:
+            logger = logging.getLogger(f"flux_ref.{path}")
+            logger.propagate = False
+            logger.setLevel(logging.INFO)
+            self.handler = logging.FileHandler(path)
+            logger.addHandler(self.handler)
+            self.mllogger = mllog.MLLogger(logger=logger, default_stack_offset=2)
+
+    def text(self, line: str) -> None:
+        """Add a line of the run's own output. spec: result files hold the whole framework log."""
+        if self.mllogger:
+            self.mllogger.logger.info(line)
+
+    def _event(self, key: str, value: object, **metadata: object) -> None:
+        if self.mllogger:
+            self.mllogger.event(key, value, metadata=metadata or None)
+
+    def _start(self, key: str, **metadata: object) -> None:
+        if self.mllogger:
+            self.mllogger.start(key, metadata=metadata or None)
+
+    def _end(self, key: str, **metadata: object) -> None:
+        if self.mllogger:
+            self.mllogger.end(key, metadata=metadata or None)
+
+    def cache_clear(self) -> None:
+        self._event(constants.CACHE_CLEAR, True)
+
+    def init_start(self) -> None:
+        self._start(constants.INIT_START)
+
+    def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
+        """Submission, data, batch and optimizer of the run."""
+        micro = micro_batch(cfg, world_size)
+        interval = cfg.eval.every_samples
+        if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps; before, as configured
+            interval = schedule.steps_for(interval, cfg.train.global_batch) * cfg.train.global_batch
+        entries = {
+            "submission_benchmark": "flux1",
+            "submission_org": cfg.mllog.submission_org,
+            "submission_division": cfg.mllog.submission_division,
+            "submission_status": cfg.mllog.submission_status,
+            "submission_platform": cfg.mllog.submission_platform,
+            "seed": cfg.train.seed,
+            "target_accuracy": cfg.eval.target,
+            "global_batch_size": cfg.train.global_batch,  # spec: before evaluation_frequency
+            "gradient_accumulation_steps": cfg.train.global_batch // (world_size * micro),
+            "train_samples": train_count,
+            "eval_samples": val_count,
+            "evaluation_frequency": interval,
+            "opt_name": "adamw",
+            "opt_base_learning_rate": cfg.optim.lr,
+            "opt_learning_rate_warmup_steps": cfg.optim.warmup_steps,
+            "opt_adamw_beta_1": cfg.optim.beta1,
+            "opt_adamw_beta_2": cfg.optim.beta2,
+            "opt_adamw_epsilon": cfg.optim.eps,
+            "opt_adamw_weight_decay": cfg.optim.weight_decay,
+            "opt_gradient_clip_norm": cfg.optim.clip_norm,
+        }
+        if cfg.mllog.ruleset != "5.1.0":
+            entries |= self._disclosure(cfg, micro)
+        for key, value in entries.items():
+            self._event(key, value)
+
+    @staticmethod
+    def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
+        """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
+        compute = PRECISION_NAMES[cfg.parallel.dtype]
+        reduce = PRECISION_NAMES[cfg.parallel.reduce_dtype]
+        return {
+            "lowest_numerical_precision_in_linear": compute,
+            "lowest_numerical_precision_in_attn": compute,
+            "lowest_numerical_precision_in_comm": compute if "bfloat16" in (compute, reduce) else reduce,
+            "tensor_parallelism": 1,
+            "pipeline_parallelism": 1,
+            "context_parallelism": 1,
+            "expert_parallelism": 1,
+            "micro_batch_size": micro,
+            "config_filename": f"{cfg.name}.toml",
+        }
+
+    def run_start(self) -> None:
+        """The clock starts; training data is first read after this."""
+        self._end(constants.INIT_STOP)
+        self._start(constants.RUN_START)
+
+    def block_start(self, samples: int) -> None:
+        """A stretch of training begins; the next evaluation ends it."""
+        self.in_block = True
+        self._start(constants.BLOCK_START, samples_count=samples)
+
+    def eval_start(self, samples: int) -> None:
+        if self.in_block:
+            self._end(constants.BLOCK_STOP, samples_count=samples)
+            self.in_block = False
+        self._start(constants.EVAL_START, samples_count=samples)
+
+    def eval_stop(self, samples: int, loss: float) -> None:
+        self._event(constants.EVAL_ACCURACY, loss, samples_count=samples)
+        self._end(constants.EVAL_STOP, samples_count=samples)
+
+    def run_stop(self, samples: int, success: bool, reason: str) -> None:
+        """The clock stops. reason: why, in words."""
+        status = constants.SUCCESS if success else constants.ABORTED
+        self._end(constants.RUN_STOP, status=status, samples_count=samples, reason=reason)
+
+    def close(self) -> None:
+        if self.mllogger:
+            self.mllogger.logger.removeHandler(self.handler)
+            self.handler.close()

@@ -1,0 +1,280 @@
+"""FLUX.1: 19 blocks with separate image and text streams, then 38 blocks with one joint stream.
+
+Parameters keep the names of Black Forest Labs' code, so public weights load without a map. The module is
+plain: no device, no mesh, no dtype policy; parallel.py wraps it from outside.
+
+numerics: activations have the dtype of `img`. RoPE, the embedding of t and the norms are fp32 whatever
+that dtype is and however the model is wrapped.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flux_ref.config import ModelConfig
+from flux_ref.latents import image_positions
+
+# B batch  N image tokens (256)  T text tokens (256)  S = T + N, text first
+# D hidden (3072) = H heads (24) x K head dim (128)  R = K / 2 rotated pairs  M = mlp_ratio * D
+# P packed latent channels (64)  E T5 features (4096)  V CLIP features (768)  W wave features (256)
+TIME_WAVES = 256
+NORM_EPS = 1e-6
+
+
+def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tensor:
+    """Cosine and sine of every rotation: (S, R, 2) fp32.
+
+    positions: (0, row, column) of each token, float64; axes: features of a head per position axis.
+    Source: BFL flux, math.rope; angles in fp64 as there.
+    """
+    angles = []
+    for axis, features in enumerate(axes):
+        omega = theta ** -(torch.arange(0, features, 2, dtype=torch.float64, device=positions_S3.device) / features)
+        angles.append(positions_S3[:, axis, None] * omega)
+    angle_SR = torch.cat(angles, dim=1)
+    return torch.stack((angle_SR.cos(), angle_SR.sin()), dim=-1).float()
+
+
+def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring features (2r, 2r + 1) by its angle; fp32 in and out."""
+    x_BHSR2 = x_BHSK.unflatten(-1, (-1, 2))
+    cos_SR, sin_SR = rope_SR2.unbind(-1)
+    even_BHSR, odd_BHSR = x_BHSR2.unbind(-1)
+    rotated = (cos_SR * even_BHSR - sin_SR * odd_BHSR, sin_SR * even_BHSR + cos_SR * odd_BHSR)
+    return torch.stack(rotated, dim=-1).flatten(-2)
+
+
+def attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
+    """Full attention without a mask (padding of the text takes part, spec): (B, S, D).
+
+    q, k: fp32 after their norm; v: the activations' dtype, which attention computes in.
+    """
+    q_BHSK = apply_rope(q_BHSK, rope_SR2).to(v_BHSK.dtype)
+    k_BHSK = apply_rope(k_BHSK, rope_SR2).to(v_BHSK.dtype)
+    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)
+    return out_BHSK.transpose(1, 2).flatten(2)
+
+
+def time_waves(t_B: Tensor) -> Tensor:
+    """Sinusoidal embedding of 1000 * t: (B, W) fp32, cosines first.
+
+    Source: BFL flux, timestep_embedding.
+    """
+    t_B = 1000.0 * t_B.float()  # numerics: fp32 first; near 700, bf16 counts in steps of 4
+    frequency = torch.exp(-math.log(10_000) * torch.arange(TIME_WAVES // 2, device=t_B.device) / (TIME_WAVES // 2))
+    angle = t_B[:, None] * frequency
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def modulate(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
+    """Layer norm without weights, then the adaptive scale and shift."""
+    # numerics: layer_norm reduces in fp32 for every input dtype.
+    return (1 + scale_B1D) * F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=NORM_EPS) + shift_B1D
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale, fp32 whatever the input; the parameter is called `scale` as in BFL's files."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.scale.float()
+
+
+class QKNorm(nn.Module):
+    """RMS norms of queries and keys over each head."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.query_norm = RMSNorm(head_dim)
+        self.key_norm = RMSNorm(head_dim)
+
+    def forward(self, q_BHSK: Tensor, k_BHSK: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(q_BHSK), self.key_norm(k_BHSK)
+
+
+class MLPEmbedder(nn.Module):
+    """Linear, SiLU, linear: brings a conditioning vector to the hidden size."""
+
+    def __init__(self, in_dim: int, hidden: int):
+        super().__init__()
+        self.in_layer = nn.Linear(in_dim, hidden)
+        self.out_layer = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_layer(F.silu(self.in_layer(x)))
+
+
+class Modulation(nn.Module):
+    """From the conditioning vector to `parts` vectors of (B, 1, D): shift, scale, gate, ..."""
+
+    def __init__(self, hidden: int, parts: int):
+        super().__init__()
+        self.parts = parts
+        self.lin = nn.Linear(hidden, parts * hidden)
+
+    def forward(self, vec_BD: Tensor) -> tuple[Tensor, ...]:
+        return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """The projections of one stream of a double block; attention itself runs over both streams."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.heads = cfg.heads
+        self.qkv = nn.Linear(cfg.hidden, 3 * cfg.hidden)
+        self.norm = QKNorm(cfg.head_dim)
+        self.proj = nn.Linear(cfg.hidden, cfg.hidden)
+
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed queries and keys (fp32) and values, each (B, H, S, K)."""
+        q_BHSK, k_BHSK, v_BHSK = split_heads(self.qkv(x_BSD), self.heads)
+        q_BHSK, k_BHSK = self.norm(q_BHSK, k_BHSK)
+        return q_BHSK, k_BHSK, v_BHSK
+
+
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """(B, S, 3 * D), features ordered (q|k|v, head, dim) -> q, k, v of (B, H, S, K)."""
+    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def mlp(cfg: ModelConfig) -> nn.Sequential:
+    inner = cfg.mlp_ratio * cfg.hidden
+    return nn.Sequential(nn.Linear(cfg.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, cfg.hidden))
+
+
+class DoubleBlock(nn.Module):
+    """Image and text each have their own weights and meet in attention."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.img_mod = Modulation(cfg.hidden, 6)
+        self.img_attn = SelfAttention(cfg)
+        self.img_mlp = mlp(cfg)
+        self.txt_mod = Modulation(cfg.hidden, 6)
+        self.txt_attn = SelfAttention(cfg)
+        self.txt_mlp = mlp(cfg)
+
+    def forward(self, streams: tuple[Tensor, Tensor], vec_BD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
+        img_BND, txt_BTD = streams
+        img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
+        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
+
+        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1))
+        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1))
+        # port: text comes first in the joint sequence.
+        q_BHSK, k_BHSK, v_BHSK = (torch.cat(pair, dim=2) for pair in zip(txt_qkv, img_qkv))
+        joint_BSD = attention(q_BHSK, k_BHSK, v_BHSK, rope_SR2)
+        txt_out_BTD, img_out_BND = joint_BSD.split((txt_BTD.shape[1], img_BND.shape[1]), dim=1)
+
+        img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
+        img_BND = img_BND + img_gate2 * self.img_mlp(modulate(img_BND, img_shift2, img_scale2))
+        txt_BTD = txt_BTD + txt_gate1 * self.txt_attn.proj(txt_out_BTD)
+        txt_BTD = txt_BTD + txt_gate2 * self.txt_mlp(modulate(txt_BTD, txt_shift2, txt_scale2))
+        return img_BND, txt_BTD
+
+
+class SingleBlock(nn.Module):
+    """One joint stream; attention and MLP side by side, sharing the first and the last linear."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.heads = cfg.heads
+        self.widths = (3 * cfg.hidden, cfg.mlp_ratio * cfg.hidden)
+        self.linear1 = nn.Linear(cfg.hidden, sum(self.widths))
+        self.linear2 = nn.Linear(cfg.hidden + self.widths[1], cfg.hidden)
+        self.norm = QKNorm(cfg.head_dim)
+        self.modulation = Modulation(cfg.hidden, 3)
+
+    def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
+        shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
+        qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        q_BHSK, k_BHSK, v_BHSK = split_heads(qkv, self.heads)
+        q_BHSK, k_BHSK = self.norm(q_BHSK, k_BHSK)
+        attended_BSD = attention(q_BHSK, k_BHSK, v_BHSK, rope_SR2)
+        out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
+        return x_BSD + gate_B1D * out_BSD
+
+
+class LastLayer(nn.Module):
+    """The head: adaptive norm, then one linear to the packed latent."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(cfg.hidden, cfg.packed_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(cfg.hidden, 2 * cfg.hidden))
+
+    def forward(self, img_BND: Tensor, vec_BD: Tensor) -> Tensor:
+        shift_B1D, scale_B1D = self.adaLN_modulation(vec_BD)[:, None, :].chunk(2, dim=-1)
+        return self.linear(modulate(img_BND, shift_B1D, scale_B1D))
+
+
+class Flux(nn.Module):
+    """FLUX.1-schnell (no guidance input) for one fixed image size.
+
+    Source: BFL flux, model.py and modules/layers.py.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.img_in = nn.Linear(cfg.packed_channels, cfg.hidden)
+        self.time_in = MLPEmbedder(TIME_WAVES, cfg.hidden)
+        self.vector_in = MLPEmbedder(cfg.clip_dim, cfg.hidden)
+        self.txt_in = nn.Linear(cfg.t5_dim, cfg.hidden)
+        self.double_blocks = nn.ModuleList(DoubleBlock(cfg) for _ in range(cfg.double_blocks))
+        self.single_blocks = nn.ModuleList(SingleBlock(cfg) for _ in range(cfg.single_blocks))
+        self.final_layer = LastLayer(cfg)
+        self.register_buffer("rope", self.make_rope(), persistent=False)
+
+    def make_rope(self) -> Tensor:
+        """The rotations of all tokens: (S, R, 2) fp32, on the default device."""
+        text_T3 = torch.zeros(self.cfg.text_tokens, 3, dtype=torch.float64)
+        image_N3 = image_positions(self.cfg.latent_height, self.cfg.latent_width)
+        return rope_table(torch.cat((text_T3, image_N3)), self.cfg.rope_axes, self.cfg.rope_theta)
+
+    def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
+        """The velocity at (x_t, t): (B, N, P) in the dtype of img.
+
+        img: packed x_t; txt: T5 states; clip: pooled CLIP; all in the compute dtype. t: [0, 1], fp32.
+        """
+        img_BND = self.img_in(img_BNP)
+        txt_BTD = self.txt_in(txt_BTE)
+        vec_BD = self.time_in(time_waves(t_B).to(img_BNP.dtype)) + self.vector_in(clip_BV)
+
+        streams = (img_BND, txt_BTD)
+        for block in self.double_blocks:  # port: blocks of a kind are identical and scan-safe
+            streams = block(streams, vec_BD, self.rope)
+        img_BND, txt_BTD = streams
+        x_BSD = torch.cat((txt_BTD, img_BND), dim=1)
+        for block in self.single_blocks:
+            x_BSD = block(x_BSD, vec_BD, self.rope)
+        return self.final_layer(x_BSD[:, txt_BTD.shape[1] :], vec_BD)
+
+
+def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
+    """How a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
+
+    Source: MLPerf reference, torchtitan experiments/flux, init_weights.
+    """
+    if name.endswith(".scale"):
+        return "ones", 0.0
+    zero_modules = (".lin.", ".modulation.", "final_layer.")  # modulation and head: the identity at first
+    if name.endswith(".bias") or any(part in name for part in zero_modules):
+        return "zeros", 0.0
+    if name.startswith(("time_in.", "vector_in.")):
+        return "normal", 0.02
+    return "uniform", math.sqrt(6.0 / (shape[0] + shape[1]))  # Xavier
+
+
+def parameter_table(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """BFL name -> shape of every parameter, without allocating any."""
+    with torch.device("meta"):
+        net = Flux(cfg)
+    return {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}

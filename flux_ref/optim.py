@@ -1,0 +1,51 @@
+"""AdamW and gradient clipping on this rank's shards: one collective, no host sync."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flux_ref.config import OptimConfig
+from flux_ref.parallel import World, named_parameters
+
+
+class ShardedAdamW:
+    """AdamW over the local shards of a sharded net; equal to AdamW and clip_grad_norm_ over its DTensors.
+
+    The shards share storage with the net's parameters. `lr` is a device scalar, so that a captured graph
+    can be told a new rate.
+    """
+
+    def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
+        self.clip_norm, self.group = cfg.clip_norm, world.shard_group
+        self.parameters = list(named_parameters(net).values())
+        self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
+        self.lr = torch.zeros((), device=world.device)
+        self.adamw = torch.optim.AdamW(
+            self.shards,
+            lr=self.lr,
+            betas=(cfg.beta1, cfg.beta2),
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            fused=True,
+            capturable=world.device.type != "cpu",
+        )
+
+    def step(self) -> Tensor:
+        """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar."""
+        for shard, parameter in zip(self.shards, self.parameters):
+            shard.grad = parameter.grad.to_local()
+        # Replicas hold equal gradients, so squares are summed over the shard group only.
+        norm = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
+        dist.all_reduce(norm, group=self.group)
+        norm = norm.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.shards, self.clip_norm, norm)
+        self.adamw.step()
+        for shard, parameter in zip(self.shards, self.parameters):
+            shard.grad = parameter.grad = None
+        return norm
+
+    def reset(self) -> None:
+        """Zero the moments and step counts in place, as if no step had been taken."""
+        for state in self.adamw.state.values():
+            for tensor in state.values():
+                tensor.zero_()

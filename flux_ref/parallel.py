@@ -1,0 +1,241 @@
+"""Processes, devices and sharding: the only file that knows a backend.
+
+A port to another accelerator replaces `start`, `shard`, `materialise`, `to_device`, `all_reduce` and `stop`.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flux_ref import draws
+from flux_ref.config import Config, ParallelConfig
+from flux_ref.data import Batch, Feed
+from flux_ref.errors import Refusal
+from flux_ref.model import Flux, initialiser
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all; the mesh has the dimension shard, for HSDP replicate and shard."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("shard")
+
+    @property
+    def pin(self) -> bool:
+        """Whether copies to the device want pinned host memory."""
+        return self.device.type != "cpu"
+
+
+def start(cfg: ParallelConfig) -> World:
+    """Join the process group that torchrun (or srun) describes; without one, a world of this process alone.
+
+    Raises: Refusal when the group cannot be formed.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if device.type == "cpu" else "nccl"  # on ROCm, nccl is RCCL
+    store = dist.HashStore() if "RANK" not in os.environ else None
+    try:
+        dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=size if store else -1)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise Refusal(f"cannot form the process group at {address}: {reason}; is the port in use?") from None
+    replicate = cfg.replicate or max(1, size // node_size)
+    if replicate == 1:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    else:  # the inner dimension is contiguous: shard inside a node, replicate across
+        mesh = init_device_mesh(device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
+    return World(rank, size, device, mesh)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise Refusal(f"local rank {local_rank} has no device: this node has {count}; start fewer ranks per node")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(torch.accelerator.current_accelerator().type, local_rank)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together(task: Callable[[], object]) -> object:
+    """Run a task on every rank; if it is refused on any of them, all ranks raise the first rank's reason."""
+    result, reason = None, None
+    try:
+        result = task()
+    except (Refusal, OSError) as error:
+        reason = str(error)
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            raise Refusal(text if reasons[0] == text else f"rank {rank}: {text}")
+    return result
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Sum over all ranks, in place."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather(tensor: Tensor) -> list[list[float]]:
+    """The tensor of every rank, on the host. sync: the host waits for the device."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts).tolist()
+
+
+class Region(nn.ModuleDict):
+    """Consecutive blocks that act as one: one FSDP unit and one compiled graph."""
+
+    def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
+        for block in self.values():
+            streams = block(streams, vec_BD, rope_SR2)
+        return streams
+
+
+def regions(blocks: nn.ModuleList, region_blocks: int) -> nn.ModuleList:
+    """The blocks in regions of region_blocks; the last may be shorter. Children keep their block's number."""
+    numbered = [(str(i), block) for i, block in enumerate(blocks)]
+    starts = range(0, len(numbered), region_blocks)
+    return nn.ModuleList(Region(dict(numbered[start : start + region_blocks])) for start in starts)
+
+
+def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by BFL's names, whatever the regions: double_blocks.REGION.BLOCK.x is double_blocks.BLOCK.x."""
+    strip = re.compile(r"^((?:double|single)_blocks)\.\d+\.(\d+)\.")
+    return {strip.sub(r"\1.\2.", name): parameter for name, parameter in net.named_parameters()}
+
+
+def build(cfg: Config, world: World, seed: int | None) -> Flux:
+    """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
+    with torch.device("meta"):
+        net = Flux(cfg.model)
+    net = shard(net, cfg.parallel, world)
+    materialise(net, world, seed)
+    return net
+
+
+def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
+    """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
+
+    Master weights stay fp32; each unit is gathered in cfg.dtype and its gradients reduced in cfg.reduce_dtype.
+    """
+    net.double_blocks = regions(net.double_blocks, cfg.region_blocks)
+    net.single_blocks = regions(net.single_blocks, cfg.region_blocks)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[cfg.dtype],
+        reduce_dtype=DTYPES[cfg.reduce_dtype],
+        cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
+    )
+    for region in (*net.double_blocks, *net.single_blocks):
+        if cfg.compile:
+            _require_compiler(world.device)
+            region.compile(fullgraph=True, dynamic=False)
+        fully_shard(region, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
+    fully_shard(net, mesh=world.mesh, mp_policy=policy)
+    return net
+
+
+def _require_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        raise Refusal("parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false")
+
+
+def materialise(net: Flux, world: World, seed: int | None) -> None:
+    """Allocate the shards and, given a seed, fill each with its part of the initial weights.
+
+    Element e of a parameter is a function of (seed, name, e), so every world size starts from the same
+    values and no rank draws more than it keeps.
+    """
+    net.to_empty(device=world.device)
+    net.rope = net.make_rope().to(world.device)
+    if seed is None:
+        return
+    with torch.no_grad():
+        for name, parameter in named_parameters(net).items():
+            start, local = local_rows(parameter)
+            kind, width = initialiser(name, parameter.shape)
+            if kind in ("zeros", "ones"):
+                local.fill_(kind == "ones")
+            else:
+                _fill_random(local.view(-1), start * local[:1].numel(), name, kind, width, seed)
+
+
+def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """(first row, rows) of a parameter on this rank; FSDP2 splits dimension 0 like torch.chunk."""
+    assert isinstance(parameter, DTensor), "sharded parameters only"
+    mesh = parameter.device_mesh
+    chunk = -(-parameter.shape[0] // mesh.size(-1))
+    return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
+
+
+def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, seed: int) -> None:
+    """Elements start, start + 1, ... of a parameter's random values, drawn a few million at a time."""
+    piece = 1 << 22
+    for begin in range(0, flat.numel(), piece):
+        count = min(piece, flat.numel() - begin)
+        lead = (start + begin) % 4  # words come in blocks of four
+        words = draws.words(
+            seed, draws.INIT, lead + count + (lead + count) % 2, sample=draws.name_key(name), start=start + begin - lead
+        )
+        values = draws.normal(words) * width if kind == "normal" else (draws.uniform(words) * 2 - 1) * width
+        part = values[lead : lead + count].astype(np.float32)
+        flat[begin : begin + count] = torch.from_numpy(part).to(flat.device)
+
+
+def reshard(net: nn.Module) -> None:
+    """Free all gathered weights: after a forward without backward they would go stale."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def to_device(feed: Feed, static: Batch) -> Batch:
+    """Copy the feed's next batch into the static device buffers; the copy runs behind the host."""
+    host = feed.take()
+    for name, tensor in static.items():
+        tensor.copy_(host.tensors[name], non_blocking=True)
+    if tensor.device.type != "cpu":
+        host.in_use = torch.Event(tensor.device.type)
+        host.in_use.record()
+    feed.give_back(host)
+    return static
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
+    if device.type == "cpu":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return torch.get_device_module(device).max_memory_allocated(device) / 1e9
+

@@ -1,0 +1,80 @@
+"""Making data sets.   python -m flux_ref.prepare shapes --out DIR [--train N] [--val N] [--config FILE]"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from flux_ref import config, draws, schedule, shapes, shards
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Refusal
+
+
+def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
+    """Write folder/train, folder/val and folder/empty_encodings; the folder appears once it is whole.
+
+    Validation shows the drawings that training never does, and walks the eight timesteps.
+    Raises: Refusal if the folder exists.
+    """
+    if folder.exists():
+        raise Refusal(f"{folder} exists; remove it or choose another folder")
+    if model.latent_channels != shapes.CHANNELS or model.text_tokens < 8:
+        raise Refusal(f"shapes need model.latent_channels={shapes.CHANNELS} and model.text_tokens of at least 8")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    held_out = shapes.held_out()
+    shown = [drawing for drawing in shapes.all_drawings() if drawing not in set(held_out)]
+    shards.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
+    shards.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
+    empty = partial / "empty_encodings"
+    empty.mkdir()
+    for name, array in zip(("t5", "clip"), shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)):
+        np.save(empty / f"{name}_empty.npy", array[None].astype(np.float16))  # as the public ones are
+    partial.rename(folder)
+
+
+def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[shards.Sample]:
+    encoded = {d: shapes.encode_caption(d.caption, model.text_tokens, model.t5_dim, model.clip_dim) for d in drawings}
+    for i in tqdm(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
+        drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
+        dx, dy = shapes.JITTER * (2 * draws.uniform(draws.words(0, draws.JITTER, 2, sample=i, epoch=split)) - 1)
+        picture = shapes.draw(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
+        members = dict(zip(shards.MEMBERS, (*encoded[drawing], *shapes.encode(picture))))
+        bits = {member: shards.to_bf16_bits(array) for member, array in members.items()}
+        timestep = i % schedule.TIMESTEPS if split else None
+        yield shards.Sample(bits, timestep, drawing.caption)
+
+
+def ensure(cfg: Config) -> None:
+    """Make the data set of a config with data.kind=shapes unless its folder exists."""
+    folder = Path(cfg.data.train).parent
+    if cfg.data.kind == "shapes" and not folder.exists():
+        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flux_ref.prepare", description="Make data sets.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("shapes", help="captioned drawings with stand-in encoders, for the CPU")
+    command.add_argument("--out", type=Path, required=True, help="folder to make")
+    command.add_argument("--config", default="configs/tiny.toml", help="whose model's sizes to use")
+    command.add_argument("--train", type=int, help="training samples (default: the config's)")
+    command.add_argument("--val", type=int, help="validation samples (default: the config's)")
+    args = parser.parse_args(argv)
+    try:
+        cfg = config.load(args.config)
+        train, val = args.train or cfg.data.train_count, args.val or cfg.data.val_count
+        make_shapes(args.out, cfg.model, train, val)
+    except (Refusal, OSError) as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {train} training and {val} validation samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

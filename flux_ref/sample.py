@@ -1,0 +1,80 @@
+"""Drawing pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flux_ref import draws, latents, parallel, shapes, shards
+from flux_ref.config import Config
+from flux_ref.data import Rows, ValSet
+
+
+def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
+    """The steps + 1 times from 1 to 0. shift: spend more of them near noise the more tokens there are.
+
+    Source: BFL flux, sampling.get_schedule; mu is linear through (256, 0.5) and (4096, 1.15).
+    """
+    mu = 0.5 + (image_tokens - 256) * (1.15 - 0.5) / (4096 - 256)
+    even = [1 - i / steps for i in range(steps + 1)]
+    if not shift:
+        return even
+    return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
+
+
+def draw(net: nn.Module, val_set: ValSet, cfg: Config, device: torch.device) -> tuple[list[str], list[np.ndarray]]:
+    """Captions and the (3, H, W) pictures in [-1, 1] drawn from them. Collective over all ranks.
+
+    The captions are cfg.sample.captions, or else the first cfg.sample.count stored with the validation set.
+    """
+    texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
+    empty = shards.read_empty(cfg.data.empty, val_set.shards.layout)
+    z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, device)
+    return [caption for caption, _ in texts], [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
+
+
+def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, device: torch.device) -> Tensor:
+    """One latent per text: (B, C, Y, X) fp32, at the autoencoder's scale. Collective over all ranks.
+
+    texts, empty: {"t5", "clip"} as bf16 bits in uint16.
+    """
+    model = cfg.model
+    t5_BTE, clip_BV = _stack(texts, device)
+    no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device)
+    noise = [draws.normals(cfg.train.seed, draws.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in range(len(texts))]
+    x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
+    schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
+    with torch.no_grad():
+        for t, t_next in zip(schedule, schedule[1:]):
+            velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
+            if cfg.sample.guidance != 1.0:
+                free_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
+                velocity_BNP = free_BNP + cfg.sample.guidance * (velocity_BNP - free_BNP)
+            x_BNP = x_BNP + (t_next - t) * velocity_BNP
+    parallel.reshard(net)
+    return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
+
+
+def _stack(texts: list[Rows], device: torch.device) -> tuple[Tensor, Tensor]:
+    t5, clip = (
+        torch.from_numpy(np.stack([text[name] for text in texts])).view(torch.bfloat16).to(device)
+        for name in ("t5", "clip")
+    )
+    return t5, clip
+
+
+def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:
+    dtype = parallel.DTYPES[cfg.parallel.dtype]
+    t_B = torch.full((len(x_BNP),), t, device=x_BNP.device)
+    return net(x_BNP.to(dtype), t5_BTE.to(dtype), clip_BV.to(dtype), t_B).float()
+
+
+def caption_texts(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, Rows]]:
+    """Captions with their encodings, by the stand-in encoders of the shapes data set."""
+    model = cfg.model
+    encoded = [shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim) for caption in captions]
+    return [
+        (caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)})
+        for caption, (t5, clip) in zip(captions, encoded)
+    ]

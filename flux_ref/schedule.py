@@ -1,0 +1,31 @@
+"""The arithmetic of a run: learning rate, what is due when, and the validation times. No state, no torch.
+
+The benchmark's clock is `samples`, the training samples consumed by all ranks; it moves by one global
+batch per step.
+"""
+
+from math import ceil
+
+TIMESTEPS = 8  # spec: validation walks t = 0/8 .. 7/8 (mlcommons/training, text_to_image)
+
+
+def steps_for(samples: int, global_batch: int) -> int:
+    """Steps until at least `samples` are consumed. spec: the interval rounds up to whole steps."""
+    return ceil(samples / global_batch)
+
+
+def due(samples: int, every_samples: int, global_batch: int) -> bool:
+    """Whether something that is due every `every_samples` (0: never) is due now."""
+    if every_samples == 0 or samples == 0:
+        return False
+    return samples % (steps_for(every_samples, global_batch) * global_batch) == 0
+
+
+def lr(step: int, peak: float, warmup_steps: int) -> float:
+    """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant."""
+    return peak * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def validation_time(timestep: int) -> float:
+    """t of a validation row. spec: k / 8, not (k + 0.5) / 8."""
+    return timestep / TIMESTEPS

@@ -1,0 +1,97 @@
+"""One training step and one validation step, as plain functions over static device buffers.
+
+Eager, compiled and captured runs call these same functions; only what wraps them differs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flux_ref import flow, parallel, schedule
+from flux_ref.config import Config
+from flux_ref.data import Batch, synthetic
+from flux_ref.optim import ShardedAdamW
+
+NEVER = -1.0
+
+
+@dataclass
+class State:
+    """All that outlives a step. What is not in here does not survive a restart."""
+
+    net: nn.Module
+    opt: ShardedAdamW
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
+
+    def advance(self, global_batch: int) -> None:
+        self.step += 1
+        self.samples += global_batch
+
+
+class Health:
+    """Remembers on the device, without a host sync, the first step whose loss or norm was not finite.
+
+    flags: (steps taken, first bad loss, first bad norm), steps counted from 0; NEVER where there was none.
+    """
+
+    def __init__(self, device: torch.device, step: int = 0):
+        self.flags = torch.tensor([float(step), NEVER, NEVER], dtype=torch.float64, device=device)
+
+    def update(self, loss: Tensor, grad_norm: Tensor) -> None:
+        bad = ~torch.stack((loss, grad_norm)).isfinite()
+        first = bad & (self.flags[1:] == NEVER)
+        self.flags[1:] = torch.where(first, self.flags[0], self.flags[1:])
+        self.flags[0] += 1
+
+
+def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
+    """Forward, backward, clip and AdamW over one rank's batch, micro-batch by micro-batch.
+
+    Returns this rank's loss and the gradient norm before clipping, both device scalars.
+    """
+    rows = batch["t"].shape[0]
+    micro = cfg.train.micro_batch or rows
+    dtype = parallel.DTYPES[cfg.parallel.dtype]
+    loss = torch.zeros((), device=batch["t"].device)
+    for start in range(0, rows, micro):
+        part = {name: tensor[start : start + micro] for name, tensor in batch.items()}
+        last = start + micro == rows
+        # Each micro-batch is reduced to shards at once; replicas are summed with the last only.
+        net.set_is_last_backward(last)
+        net.set_requires_all_reduce(last)
+        part_loss = (flow.losses(net, part, dtype) * part["weight"]).sum() / rows
+        part_loss.backward()
+        loss += part_loss.detach()
+    grad_norm = opt.step()
+    health.update(loss, grad_norm)
+    return loss, grad_norm
+
+
+def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
+    """Add a batch to sums (3, 8) fp64: per timestep the weights, the losses and the squared losses."""
+    with torch.no_grad():
+        losses = flow.losses(net, batch, parallel.DTYPES[cfg.parallel.dtype]).double()
+        weight = batch["weight"].double()
+        columns = torch.stack((weight, weight * losses, weight * losses.square()))
+        sums.index_add_(1, batch["timestep"], columns)
+
+
+def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> None:
+    """Real steps on synthetic batches before the clock starts: compiles, allocates and connects everything.
+
+    spec: weights stay bit-identical (at rate 0 AdamW's decay factor is 1 and its update 0); moments and step
+    counts are zeroed after.
+    """
+    device = state.opt.lr.device
+    for batch in (train_batch, val_batch):
+        for name, tensor in synthetic(cfg.model, batch["t"].shape[0]).items():
+            batch[name].copy_(tensor)
+    state.opt.lr.zero_()
+    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=device)
+    for _ in range(cfg.train.synthetic_steps):
+        train_step(state.net, state.opt, train_batch, Health(device), cfg)
+        validation_step(state.net, val_batch, sums, cfg)
+        parallel.reshard(state.net)
+    state.opt.reset()
