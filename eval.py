@@ -48,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run("eval.py", __doc__, main, sys.argv[1:]))
+    cli.leave(cli.run("eval.py", __doc__, main, sys.argv[1:]))

@@ -68,7 +68,9 @@ def run(cfg: Config, world: World, train_set: TrainSet, val_set: ValSet, reporte
         raise
     log.run_stop(state.samples, success=reached, reason="target reached" if reached else "train.max_samples reached")
 
-    weights.save(state.net, reporter.folder / "weights.safetensors", {"samples": str(state.samples), "step": str(state.step)})
+    weights.save(
+        state.net, reporter.folder / "weights.safetensors", {"samples": str(state.samples), "step": str(state.step)}
+    )
     if cfg.eval.permuted_captions:
         reporter.say(f"with captions permuted among the samples: {evaluate(permute_captions=True).loss:.4f}")
     if cfg.sample.count:
@@ -104,4 +106,4 @@ def train(cfg: Config, state: State, train_set: TrainSet, batch: Batch, reporter
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run("train.py", __doc__, main, sys.argv[1:]))
+    cli.leave(cli.run("train.py", __doc__, main, sys.argv[1:]))

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from flux_ref import parallel
 from flux_ref.errors import Fault, Refusal
@@ -26,6 +27,13 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
         return 130
     finally:
         parallel.stop()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once. Static destructors of a backend's threads can abort a run that is already done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _complain(name: str, error: Refusal | Fault) -> int:

@@ -146,11 +146,7 @@ class Config:
 
 
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
-TYPES = {
-    f"{section}.{f.name}": f.type
-    for section, default in SECTIONS.items()
-    for f in dataclasses.fields(default)
-}
+TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 CHOICES = {
     "eval.noise": ("fresh", "fixed"),
     "data.kind": ("embeddings", "shapes"),
@@ -232,9 +228,7 @@ def _validate_model(model: ModelConfig) -> None:
     if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
         raise Refusal(f"model.rope_axes={list(model.rope_axes)} must be three even numbers")
     if sum(model.rope_axes) != model.head_dim:
-        raise Refusal(
-            f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}"
-        )
+        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
     if model.latent_height % 2 or model.latent_width % 2:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
 

@@ -261,7 +261,9 @@ def open_set(folder: str, count: int, key: str, model: ModelConfig) -> shards.Sh
     """The shards in a folder, checked by size alone. Raises: Refusal."""
     found = shards.ShardSet(folder, shards.layout(model))
     if count and len(found) != count:
-        raise Refusal(f"{folder} holds {len(found)} samples, {key}={count} asks for {count}; set it to 0 for any number")
+        raise Refusal(
+            f"{folder} holds {len(found)} samples, {key}={count} asks for {count}; set it to 0 for any number"
+        )
     return found
 
 

@@ -30,8 +30,6 @@ def losses(net: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tens
     latent_BCYX = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     x_BCYX = interpolate(latent_BCYX, batch["noise"], batch["t"])
     target_BNP = latents.pack(batch["noise"] - latent_BCYX)
-    predicted_BNP = net(
-        latents.pack(x_BCYX).to(dtype), batch["t5"].to(dtype), batch["clip"].to(dtype), batch["t"]
-    )
+    predicted_BNP = net(latents.pack(x_BCYX).to(dtype), batch["t5"].to(dtype), batch["clip"].to(dtype), batch["t"])
     # numerics: the error is formed and averaged in fp32 whatever the network computes in.
     return (predicted_BNP.float() - target_BNP).square().mean(dim=(1, 2))

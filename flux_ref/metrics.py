@@ -71,7 +71,9 @@ class Reporter:
 
     def begin(self, samples: int) -> None:
         """Show the progress bar and start counting time."""
-        total = schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
+        total = (
+            schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
+        )
         self.bar = tqdm(
             total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks, dynamic_ncols=True
         )
@@ -162,7 +164,9 @@ class Reporter:
         """Say how the run ended and where to look."""
         end = "target reached" if reached else "train.max_samples reached"
         pictures_line = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
-        self.say(f"{end}; look at\n  losses    {self.folder}/loss.png{pictures_line}\n  weights   python eval.py {self.folder}")
+        self.say(
+            f"{end}; look at\n  losses    {self.folder}/loss.png{pictures_line}\n  weights   python eval.py {self.folder}"
+        )
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:

@@ -167,7 +167,9 @@ def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
 
 def _require_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        raise Refusal("parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false")
+        raise Refusal(
+            "parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false"
+        )
 
 
 def materialise(net: Flux, world: World, seed: int | None) -> None:
@@ -238,4 +240,3 @@ def peak_memory_gb(device: torch.device) -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     return torch.get_device_module(device).max_memory_allocated(device) / 1e9
-

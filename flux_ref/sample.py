@@ -42,7 +42,9 @@ def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, de
     model = cfg.model
     t5_BTE, clip_BV = _stack(texts, device)
     no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device)
-    noise = [draws.normals(cfg.train.seed, draws.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in range(len(texts))]
+    noise = [
+        draws.normals(cfg.train.seed, draws.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in range(len(texts))
+    ]
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
     schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
     with torch.no_grad():
