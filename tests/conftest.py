@@ -1,0 +1,60 @@
+"""What the tests share: a micro model, a data set for it, and launching the scripts as a user would."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flux_ref import config, prepare
+
+ROOT = Path(__file__).parent.parent
+MICRO = ROOT / "tests" / "micro.toml"
+
+
+@pytest.fixture(scope="session")
+def shapes_dir(tmp_path_factory) -> Path:
+    """A folder of train/, val/ and empty_encodings/ for the micro model; tests must not change it."""
+    cfg = config.load(MICRO)
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    prepare.make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+    return folder
+
+
+def data_overrides(folder: Path) -> list[str]:
+    """Command-line overrides that point a config at a data set."""
+    return [f"--data.train={folder}/train", f"--data.val={folder}/val", f"--data.empty={folder}/empty_encodings"]
+
+
+@pytest.fixture(scope="session")
+def micro(shapes_dir) -> config.Config:
+    """The micro config, pointing at its data set."""
+    return config.load(MICRO, data_overrides(shapes_dir))
+
+
+def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: float = 120, **env: str):
+    """Run train.py or eval.py with torchrun (ranks=0: plain python); returns the finished process.
+
+    With torchrun the exit code is torchrun's own; `rank_exit_code` finds the script's.
+    """
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*launcher, str(ROOT / name), *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def rank_exit_code(process: subprocess.CompletedProcess) -> int:
+    """The exit code of the first rank that failed, from torchrun's summary; 0 if none did."""
+    if process.returncode == 0:
+        return 0
+    summary = process.stderr.rpartition("Root Cause")[2]
+    return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
