@@ -156,12 +156,13 @@ CHOICES = {
     "mllog.submission_division": ("closed", "open"),
 }
 POSITIVE = (
-    "model.hidden model.heads model.double_blocks model.single_blocks model.mlp_ratio model.rope_theta"
-    " model.text_tokens model.t5_dim model.clip_dim model.latent_channels model.latent_height model.latent_width"
-    " train.max_samples train.global_batch train.log_every_samples"
-    " optim.eps optim.clip_norm eval.every_samples eval.batch data.workers data.prefetch"
-    " parallel.region_blocks sample.steps"
-).split()
+    *("model.hidden", "model.heads", "model.double_blocks", "model.single_blocks", "model.mlp_ratio"),
+    *("model.rope_theta", "model.text_tokens", "model.t5_dim", "model.clip_dim"),
+    *("model.latent_channels", "model.latent_height", "model.latent_width"),
+    *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
+    *("eval.every_samples", "eval.batch", "data.workers", "data.prefetch"),
+    *("parallel.region_blocks", "sample.steps"),
+)
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:

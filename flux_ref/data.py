@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ class Feed:
                     if buffer.in_use is not None:
                         buffer.in_use.synchronize()
                     shares = [range(w, len(items), self.workers) for w in range(self.workers)]
-                    list(pool.map(lambda share: self._fill_share(buffer, items, share), shares))
+                    list(pool.map(partial(self._fill_share, buffer, items), shares))
                     self._ready.put(buffer)
         except BaseException as error:  # the training thread raises it
             self._ready.put(error)
@@ -270,7 +271,7 @@ def open_set(folder: str, count: int, key: str, model: ModelConfig) -> shards.Sh
 def synthetic(model: ModelConfig, rows: int) -> Batch:
     """A batch of plausible random values, for warm-up and benchmarks."""
     batch = allocate(model, rows)
-    for number, (name, tensor) in enumerate(batch.items()):
+    for number, tensor in enumerate(batch.values()):
         count = tensor.numel() + tensor.numel() % 2
         values = draws.normal(draws.words(0, draws.SYNTHETIC, count, sample=number))[: tensor.numel()]
         tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))

@@ -59,13 +59,14 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
+        mesh = " x ".join(f"{size} {name}" for name, size in zip(world.mesh.mesh_dim_names, world.mesh.shape))
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {world.device.type}, mesh {dict(zip(world.mesh.mesh_dim_names, world.mesh.shape))},"
-            f" compute {cfg.parallel.dtype}, torch {torch.__version__}\n"
-            f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
-            f"  data    {train_count:,} training samples in {cfg.data.train}, {val_count:,} for validation in {cfg.data.val}\n"
+            f"  ranks   {world.size} x {world.device.type} ({mesh}), {cfg.parallel.dtype}, torch {torch.__version__}\n"
+            f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
+            f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
+            f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
             f"  run     {self.folder}"
         )
 
@@ -162,11 +163,10 @@ class Reporter:
 
     def conclude(self, reached: bool) -> None:
         """Say how the run ended and where to look."""
-        end = "target reached" if reached else "train.max_samples reached"
-        pictures_line = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
-        self.say(
-            f"{end}; look at\n  losses    {self.folder}/loss.png{pictures_line}\n  weights   python eval.py {self.folder}"
-        )
+        lines = ["target reached" if reached else "train.max_samples reached", f"  losses    {self.folder}/loss.png"]
+        if self.cfg.sample.count:
+            lines.append(f"  pictures  {self.folder}/samples")
+        self.say("\n".join([*lines, f"  weights   python eval.py {self.folder}"]))
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:

@@ -1,6 +1,7 @@
 """Drawing pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, de
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
     schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
     with torch.no_grad():
-        for t, t_next in zip(schedule, schedule[1:]):
+        for t, t_next in pairwise(schedule):
             velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
             if cfg.sample.guidance != 1.0:
                 free_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)

@@ -57,7 +57,7 @@ def load(net: nn.Module, path: Path) -> dict[str, str]:
     parameters = named_parameters(net)
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _require_same(shapes, {name: tuple(p.shape) for name, p in parameters.items()}, path)
             for name, parameter in parameters.items():
                 start, local = local_rows(parameter)

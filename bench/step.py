@@ -1,0 +1,309 @@
+"""How long a training step takes and where its time goes; bench/README.md explains every figure.
+
+    python -m bench.step                                    configs/tiny.toml on this machine
+    python -m bench.step --peers diffusers --json bench/results/NAME.json
+    torchrun --nproc-per-node 8 -m bench.step --config configs/schnell_gbs512.toml --synthetic
+
+--steps N (20) timed after --warmup N (3); --synthetic measures without data; --peers NAME[,NAME] also races
+other implementations of the same model in one process; --section.key=value overrides the config as in train.py.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import peers
+from flux_ref import cli, config, parallel, prepare, schedule
+from flux_ref.config import Config, ModelConfig
+from flux_ref.data import Batch, Feed, TrainSet, allocate
+from flux_ref.errors import Fault, Refusal
+from flux_ref.model import Flux, parameter_table
+from flux_ref.optim import ShardedAdamW
+from flux_ref.parallel import World
+from flux_ref.step import NEVER, Health, State, train_step, warm_up
+
+ROOT = Path(__file__).parent.parent
+SPLIT_STEPS = 5
+GEMM_REPEATS = 10
+GEMM_SIZES = {"cpu": (1024, 2048)}
+ACCELERATOR_GEMM_SIZES = (4096, 8192, 16384)
+PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
+END = "end"
+
+
+class Clock:
+    """Labelled marks in time: device events on an accelerator, the host's clock on the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.marks = device, []
+
+    def start(self) -> None:
+        """Forget all marks. sync: the device is idle when this returns."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.marks = []
+
+    def mark(self, label: str) -> None:
+        """From here on the time belongs to `label`; END closes a step."""
+        if self.device.type == "cpu":
+            self.marks.append((label, time.perf_counter()))
+            return
+        event = torch.Event(self.device.type, enable_timing=True)
+        event.record()
+        self.marks.append((label, event))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Milliseconds by label of each step since `start`. sync: waits for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        steps, spent = [], defaultdict(float)
+        for (label, begin), (following, end) in itertools.pairwise(self.marks):
+            if label != END:
+                spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)
+            if following == END:
+                steps.append(dict(spent))
+                spent.clear()
+        return steps
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise Refusal(message)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--synthetic", action="store_true")
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--json", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    if args.steps < 1 or args.warmup < 0:
+        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
+    return args, overrides
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    cfg = config.load(args.config, overrides)
+    peers.require(args.peers, cfg)
+    world = parallel.start(cfg.parallel)
+    config.validate_world(cfg, world.size)
+    if args.peers and world.size > 1:
+        raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
+    clock = Clock(world.device)
+    report = environment(cfg, world, argv) | measure(cfg, world, clock, args)
+    report["peers"] = {}
+    for name in args.peers:
+        gc.collect()
+        if world.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        report["peers"][name] = peers.race(name, cfg, clock, args.steps, args.warmup)
+    if world.rank == 0:
+        print(table(report))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -> dict:
+    """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
+    train_set = None
+    if not args.synthetic:
+        parallel.together(lambda: world.rank or prepare.ensure(cfg))
+        train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
+    net = parallel.build(cfg, world, cfg.train.seed)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
+    warm_up(state, batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)
+    feed = None
+    if train_set:
+        parallel.together(train_set.open)
+        feed = train_set.feed(state.samples)
+    try:
+        run_steps(cfg, state, batch, feed, clock, args.warmup)
+        if world.device.type != "cpu":
+            torch.get_device_module(world.device).reset_peak_memory_stats(world.device)
+        clock.start()
+        loss = run_steps(cfg, state, batch, feed, clock, args.steps)
+        steps = clock.steps()
+    finally:
+        if feed:
+            feed.close()
+    totals = [sum(step.values()) for step in steps]
+    peak_gb = torch.tensor([parallel.peak_memory_gb(world.device)], device=world.device)
+    per_sample, samples_per_s = tflop_per_sample(cfg.model), cfg.train.global_batch * 1e3 * len(totals) / sum(totals)
+    achieved, roof = per_sample * samples_per_s / world.size, ceiling(parallel.DTYPES[cfg.parallel.dtype], clock)
+    return {
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "synthetic": args.synthetic,
+        "samples_per_s": samples_per_s,
+        "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
+        "split_ms": split(cfg, state, batch, clock),
+        "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
+        "peak_memory_gb": max(gb for (gb,) in parallel.gather(peak_gb)),
+        "tflop": {
+            "per_sample": per_sample,
+            "per_s_per_rank": achieved,
+            "ceiling_per_s": roof,
+            "share_of_ceiling": achieved / roof,
+        },
+        "last_loss": loss,
+    }
+
+
+def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock: Clock, count: int) -> float:
+    """The training loop of train.py without its log; returns this rank's last loss.
+
+    On an accelerator the span "data" ends when the batch is on the device, but begins only when the device has
+    nothing left to do: what it reads is the device's wait and the copy, not the time the host spends ahead of it.
+    """
+    health, loss = Health(batch["t"].device), torch.zeros(())
+    for _ in range(count):
+        clock.mark("data")
+        if feed:
+            parallel.to_device(feed, batch)
+        clock.mark("step")
+        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+        loss, _ = train_step(state.net, state.opt, batch, health, cfg)
+        state.advance(cfg.train.global_batch)
+        clock.mark(END)
+    if (health.flags[1:] != NEVER).any():
+        raise Fault("the loss or the gradient norm is not finite, so the times mean nothing; lower optim.lr")
+    return float(loss)
+
+
+class MarkedOptimizer:
+    """Passes `step` on to an optimizer and marks where it begins."""
+
+    def __init__(self, opt: ShardedAdamW, clock: Clock):
+        self.opt, self.clock = opt, clock
+
+    def step(self) -> Tensor:
+        self.clock.mark("optimizer")
+        return self.opt.step()
+
+
+def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
+    """Median milliseconds of forward, backward and optimizer over steps of their own, each begun on an idle device.
+
+    The marks sit in hooks around train_step, so micro-batches add up.
+    """
+    hooks = (
+        state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True),
+        state.net.register_forward_hook(lambda *_: clock.mark("backward")),  # the loss is counted here
+    )
+    steps, health = [], Health(batch["t"].device)
+    for _ in range(SPLIT_STEPS):
+        clock.start()
+        clock.mark("forward")
+        train_step(state.net, MarkedOptimizer(state.opt, clock), batch, health, cfg)
+        clock.mark(END)
+        steps += clock.steps()
+    for hook in hooks:
+        hook.remove()
+    parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
+    return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
+
+
+def tflop_per_sample(model: ModelConfig) -> float:
+    """1e12 floating-point operations of the matrix products in one sample's forward and backward."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        img = torch.empty(1, model.image_tokens, model.packed_channels)
+        txt = torch.empty(1, model.text_tokens, model.t5_dim)
+        Flux(model)(img, txt, torch.empty(1, model.clip_dim), torch.empty(1))
+    return PASSES * counter.get_total_flops() / 1e12
+
+
+def ceiling(dtype: torch.dtype, clock: Clock) -> float:
+    """1e12 FLOP/s of the best square matrix product, while the other ranks do the same."""
+    best = 0.0
+    for size in GEMM_SIZES.get(clock.device.type, ACCELERATOR_GEMM_SIZES):
+        left, right = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
+        for _ in range(3):
+            left @ right
+        clock.start()
+        for _ in range(GEMM_REPEATS):
+            clock.mark("product")
+            left @ right
+            clock.mark(END)
+        best = max(best, 2 * size**3 / 1e9 / median(step["product"] for step in clock.steps()))
+    return best
+
+
+def environment(cfg: Config, world: World, argv: list[str]) -> dict:
+    """What is needed to repeat or to doubt the figures."""
+    launcher = "python" if world.size == 1 else f"torchrun --nproc-per-node {world.size}"
+    return {
+        "command": f"{launcher} -m bench.step {shlex.join(argv)}".strip(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "torch": torch.__version__,
+        "device": device_name(world.device),
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
+        "config": config.flat(cfg),
+    }
+
+
+def git(*args: str) -> str | None:
+    """What git says about this checkout; None without git or outside a checkout."""
+    try:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    if device.type != "cpu":
+        return torch.get_device_module(device).get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    cfg, step, split_ms, tflop = (report[key] for key in ("config", "step_ms", "split_ms", "tflop"))
+    data = "synthetic" if report["data_share"] is None else f"{report['data_share']:.1%} of the step"
+    rows = {
+        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
+        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']}",
+        "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
+        "throughput": f"{report['samples_per_s']:.2f} samples/s",
+        "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']}",
+        "split": f"forward {split_ms['forward']:.2f}, backward {split_ms['backward']:.2f},"
+        f" optimizer {split_ms['optimizer']:.2f} ms (measured apart, {split_ms['steps']} steps)",
+        "data wait": data,
+        "peak memory": f"{report['peak_memory_gb']:.2f} GB",
+        "work": f"{tflop['per_sample']:.4g} TFLOP per sample, {tflop['per_s_per_rank']:.4g} TFLOP/s per rank,"
+        f" {tflop['share_of_ceiling']:.1%} of this run's matrix products at {tflop['ceiling_per_s']:.4g}",
+    }
+    for name, peer in report["peers"].items():
+        rows[name] = peers.summary(peer)
+    return "\n".join([report["command"], *(f"  {name:<12} {text}" for name, text in rows.items())])
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.step", __doc__, main, sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""The objective and the latents, against a second implementation in numpy float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flux_ref import flow, latents
+
+SHAPE = (3, 16, 4, 6)  # B, C, Y, X
+
+
+def batch_of(seed: int = 0, t: tuple[float, ...] = (0.0, 0.375, 0.9)) -> dict[str, Tensor]:
+    """A batch as the loader gives it; text is not looked at by the nets of this file."""
+    rng = np.random.default_rng(seed)
+    arrays = {name: rng.standard_normal(SHAPE) for name in ("mean", "logvar", "latent_eps", "noise")}
+    arrays |= {"t5": rng.standard_normal((3, 9, 28)), "clip": rng.standard_normal((3, 14)), "t": np.array(t)}
+    batch = {name: torch.from_numpy(array).float() for name, array in arrays.items()}
+    return batch | {name: batch[name].bfloat16() for name in ("mean", "logvar", "t5", "clip")}
+
+
+def pack_by_loops(image: np.ndarray) -> np.ndarray:
+    """(B, C, Y, X) -> (B, N, P): tokens row by row, features ordered (C, dy, dx)."""
+    B, C, Y, X = image.shape
+    packed = np.empty((B, Y // 2 * (X // 2), 4 * C), image.dtype)
+    for token, (y, x) in enumerate((y, x) for y in range(0, Y, 2) for x in range(0, X, 2)):
+        for feature, (c, dy, dx) in enumerate(np.ndindex(C, 2, 2)):
+            packed[:, token, feature] = image[:, c, y + dy, x + dx]
+    return packed
+
+
+def reference(batch: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """MLPerf's formulas in float64, as (B, C, Y, X): the latent, the point at t, the target."""
+    mean, logvar, eps, noise, t = (
+        batch[name].double().numpy() for name in ("mean", "logvar", "latent_eps", "noise", "t")
+    )
+    x = (mean + np.exp(0.5 * logvar) * eps - 0.1159) * 0.3611
+    t = t.reshape(-1, 1, 1, 1)
+    return {"latent": x, "x_t": (1 - t) * x + t * noise, "target": noise - x}
+
+
+class Stub(nn.Module):
+    """A net that answers with a fixed tensor and remembers how it was asked."""
+
+    def __init__(self, answer: Tensor):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.args = args
+        return self.answer
+
+
+def random_answer() -> Tensor:
+    return torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(7))
+
+
+def test_losses_agree_with_the_reference():
+    """Per sample, the mean over all elements; their mean is the reference's loss."""
+    batch, answer = batch_of(), random_answer()
+    error = answer.double().numpy() - pack_by_loops(reference(batch)["target"])
+    losses = flow.losses(Stub(answer), batch, torch.float32)
+    assert losses.shape == (3,) and losses.dtype == torch.float32
+    np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(losses.mean(), (error**2).mean(), rtol=1e-6)
+
+
+def test_the_net_is_asked_at_x_t():
+    """In the order (x_t, t5, clip, t); t keeps its value."""
+    batch, net = batch_of(), Stub(random_answer())
+    flow.losses(net, batch, torch.float32)
+    x_BNP, t5_BTE, clip_BV, t_B = net.args
+    np.testing.assert_allclose(x_BNP, pack_by_loops(reference(batch)["x_t"]), rtol=1e-5, atol=1e-6)
+    assert torch.equal(t5_BTE, batch["t5"].float()) and torch.equal(clip_BV, batch["clip"].float())
+    assert torch.equal(t_B, batch["t"])
+
+
+def test_latent_agrees_with_the_reference():
+    batch = batch_of()
+    latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    assert latent.dtype == torch.float32
+    np.testing.assert_allclose(latent, reference(batch)["latent"], rtol=1e-6, atol=1e-6)
+
+
+def test_unscale_gives_the_encoders_own_values():
+    """With no spread, sample then unscale is the mean again."""
+    batch = batch_of()
+    mean = batch["mean"].float()
+    latent = latents.sample(mean, batch["logvar"], torch.zeros(SHAPE))
+    torch.testing.assert_close(latents.unscale(latent), mean, rtol=1e-6, atol=1e-6)
+
+
+def test_t_0_is_data_and_t_1_is_noise():
+    batch = batch_of()
+    data, noise = batch["latent_eps"], batch["noise"]
+    assert torch.equal(flow.interpolate(data, noise, torch.zeros(3)), data)
+    assert torch.equal(flow.interpolate(data, noise, torch.ones(3)), noise)
+
+
+def true_velocity(batch: dict[str, Tensor]) -> Tensor:
+    latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    return latents.pack(batch["noise"] - latent)
+
+
+def test_true_velocity_has_no_loss():
+    batch = batch_of()
+    assert torch.equal(flow.losses(Stub(true_velocity(batch)), batch, torch.float32), torch.zeros(3))
+
+
+def test_one_step_with_the_true_velocity_from_1_to_0_gives_the_data():
+    """x + (0 - 1) * velocity, starting at the noise."""
+    batch = batch_of()
+    stepped = latents.unpack(latents.pack(batch["noise"]) + (0.0 - 1.0) * true_velocity(batch), 4, 6)
+    np.testing.assert_allclose(stepped, reference(batch)["latent"], rtol=1e-5, atol=1e-6)
+
+
+def test_velocity_is_the_slope_of_the_line():
+    """(x_t2 - x_t1) / (t2 - t1) is the target, wherever on the line."""
+    batch = batch_of()
+    data, noise = batch["latent_eps"], batch["noise"]
+    near, far = (flow.interpolate(data, noise, torch.full((3,), t)) for t in (0.25, 0.75))
+    torch.testing.assert_close((far - near) / 0.5, noise - data, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_net_has_its_loss_in_fp32():
+    """Inputs reach the net in bf16, t in fp32; of its bf16 answer the error is formed and averaged in fp32."""
+    batch, net = batch_of(), Stub(random_answer().bfloat16())
+    losses = flow.losses(net, batch, torch.bfloat16)
+    assert [tensor.dtype for tensor in net.args] == [torch.bfloat16] * 3 + [torch.float32]
+    assert losses.dtype == torch.float32
+    error = net.answer.double().numpy() - pack_by_loops(reference(batch)["target"])
+    np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
+
+
+def test_loss_gradient_reaches_the_net():
+    """d loss / d answer = 2 * error / elements."""
+    batch, answer = batch_of(), random_answer().requires_grad_()
+    flow.losses(Stub(answer), batch, torch.float32).sum().backward()
+    expected = 2 * (answer.detach().double().numpy() - pack_by_loops(reference(batch)["target"])) / (6 * 64)
+    np.testing.assert_allclose(answer.grad, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, 3, 4, 6), (2, 16, 6, 4), (1, 2, 10, 2), (1, 16, 32, 32)])
+def test_pack_orders_tokens_and_features_and_unpack_inverts_it(shape):
+    image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    packed = latents.pack(torch.from_numpy(image))
+    np.testing.assert_array_equal(packed, pack_by_loops(image))
+    np.testing.assert_array_equal(latents.unpack(packed, *shape[2:]), image)
+
+
+def test_image_positions_follow_the_packed_tokens():
+    """Each token's position is the row and column of its patch."""
+    rows, columns = np.meshgrid(np.arange(6) // 2, np.arange(10) // 2, indexing="ij")
+    packed = latents.pack(torch.from_numpy(np.stack((0 * rows, rows, columns)))[None])
+    positions = latents.image_positions(6, 10)
+    assert positions.dtype == torch.float64
+    np.testing.assert_array_equal(positions, packed[0, :, ::4])
