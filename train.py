@@ -82,7 +82,7 @@ def run(cfg: Config, world: World, train_set: TrainSet, val_set: ValSet, reporte
 
 def train(cfg: Config, state: State, train_set: TrainSet, batch: Batch, reporter: Reporter, evaluate: Callable) -> bool:
     """Train until the target or train.max_samples; returns whether the target was reached."""
-    global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device)
+    global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device, state.step)
     feed = train_set.feed(state.samples)
     reporter.begin(state.samples)
     try:

@@ -13,6 +13,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import platform
 import re
 import shlex
@@ -40,8 +41,7 @@ from flux_ref.step import NEVER, Health, State, train_step, warm_up
 ROOT = Path(__file__).parent.parent
 SPLIT_STEPS = 5
 GEMM_REPEATS = 10
-GEMM_SIZES = {"cpu": (1024, 2048)}
-ACCELERATOR_GEMM_SIZES = (4096, 8192, 16384)
+GEMM_SIZES = {"cpu": (1024, 2048), "accelerator": (4096, 8192)}
 PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
 END = "end"
 
@@ -81,14 +81,9 @@ class Clock:
         return steps
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise Refusal(message)
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("bench.step", usage="see --help", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="configs/tiny.toml")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
@@ -111,12 +106,8 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
     report = environment(cfg, world, argv) | measure(cfg, world, clock, args)
-    report["peers"] = {}
-    for name in args.peers:
-        gc.collect()
-        if world.device.type != "cpu":
-            torch.accelerator.empty_cache()
-        report["peers"][name] = peers.race(name, cfg, clock, args.steps, args.warmup)
+    gc.collect()  # the sharded net, before the peers need its memory
+    report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
     if world.rank == 0:
         print(table(report))
         if args.json:
@@ -238,7 +229,7 @@ def tflop_per_sample(model: ModelConfig) -> float:
 def ceiling(dtype: torch.dtype, clock: Clock) -> float:
     """1e12 FLOP/s of the best square matrix product, while the other ranks do the same."""
     best = 0.0
-    for size in GEMM_SIZES.get(clock.device.type, ACCELERATOR_GEMM_SIZES):
+    for size in GEMM_SIZES["cpu" if clock.device.type == "cpu" else "accelerator"]:
         left, right = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
         for _ in range(3):
             left @ right
@@ -253,7 +244,7 @@ def ceiling(dtype: torch.dtype, clock: Clock) -> float:
 
 def environment(cfg: Config, world: World, argv: list[str]) -> dict:
     """What is needed to repeat or to doubt the figures."""
-    launcher = "python" if world.size == 1 else f"torchrun --nproc-per-node {world.size}"
+    launcher = f"torchrun --nproc-per-node {world.size}" if "RANK" in os.environ else "python"
     return {
         "command": f"{launcher} -m bench.step {shlex.join(argv)}".strip(),
         "commit": git("rev-parse", "HEAD"),
@@ -262,6 +253,7 @@ def environment(cfg: Config, world: World, argv: list[str]) -> dict:
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],  # of the machine's last minute: above 0, others were at work
         "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
         "config": config.flat(cfg),
     }
@@ -289,7 +281,8 @@ def table(report: dict) -> str:
     data = "synthetic" if report["data_share"] is None else f"{report['data_share']:.1%} of the step"
     rows = {
         "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
-        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']}",
+        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
+        f" load {report['load_average']:.1f}",
         "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
         "throughput": f"{report['samples_per_s']:.2f} samples/s",
         "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']}",

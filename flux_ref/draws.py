@@ -31,7 +31,7 @@ def uniform(word: np.ndarray) -> np.ndarray:
 
 
 def normal(word: np.ndarray) -> np.ndarray:
-    """N(0, 1) as float32, one per word: Box-Muller on each pair of words, in float64 until the end."""
+    """N(0, 1) as float32, one per word of an even number: Box-Muller on each pair, in float64 until the end."""
     # numerics: u in (0, 1] keeps the logarithm finite.
     u = ((word[0::2] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     angle = (word[1::2] >> np.uint64(11)) * (2.0 * np.pi * 2.0**-53)
@@ -43,9 +43,9 @@ def normal(word: np.ndarray) -> np.ndarray:
 
 
 def normals(seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoch: int) -> np.ndarray:
-    """N(0, 1) of an even-sized shape, as float32."""
+    """N(0, 1) of a shape, as float32; an odd size leaves the last draw of a pair unused."""
     count = int(np.prod(shape))
-    return normal(words(seed, stream, count, sample=sample, epoch=epoch)).reshape(shape)
+    return normal(words(seed, stream, count + count % 2, sample=sample, epoch=epoch))[:count].reshape(shape)
 
 
 def name_key(name: str) -> int:

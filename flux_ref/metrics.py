@@ -76,7 +76,13 @@ class Reporter:
             schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
         )
         self.bar = tqdm(
-            total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks, dynamic_ncols=True
+            total=total,
+            initial=samples,
+            unit=" samples",
+            unit_scale=True,
+            disable=not self.speaks,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10,  # a log file wants fewer lines
         )
         self._mark(samples, 0.0)
         if not self.cfg.eval.at_start:

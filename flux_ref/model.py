@@ -4,7 +4,7 @@ Parameters keep the names of Black Forest Labs' code, so public weights load wit
 plain: no device, no mesh, no dtype policy; parallel.py wraps it from outside.
 
 numerics: activations have the dtype of `img`. RoPE, the embedding of t and the norms are fp32 whatever
-that dtype is and however the model is wrapped.
+that dtype is and however the parameters are cast; `rope` is a buffer and stays fp32.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flux_ref.config import ModelConfig
 from flux_ref.latents import image_positions
 
-# B batch  N image tokens (256)  T text tokens (256)  S = T + N, text first
+# B batch  N image tokens (256)  T text tokens (256)  S tokens of a sequence: N, T or T + N (joint, text first)
 # D hidden (3072) = H heads (24) x K head dim (128)  R = K / 2 rotated pairs  M = mlp_ratio * D
 # P packed latent channels (64)  E T5 features (4096)  V CLIP features (768)  W wave features (256)
 TIME_WAVES = 256

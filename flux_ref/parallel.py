@@ -101,8 +101,9 @@ def together(task: Callable[[], object]) -> object:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
+    """Sum over all ranks, in place; every rank ends with rank 0's bits, so that all decide alike."""
     dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
     return tensor
 
 

@@ -74,8 +74,10 @@ def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> 
     with torch.no_grad():
         losses = flow.losses(net, batch, parallel.DTYPES[cfg.parallel.dtype]).double()
         weight = batch["weight"].double()
-        columns = torch.stack((weight, weight * losses, weight * losses.square()))
-        sums.index_add_(1, batch["timestep"], columns)
+        rows = torch.stack((weight, weight * losses, weight * losses.square()))
+        # A product with a one-hot matrix sums in a fixed order, which scattered adds on a GPU do not.
+        one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
+        sums += rows @ one_hot.double()
 
 
 def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> None:
