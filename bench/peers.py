@@ -134,6 +134,8 @@ def race(name: str, cfg: Config, clock: Clock, steps: int, warmup: int) -> dict:
 
     Returns ratio (peer's time / ours, so above 1 ours is faster), its quartiles and both sides' median ms.
     """
+    if clock.device.type != "cpu":
+        torch.accelerator.empty_cache()
     rows = config.micro_batch(cfg, world_size=1)
     batch = allocate(cfg.model, rows, clock.device)
     for key, tensor in synthetic(cfg.model, rows).items():

@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -39,9 +39,8 @@ from flux_ref.parallel import World
 from flux_ref.step import NEVER, Health, State, train_step, warm_up
 
 ROOT = Path(__file__).parent.parent
-SPLIT_STEPS = 5
-GEMM_REPEATS = 10
-GEMM_SIZES = {"cpu": (1024, 2048), "accelerator": (4096, 8192)}
+SPLIT_STEPS, GEMM_REPEATS = 5, 10
+GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
 PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
 END = "end"
 
@@ -72,7 +71,7 @@ class Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         steps, spent = [], defaultdict(float)
-        for (label, begin), (following, end) in itertools.pairwise(self.marks):
+        for (label, begin), (following, end) in pairwise(self.marks):
             if label != END:
                 spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)
             if following == END:
@@ -133,7 +132,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     try:
         run_steps(cfg, state, batch, feed, clock, args.warmup)
         if world.device.type != "cpu":
-            torch.get_device_module(world.device).reset_peak_memory_stats(world.device)
+            torch.accelerator.reset_peak_memory_stats()
         clock.start()
         loss = run_steps(cfg, state, batch, feed, clock, args.steps)
         steps = clock.steps()
@@ -166,8 +165,8 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
 def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock: Clock, count: int) -> float:
     """The training loop of train.py without its log; returns this rank's last loss.
 
-    On an accelerator the span "data" ends when the batch is on the device, but begins only when the device has
-    nothing left to do: what it reads is the device's wait and the copy, not the time the host spends ahead of it.
+    On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
+    is on it: it is the device's wait, not the time that the host, running ahead, waits for a free buffer.
     """
     health, loss = Health(batch["t"].device), torch.zeros(())
     for _ in range(count):
@@ -200,10 +199,8 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
 
     The marks sit in hooks around train_step, so micro-batches add up.
     """
-    hooks = (
-        state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True),
-        state.net.register_forward_hook(lambda *_: clock.mark("backward")),  # the loss is counted here
-    )
+    before = state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
+    after = state.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
     steps, health = [], Health(batch["t"].device)
     for _ in range(SPLIT_STEPS):
         clock.start()
@@ -211,8 +208,8 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
         train_step(state.net, MarkedOptimizer(state.opt, clock), batch, health, cfg)
         clock.mark(END)
         steps += clock.steps()
-    for hook in hooks:
-        hook.remove()
+    before.remove()
+    after.remove()
     parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
 
@@ -253,7 +250,7 @@ def environment(cfg: Config, world: World, argv: list[str]) -> dict:
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],  # of the machine's last minute: above 0, others were at work
+        "load_average": os.getloadavg()[0],  # of the minute before: others at work
         "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
         "config": config.flat(cfg),
     }
@@ -278,17 +275,16 @@ def device_name(device: torch.device) -> str:
 def table(report: dict) -> str:
     """The report for the terminal."""
     cfg, step, split_ms, tflop = (report[key] for key in ("config", "step_ms", "split_ms", "tflop"))
-    data = "synthetic" if report["data_share"] is None else f"{report['data_share']:.1%} of the step"
     rows = {
         "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
         "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
         f" load {report['load_average']:.1f}",
         "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
-        "throughput": f"{report['samples_per_s']:.2f} samples/s",
-        "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']}",
+        "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']};"
+        f" {report['samples_per_s']:.2f} samples/s",
         "split": f"forward {split_ms['forward']:.2f}, backward {split_ms['backward']:.2f},"
         f" optimizer {split_ms['optimizer']:.2f} ms (measured apart, {split_ms['steps']} steps)",
-        "data wait": data,
+        "data wait": "none, synthetic" if report["synthetic"] else f"{report['data_share']:.1%} of the step",
         "peak memory": f"{report['peak_memory_gb']:.2f} GB",
         "work": f"{tflop['per_sample']:.4g} TFLOP per sample, {tflop['per_s_per_rank']:.4g} TFLOP/s per rank,"
         f" {tflop['share_of_ceiling']:.1%} of this run's matrix products at {tflop['ceiling_per_s']:.4g}",

@@ -114,26 +114,34 @@ def gather(tensor: Tensor) -> list[list[float]]:
     return torch.stack(parts).tolist()
 
 
-class Region(nn.ModuleDict):
+class Region(nn.Module):
     """Consecutive blocks that act as one: one FSDP unit and one compiled graph."""
 
+    def __init__(self, blocks: list[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)  # numbered from 0, so that equal regions share one compiled graph
+
     def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
-        for block in self.values():
+        for block in self.blocks:
             streams = block(streams, vec_BD, rope_SR2)
         return streams
 
 
 def regions(blocks: nn.ModuleList, region_blocks: int) -> nn.ModuleList:
-    """The blocks in regions of region_blocks; the last may be shorter. Children keep their block's number."""
-    numbered = [(str(i), block) for i, block in enumerate(blocks)]
-    starts = range(0, len(numbered), region_blocks)
-    return nn.ModuleList(Region(dict(numbered[start : start + region_blocks])) for start in starts)
+    """The blocks in regions of region_blocks; the last may be shorter."""
+    starts = range(0, len(blocks), region_blocks)
+    return nn.ModuleList(Region(list(blocks[start : start + region_blocks])) for start in starts)
 
 
 def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by BFL's names, whatever the regions: double_blocks.REGION.BLOCK.x is double_blocks.BLOCK.x."""
-    strip = re.compile(r"^((?:double|single)_blocks)\.\d+\.(\d+)\.")
-    return {strip.sub(r"\1.\2.", name): parameter for name, parameter in net.named_parameters()}
+    """Parameters by BFL's names, whatever the regions of the net."""
+    inside = re.compile(r"^((?:double|single)_blocks)\.(\d+)\.blocks\.(\d+)")
+
+    def block_name(match: re.Match) -> str:
+        kind, region, block = match.groups()
+        return f"{kind}.{int(region) * len(getattr(net, kind)[0].blocks) + int(block)}"
+
+    return {inside.sub(block_name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def build(cfg: Config, world: World, seed: int | None) -> Flux:

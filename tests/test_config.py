@@ -323,12 +323,6 @@ def test_an_odd_latent_size_is_refused(key, tmp_path):
     assert key in message and "even" in message
 
 
-@pytest.mark.parametrize("key", ["model.t5_dim", "model.clip_dim"])
-def test_a_size_that_the_drawn_data_set_cannot_have_is_refused(key, tmp_path):
-    toml = 'data.kind = "shapes"\ndata.train_count = 1\ndata.val_count = 1\n'
-    assert key in refusal(tmp_path, f"{toml}{key} = 31")
-
-
 @pytest.mark.parametrize(
     "toml, words",
     [

@@ -1,0 +1,96 @@
+"""The step benchmark: its report is whole and plausible. Times are not judged."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import MICRO, ROOT, data_overrides
+
+from bench import peers
+from bench.step import PASSES, tflop_per_sample
+from flux_ref import config
+from flux_ref.config import ModelConfig
+from flux_ref.model import parameter_table
+
+
+def bench(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.step", "--config", str(MICRO), *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def closed_form_tflop(model: ModelConfig) -> float:
+    """2 FLOPs per weight and token for every linear, and two products of S x S x D per block for attention."""
+    image, text = model.image_tokens, model.text_tokens
+    tokens = {"img_in": image, "txt_in": text, "img_attn": image, "img_mlp": image, "txt_attn": text, "txt_mlp": text}
+    tokens |= {"linear1": image + text, "linear2": image + text, "linear": image}  # the others see one vector
+    flop = 2 * 2 * (image + text) ** 2 * model.hidden * (model.double_blocks + model.single_blocks)
+    for name, shape in parameter_table(model).items():
+        if len(shape) == 2:
+            flop += 2 * shape[0] * shape[1] * next((tokens[part] for part in name.split(".") if part in tokens), 1)
+    return PASSES * flop / 1e12
+
+
+@pytest.mark.parametrize("model", [config.load(MICRO).model, ModelConfig()], ids=["micro", "schnell"])
+def test_flop_count_is_the_closed_form(model):
+    assert tflop_per_sample(model) == pytest.approx(closed_form_tflop(model), rel=1e-12)
+
+
+def test_schnell_needs_20_tflop_per_sample():
+    assert closed_form_tflop(ModelConfig()) == pytest.approx(20.4, abs=0.05)
+
+
+def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
+    path = tmp_path / "new" / "report.json"
+    has_peer = importlib.util.find_spec("diffusers") is not None
+    race = ["--peers", "diffusers"] if has_peer else []
+    done = bench("--steps", 2, "--warmup", 1, "--json", path, *race, *data_overrides(shapes_dir))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+
+    assert report["command"].startswith("python -m bench.step --config")
+    assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average"} <= report.keys()
+    assert report["config"]["train.global_batch"] == 12 and report["steps"] == 2 and not report["synthetic"]
+    step = report["step_ms"]
+    assert 0 < step["min"] <= step["median"] <= step["max"]
+    assert 12e3 / step["max"] * 0.999 <= report["samples_per_s"] <= 12e3 / step["min"] * 1.001
+    assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
+    tflop = report["tflop"]
+    assert tflop["per_sample"] == pytest.approx(closed_form_tflop(config.load(MICRO).model))
+    assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
+    assert 0 < tflop["share_of_ceiling"] < 1
+    assert 0 < report["last_loss"] < 10
+    assert report["peers"].keys() == ({"diffusers"} if has_peer else set())
+    for peer in report["peers"].values():
+        assert peer["parameters"] == report["parameters"] and peer["batch"] == 12
+        for phase in peers.PHASES:
+            low, high = peer["ratio_quartiles"][phase]
+            assert 0 < low <= peer["ratio"][phase] <= high
+    for word in ("samples/s", "forward", "TFLOP per sample", *report["peers"]):
+        assert word in done.stdout
+
+
+def test_synthetic_needs_no_data(tmp_path):
+    folder = tmp_path / "none"
+    done = bench("--synthetic", "--steps", 1, "--warmup", 0, *data_overrides(folder))
+    assert done.returncode == 0, done.stderr
+    assert "none, synthetic" in done.stdout and not folder.exists()
+
+
+def test_peers_are_refused_with_a_remedy(monkeypatch):
+    cfg = config.load(MICRO)
+    with pytest.raises(peers.Refusal, match="unknown peer 'no_such'; known peers: diffusers"):
+        peers.require(["no_such"], cfg)
+    monkeypatch.setattr(peers, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    with pytest.raises(peers.Refusal, match="needs the package diffusers; pip install diffusers"):
+        peers.require(["diffusers"], cfg)
