@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     cfg = config.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
     world = parallel.start(cfg.parallel)
     config.validate_world(cfg, world.size)
+    parallel.require_same(config.dump(cfg), "config")
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
@@ -35,6 +36,9 @@ def main(argv: list[str]) -> int:
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
         run(cfg, world, train_set, val_set, reporter)
+    except Refusal:
+        parallel.together(lambda: world.rank or metrics.release(cfg))
+        raise
     finally:
         reporter.close()
     return 0

@@ -1,6 +1,7 @@
 """The command line that train.py and eval.py share."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,12 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     except (Refusal, Fault) as error:
         return _complain(name, error)
     except OSError as error:
-        return _complain(name, Fault(f"{error.strerror}: {error.filename}", alone=True))
+        return _complain(name, Fault(str(error), alone=True))
+    except RuntimeError as error:
+        if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
+            raise
+        time.sleep(LINGER_S)  # another rank broke and says why; torchrun ends this one meanwhile
+        return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -40,7 +46,8 @@ def _complain(name: str, error: Refusal | Fault) -> int:
     rank = int(os.environ.get("RANK", 0))
     if rank == 0 or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
-        print(f"{name}: {prefix}{error}", file=sys.stderr, flush=True)
+        line = " ".join(f"{name}: {prefix}{error}".splitlines())
+        print(line, file=sys.stderr, flush=True)
     else:
         time.sleep(LINGER_S)  # torchrun ends all ranks when one ends: let rank 0 speak first
     return error.exit_code

@@ -7,6 +7,7 @@ Unknown keys, wrong types and impossible combinations are refused. Nothing edits
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
             raise Refusal(f"argument {text!r} is not of the form --section.key=value")
         _check_key(key)
         values[key] = _parse(key, value)
-    cfg = _build(path.stem if path.stem != "config" else path.parent.name, values)
+    cfg = _build(path.stem if path.stem != "config" else path.resolve().parent.name, values)
     validate(cfg)
     return cfg
 
@@ -212,6 +213,9 @@ def validate(cfg: Config) -> None:
     for key, value in values.items():
         if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
             raise Refusal(f"{key}={value} must be a finite number that is not negative")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+                raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")
     if not cfg.train.caption_drop <= 1:
         raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
@@ -262,10 +266,10 @@ def run_dir(cfg: Config) -> Path:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Refusal(f"config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless integers
         raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values = {}
     for section, content in tree.items():
@@ -298,9 +302,12 @@ def _parse(key: str, text: str) -> object:
     if TYPES[key] is str:
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        raise Refusal(f"{key}={text!r} is not {_describe(TYPES[key])}") from None
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {}
+    if parsed.keys() != {"value"}:
+        raise Refusal(f"{key}={text!r} is not {_describe(TYPES[key])}")
+    return parsed["value"]
 
 
 def _build(name: str, values: dict[str, object]) -> Config:
@@ -315,7 +322,7 @@ def _typed(key: str, value: object) -> object:
     """The value in the key's own type; an int may stand for a float and a list for a tuple, nothing else."""
     want = TYPES[key]
     if want is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 2**63 else math.inf  # which validate refuses
     if want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple)):
         if all(type(item) is want.__args__[0] for item in value):
             return tuple(value)
@@ -330,4 +337,4 @@ def _describe(kind: type) -> str:
 
 
 def _toml(value: object) -> str:
-    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False)
+    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

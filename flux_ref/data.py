@@ -115,7 +115,8 @@ class Feed:
                         return
                     if buffer.in_use is not None:
                         buffer.in_use.synchronize()
-                    shares = [range(w, len(items), self.workers) for w in range(self.workers)]
+                    workers = min(self.workers, len(items))
+                    shares = [range(w, len(items), workers) for w in range(workers)]
                     list(pool.map(partial(self._fill_share, buffer, items), shares))
                     self._ready.put(buffer)
         except BaseException as error:  # the training thread raises it
@@ -183,11 +184,11 @@ class TrainSet:
     def _skip(self, rows: Rows, i: int, error: shards.BadSample) -> None:
         """Give a damaged sample weight 0 if the config allows one more."""
         with self._lock:
-            self.skipped.append(str(error))
-            if len(self.skipped) > self.cfg.data.skip_bad:
+            if len(self.skipped) == self.cfg.data.skip_bad:
                 raise Fault(
                     f"bad training sample: {error}; data.skip_bad={self.cfg.data.skip_bad} allows no more", alone=True
                 )
+            self.skipped.append(str(error))
         for name in shards.MEMBERS:
             rows[name][i] = 0
         rows["weight"][i] = 0.0

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,13 +27,31 @@ RUN_FILES = ("config.toml", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss
 def claim(cfg: Config) -> None:
     """Make the run's folder and write its config. Raises: Refusal if it holds something already."""
     folder = config.run_dir(cfg)
+    try:
+        _make(folder, cfg)
+    except OSError as error:
+        raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
+
+
+def _make(folder: Path, cfg: Config) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not cfg.run.overwrite:
             raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
         for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
             path.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)))
+    (folder / "config.toml").write_text(
+        config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)), "utf-8"
+    )
+
+
+def release(cfg: Config) -> None:
+    """Undo claim, for a run that was refused before it trained."""
+    folder = config.run_dir(cfg)
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 class Reporter:
@@ -106,7 +125,10 @@ class Reporter:
         self._require_finite(ranks)
         skipped = int(sum(values[4] for values in ranks))
         if skipped > self.cfg.data.skip_bad:
-            raise Fault(f"{skipped} damaged training samples, data.skip_bad allows {self.cfg.data.skip_bad}")
+            reasons = "; ".join(reason for rank in parallel.gather_objects(data.skipped) for reason in rank)
+            raise Fault(
+                f"{skipped} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more: {reasons}"
+            )
         begin, samples, wait_s = self.since
         elapsed = time.perf_counter() - begin
         record = {

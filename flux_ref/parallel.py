@@ -62,6 +62,8 @@ def start(cfg: ParallelConfig) -> World:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise Refusal(f"cannot form the process group at {address}: {reason}; is the port in use?") from None
     replicate = cfg.replicate or max(1, size // node_size)
+    if size % replicate:
+        raise Refusal(f"parallel.replicate={replicate} does not divide the {size} ranks")
     if replicate == 1:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     else:  # the inner dimension is contiguous: shard inside a node, replicate across
@@ -92,12 +94,27 @@ def together(task: Callable[[], object]) -> object:
         result = task()
     except (Refusal, OSError) as error:
         reason = str(error)
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
+    reasons = gather_objects(reason)
     for rank, text in enumerate(reasons):
         if text is not None:
             raise Refusal(text if reasons[0] == text else f"rank {rank}: {text}")
     return result
+
+
+def gather_objects(value: object) -> list:
+    """A small Python value of every rank. sync: the host waits for all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_same(text: str, what: str) -> None:
+    """Refuse to go on if a text, such as the config, differs between ranks."""
+    texts = gather_objects(text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            pair = next(pair for pair in zip(texts[0].splitlines(), other.splitlines()) if pair[0] != pair[1])
+            raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
 
 
 def all_reduce(tensor: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Meta:
 class ShardSet:
     """A folder of shards as one sequence of samples, in the order of the file names.
 
-    Making it looks at names and sizes only and reads no byte of data; `probe` reads the first of them.
+    Making it looks at names and sizes only and reads no byte of data; `open` reads the first of them.
     """
 
     def __init__(self, folder: str | Path, layout: Layout):
@@ -152,7 +152,7 @@ class ShardSet:
         meta = _parse_json(json_part, where)
         for name in MEMBERS:
             self._check_head(name, heads[name], meta.key, where)
-            if ((rows[name] & 0x7F80) == 0x7F80).any():  # all exponent bits of a bf16: infinite or NaN
+            if _not_finite(rows[name]):
                 raise BadSample(f"{where}, key {meta.key}: {name} holds NaN or infinite values")
         return meta
 
@@ -183,7 +183,7 @@ def _parse_json(part: bytearray, where: str) -> Meta:
         raise BadSample(f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs")
     try:
         content = json.loads(part[BLOCK : BLOCK + size])
-        timestep, caption = content.get("timestep"), content.get("caption", "")
+        timestep, caption = content.get("timestep"), content.get("caption") or ""
     except (ValueError, AttributeError):
         raise BadSample(f"{where}: {member} is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
@@ -196,7 +196,7 @@ def _npy_complaint(header: bytearray, want: tuple[int, ...]) -> str:
         stream = io.BytesIO(bytes(header))
         np.lib.format.read_magic(stream)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    except ValueError:
+    except Exception:  # numpy's parser raises a dozen kinds
         return "is not a .npy blob"
     return f"is {dtype} {shape}{' in Fortran order' if fortran else ''}, want uint16 {want}"
 
@@ -245,6 +245,11 @@ def _finish(archive: tarfile.TarFile) -> None:
     os.truncate(archive.name, end)  # no padding: the size then tells the number of samples
 
 
+def _not_finite(bits: np.ndarray) -> bool:
+    """Whether all exponent bits of any bf16 are set: infinite or NaN."""
+    return bool(((bits & 0x7F80) == 0x7F80).any())
+
+
 def to_bf16_bits(values: np.ndarray) -> np.ndarray:
     """float32 values as bf16 bits in uint16, rounded to nearest even; values are finite."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -268,10 +273,15 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
 def _read_empty(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     try:
         array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise Refusal(f"empty encoding {path}: {error}") from None
+    except Exception as error:  # numpy's parser raises a dozen kinds
+        raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(array, np.ndarray):
+        raise Refusal(f"empty encoding {path} is an archive, want a .npy file")
     if array.shape == (1, *shape):
         array = array[0]
     if array.shape != shape or array.dtype not in (np.float16, np.float32, np.uint16):
         raise Refusal(f"empty encoding {path} is {array.dtype} {array.shape}; want float16, float32 or uint16 {shape}")
-    return array if array.dtype == np.uint16 else to_bf16_bits(array.astype(np.float32))
+    bits = array if array.dtype == np.uint16 else to_bf16_bits(array.astype(np.float32))
+    if _not_finite(bits) or not (array.dtype == np.uint16 or np.isfinite(array).all()):
+        raise Refusal(f"empty encoding {path} holds NaN or infinite values")
+    return bits

@@ -190,10 +190,11 @@ def validation(cfg: Config, world: World) -> dict:
     """Validation of lively weights in several ways, and of others that are put in their place."""
     net = lively_net(cfg, world)
 
-    def measure(net: Flux, samples: int = VAL_SAMPLES, permute: bool = False, **values: object) -> dict:
+    def measure(net: Flux, permute: bool = False, **values: object) -> dict:
         own = config.replace(cfg, **values)
         _, val_set = open_sets(own, world)
-        return vars(validation_loss(net, val_set, allocate(own.model, own.eval.batch), own, samples, permute))
+        result = validation_loss(net, val_set, allocate(own.model, own.eval.batch), own, VAL_SAMPLES, permute)
+        return vars(result) | {"of all ranks": of_all(result.loss)}
 
     found = {f"batches of {rows}": measure(net, eval__batch=rows) for rows in (8, 5)}
     found["permuted"] = measure(net, permute=True)

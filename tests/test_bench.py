@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import MICRO, ROOT, data_overrides
 
-from bench import peers
-from bench.step import PASSES, tflop_per_sample
-from flux_ref import config
+from bench import peers, step
+from flux_ref import config, parallel
 from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
 
@@ -37,12 +36,12 @@ def closed_form_tflop(model: ModelConfig) -> float:
     for name, shape in parameter_table(model).items():
         if len(shape) == 2:
             flop += 2 * shape[0] * shape[1] * next((tokens[part] for part in name.split(".") if part in tokens), 1)
-    return PASSES * flop / 1e12
+    return step.PASSES * flop / 1e12
 
 
 @pytest.mark.parametrize("model", [config.load(MICRO).model, ModelConfig()], ids=["micro", "schnell"])
 def test_flop_count_is_the_closed_form(model):
-    assert tflop_per_sample(model) == pytest.approx(closed_form_tflop(model), rel=1e-12)
+    assert step.tflop_per_sample(model) == pytest.approx(closed_form_tflop(model), rel=1e-12)
 
 
 def test_schnell_needs_20_tflop_per_sample():
@@ -60,9 +59,9 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     assert report["command"].startswith("python -m bench.step --config")
     assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average"} <= report.keys()
     assert report["config"]["train.global_batch"] == 12 and report["steps"] == 2 and not report["synthetic"]
-    step = report["step_ms"]
-    assert 0 < step["min"] <= step["median"] <= step["max"]
-    assert 12e3 / step["max"] * 0.999 <= report["samples_per_s"] <= 12e3 / step["min"] * 1.001
+    ms = report["step_ms"]
+    assert 0 < ms["min"] <= ms["median"] <= ms["max"]
+    assert 12e3 / ms["max"] * 0.999 <= report["samples_per_s"] <= 12e3 / ms["min"] * 1.001
     assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
     assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
     tflop = report["tflop"]
@@ -80,11 +79,14 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
         assert word in done.stdout
 
 
-def test_synthetic_needs_no_data(tmp_path):
+def test_synthetic_needs_no_data(tmp_path, capsys):
     folder = tmp_path / "none"
-    done = bench("--synthetic", "--steps", 1, "--warmup", 0, *data_overrides(folder))
-    assert done.returncode == 0, done.stderr
-    assert "none, synthetic" in done.stdout and not folder.exists()
+    options = ["--config", str(MICRO), "--synthetic", "--steps", "1", "--warmup", "0"]
+    try:
+        assert step.main([*options, *data_overrides(folder)]) == 0
+    finally:
+        parallel.stop()
+    assert "none, synthetic" in capsys.readouterr().out and not folder.exists()
 
 
 def test_peers_are_refused_with_a_remedy(monkeypatch):

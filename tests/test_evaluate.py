@@ -6,7 +6,7 @@ import ranks
 import torch
 
 from flux_ref import config, draws, latents, parallel, schedule, shards
-from flux_ref.data import ValSet, allocate
+from flux_ref.data import ValSet, allocate, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.parallel import World
@@ -74,6 +74,12 @@ def test_loss_equals_the_plain_definition(measured, plain, size, rows):
     assert found["count"] == 45
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_finds_the_very_same_loss_so_that_all_stop_together(measured, size):
+    found = measured(size)["batches of 8"]
+    assert found["of all ranks"] == [found["loss"]] * size
+
+
 def test_timesteps_are_uneven_so_that_a_mean_over_samples_would_show(plain):
     assert [len(of_timestep) for of_timestep in plain.values()] == [6, 6, 6, 6, 6, 5, 5, 5]
     assert mean_of_means(plain) != pytest.approx(np.mean(np.concatenate([*plain.values()])), rel=1e-4)
@@ -125,17 +131,17 @@ def test_caption_drop_does_not_touch_validation(alone, shapes_dir):
     assert len({lone_loss(alone, shapes_dir, 36, train__caption_drop=drop) for drop in (0.0, 1.0)}) == 1
 
 
-def test_padding_and_weight_zero_add_nothing(alone, micro):
+def test_rows_of_weight_0_add_nothing(alone, micro):
     net = ranks.lively_net(micro, alone)
-    batch = allocate(micro.model, 4)
-    batch["noise"].normal_()
+    batch = synthetic(micro.model, 4)
     batch["timestep"][:] = torch.tensor([3, 3, 5, 5])
     batch["weight"][:] = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+    sums, want = (torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64) for _ in range(2))
     validation_step(net, batch, sums, micro)
+    validation_step(net, {name: tensor[[0, 3]] for name, tensor in batch.items()}, want, micro)
     parallel.reshard(net)
     assert sums[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
-    assert ((sums != 0) == (sums[0] != 0)).all()
+    torch.testing.assert_close(sums, want, rtol=1e-6, atol=0)
 
 
 def test_a_timestep_without_samples_is_a_fault():
