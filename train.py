@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
         run(cfg, world, train_set, val_set, reporter)
     except Refusal:
-        parallel.together(lambda: world.rank or metrics.release(cfg))
+        if world.rank == 0:
+            metrics.release(cfg)
         raise
     finally:
         reporter.close()

@@ -94,6 +94,7 @@ class Feed:
         item = self._ready.get()
         self.wait_s += time.perf_counter() - begin
         if isinstance(item, BaseException):
+            self._ready.put(item)  # for whoever asks again
             raise item
         return item
 
@@ -143,7 +144,7 @@ class TrainSet:
         self.cfg, self.rank, self.size = cfg, rank, size
         self.shards = open_set(cfg.data.train, cfg.data.train_count, "data.train_count", cfg.model)
         self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
-        self.skipped: list[str] = []  # reasons of the damaged samples that this rank passed over
+        self.skipped: dict[int, str] = {}  # damaged samples that this rank passed over, and why
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -175,20 +176,20 @@ class TrainSet:
         try:
             self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
         except shards.BadSample as error:
-            self._skip(rows, i, error)
+            self._skip(rows, i, sample, error)
         draw = draws.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
         if draw.drop_caption:  # spec: T5 and CLIP together
             rows["t5"][i], rows["clip"][i] = self.empty["t5"], self.empty["clip"]
         rows["t"][i], rows["latent_eps"][i], rows["noise"][i] = draw.t, draw.latent_eps, draw.noise
 
-    def _skip(self, rows: Rows, i: int, error: shards.BadSample) -> None:
+    def _skip(self, rows: Rows, i: int, sample: int, error: shards.BadSample) -> None:
         """Give a damaged sample weight 0 if the config allows one more."""
         with self._lock:
-            if len(self.skipped) == self.cfg.data.skip_bad:
+            if sample not in self.skipped and len(self.skipped) == self.cfg.data.skip_bad:
                 raise Fault(
                     f"bad training sample: {error}; data.skip_bad={self.cfg.data.skip_bad} allows no more", alone=True
                 )
-            self.skipped.append(str(error))
+            self.skipped[sample] = str(error)
         for name in shards.MEMBERS:
             rows[name][i] = 0
         rows["weight"][i] = 0.0

@@ -24,7 +24,7 @@ def interpolate(latent_BCYX: Tensor, noise_BCYX: Tensor, t_B: Tensor) -> Tensor:
 def losses(net: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Mean squared error of the predicted velocity, one per sample: (B,) fp32.
 
-    batch: data.FIELDS on the net's device.
+    batch: what data.fields lists, on the net's device.
     dtype: of the network's activations.
     """
     latent_BCYX = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])

@@ -37,8 +37,7 @@ def _make(folder: Path, cfg: Config) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not cfg.run.overwrite:
             raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
-        for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
-            path.unlink(missing_ok=True)
+        _clear(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(
         config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)), "utf-8"
@@ -46,12 +45,18 @@ def _make(folder: Path, cfg: Config) -> None:
 
 
 def release(cfg: Config) -> None:
-    """Undo claim, for a run that was refused before it trained."""
+    """Undo claim, for a run that was refused before it trained; a folder with metrics is left alone."""
     folder = config.run_dir(cfg)
-    for name in RUN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    if not (folder / "metrics.jsonl").exists():
+        _clear(folder)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    own = (*RUN_FILES, "weights.partial")
+    for path in (*(folder / name for name in own), *folder.glob("samples/*.png")):
+        path.unlink(missing_ok=True)
 
 
 class Reporter:
@@ -124,11 +129,7 @@ class Reporter:
         ranks = parallel.gather(torch.cat((own, own.new_tensor([len(data.skipped)]))))
         self._require_finite(ranks)
         skipped = int(sum(values[4] for values in ranks))
-        if skipped > self.cfg.data.skip_bad:
-            reasons = "; ".join(reason for rank in parallel.gather_objects(data.skipped) for reason in rank)
-            raise Fault(
-                f"{skipped} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more: {reasons}"
-            )
+        self._require_few_skipped(skipped, data)
         begin, samples, wait_s = self.since
         elapsed = time.perf_counter() - begin
         record = {
@@ -148,15 +149,28 @@ class Reporter:
         self._mark(state.samples, feed.wait_s)
 
     def _require_finite(self, ranks: list[list[float]]) -> None:
-        for rank, (_, _, loss_step, _, _) in enumerate(ranks):
-            if loss_step != NEVER:
-                where = rank_slice(int(loss_step), rank, len(ranks), self.cfg.train.global_batch)
-                raise Fault(
-                    f"loss is not finite at step {int(loss_step)} on rank {rank}'s data"
-                    f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
-                )
+        # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
+        bad = [(int(values[2]), rank) for rank, values in enumerate(ranks) if values[2] != NEVER]
+        if bad:
+            step, rank = min(bad)
+            where = rank_slice(step, rank, len(ranks), self.cfg.train.global_batch)
+            raise Fault(
+                f"loss is not finite at step {step} on rank {rank}'s data"
+                f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
+            )
         if ranks[0][3] != NEVER:
             raise Fault(f"gradient norm is not finite at step {int(ranks[0][3])} though every rank's loss was")
+
+    def _require_few_skipped(self, count: int, data: TrainSet) -> None:
+        if count > self.cfg.data.skip_bad:  # ranks may have met the same sample, in different epochs
+            skipped = {
+                sample: reason for rank in parallel.gather_objects(data.skipped) for sample, reason in rank.items()
+            }
+            if len(skipped) > self.cfg.data.skip_bad:
+                raise Fault(
+                    f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
+                    f" {'; '.join(skipped.values())}"
+                )
 
     def evaluation(self, samples: int, evaluate: Callable[[], Validation]) -> bool:
         """Run and report one evaluation; returns whether the target was reached, the same on every rank."""

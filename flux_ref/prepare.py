@@ -50,10 +50,9 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
 
 
 def ensure(cfg: Config) -> None:
-    """Make the data set of a config with data.kind=shapes unless its folder exists."""
-    folder = Path(cfg.data.train).parent
-    if cfg.data.kind == "shapes" and not folder.exists():
-        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+    """Make the data set of a config with data.kind=shapes unless it is there. Raises: Refusal."""
+    if cfg.data.kind == "shapes" and not Path(cfg.data.train).exists():
+        make_shapes(Path(cfg.data.train).parent, cfg.model, cfg.data.train_count, cfg.data.val_count)
 
 
 def main(argv: list[str]) -> int:

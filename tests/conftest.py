@@ -42,14 +42,22 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*launcher, str(ROOT / name), *map(str, args)],
+    command = [*launcher, str(ROOT / name), *map(str, args)]
+    process = subprocess.Popen(
+        command,
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
     )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its ranks, which a kill would leave behind
+        process.communicate(timeout=30)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def rank_exit_code(process: subprocess.CompletedProcess) -> int:

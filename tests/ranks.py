@@ -233,16 +233,18 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     train_set, _ = open_sets(cfg, world)
     feed, batch = train_set.feed(0), allocate(cfg.model, cfg.train.global_batch // world.size)
 
-    def complaint(health: Health, skipped: int = 0) -> str:
+    def complaint(health: Health, skipped: dict[int, str] | None = None) -> str:
         one = torch.ones(())
         try:
-            reporter.step(state, one, one, health, feed, SimpleNamespace(skipped=["reason"] * skipped))
+            reporter.step(state, one, one, health, feed, SimpleNamespace(skipped=skipped or {}))
         except Fault as error:
             return str(error)
         return ""
 
     found = {"fine": of_all(complaint(Health(world.device)))}
-    found["one bad sample per rank"] = of_all(complaint(Health(world.device), skipped=1))
+    own = {world.rank: f"reason {world.rank}"}
+    found["one bad sample per rank"] = of_all(complaint(Health(world.device), own))
+    found["the same bad sample on every rank"] = of_all(complaint(Health(world.device), {7: "met in other epochs"}))
     health = Health(world.device)
     health.update(torch.ones(()), torch.ones(()))
     health.update(torch.ones(()), torch.tensor(math.inf))

@@ -246,7 +246,12 @@ def test_an_infinite_norm_of_finite_losses_stops_every_rank(measured):
 def test_skipped_samples_of_all_ranks_are_counted_together(measured):
     complaints = measured(3)["reporting"]["one bad sample per rank"]
     assert len(set(complaints)) == 1
-    assert complaints[0].startswith("3 damaged training samples, data.skip_bad allows 2")
+    assert complaints[0].startswith("3 bad training samples, data.skip_bad=2 allows no more")
+    assert complaints[0].count("reason 0") == complaints[0].count("reason 2") == 1
+
+
+def test_a_bad_sample_that_several_ranks_met_counts_once(measured):
+    assert measured(3)["reporting"]["the same bad sample on every rank"] == [""] * 3
 
 
 def test_a_refusal_on_one_rank_is_raised_on_all(measured):

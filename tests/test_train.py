@@ -11,7 +11,8 @@ import pytest
 from conftest import MICRO, ROOT, data_overrides, script
 from safetensors.torch import load_file
 
-from flux_ref import cli, config, metrics, prepare, schedule, shapes, shards
+from flux_ref import cli, config, metrics, prepare, sample, schedule, shapes, shards
+from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 
 FILES = ["config.toml", "eval.jsonl", "loss.png", "metrics.jsonl", "result_0.txt", "weights.safetensors"]
@@ -357,3 +358,13 @@ def test_a_folder_that_holds_a_run_is_kept_unless_it_may_be_overwritten(run, cap
     run("run", "--train.seed=1", "--run.overwrite=true")
     assert column(folder, "samples") == [12, 24, 36, 48, 60]
     assert event(folder, "seed")["value"] == 1
+
+
+def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shapes_dir, monkeypatch):
+    def refuse(*_):
+        raise Refusal("the empty encodings are gone")
+
+    monkeypatch.setattr(sample, "draw", refuse)
+    folder = tmp_path / "run"
+    assert called("train.py", MICRO, f"--run.dir={folder}", "--sample.count=1", *data_overrides(shapes_dir)) != 0
+    assert sorted(path.name for path in folder.iterdir()) == FILES
