@@ -11,7 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import sys
 from pathlib import Path
 
-from flux_ref import cli, config, metrics, parallel, pictures, sample, weights
+from flux_ref import cli, config, metrics, parallel, pictures, sample, shards, weights
 from flux_ref.data import ValSet, allocate
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
@@ -26,6 +26,7 @@ def main(argv: list[str]) -> int:
     world = parallel.start(cfg.parallel)
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
     parallel.together(val_set.open)
+    empty = parallel.together(lambda: shards.read_empty(cfg.data.empty, val_set.shards.layout))
     net = parallel.build(cfg, world, seed=None)
     saved = parallel.together(lambda: weights.load(net, folder / "weights.safetensors"))
     samples = int(saved.get("samples", 0))
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True)
         say(f"with captions permuted among the samples: {permuted.loss:.4f}")
     if cfg.sample.count or cfg.sample.captions:
-        captions, drawn = sample.draw(net, val_set, cfg, world.device)
+        captions, drawn = sample.draw(net, val_set, empty, cfg, world.device)
         path = folder / "samples" / "eval.png"
         if world.rank == 0:
             pictures.grid(drawn, captions, path)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from flux_ref import cli, config, metrics, parallel, pictures, prepare, sample, schedule, weights
 from flux_ref.config import Config
 from flux_ref.data import Batch, TrainSet, ValSet, allocate
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.metrics import Reporter
 from flux_ref.optim import ShardedAdamW
@@ -68,8 +68,8 @@ def run(cfg: Config, world: World, train_set: TrainSet, val_set: ValSet, reporte
         parallel.together(train_set.open)
         parallel.together(val_set.open)
         reached = train(cfg, state, train_set, train_batch, reporter, evaluate)
-    except (Refusal, Fault) as error:
-        log.run_stop(state.samples, success=False, reason=str(error))
+    except BaseException as error:
+        log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
         raise
     log.run_stop(state.samples, success=reached, reason="target reached" if reached else "train.max_samples reached")
 
@@ -79,7 +79,7 @@ def run(cfg: Config, world: World, train_set: TrainSet, val_set: ValSet, reporte
     if cfg.eval.permuted_captions:
         reporter.say(f"with captions permuted among the samples: {evaluate(permute_captions=True).loss:.4f}")
     if cfg.sample.count:
-        captions, drawn = sample.draw(state.net, val_set, cfg, world.device)
+        captions, drawn = sample.draw(state.net, val_set, train_set.empty, cfg, world.device)
         if world.rank == 0:
             pictures.grid(drawn, captions, reporter.folder / "samples" / f"{state.samples:09d}.png")
     reporter.conclude(reached)
@@ -100,11 +100,11 @@ def train(cfg: Config, state: State, train_set: TrainSet, batch: Batch, reporter
             state.advance(global_batch)
             reporter.tick()
             last = state.samples >= cfg.train.max_samples
-            if last or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
+            evaluates = last or schedule.due(state.samples, cfg.eval.every_samples, global_batch)
+            if evaluates or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
                 reporter.step(state, loss, grad_norm, health, feed, train_set)
-            if last or schedule.due(state.samples, cfg.eval.every_samples, global_batch):
-                if reporter.evaluation(state.samples, evaluate):
-                    return True
+            if evaluates and reporter.evaluation(state.samples, evaluate):
+                return True
         return False
     finally:
         feed.close()

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -18,6 +19,14 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
+    code = _attempt(name, task, argv)
+    # After a fault, peers may wait in a collective; leaving the group would then wait for them.
+    if code == 0 or parallel.is_single():
+        parallel.stop()
+    return code
+
+
+def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return task(argv)
     except (Refusal, Fault) as error:
@@ -26,13 +35,15 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
         return _complain(name, Fault(str(error), alone=True))
     except RuntimeError as error:
         if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
-            raise
+            traceback.print_exc()
+            return Fault.exit_code
         time.sleep(LINGER_S)  # another rank broke and says why; torchrun ends this one meanwhile
         return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
     except KeyboardInterrupt:
         return 130
-    finally:
-        parallel.stop()
+    except Exception:  # a defect of ours: show where
+        traceback.print_exc()
+        return Fault.exit_code
 
 
 def leave(code: int) -> NoReturn:
@@ -44,7 +55,9 @@ def leave(code: int) -> NoReturn:
 
 def _complain(name: str, error: Refusal | Fault) -> int:
     rank = int(os.environ.get("RANK", 0))
-    if rank == 0 or error.alone:
+    # Before the group exists nothing is agreed on: one rank of each node speaks.
+    speaks = rank == 0 or (parallel.is_apart() and os.environ.get("LOCAL_RANK") == "0")
+    if speaks or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
         line = " ".join(f"{name}: {prefix}{error}".splitlines())
         print(line, file=sys.stderr, flush=True)

@@ -58,12 +58,12 @@ def numpy_rows(batch: Batch) -> Rows:
 
 
 class HostBatch:
-    """One reusable pinned buffer. `in_use` is recorded by whoever copies from it asynchronously."""
+    """One reusable, pinned buffer. Whoever copies from it asynchronously leaves word in `in_use`."""
 
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
         self.rows = numpy_rows(self.tensors)
-        self.in_use: torch.Event | None = None
+        self.in_use = None  # with a `synchronize` that returns once the buffer may be overwritten
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Feed:
     fill: Callable[[Rows, int, object], None]
     buffers: list[HostBatch]
     workers: int
-    wait_s: float = 0.0  # time that `take` has waited for data
+    wait_s: float = 0.0  # time that `take` has waited for data while the device was idle
     _free: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     _ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     _stopped: bool = False
@@ -88,8 +88,13 @@ class Feed:
         self._thread = threading.Thread(target=self._produce, daemon=True)
         self._thread.start()
 
-    def take(self) -> HostBatch:
-        """The next batch; give it back when its content has been copied or the copy is enqueued."""
+    def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
+        """The next batch; give it back when its content has been copied or the copy is enqueued.
+
+        idle: whether the device has run out of work; only then does waiting count.
+        """
+        while self._ready.empty() and not idle():
+            time.sleep(2e-4)
         begin = time.perf_counter()
         item = self._ready.get()
         self.wait_s += time.perf_counter() - begin
@@ -149,7 +154,7 @@ class TrainSet:
 
     def open(self) -> None:
         """Read the first bytes. Raises: Refusal."""
-        self.shards.open()
+        self.shards.open(self.rank, self.size)
         self.empty = shards.read_empty(self.cfg.data.empty, self.shards.layout)
 
     def feed(self, samples: int) -> Feed:
@@ -205,7 +210,7 @@ class ValSet:
 
     def open(self) -> None:
         """Read the first bytes. Raises: Refusal."""
-        self.shards.open()
+        self.shards.open(self.rank, self.size)
 
     @property
     def batches(self) -> int:

@@ -1,18 +1,21 @@
-"""The two ways in which a run ends early, and the exit code of each."""
+"""The two ways in which a run ends early, and the exit code of each.
+
+alone: only this rank knows, so it has to speak for itself; otherwise rank 0 does.
+"""
 
 
 class Refusal(Exception):
     """The request cannot be honoured as asked; nothing has been trained. The process exits with 2."""
 
     exit_code = 2
-    alone = False
+
+    def __init__(self, message: str, alone: bool = False):
+        super().__init__(message)
+        self.alone = alone
 
 
 class Fault(Exception):
-    """Something broke while the run was under way. The process exits with 3.
-
-    alone: only this rank knows, so it has to speak for itself; otherwise rank 0 does.
-    """
+    """Something broke while the run was under way. The process exits with 3."""
 
     exit_code = 3
 

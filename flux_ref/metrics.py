@@ -37,7 +37,7 @@ def _make(folder: Path, cfg: Config) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not cfg.run.overwrite:
             raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
-        _clear(folder)
+        _remove_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(
         config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)), "utf-8"
@@ -48,12 +48,12 @@ def release(cfg: Config) -> None:
     """Undo claim, for a run that was refused before it trained; a folder with metrics is left alone."""
     folder = config.run_dir(cfg)
     if not (folder / "metrics.jsonl").exists():
-        _clear(folder)
+        _remove_files(folder)
         if not any(folder.iterdir()):
             folder.rmdir()
 
 
-def _clear(folder: Path) -> None:
+def _remove_files(folder: Path) -> None:
     own = (*RUN_FILES, "weights.partial")
     for path in (*(folder / name for name in own), *folder.glob("samples/*.png")):
         path.unlink(missing_ok=True)
@@ -151,15 +151,16 @@ class Reporter:
     def _require_finite(self, ranks: list[list[float]]) -> None:
         # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
         bad = [(int(values[2]), rank) for rank, values in enumerate(ranks) if values[2] != NEVER]
-        if bad:
+        norm_step = int(ranks[0][3])
+        if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
             step, rank = min(bad)
             where = rank_slice(step, rank, len(ranks), self.cfg.train.global_batch)
             raise Fault(
                 f"loss is not finite at step {step} on rank {rank}'s data"
                 f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
             )
-        if ranks[0][3] != NEVER:
-            raise Fault(f"gradient norm is not finite at step {int(ranks[0][3])} though every rank's loss was")
+        if norm_step != NEVER:
+            raise Fault(f"gradient norm is not finite at step {norm_step} though every rank's loss was; lower optim.lr")
 
     def _require_few_skipped(self, count: int, data: TrainSet) -> None:
         if count > self.cfg.data.skip_bad:  # ranks may have met the same sample, in different epochs

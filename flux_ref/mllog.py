@@ -93,7 +93,7 @@ class BenchmarkLog:
         return {
             "lowest_numerical_precision_in_linear": compute,
             "lowest_numerical_precision_in_attn": compute,
-            "lowest_numerical_precision_in_comm": compute if "bfloat16" in (compute, reduce) else reduce,
+            "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
             "tensor_parallelism": 1,
             "pipeline_parallelism": 1,
             "context_parallelism": 1,

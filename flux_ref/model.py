@@ -82,8 +82,7 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.scale.float()
+        return F.rms_norm(x.float(), self.scale.shape, self.scale.float(), eps=NORM_EPS)
 
 
 class QKNorm(nn.Module):

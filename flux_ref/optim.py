@@ -16,7 +16,7 @@ class ShardedAdamW:
     """
 
     def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
-        self.clip_norm, self.group = cfg.clip_norm, world.shard_group
+        self.clip_norm, self.replicas = cfg.clip_norm, world.replicas
         self.parameters = list(named_parameters(net).values())
         self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)
@@ -34,10 +34,10 @@ class ShardedAdamW:
         """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar."""
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
-        # Replicas hold equal gradients, so squares are summed over the shard group only.
-        norm = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
-        dist.all_reduce(norm, group=self.group)
-        norm = norm.sqrt()
+        # Replicas hold equal gradients; summing over all ranks gives all of them the same bits of the norm.
+        squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
+        dist.all_reduce(squares)
+        norm = (squares / self.replicas).sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.shards, self.clip_norm, norm)
         self.adamw.step()
         for shard, parameter in zip(self.shards, self.parameters):

@@ -6,6 +6,7 @@ A port to another accelerator replaces `start`, `shard`, `materialise`, `to_devi
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from flux_ref.data import Batch, Feed
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, initialiser
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
+TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -36,8 +39,9 @@ class World:
     mesh: DeviceMesh
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("shard")
+    def replicas(self) -> int:
+        """Full copies of the model over all ranks."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
     def pin(self) -> bool:
@@ -46,17 +50,21 @@ class World:
 
 
 def start(cfg: ParallelConfig) -> World:
-    """Join the process group that torchrun (or srun) describes; without one, a world of this process alone.
+    """Join the process group that torchrun describes; without one, a world of this process alone.
 
     Raises: Refusal when the group cannot be formed.
     """
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "gloo" if device.type == "cpu" else "nccl"  # on ROCm, nccl is RCCL
     store = dist.HashStore() if "RANK" not in os.environ else None
     try:
-        dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=size if store else -1)
+        dist.init_process_group(
+            BACKENDS[device.type], store=store, rank=rank if store else -1, world_size=size if store else -1
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -72,19 +80,33 @@ def start(cfg: ParallelConfig) -> World:
 
 
 def _device(local_rank: int) -> torch.device:
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if kind == "cpu" or kind not in BACKENDS:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        raise Refusal(f"local rank {local_rank} has no device: this node has {count}; start fewer ranks per node")
+        raise Refusal(
+            f"local rank {local_rank} has no device: this node has {count}; start {count} ranks per node",
+            alone=local_rank == count,
+        )
     torch.accelerator.set_device_index(local_rank)
-    return torch.device(torch.accelerator.current_accelerator().type, local_rank)
+    return torch.device(kind, local_rank)
 
 
 def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_apart() -> bool:
+    """Whether this process has not joined the group yet."""
+    return not dist.is_initialized()
+
+
+def is_single() -> bool:
+    """Whether no other process can be waiting for this one."""
+    return is_apart() or dist.get_world_size() == 1
 
 
 def together(task: Callable[[], object]) -> object:
@@ -185,6 +207,8 @@ def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     for region in (*net.double_blocks, *net.single_blocks):
         if cfg.compile:
             _require_compiler(world.device)
+            # Each shape of region (two kinds, a shorter last one) has a graph per mode and batch shape.
+            torch._dynamo.config.recompile_limit = 64
             region.compile(fullgraph=True, dynamic=False)
         fully_shard(region, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(net, mesh=world.mesh, mp_policy=policy)
@@ -236,8 +260,7 @@ def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, s
             seed, draws.INIT, lead + count + (lead + count) % 2, sample=draws.name_key(name), start=start + begin - lead
         )
         values = draws.normal(words) * width if kind == "normal" else (draws.uniform(words) * 2 - 1) * width
-        part = values[lead : lead + count].astype(np.float32)
-        flat[begin : begin + count] = torch.from_numpy(part).to(flat.device)
+        flat[begin : begin + count] = torch.from_numpy(values[lead : lead + count].astype(np.float32)).to(flat.device)
 
 
 def reshard(net: nn.Module) -> None:
@@ -247,14 +270,33 @@ def reshard(net: nn.Module) -> None:
             module.reshard()
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """The end of an asynchronous copy; may be awaited from any thread."""
+
+    event: torch.Event
+    device: torch.device
+
+    def synchronize(self) -> None:
+        torch.accelerator.set_device_index(self.device.index)  # a new thread would be on device 0
+        self.event.synchronize()
+
+
 def to_device(feed: Feed, static: Batch) -> Batch:
-    """Copy the feed's next batch into the static device buffers; the copy runs behind the host."""
-    host = feed.take()
+    """Copy the feed's next batch into the static device buffers; on an accelerator the copy runs behind the host."""
+    device = static["t"].device
+    if device.type == "cpu":
+        host = feed.take()
+    else:
+        work = torch.Event(device.type)
+        work.record()  # while the device is still busy with earlier steps, waiting for data costs nothing
+        host = feed.take(idle=work.query)
     for name, tensor in static.items():
         tensor.copy_(host.tensors[name], non_blocking=True)
-    if tensor.device.type != "cpu":
-        host.in_use = torch.Event(tensor.device.type)
-        host.in_use.record()
+    if device.type != "cpu":
+        event = torch.Event(device.type)
+        event.record()
+        host.in_use = _Copied(event, device)
     feed.give_back(host)
     return static
 
@@ -264,5 +306,6 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cpu":
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
     return torch.get_device_module(device).max_memory_allocated(device) / 1e9

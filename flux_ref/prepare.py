@@ -51,8 +51,13 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
 
 def ensure(cfg: Config) -> None:
     """Make the data set of a config with data.kind=shapes unless it is there. Raises: Refusal."""
+    folder = Path(cfg.data.train).parent
     if cfg.data.kind == "shapes" and not Path(cfg.data.train).exists():
-        make_shapes(Path(cfg.data.train).parent, cfg.model, cfg.data.train_count, cfg.data.val_count)
+        if folder.exists():
+            raise Refusal(
+                f"data.train={cfg.data.train} does not exist and {folder} does, so it is not made; remove {folder}"
+            )
+        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
 
 
 def main(argv: list[str]) -> int:

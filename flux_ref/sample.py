@@ -24,13 +24,15 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
 
 
-def draw(net: nn.Module, val_set: ValSet, cfg: Config, device: torch.device) -> tuple[list[str], list[np.ndarray]]:
+def draw(
+    net: nn.Module, val_set: ValSet, empty: Rows, cfg: Config, device: torch.device
+) -> tuple[list[str], list[np.ndarray]]:
     """Captions and the (3, H, W) pictures in [-1, 1] drawn from them. Collective over all ranks.
 
-    The captions are cfg.sample.captions, or else the first cfg.sample.count stored with the validation set.
+    empty: the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
+    first cfg.sample.count stored with the validation set.
     """
     texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
-    empty = shards.read_empty(cfg.data.empty, val_set.shards.layout)
     z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, device)
     return [caption for caption, _ in texts], [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
 

@@ -15,10 +15,8 @@ def steps_for(samples: int, global_batch: int) -> int:
 
 
 def due(samples: int, every_samples: int, global_batch: int) -> bool:
-    """Whether something that is due every `every_samples` (0: never) is due now."""
-    if every_samples == 0 or samples == 0:
-        return False
-    return samples % (steps_for(every_samples, global_batch) * global_batch) == 0
+    """Whether something that comes every `every_samples` is due now."""
+    return samples > 0 and samples % (steps_for(every_samples, global_batch) * global_batch) == 0
 
 
 def lr(step: int, peak: float, warmup_steps: int) -> float:

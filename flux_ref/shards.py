@@ -105,21 +105,16 @@ class ShardSet:
             f" {stride} bytes each and end after {count} of them at byte {end}; copy or convert it again"
         )
 
-    def open(self) -> None:
-        """Open every shard and check the first and the last sample of each. Raises: Refusal."""
+    def open(self, rank: int = 0, size: int = 1) -> None:
+        """Open every shard; check the first and the last sample of every size-th, from rank on. Raises: Refusal."""
         self.descriptors = [os.open(path, os.O_RDONLY) for path in self.paths]
         rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
-        for start, stop in zip(self.first[:-1], self.first[1:]):
+        for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
             for index in {int(start), int(stop) - 1}:
                 try:
                     self.read(index, rows)
                 except BadSample as error:
                     raise Refusal(str(error)) from None
-
-    def close(self) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux)."""
@@ -147,8 +142,7 @@ class ShardSet:
             parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
         parts = [part for part in parts if len(part)]
         # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
-        if os.preadv(self.descriptors[shard], parts, offset) != self.layout.stride:
-            raise BadSample(f"{where}: the file ends within the sample")
+        _read_into(self.descriptors[shard], parts, offset, where)
         meta = _parse_json(json_part, where)
         for name in MEMBERS:
             self._check_head(name, heads[name], meta.key, where)
@@ -164,6 +158,23 @@ class ShardSet:
             raise BadSample(f"{where}, key {key}: {name} {_npy_complaint(head[BLOCK:], self.layout.shapes[name])}")
         if size != NPY_HEADER + self.layout.payload_bytes[name]:
             raise BadSample(f"{where}, key {key}: {name} has {size} bytes")
+
+
+def _read_into(descriptor: int, parts: list, offset: int, where: str) -> None:
+    """Fill the parts from the file; network file systems may take more than one call."""
+    views = [memoryview(part).cast("B") for part in parts]
+    while views:
+        try:
+            count = os.preadv(descriptor, views, offset)
+        except OSError as error:
+            raise BadSample(f"{where}: {error.strerror}") from None
+        if count == 0:
+            raise BadSample(f"{where}: the file ends within the sample")
+        offset += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
 
 
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flux_ref import flow, parallel, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, synthetic
+from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
 
 NEVER = -1.0
@@ -87,13 +88,21 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     counts are zeroed after.
     """
     device = state.opt.lr.device
+    few = synthetic(cfg.model, rows=8)
     for batch in (train_batch, val_batch):
-        for name, tensor in synthetic(cfg.model, batch["t"].shape[0]).items():
-            batch[name].copy_(tensor)
+        for name, tensor in batch.items():
+            for start in range(0, len(tensor), 8):
+                part = tensor[start : start + 8]
+                part.copy_(few[name][: len(part)])
     state.opt.lr.zero_()
+    health = Health(device)
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=device)
     for _ in range(cfg.train.synthetic_steps):
-        train_step(state.net, state.opt, train_batch, Health(device), cfg)
+        train_step(state.net, state.opt, train_batch, health, cfg)
         validation_step(state.net, val_batch, sums, cfg)
         parallel.reshard(state.net)
     state.opt.reset()
+    if health.flags[1:].max() != NEVER:
+        raise Fault(
+            "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"
+        )

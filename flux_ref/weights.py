@@ -31,6 +31,7 @@ def save(net: nn.Module, path: Path, metadata: dict[str, str]) -> None:
         whole = parameter.detach().full_tensor()
         if file:
             file.write(whole.cpu().contiguous().view(torch.uint8).numpy().data)
+        torch.distributed.barrier()  # or the other ranks' gathers would time out behind a slow disk
     if file:
         file.flush()
         os.fsync(file.fileno())
@@ -58,7 +59,7 @@ def load(net: nn.Module, path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _require_same(shapes, {name: tuple(p.shape) for name, p in parameters.items()}, path)
+            _require_fit(shapes, {name: tuple(p.shape) for name, p in parameters.items()}, path)
             for name, parameter in parameters.items():
                 start, local = local_rows(parameter)
                 local.copy_(file.get_slice(name)[start : start + local.shape[0]])
@@ -67,7 +68,7 @@ def load(net: nn.Module, path: Path) -> dict[str, str]:
         raise Refusal(f"weights {path}: {error}") from None
 
 
-def _require_same(found: dict[str, tuple], want: dict[str, tuple], path: Path) -> None:
+def _require_fit(found: dict[str, tuple], want: dict[str, tuple], path: Path) -> None:
     missing = sorted(want.keys() - found.keys())
     unexpected = sorted(found.keys() - want.keys())
     misshaped = [f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]]

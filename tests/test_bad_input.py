@@ -367,7 +367,14 @@ def test_a_fault_ends_a_process_with_3(dataset, tmp_path):
 def test_a_port_in_use_is_refused(shapes_dir, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        group = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        group = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         process = script("train.py", *micro_run(shapes_dir, tmp_path / "run"), ranks=0, timeout=60, **group)
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert has_words(the_line(process.stderr), f"127.0.0.1:{port}", "port in use")

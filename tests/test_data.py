@@ -541,7 +541,6 @@ def test_written_shards_are_what_shard_set_reads_in_any_order(micro, tmp_path):
         assert (meta.key, meta.timestep) == (f"some_{i:08d}", samples[i].timestep)
         assert meta.caption == samples[i].caption
         assert all(np.array_equal(rows[name], samples[i].members[name]) for name in MEMBERS)
-    stored.close()
 
 
 def plain_tar(path: Path, layout: Layout, samples: list[Sample]) -> None:
@@ -572,7 +571,6 @@ def test_a_shard_of_another_writer_is_read(tmp_path, count):
     rows = {name: np.zeros(shape, np.uint16) for name, shape in WIDE.shapes.items()}
     assert stored.read(count - 1, rows).timestep == 3
     assert np.array_equal(rows["t5"], samples[-1].members["t5"])
-    stored.close()
 
 
 @pytest.mark.parametrize("change", [-1, -512, 1, 512])

@@ -51,7 +51,6 @@ def sample_losses(cfg: config.Config, net, captions: np.ndarray | None = None) -
         with torch.no_grad():
             predicted = net(latents.pack((1 - t) * data + t * noise), t5, clip, torch.tensor([t]))
         losses[timestep].append(float((predicted - latents.pack(noise - data)).square().mean()))
-    stored.close()
     return losses
 
 

@@ -71,6 +71,11 @@ def overwrite_json(path: Path, text: str, sample: int = 0) -> None:
     overwrite(path, position("json", "payload", sample), text.encode().ljust(BLOCK, b"\0"))
 
 
+def close(found: ShardSet) -> None:
+    for descriptor in found.descriptors:
+        os.close(descriptor)
+
+
 def bits(value: int) -> bytes:
     return np.array(value, "<u2").tobytes()
 
@@ -101,7 +106,7 @@ def complaint(folder: Path, index: int) -> str:
     found = opened(folder)
     with pytest.raises(BadSample) as bad:
         found.read(index, rows())
-    found.close()
+    close(found)
     assert "\n" not in str(bad.value) and f"sample {index % PER_SHARD}" in str(bad.value)
     return str(bad.value)
 
@@ -158,7 +163,7 @@ def test_no_length_of_a_truncated_shard_passes_for_the_whole(folder, shard):
             assert str(shard) in str(refused)
             continue
         assert len(found) < COUNT and (length - END_BYTES) % STRIDE == 0, length
-        found.close()
+        close(found)
 
 
 def test_a_padded_shard_of_large_samples_is_read_and_refused_once_truncated(tmp_path):
