@@ -94,19 +94,25 @@ class ShardSet:
 
     def _count(self, path: Path) -> int:
         size, stride = path.stat().st_size, self.layout.stride
-        count = max(0, size - END_BYTES) // stride
-        end = count * stride + END_BYTES
-        padded = -(-end // RECORD) * RECORD
-        # Padding is longer than very small samples, so for those only the exact size tells the count.
-        if count and (size == end or (size == padded and stride > RECORD)):
-            return count
+        most = max(0, size - END_BYTES) // stride
+        ends = {n: n * stride + END_BYTES for n in range(most, max(0, most - RECORD // stride - 1), -1)}
+        fits = [n for n, end in ends.items() if size in (end, -(-end // RECORD) * RECORD)]
+        if fits and (stride > RECORD or size % RECORD):
+            return fits[0]
+        # The padding is longer than very small samples: look where the last of them begins.
+        for count in fits:
+            with path.open("rb") as file:
+                file.seek((count - 1) * stride)
+                if file.read(1) != b"\0" and _ends(file.fileno(), count * stride):
+                    return count
         raise Refusal(
             f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
-            f" {stride} bytes each and end after {count} of them at byte {end}; copy or convert it again"
+            f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
+            " copy or convert it again"
         )
 
     def open(self, rank: int = 0, size: int = 1) -> None:
-        """Open every shard; check the first and the last sample of every size-th, from rank on. Raises: Refusal."""
+        """Open every shard; check the ends of every size-th, from rank on. Raises: Refusal."""
         self.descriptors = [os.open(path, os.O_RDONLY) for path in self.paths]
         rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
         for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
@@ -115,6 +121,9 @@ class ShardSet:
                     self.read(index, rows)
                 except BadSample as error:
                     raise Refusal(str(error)) from None
+        for path, descriptor, count in list(zip(self.paths, self.descriptors, np.diff(self.first)))[rank::size]:
+            if not _ends(descriptor, int(count) * self.layout.stride):
+                raise Refusal(f"shard {path} is truncated: no end marker after {count} samples; copy it again")
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux)."""
@@ -158,6 +167,11 @@ class ShardSet:
             raise BadSample(f"{where}, key {key}: {name} {_npy_complaint(head[BLOCK:], self.layout.shapes[name])}")
         if size != NPY_HEADER + self.layout.payload_bytes[name]:
             raise BadSample(f"{where}, key {key}: {name} has {size} bytes")
+
+
+def _ends(descriptor: int, offset: int) -> bool:
+    """Whether the file holds nothing but zeros from offset on."""
+    return not any(os.pread(descriptor, RECORD + END_BYTES, offset))
 
 
 def _read_into(descriptor: int, parts: list, offset: int, where: str) -> None:

@@ -612,3 +612,22 @@ def test_from_bf16_bits_inverts_to_bf16_bits():
     bits = np.arange(2**16, dtype=np.uint16)
     bits = bits[(bits & 0x7F80) != 0x7F80]
     assert np.array_equal(shards.to_bf16_bits(shards.from_bf16_bits(bits)), bits)
+
+
+@pytest.mark.parametrize("count", range(1, 25))
+def test_a_shard_that_plain_tarfile_wrote_is_counted_right(micro, tmp_path, count):
+    """Padding to 10,240 bytes may be longer than a small sample."""
+    layout = shards.layout(micro.model)
+    assert layout.stride < shards.RECORD
+    zeros = {name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()}
+    (tmp_path / "set").mkdir()
+    with tarfile.open(tmp_path / "set" / "shard_000000.tar", "w", tarfile.USTAR_FORMAT) as archive:
+        for i in range(count):
+            for name, content in shards._tar_members(shards.Sample(zeros, 3), f"{i:08d}"):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+    assert (tmp_path / "set" / "shard_000000.tar").stat().st_size % shards.RECORD == 0
+    stored = ShardSet(tmp_path / "set", layout)
+    assert len(stored) == count
+    stored.open()
