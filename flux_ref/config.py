@@ -93,10 +93,10 @@ class EvalConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     kind: str = "embeddings"  # embeddings: shards that exist; shapes: drawings, made on first use
-    train: str = "data/cc12m/train"  # folder of shard_*.tar
-    val: str = "data/coco/val"
-    empty: str = "data/empty_encodings"  # folder of t5_empty.npy and clip_empty.npy
-    train_count: int = 0  # samples that must be there; 0: any number. shapes: how many to make
+    train: str = "data/mlperf/train"  # folder of *.tar shards
+    val: str = "data/mlperf/val"
+    empty: str = ""  # folder of t5_empty.npy and clip_empty.npy; "": empty_encodings beside the folder data.train
+    train_count: int = 0  # embeddings: samples that must be there, 0: any number; shapes: how many to make
     val_count: int = 0
     skip_bad: int = 0  # damaged training samples that may be skipped before the run stops
     workers: int = 4  # reading threads per rank
@@ -262,6 +262,11 @@ def micro_batch(cfg: Config, world_size: int) -> int:
 def run_dir(cfg: Config) -> Path:
     """The run's folder."""
     return Path(cfg.run.dir or f"runs/{cfg.name}")
+
+
+def empty_dir(cfg: Config) -> Path:
+    """The folder of the empty caption's encodings."""
+    return Path(cfg.data.empty) if cfg.data.empty else Path(cfg.data.train).parent / "empty_encodings"
 
 
 def _read(path: Path) -> dict[str, object]:

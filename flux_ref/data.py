@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import draws, schedule, shards
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, ModelConfig, empty_dir
 from flux_ref.errors import Fault, Refusal
 
 Batch = dict[str, Tensor]
@@ -147,7 +147,7 @@ class TrainSet:
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         self.cfg, self.rank, self.size = cfg, rank, size
-        self.shards = open_set(cfg.data.train, cfg.data.train_count, "data.train_count", cfg.model)
+        self.shards = open_set(cfg, "train")
         self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
         self.skipped: dict[int, str] = {}  # damaged samples that this rank passed over, and why
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class TrainSet:
     def open(self) -> None:
         """Read the first bytes. Raises: Refusal."""
         self.shards.open(self.rank, self.size)
-        self.empty = shards.read_empty(self.cfg.data.empty, self.shards.layout)
+        self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
     def feed(self, samples: int) -> Feed:
         """Batches from the position `samples` on, without end."""
@@ -205,7 +205,7 @@ class ValSet:
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         self.cfg, self.rank, self.size = cfg, rank, size
-        self.shards = open_set(cfg.data.val, cfg.data.val_count, "data.val_count", cfg.model)
+        self.shards = open_set(cfg, "val")
         self.buffers = [HostBatch(cfg.model, cfg.eval.batch, pin) for _ in range(cfg.data.prefetch)]
 
     def open(self) -> None:
@@ -265,12 +265,14 @@ class ValSet:
         return list(found.items())
 
 
-def open_set(folder: str, count: int, key: str, model: ModelConfig) -> shards.ShardSet:
-    """The shards in a folder, checked by size alone. Raises: Refusal."""
-    found = shards.ShardSet(folder, shards.layout(model))
-    if count and len(found) != count:
+def open_set(cfg: Config, split: str) -> shards.ShardSet:
+    """The shards of data.train or data.val, checked by size alone. Raises: Refusal."""
+    folder, count = getattr(cfg.data, split), getattr(cfg.data, f"{split}_count")
+    found = shards.ShardSet(folder, shards.layout(cfg.model))
+    if cfg.data.kind == "embeddings" and count not in (0, len(found)):
         raise Refusal(
-            f"{folder} holds {len(found)} samples, {key}={count} asks for {count}; set it to 0 for any number"
+            f"{folder} holds {len(found)} samples, data.{split}_count={count} asks for {count};"
+            " set it to 0 for any number"
         )
     return found
 

@@ -50,13 +50,11 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
 
 
 def ensure(cfg: Config) -> None:
-    """Make the data set of a config with data.kind=shapes unless it is there. Raises: Refusal."""
-    folder = Path(cfg.data.train).parent
-    if cfg.data.kind == "shapes" and not Path(cfg.data.train).exists():
-        if folder.exists():
-            raise Refusal(
-                f"data.train={cfg.data.train} does not exist and {folder} does, so it is not made; remove {folder}"
-            )
+    """Make the data set of a config with data.kind=shapes on first use: when FOLDER/train, FOLDER/val and FOLDER
+    are all missing. Any other missing folder is left for the reader to refuse."""
+    train, val = Path(cfg.data.train), Path(cfg.data.val)
+    folder = train.parent
+    if cfg.data.kind == "shapes" and (train, val) == (folder / "train", folder / "val") and not folder.exists():
         make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
 
 

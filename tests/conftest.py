@@ -25,7 +25,7 @@ def shapes_dir(tmp_path_factory) -> Path:
 
 def data_overrides(folder: Path) -> list[str]:
     """Command-line overrides that point a config at a data set."""
-    return [f"--data.train={folder}/train", f"--data.val={folder}/val", f"--data.empty={folder}/empty_encodings"]
+    return [f"--data.train={folder}/train", f"--data.val={folder}/val"]
 
 
 @pytest.fixture(scope="session")

@@ -345,7 +345,7 @@ def test_an_interrupted_making_is_not_taken_for_whole(run, tmp_path, shapes_dir,
 
 
 def test_a_refusal_leaves_no_folder(run, capsys):
-    assert not run("run", "--data.val_count=46", code=2).exists()
+    assert not run("run", "--data.kind=embeddings", "--data.val_count=46", code=2).exists()
     assert "holds 45 samples, data.val_count=46 asks for 46" in capsys.readouterr().err
 
 
