@@ -34,7 +34,7 @@ def test_first_command_learns_to_draw(tmp_path):
     done = script("train.py", ranks=1, cwd=tmp_path, timeout=900, OMP_NUM_THREADS="2")
     print(f"wall time {time.perf_counter() - begin:.0f} s")
     assert rank_exit_code(done) == 0, done.stderr
-    assert "2,302,528 parameters" in done.stdout  # trap 28: what runs is said
+    assert "2,302,528 parameters" in done.stdout  # what runs is said
     losses = [json.loads(line)["val_loss"] for line in (tmp_path / "runs/tiny/eval.jsonl").open()]
     permuted = float(re.search(r"permuted among the samples: ([0-9.]+)", done.stdout).group(1))
     print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}, captions permuted {permuted:.4f}")
@@ -76,7 +76,7 @@ def test_closed_smoke_is_compliant(tmp_path, ruleset):
 
 
 def test_memory_stays_flat_over_two_thousand_steps(tmp_path, shapes_dir):
-    """Trap 30: nothing per step stays behind on the host."""
+    """Nothing per step stays behind on the host."""
     args = ["--train.max_samples=24000", "--train.log_every_samples=1200", "--eval.every_samples=24000"]
     done = script(
         "train.py", MICRO, *args, *data_overrides(shapes_dir), f"--run.dir={tmp_path}/run", ranks=0, timeout=600

@@ -47,7 +47,7 @@ def test_losses_equal_the_cpus(monkeypatch):
 
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_training_step_never_waits_for_the_device(micro_batch):
-    """Trap 30: no .item(), no implicit sync."""
+    """No .item(), no implicit sync."""
     cfg = config.replace(config.load(MICRO), parallel__dtype="bf16", train__micro_batch=micro_batch)
     losses = losses_of(cfg, 5, sync_debug=True)
     assert losses[-1] < losses[0]

@@ -58,7 +58,7 @@ def test_official_checker_refuses_a_run_that_missed_the_target(tmp_path, cfg):
 
 
 def test_evaluation_frequency_follows_the_ruleset(tmp_path, cfg):
-    """Trap 22: 6.1.0 asks for the interval rounded up to steps, earlier rulesets for 262,144."""
+    """6.1.0 asks for the interval rounded up to steps, earlier rulesets for 262,144."""
     found = {}
     for ruleset in RULESETS:
         events = write_log(tmp_path / ruleset, config.replace(cfg, mllog__ruleset=ruleset))
@@ -69,7 +69,7 @@ def test_evaluation_frequency_follows_the_ruleset(tmp_path, cfg):
 
 
 def test_values_are_the_configs(tmp_path, cfg):
-    """Trap 22: nothing is hard-coded; the seed is a number and logged once."""
+    """Nothing is hard-coded; the seed is a number and logged once."""
     events = write_log(tmp_path / "log", config.replace(cfg, mllog__submission_org="Some Org"))
     values = {event["key"]: event["value"] for event in events}
     assert values["seed"] == 7 and [event["key"] for event in events].count("seed") == 1
@@ -80,7 +80,7 @@ def test_values_are_the_configs(tmp_path, cfg):
 
 
 def test_order_and_outcome(tmp_path, cfg):
-    """Traps 21 and 24: init before run, blocks and evaluations alternate, status and reason at the end."""
+    """Init before run, blocks and evaluations alternate, status and reason at the end."""
     events = write_log(tmp_path / "log", cfg, success=False)
     keys = [event["key"] for event in events]
     landmarks = ["cache_clear", "init_start", "submission_benchmark", "seed", "init_stop", "run_start"]
