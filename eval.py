@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
     world = parallel.start(cfg.parallel)
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
     parallel.together(val_set.open)
-    draws = bool(cfg.sample.count or cfg.sample.captions)
-    empty = parallel.together(lambda: draws and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
+    pictured = bool(cfg.sample.count or cfg.sample.captions)
+    empty = parallel.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
     net = parallel.build(cfg, world, seed=None)
     saved = parallel.together(lambda: weights.load(net, folder / "weights.safetensors"))
     samples = int(saved.get("samples", 0))
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if cfg.eval.permuted_captions:
         permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True)
         say(f"with captions permuted among the samples: {permuted.loss:.4f}")
-    if draws:
+    if pictured:
         captions, drawn = sample.draw(net, val_set, empty, cfg, world.device)
         path = folder / "samples" / "eval.png"
         if world.rank == 0:

@@ -1,6 +1,7 @@
-"""Processes, devices and sharding: the only file that knows a backend.
+"""Processes, devices and sharding: the only file that names a backend or a kind of device.
 
-A port to another accelerator replaces `start`, `shard`, `materialise`, `to_device`, `all_reduce` and `stop`.
+Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS and a look at `to_device` and
+`peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
 """
 
 import os

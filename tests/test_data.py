@@ -631,3 +631,24 @@ def test_a_shard_that_plain_tarfile_wrote_is_counted_right(micro, tmp_path, coun
     stored = ShardSet(tmp_path / "set", layout)
     assert len(stored) == count
     stored.open()
+
+
+def test_waiting_counts_only_once_the_device_is_idle(micro):
+    """A host that runs ahead of a busy device does not wait for data."""
+    released, asked = threading.Event(), []
+
+    def fill(rows, i, item):
+        released.wait(timeout=10)
+
+    def idle() -> bool:
+        asked.append(True)
+        if len(asked) == 3:
+            released.set()  # the data come while the device is still busy
+        return False
+
+    feed = Feed(iter([[0]]), fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
+    try:
+        feed.take(idle)
+        assert len(asked) >= 3
+    finally:
+        feed.close()

@@ -79,6 +79,14 @@ def test_values_are_the_configs(tmp_path, cfg):
     assert values["opt_learning_rate_warmup_steps"] == cfg.optim.warmup_steps
 
 
+@pytest.mark.parametrize("compute, reduce, comm", [("fp32", "bf16", "bfloat16"), ("fp32", "fp32", "fp32")])
+def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg, compute, reduce, comm):
+    own = config.replace(cfg, parallel__dtype=compute, parallel__reduce_dtype=reduce)
+    values = {event["key"]: event["value"] for event in write_log(tmp_path / "log", own)}
+    assert values["lowest_numerical_precision_in_linear"] == "fp32"
+    assert values["lowest_numerical_precision_in_comm"] == comm
+
+
 def test_order_and_outcome(tmp_path, cfg):
     """Init before run, blocks and evaluations alternate, status and reason at the end."""
     events = write_log(tmp_path / "log", cfg, success=False)
