@@ -1,52 +1,113 @@
-"""Evaluate the weights of a run.
+"""Evaluate weights: the validation loss, and pictures.
 
-    python eval.py runs/tiny                                        the eight losses, their mean, pictures
+    python eval.py runs/tiny                                 the newest checkpoint of a run
+    python eval.py runs/tiny --checkpoint=900                that of step 900
+    python eval.py runs/tiny --all                           every checkpoint, and the curve as a picture
     python eval.py runs/tiny --sample.captions='["a small red circle at the middle"]'
-    torchrun --nproc-per-node 8 eval.py RUN --data.val=DIR          any key of flux_ref/config.py
+    torchrun --nproc-per-node 8 eval.py flux1-schnell.safetensors --data.val=DIR --sample.count=16 --vae=ae.safetensors
 
-With the run's own settings the number equals the one that training logged last.
+Takes a run, a checkpoint, a safetensors file in BFL's layout or diffusers' transformer folder. A run's or checkpoint's
+own settings are used, for other weights those of --config=FILE (default: FLUX.1-schnell's); any key of
+flux_ref/config.py can be given. --json prints one JSON object instead of text. With the run's own settings the number
+equals the one that training logged.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import cli, config, metrics, parallel, pictures, sample, shards, weights
+from flux_ref import cli, config, metrics, parallel, pictures, sample, shards, storage, weights
+from flux_ref.config import Config
 from flux_ref.data import ValSet, allocate
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
+from flux_ref.parallel import World
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for beside the config."""
+
+    path: Path
+    overrides: list[str]
+    step: int | None = None
+    config: str | None = None
+    all: bool = False
+    json: bool = False
+
+
+def parse(argv: list[str]) -> Options:
+    """Raises: Refusal."""
+    path, rest = cli.config_and_overrides(argv, default="runs/tiny")
+    known, overrides = {}, []
+    for text in rest:
+        key, _, value = text.partition("=")
+        if text in ("--all", "--json"):
+            known[text[2:]] = True
+        elif key == "--checkpoint":
+            if not value.isdecimal():
+                raise Refusal(f"{text}: give the step of a checkpoint, as in --checkpoint=900")
+            known["step"] = int(value)
+        elif key == "--config":
+            known["config"] = value
+        else:
+            overrides.append(text.replace("--vae=", "--sample.vae=") if key == "--vae" else text)
+    if known.get("all") and "step" in known:
+        raise Refusal("--all and --checkpoint exclude each other")
+    return Options(Path(path), overrides, **known)
 
 
 def main(argv: list[str]) -> int:
-    folder, overrides = cli.config_and_overrides(argv, default="runs/tiny")
-    folder = Path(folder)
-    if not (folder / "weights.safetensors").is_file():
-        raise Refusal(f"{folder} holds no weights.safetensors; give the folder of a finished run")
-    cfg = config.load(folder / "config.toml", overrides)
+    options = parse(argv)
+    first = weights.find(options.path, options.step)
+    paths = storage.found(options.path) if options.all else [first]
+    if not paths:
+        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.KINDS}")
+    cfg = config.override(weights.config_of(first, options.config), options.overrides)
     world = parallel.start(cfg.parallel)
+    records = evaluate(cfg, world, paths, options)
+    if world.rank > 0:
+        return 0
+    chart = options.path / "eval_all.png"
+    if options.all:
+        pictures.chart([], [(record["samples"], record["val_loss"]) for record in records], cfg.eval.target, chart)
+    if options.json:
+        print(json.dumps({"checkpoints": records, "chart": str(chart)} if options.all else records[0]))
+    elif options.all:
+        print(f"curve: {chart}")
+    return 0
+
+
+def evaluate(cfg: Config, world: World, paths: list[Path], options: Options) -> list[dict]:
+    """One record per set of weights. Collective."""
+    say = print if world.rank == 0 and not options.json else lambda line: None
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
     parallel.together(val_set.open)
     pictured = bool(cfg.sample.count or cfg.sample.captions)
     empty = parallel.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
     net = parallel.build(cfg, world, seed=None)
-    saved = parallel.together(lambda: weights.load(net, folder / "weights.safetensors"))
-    samples = int(saved.get("samples", 0))
     batch = allocate(cfg.model, cfg.eval.batch, world.device)
-
-    result = validation_loss(net, val_set, batch, cfg, samples)
-    say = print if world.rank == 0 else lambda line: None
-    say(f"{folder} after {samples:,} training samples")
-    say(metrics.table(result))
-    if cfg.eval.permuted_captions:
-        permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True)
-        say(f"with captions permuted among the samples: {permuted.loss:.4f}")
-    if pictured:
-        captions, drawn = sample.draw(net, val_set, empty, cfg, world.device)
-        path = folder / "samples" / "eval.png"
-        if world.rank == 0:
-            pictures.grid(drawn, captions, path)
-        say(f"pictures: {path}")
-    return 0
+    records = []
+    for path in paths:
+        source = parallel.together(lambda path=path: weights.open_source(path, cfg.model))
+        parallel.together(lambda source=source: weights.load(net, source))
+        samples = int(source.info.get("samples", 0))
+        result = validation_loss(net, val_set, batch, cfg, samples)
+        say(f"{path} after {samples:,} training samples")
+        say(metrics.table(result))
+        record = {"weights": str(path), "samples": samples} | metrics.validation_record(result)
+        if cfg.eval.permuted_captions:
+            permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True)
+            record["captions_permuted"] = permuted.loss
+            say(f"with captions permuted among the samples: {permuted.loss:.4f}")
+        if pictured:
+            folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
+            record["pictures"] = str(folder / f"eval_{path.stem}.png")
+            say(sample.draw(net, val_set, empty, cfg, world, Path(record["pictures"])))
+        records.append(record)
+    return records
 
 
 if __name__ == "__main__":

@@ -5,107 +5,179 @@
     torchrun train.py configs/tiny.toml --optim.lr=1e-3      any key of flux_ref/config.py
 
 The run's folder (runs/<config name>, or --run.dir=DIR) receives config.toml, metrics.jsonl, eval.jsonl,
-result_0.txt (the benchmark's log), loss.png, samples/ and weights.safetensors.
-Exit codes: 0 the run did what was asked, 2 it was refused before it started, 3 a fault stopped it.
+result_0.txt (the benchmark's log), loss.png, samples/ and checkpoints/. A run that broke off goes on from its last
+checkpoint with the same command.
+Exit codes: 0 the run did what was asked, 2 it was refused before it started, 3 a fault stopped it, 143 SIGTERM and
+138 SIGUSR1 stopped it, with a checkpoint saved.
 """
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from flux_ref import cli, config, metrics, parallel, pictures, prepare, sample, schedule, weights
+from flux_ref import checkpoint, cli, config, parallel, prepare, run_folder, sample, schedule, weights
+from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import Batch, TrainSet, ValSet, allocate
-from flux_ref.errors import Refusal
+from flux_ref.errors import Interrupted, Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.metrics import Reporter
 from flux_ref.optim import ShardedAdamW
 from flux_ref.parallel import World
 from flux_ref.step import Health, State, train_step, warm_up
+from flux_ref.stopping import Stopping
+from flux_ref.storage import Checkpoint
+from flux_ref.watch import Watch
 
 
 def main(argv: list[str]) -> int:
     cfg = config.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
-    world = parallel.start(cfg.parallel)
+    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
     config.validate_world(cfg, world.size)
     parallel.require_same(config.dump(cfg), "config")
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
-    parallel.together(lambda: world.rank or metrics.claim(cfg))
+    claimed = parallel.together(lambda: run_folder.claim(cfg) if world.rank == 0 else None)
+    fresh, start = parallel.gather_objects(claimed and (claimed.fresh, claimed.start))[0]
     reporter = Reporter(cfg, world)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
-        run(cfg, world, train_set, val_set, reporter)
+        run(cfg, world, train_set, val_set, reporter, fresh, start)
     except Refusal:
-        if world.rank == 0:
-            metrics.release(cfg)
+        if claimed:
+            run_folder.release(claimed)
         raise
     finally:
         reporter.close()
     return 0
 
 
-def run(cfg: Config, world: World, train_set: TrainSet, val_set: ValSet, reporter: Reporter) -> None:
-    """One benchmark run, from initialisation to the final weights."""
-    log = reporter.log
+def run(
+    cfg: Config,
+    world: World,
+    train_set: TrainSet,
+    val_set: ValSet,
+    reporter: Reporter,
+    fresh: bool,
+    start: Path | None,
+) -> None:
+    """One run, from initialisation to its last checkpoint. start: where a run that is not fresh goes on."""
+    log, stopping = reporter.log, Stopping()
+    watch = Watch("train.py", world, [*parallel.groups(world), stopping.group], cfg.run.hang_s)
+    facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
     if cfg.data.evict:
         train_set.shards.evict()
         val_set.shards.evict()
         log.cache_clear()
     log.init_start()
-    log.describe(cfg, world.size, len(train_set.shards), len(val_set.shards))
-    net = parallel.build(cfg, world, cfg.train.seed)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    log.describe(cfg, world.size, *facts.values())
+    state, saved = initial_state(cfg, world, start, facts)
+    saver = Saver(cfg, world, facts, reporter.say, saved) if cfg.checkpoint.save else None
     train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
     val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
     warm_up(state, train_batch, val_batch, cfg)
+    if saved:
+        parallel.together(lambda: checkpoint.load_progress(saved, state))
+        train_set.take_up(saved.info["skipped"])
+    if not fresh:
+        reporter.resume(state.step, state.samples)
+
+    def alive(place: str) -> None:
+        watch.at(place)
+        stopping.check()
 
     def evaluate(permute_captions: bool = False) -> Validation:
-        return validation_loss(state.net, val_set, val_batch, cfg, state.samples, permute_captions)
+        return validation_loss(
+            state.net,
+            val_set,
+            val_batch,
+            cfg,
+            state.samples,
+            permute_captions,
+            between=lambda batch: alive(f"validation batch {batch} after step {state.step}"),
+        )
+
+    def save(finish: bool = False) -> None:
+        if saver:
+            saver.save(state, reporter.skipped(train_set))
+            if finish:
+                saver.finish()
 
     log.run_start()  # spec: the first byte of training data is read after this
     try:
         parallel.together(train_set.open)
         parallel.together(val_set.open)
-        reached = train(cfg, state, train_set, train_batch, reporter, evaluate)
+        reached = train(cfg, state, train_set, train_batch, reporter, evaluate, save, alive)
     except BaseException as error:
         log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
         raise
     log.run_stop(state.samples, success=reached, reason="target reached" if reached else "train.max_samples reached")
 
-    weights.save(
-        state.net, reporter.folder / "weights.safetensors", {"samples": str(state.samples), "step": str(state.step)}
-    )
+    save(finish=True)
     if cfg.eval.permuted_captions:
         reporter.say(f"with captions permuted among the samples: {evaluate(permute_captions=True).loss:.4f}")
     if cfg.sample.count:
-        captions, drawn = sample.draw(state.net, val_set, train_set.empty, cfg, world.device)
-        if world.rank == 0:
-            pictures.grid(drawn, captions, reporter.folder / "samples" / f"{state.samples:09d}.png")
-    reporter.conclude(reached)
+        path = reporter.folder / "samples" / f"{state.samples:09d}.png"
+        reporter.say(sample.draw(state.net, val_set, train_set.empty, cfg, world, path))
+    reporter.conclude(state, reached)
 
 
-def train(cfg: Config, state: State, train_set: TrainSet, batch: Batch, reporter: Reporter, evaluate: Callable) -> bool:
+def initial_state(cfg: Config, world: World, start: Path | None, facts: dict) -> tuple[State, Checkpoint | None]:
+    """Weights from a checkpoint, init.weights or the seed; and the checkpoint, whose moments are to follow."""
+    net = parallel.build(cfg, world, None if start or cfg.init.weights else cfg.train.seed)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    if start:
+        saved = parallel.together(lambda: checkpoint.open_for(start, state, facts))
+        parallel.together(lambda: checkpoint.load_weights(saved, state))
+        return state, saved
+    if cfg.init.weights:
+        path = parallel.together(lambda: weights.find(Path(cfg.init.weights)))
+        parallel.together(lambda: weights.load(net, weights.open_source(path, cfg.model)))
+    return state, None
+
+
+def train(
+    cfg: Config,
+    state: State,
+    train_set: TrainSet,
+    batch: Batch,
+    reporter: Reporter,
+    evaluate: Callable[[], Validation],
+    save: Callable[..., None],
+    alive: Callable[[str], None],
+) -> bool:
     """Train until the target or train.max_samples; returns whether the target was reached."""
     global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device, state.step)
+
+    def evaluates() -> bool:
+        every, most = cfg.eval.every_samples, cfg.train.max_samples
+        return schedule.evaluates(state.samples, every, most, global_batch, cfg.eval.at_start)
+
     feed = train_set.feed(state.samples)
-    reporter.begin(state.samples)
+    reporter.begin(state.samples, evaluates())
     try:
-        if cfg.eval.at_start and reporter.evaluation(state.samples, evaluate):
-            return True
-        while state.samples < cfg.train.max_samples:
+        while True:
+            if evaluates() and reporter.evaluation(state.samples, evaluate):
+                return True
+            if state.samples >= cfg.train.max_samples:
+                return False
             parallel.to_device(feed, batch)
             state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
             loss, grad_norm = train_step(state.net, state.opt, batch, health, cfg)
             state.advance(global_batch)
             reporter.tick()
-            last = state.samples >= cfg.train.max_samples
-            evaluates = last or schedule.due(state.samples, cfg.eval.every_samples, global_batch)
-            if evaluates or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
+            if evaluates() or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
                 reporter.step(state, loss, grad_norm, health, feed, train_set)
-            if evaluates and reporter.evaluation(state.samples, evaluate):
-                return True
-        return False
+            if cfg.checkpoint.every_samples and schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
+                reporter.require_healthy(health)
+                save()  # before the evaluation, which a run that breaks off in it can repeat
+            alive(f"the end of step {state.step}")
+    except Interrupted as error:
+        reporter.require_healthy(health)
+        save(finish=True)
+        reporter.say(f"{error} after step {state.step}; the same command goes on from there")
+        raise
     finally:
         feed.close()
 

@@ -2,20 +2,21 @@
 
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from flux_ref import parallel
-from flux_ref.errors import Fault, Refusal
+from flux_ref import parallel, stopping
+from flux_ref.errors import Fault, Interrupted, Refusal
 
 LINGER_S = 5.0
 
 
 def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a task and turn what ends it into one line and an exit code: 0 done, 2 refused, 3 broken, 130 Ctrl-C."""
+    """Run a task and turn what ends it into one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
@@ -28,8 +29,12 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
-        return task(argv)
-    except (Refusal, Fault) as error:
+        try:
+            return task(argv)
+        finally:
+            for number in stopping.SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # torchrun may end this rank while it lingers
+    except (Refusal, Fault, Interrupted) as error:
         return _complain(name, error)
     except OSError as error:
         return _complain(name, Fault(str(error), alone=True))
@@ -53,7 +58,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _complain(name: str, error: Refusal | Fault) -> int:
+def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
     rank = int(os.environ.get("RANK", 0))
     # Before the group exists nothing is agreed on: one rank of each node speaks.
     speaks = rank == 0 or (parallel.is_apart() and os.environ.get("LOCAL_RANK") == "0")

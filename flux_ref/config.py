@@ -19,6 +19,8 @@ from flux_ref.errors import Refusal
 class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
     overwrite: bool = False  # delete the run that the folder already holds
+    resume: str = "auto"  # an unfinished run in the folder: auto: continue it; must: refuse if there is none; never
+    hang_s: float = 600.0  # end the job if nothing moves for so long; 0: wait for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,21 @@ class TrainConfig:
     caption_drop: float = 0.1  # probability; spec: training only
     log_every_samples: int = 10_240
     synthetic_steps: int = 2  # warm-up steps on synthetic batches, before the clock; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    weights: str = (
+        ""  # start from these: a run, a checkpoint, BFL's safetensors or diffusers' folder; "": from the seed
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    save: bool = True  # also at the end, at the target and on SIGTERM or SIGUSR1; false: never
+    every_samples: int = 0  # rounded up to whole steps; 0: only at those moments
+    keep: int = 2  # the last so many
+    keep_every: int = 0  # and of those due by every_samples every n-th; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +137,7 @@ class SampleConfig:
     captions: tuple[str, ...] = ()  # eval.py: draw these instead
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
+    vae: str = ""  # ae.safetensors that decodes the latents; "": a preview in false colours (shapes need none)
     shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
 
 
@@ -138,6 +156,8 @@ class Config:
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
+    init: InitConfig = InitConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     data: DataConfig = DataConfig()
@@ -149,6 +169,7 @@ class Config:
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 CHOICES = {
+    "run.resume": ("auto", "must", "never"),
     "eval.noise": ("fresh", "fixed"),
     "data.kind": ("embeddings", "shapes"),
     "parallel.dtype": ("bf16", "fp32"),
@@ -156,12 +177,19 @@ CHOICES = {
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),
 }
+# What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
+MAY_DIFFER = (
+    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "sample", "mllog")),
+    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.permuted_captions"),
+    *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
+    *("parallel.replicate", "parallel.region_blocks", "parallel.reshard_after_forward", "parallel.compile"),
+)
 POSITIVE = (
     *("model.hidden", "model.heads", "model.double_blocks", "model.single_blocks", "model.mlp_ratio"),
     *("model.rope_theta", "model.text_tokens", "model.t5_dim", "model.clip_dim"),
     *("model.latent_channels", "model.latent_height", "model.latent_width"),
     *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
-    *("eval.every_samples", "eval.batch", "data.workers", "data.prefetch"),
+    *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
     *("parallel.region_blocks", "sample.steps"),
 )
 
@@ -172,14 +200,28 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     Raises: Refusal, naming the key, the value, the rule and the remedy.
     """
     path = Path(path)
-    values = _read(path)
+    name = path.stem if path.stem != "config" else path.resolve().parent.name
+    return _checked(name, _read(path) | _parse_all(overrides))
+
+
+def override(cfg: Config, overrides: list[str]) -> Config:
+    """A config with `--section.key=value` overrides applied. Raises: Refusal."""
+    return _checked(cfg.name, flat(cfg) | _parse_all(overrides))
+
+
+def _parse_all(overrides: list[str]) -> dict[str, object]:
+    values = {}
     for text in overrides:
         key, eq, value = text.removeprefix("--").partition("=")
         if not text.startswith("--") or not eq:
             raise Refusal(f"argument {text!r} is not of the form --section.key=value")
         _check_key(key)
         values[key] = _parse(key, value)
-    cfg = _build(path.stem if path.stem != "config" else path.resolve().parent.name, values)
+    return values
+
+
+def _checked(name: str, values: dict[str, object]) -> Config:
+    cfg = _build(name, values)
     validate(cfg)
     return cfg
 
@@ -189,16 +231,28 @@ def dump(cfg: Config) -> str:
     return "".join(f"{key} = {_toml(value)}\n" for key, value in flat(cfg).items())
 
 
+def save(cfg: Config, folder: Path) -> None:
+    """Write folder/config.toml, whole or not at all."""
+    partial = folder / ".config.toml"
+    partial.write_text(dump(cfg), encoding="utf-8")
+    partial.replace(folder / "config.toml")
+
+
 def flat(cfg: Config) -> dict[str, object]:
     """The config as {"section.key": value}."""
     return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in TYPES}
 
 
+def from_flat(name: str, values: dict[str, object]) -> Config:
+    """The config that `flat` made, also after JSON. Raises: Refusal."""
+    for key in values:
+        _check_key(key)
+    return _checked(name, values)
+
+
 def replace(cfg: Config, **values: object) -> Config:
     """A checked copy with other values; keys are written section__key."""
-    cfg = _build(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
-    validate(cfg)
-    return cfg
+    return from_flat(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
 
 
 def validate(cfg: Config) -> None:
@@ -221,10 +275,18 @@ def validate(cfg: Config) -> None:
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg.model)
+    if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
+        raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
-    if cfg.data.kind != "shapes" and (cfg.sample.count or cfg.sample.captions):
-        raise Refusal("sample.count and sample.captions need data.kind=shapes, the only codec that decodes here")
+    if cfg.data.kind != "shapes" and cfg.sample.captions:
+        raise Refusal(
+            "sample.captions needs data.kind=shapes, whose encoders are here; sample.count draws stored captions"
+        )
+    if cfg.data.kind == "shapes" and cfg.sample.vae:
+        raise Refusal(
+            f"sample.vae={cfg.sample.vae} decodes FLUX's latents; those of data.kind=shapes have a codec of their own"
+        )
 
 
 def _validate_model(model: ModelConfig) -> None:

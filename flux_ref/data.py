@@ -157,6 +157,11 @@ class TrainSet:
         self.shards.open(self.rank, self.size)
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
+    def take_up(self, skipped: dict[str, str]) -> None:
+        """Remember the damaged samples that an interrupted run had passed over; rank 0 does so for all."""
+        if self.rank == 0:
+            self.skipped = {int(sample): reason for sample, reason in skipped.items()}
+
     def feed(self, samples: int) -> Feed:
         """Batches from the position `samples` on, without end."""
         return Feed(self._plan(samples // self.cfg.train.global_batch), self._fill, self.buffers, self.cfg.data.workers)

@@ -1,5 +1,6 @@
 """The validation loss: every sample once at any world size, the same number on every rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +25,27 @@ class Validation:
 
 
 def validation_loss(
-    net: nn.Module, val: ValSet, static: Batch, cfg: Config, samples: int, permute_captions: bool = False
+    net: nn.Module,
+    val: ValSet,
+    static: Batch,
+    cfg: Config,
+    samples: int,
+    permute_captions: bool = False,
+    between: Callable[[int], None] = lambda batch: None,
 ) -> Validation:
     """Evaluate the net on the whole validation set. Collective: every rank runs the same number of batches.
 
     samples:          the clock; it names the noise when cfg.eval.noise is fresh.
     permute_captions: exchange the captions among the samples, which a net that reads them must notice.
+    between:          called with the number of each batch after it; may raise, on all ranks alike.
     Raises:           Fault if a timestep has no sample or the loss is not finite.
     """
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=static["t"].device)
     feed = val.feed(samples if cfg.eval.noise == "fresh" else 0, permute_captions)
     try:
-        for _ in range(val.batches):
+        for batch in range(val.batches):
             validation_step(net, parallel.to_device(feed, static), sums, cfg)
+            between(batch)
     finally:
         feed.close()
     parallel.reshard(net)

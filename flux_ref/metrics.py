@@ -1,6 +1,7 @@
-"""A run's folder and what is written there and shown on the terminal while it runs. Rank 0 speaks."""
+"""What a run writes into its folder and shows on the terminal while it runs. Rank 0 speaks."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,43 +21,6 @@ from flux_ref.mllog import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.parallel import World
 from flux_ref.step import NEVER, Health, State
-
-RUN_FILES = ("config.toml", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png", "weights.safetensors")
-
-
-def claim(cfg: Config) -> None:
-    """Make the run's folder and write its config. Raises: Refusal if it holds something already."""
-    folder = config.run_dir(cfg)
-    try:
-        _make(folder, cfg)
-    except OSError as error:
-        raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-
-
-def _make(folder: Path, cfg: Config) -> None:
-    if folder.exists() and any(folder.iterdir()):
-        if not cfg.run.overwrite:
-            raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
-        _remove_files(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(
-        config.dump(config.replace(cfg, run__dir=str(folder), run__overwrite=False)), "utf-8"
-    )
-
-
-def release(cfg: Config) -> None:
-    """Undo claim, for a run that was refused before it trained; a folder with metrics is left alone."""
-    folder = config.run_dir(cfg)
-    if not (folder / "metrics.jsonl").exists():
-        _remove_files(folder)
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _remove_files(folder: Path) -> None:
-    own = (*RUN_FILES, "weights.partial")
-    for path in (*(folder / name for name in own), *folder.glob("samples/*.png")):
-        path.unlink(missing_ok=True)
 
 
 class Reporter:
@@ -94,8 +58,22 @@ class Reporter:
             f"  run     {self.folder}"
         )
 
-    def begin(self, samples: int) -> None:
-        """Show the progress bar and start counting time."""
+    def resume(self, step: int, samples: int) -> None:
+        """Take up the records of the run so far, up to the checkpoint it goes on from. Collective. Raises: Refusal.
+
+        What came after the checkpoint is cut off: it will come again, the same.
+        """
+        names = ("metrics.jsonl", "eval.jsonl")
+        trained, evaluated = parallel.together(
+            lambda: [cut(self.folder / name, samples) for name in names] if self.speaks else [[], []]
+        )
+        self.train_curve = [(record["samples"], record["loss"]) for record in trained]
+        self.val_curve = parallel.gather_objects([(record["samples"], record["val_loss"]) for record in evaluated])[0]
+        self.log.resumed(step)
+        self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
+
+    def begin(self, samples: int, evaluates: bool) -> None:
+        """Show the progress bar and start counting time. evaluates: whether an evaluation comes before any step."""
         total = (
             schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
         )
@@ -109,7 +87,7 @@ class Reporter:
             mininterval=0.2 if sys.stderr.isatty() else 10,  # a log file wants fewer lines
         )
         self._mark(samples, 0.0)
-        if not self.cfg.eval.at_start:
+        if not evaluates:
             self.log.block_start(samples)
 
     def tick(self) -> None:
@@ -122,14 +100,17 @@ class Reporter:
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
         """Report one training step. Collective. sync: the one host read of the training loop.
 
-        Raises: Fault, on every rank, if a loss or a norm since the run began was not finite, or if too many
-        samples were skipped.
+        Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
-        own = torch.stack((loss.double(), grad_norm.double(), *health.flags[1:]))
-        ranks = parallel.gather(torch.cat((own, own.new_tensor([len(data.skipped)]))))
-        self._require_finite(ranks)
-        skipped = int(sum(values[4] for values in ranks))
-        self._require_few_skipped(skipped, data)
+        self.require_healthy(health)
+        own = torch.stack((loss.double(), grad_norm.double(), loss.new_tensor(len(data.skipped)).double()))
+        ranks = parallel.gather(own)
+        skipped = self.skipped(data) if any(values[2] for values in ranks) else {}
+        if len(skipped) > self.cfg.data.skip_bad:
+            raise Fault(
+                f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
+                f" {'; '.join(skipped.values())}"
+            )
         begin, samples, wait_s = self.since
         elapsed = time.perf_counter() - begin
         record = {
@@ -141,17 +122,19 @@ class Reporter:
             "samples_per_s": (state.samples - samples) / elapsed,
             "data_wait": (feed.wait_s - wait_s) / elapsed,  # share of the time
             "peak_memory_gb": parallel.peak_memory_gb(self.world.device),
-            "skipped": skipped,
+            "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
         self.train_curve.append((state.samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
         self._mark(state.samples, feed.wait_s)
 
-    def _require_finite(self, ranks: list[list[float]]) -> None:
+    def require_healthy(self, health: Health) -> None:
+        """Collective. sync. Raises: Fault, on every rank, if a loss or a norm since the run began was not finite."""
+        ranks = parallel.gather(health.flags[1:])
         # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
-        bad = [(int(values[2]), rank) for rank, values in enumerate(ranks) if values[2] != NEVER]
-        norm_step = int(ranks[0][3])
+        bad = [(int(values[0]), rank) for rank, values in enumerate(ranks) if values[0] != NEVER]
+        norm_step = int(ranks[0][1])
         if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
             step, rank = min(bad)
             where = rank_slice(step, rank, len(ranks), self.cfg.train.global_batch)
@@ -162,34 +145,24 @@ class Reporter:
         if norm_step != NEVER:
             raise Fault(f"gradient norm is not finite at step {norm_step} though every rank's loss was; lower optim.lr")
 
-    def _require_few_skipped(self, count: int, data: TrainSet) -> None:
-        if count > self.cfg.data.skip_bad:  # ranks may have met the same sample, in different epochs
-            skipped = {
-                sample: reason for rank in parallel.gather_objects(data.skipped) for sample, reason in rank.items()
-            }
-            if len(skipped) > self.cfg.data.skip_bad:
-                raise Fault(
-                    f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
-                    f" {'; '.join(skipped.values())}"
-                )
+    @staticmethod
+    def skipped(data: TrainSet) -> dict[int, str]:
+        """The damaged samples that any rank has passed over so far, and why. Collective."""
+        return {sample: reason for rank in parallel.gather_objects(data.skipped) for sample, reason in rank.items()}
 
     def evaluation(self, samples: int, evaluate: Callable[[], Validation]) -> bool:
-        """Run and report one evaluation; returns whether the target was reached, the same on every rank."""
+        """Run and report one evaluation; returns whether the target was reached, the same on every rank.
+
+        One that was reported before the run broke off is not repeated.
+        """
+        if self.val_curve and self.val_curve[-1][0] == samples:
+            return self._reaches(self.val_curve[-1][1])
         begin = time.perf_counter()
         self.log.eval_start(samples)
         result = evaluate()
         self.log.eval_stop(samples, result.loss)
         seconds = time.perf_counter() - begin
-        record = {
-            "samples": samples,
-            "val_loss": result.loss,
-            "val_loss_per_timestep": result.losses,
-            "count": result.count,
-            "stderr": result.stderr,
-            "stderr_per_timestep": result.stderrs,
-            "seconds": seconds,
-        }
-        self._append("eval.jsonl", record)
+        self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
         self.say(
@@ -199,22 +172,41 @@ class Reporter:
         self._chart()
         # Evaluations do not count in the training rate.
         self.since = (self.since[0] + time.perf_counter() - begin, *self.since[1:])
-        reached = self.cfg.eval.target > 0 and result.loss <= self.cfg.eval.target
+        reached = self._reaches(result.loss)
         if not reached and samples < self.cfg.train.max_samples:
             self.log.block_start(samples)
         return reached
 
-    def conclude(self, reached: bool) -> None:
-        """Say how the run ended and where to look."""
-        lines = ["target reached" if reached else "train.max_samples reached", f"  losses    {self.folder}/loss.png"]
+    def _reaches(self, loss: float) -> bool:
+        return self.cfg.eval.target > 0 and loss <= self.cfg.eval.target
+
+    def conclude(self, state: State, reached: bool) -> None:
+        """Say how the run ended and where to look; outcome.json marks it as finished."""
+        outcome = "target reached" if reached else "train.max_samples reached"
+        lines = [outcome, f"  losses    {self.folder}/loss.png"]
         if self.cfg.sample.count:
             lines.append(f"  pictures  {self.folder}/samples")
-        self.say("\n".join([*lines, f"  weights   python eval.py {self.folder}"]))
+        if self.cfg.checkpoint.save:
+            lines.append(f"  weights   python eval.py {self.folder}")
+        self.say("\n".join(lines))
+        if self.speaks:
+            record = {
+                "outcome": outcome,
+                "step": state.step,
+                "samples": state.samples,
+                "val_loss": self.val_curve[-1][1],
+                "resumed": self.log.is_resumed,
+            }
+            partial = self.folder / ".outcome.json"
+            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            partial.replace(self.folder / "outcome.json")
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
-            with (self.folder / name).open("a") as file:
+            with (self.folder / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that comes later must not outlive its line
 
     def _chart(self) -> None:
         if self.speaks:
@@ -226,7 +218,41 @@ class Reporter:
         self.log.close()
 
 
+def validation_record(result: Validation) -> dict[str, object]:
+    """The names under which an evaluation is written down."""
+    return {
+        "val_loss": result.loss,
+        "val_loss_per_timestep": result.losses,
+        "count": result.count,
+        "stderr": result.stderr,
+        "stderr_per_timestep": result.stderrs,
+    }
+
+
 def table(result: Validation) -> str:
     """The eight losses and their mean, for the terminal."""
     rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
+
+
+def cut(path: Path, samples: int) -> list[dict]:
+    """Keep the records up to `samples` of a .jsonl file and return them; what came later will come again.
+
+    Raises: Refusal for a damaged line, unless it is the last: a run that was killed may have left half a line.
+    """
+    if not path.exists():
+        return []
+    kept = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if record["samples"] <= samples:
+                kept.append(record)
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise Refusal(f"{path} line {number} is damaged; mend it or set run.dir to another folder") from None
+    partial = path.with_name(f".{path.name}")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    partial.replace(path)
+    return kept

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from flux_ref.config import OptimConfig
 from flux_ref.parallel import World, named_parameters
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class ShardedAdamW:
     """AdamW over the local shards of a sharded net; equal to AdamW and clip_grad_norm_ over its DTensors.
@@ -17,7 +19,7 @@ class ShardedAdamW:
 
     def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
         self.clip_norm, self.replicas = cfg.clip_norm, world.replicas
-        self.parameters = list(named_parameters(net).values())
+        self.names, self.parameters = zip(*named_parameters(net).items())
         self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)
         self.adamw = torch.optim.AdamW(
@@ -43,6 +45,20 @@ class ShardedAdamW:
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
+
+    def moments(self) -> dict[str, list[Tensor]]:
+        """The first and second moments, {"exp_avg", "exp_avg_sq"}, one tensor per shard; zero before the first step."""
+        for shard in self.shards:
+            if not self.adamw.state[shard]:
+                zeros = (torch.zeros_like(shard, requires_grad=False) for _ in MOMENTS)
+                self.adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **dict(zip(MOMENTS, zeros))}
+        return {name: [self.adamw.state[shard][name] for shard in self.shards] for name in MOMENTS}
+
+    def set_steps(self, steps: int) -> None:
+        """Tell AdamW, whose moments have been filled, how many steps they stand for."""
+        self.moments()
+        for state in self.adamw.state.values():
+            state["step"].fill_(steps)
 
     def reset(self) -> None:
         """Zero the moments and step counts in place, as if no step had been taken."""

@@ -4,17 +4,20 @@ Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS 
 `peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
 """
 
+import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +30,8 @@ from flux_ref.model import Flux, initialiser
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SAVING = "save"  # name of the group in which checkpoints are agreed on
+RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -50,9 +55,10 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig) -> World:
+def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     """Join the process group that torchrun describes; without one, a world of this process alone.
 
+    timeout_s: for one collective, 0 for the backend's own.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
@@ -62,9 +68,14 @@ def start(cfg: ParallelConfig) -> World:
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     store = dist.HashStore() if "RANK" not in os.environ else None
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     try:
         dist.init_process_group(
-            BACKENDS[device.type], store=store, rank=rank if store else -1, world_size=size if store else -1
+            BACKENDS[device.type],
+            store=store,
+            rank=rank if store else -1,
+            world_size=size if store else -1,
+            timeout=timedelta(seconds=timeout_s) if timeout_s else None,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -138,6 +149,32 @@ def require_same(text: str, what: str) -> None:
         if other != texts[0]:
             pair = next(pair for pair in zip(texts[0].splitlines(), other.splitlines()) if pair[0] != pair[1])
             raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
+
+
+def store_clone() -> dist.Store:
+    """A connection of its own to the store of the process group, for a thread."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
+def groups(world: World) -> list[dist.ProcessGroup]:
+    """The groups that a training step communicates in."""
+    return list({id(group): group for group in (dist.group.WORLD, *world.mesh.get_all_groups())}.values())
+
+
+def collectives(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    return group._get_sequence_number_for_group()
+
+
+def last_collective() -> str:
+    """What this rank began to communicate last, but for saves, from torch's flight recorder; "" if nothing."""
+    dumps = (_distributed_c10d._dump_nccl_trace_json(), _distributed_c10d._dump_fr_trace_json())
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", ())]
+    entries = [entry for entry in entries if entry["process_group"][1] != SAVING]
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["time_created_ns"])
+    return f"{last['profiling_name']} of {last['input_sizes']}"
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
@@ -264,13 +301,6 @@ def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, s
         flat[begin : begin + count] = torch.from_numpy(values[lead : lead + count].astype(np.float32)).to(flat.device)
 
 
-def reshard(net: nn.Module) -> None:
-    """Free all gathered weights: after a forward without backward they would go stale."""
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 @dataclass(frozen=True)
 class _Copied:
     """The end of an asynchronous copy; may be awaited from any thread."""
@@ -281,6 +311,27 @@ class _Copied:
     def synchronize(self) -> None:
         torch.accelerator.set_device_index(self.device.index)  # a new thread would be on device 0
         self.event.synchronize()
+
+
+def host_group(name: str) -> dist.ProcessGroup:
+    """One more group of all ranks, for host tensors, so that it may be used beside the others. Collective."""
+    return dist.new_group(backend=BACKENDS["cpu"], group_desc=name)
+
+
+def copied(device: torch.device) -> _Copied | None:
+    """A mark behind the copies to host memory that were just enqueued; None where they are done already."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device.type)
+    event.record()
+    return _Copied(event, device)
+
+
+def reshard(net: nn.Module) -> None:
+    """Free all gathered weights: after a forward without backward they would go stale."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def to_device(feed: Feed, static: Batch) -> Batch:
@@ -294,10 +345,7 @@ def to_device(feed: Feed, static: Batch) -> Batch:
         host = feed.take(idle=work.query)
     for name, tensor in static.items():
         tensor.copy_(host.tensors[name], non_blocking=True)
-    if device.type != "cpu":
-        event = torch.Event(device.type)
-        event.record()
-        host.in_use = _Copied(event, device)
+    host.in_use = copied(device)
     feed.give_back(host)
     return static
 

@@ -22,7 +22,9 @@ def grid(pictures: list[np.ndarray], captions: list[str], path: Path, columns: i
         ImageDraw.Draw(tile).multiline_text((4, side + 3), _wrap(caption, 26), fill=INK, font=font, spacing=2)
         tiles.append(torch.from_numpy(np.array(tile)).permute(2, 0, 1).float() / 255)
     path.parent.mkdir(exist_ok=True)
-    save_image(make_grid(torch.stack(tiles), nrow=columns, padding=6, pad_value=1.0), path)
+    partial = path.with_name(f".{path.name}")
+    save_image(make_grid(torch.stack(tiles), nrow=columns, padding=6, pad_value=1.0), partial)
+    partial.replace(path)
 
 
 def _wrap(text: str, width: int) -> str:
@@ -63,4 +65,6 @@ def chart(train: list[tuple[int, float]], val: list[tuple[int, float]], target: 
         pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
     pen.text((left + 10, 16), "training loss", fill=TRAIN, font=font)
     pen.text((left + 130, 16), "validation loss" + (f"   - - target {target:g}" if target else ""), fill=VAL, font=font)
-    image.save(path)
+    partial = path.with_name(f".{path.name}")
+    image.save(partial)
+    partial.replace(path)

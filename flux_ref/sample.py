@@ -1,15 +1,18 @@
 """Drawing pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import draws, latents, parallel, shapes, shards
+from flux_ref import draws, latents, parallel, pictures, shapes, shards, vae
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
+from flux_ref.parallel import World
 
 
 def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
@@ -24,17 +27,50 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
 
 
-def draw(
-    net: nn.Module, val_set: ValSet, empty: Rows, cfg: Config, device: torch.device
-) -> tuple[list[str], list[np.ndarray]]:
-    """Captions and the (3, H, W) pictures in [-1, 1] drawn from them. Collective over all ranks.
+def draw(net: nn.Module, val_set: ValSet, empty: Rows, cfg: Config, world: World, path: Path) -> str:
+    """Draw pictures from captions into a grid; returns a line that says where. Collective, rank 0 writes.
 
     empty: the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
-    first cfg.sample.count stored with the validation set.
+    first cfg.sample.count stored with the validation set. Raises: Refusal for a file of cfg.sample.vae that is not one.
     """
+    decode = parallel.together(lambda: None if world.rank else _decoder(cfg, world.device))
     texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
-    z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, device)
-    return [caption for caption, _ in texts], [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
+    z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device)
+    if decode:
+        pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
+    is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
+    note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
+    return f"pictures: {path}{note}"
+
+
+def _decoder(cfg: Config, device: torch.device) -> Callable[[Tensor], list[np.ndarray]]:
+    """From latents to (3, H, W) pictures in [-1, 1]. Raises: Refusal."""
+    if cfg.data.kind == "shapes":
+        return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
+    if not cfg.sample.vae:
+        return lambda z_BCYX: list(preview(z_BCYX.cpu()).numpy())
+    autoencoder = vae.load(Path(cfg.sample.vae), device)
+
+    def decode(z_BCYX: Tensor) -> list[np.ndarray]:
+        with torch.no_grad():
+            return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
+
+    return decode
+
+
+def preview(z_BCYX: Tensor) -> Tensor:
+    """Latents in false colours: (B, 3, 8 * Y, 8 * X), mostly in [-1, 1].
+
+    A linear map, the three directions in which these latents differ most: shapes can be seen, colours mean nothing.
+    """
+    z_NC = z_BCYX.movedim(1, -1).flatten(0, -2).double()
+    z_NC = z_NC - z_NC.mean(0)
+    directions_CR = torch.linalg.eigh(z_NC.T @ z_NC).eigenvectors[:, -3:].flip(1)
+    directions_CR = directions_CR * directions_CR.sum(0).sign()  # eigenvectors have no sign of their own
+    rgb_NR = z_NC @ directions_CR
+    rgb_NR = (rgb_NR / (2 * rgb_NR.std(0)).clamp_min(1e-12)).clamp(-1, 1)
+    rgb_BRYX = rgb_NR.unflatten(0, (len(z_BCYX), *z_BCYX.shape[2:])).movedim(-1, 1).float()
+    return torch.nn.functional.interpolate(rgb_BRYX, scale_factor=8)
 
 
 def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, device: torch.device) -> Tensor:

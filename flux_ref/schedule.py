@@ -19,6 +19,11 @@ def due(samples: int, every_samples: int, global_batch: int) -> bool:
     return samples > 0 and samples % (steps_for(every_samples, global_batch) * global_batch) == 0
 
 
+def evaluates(samples: int, every_samples: int, max_samples: int, global_batch: int, at_start: bool) -> bool:
+    """Whether the validation loss is wanted now: every so often, at the end, and before the first step if asked for."""
+    return samples >= max_samples or due(samples, every_samples, global_batch) or (at_start and samples == 0)
+
+
 def lr(step: int, peak: float, warmup_steps: int) -> float:
     """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant."""
     return peak * min(1.0, (step + 1) / max(1, warmup_steps))

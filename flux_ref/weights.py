@@ -1,77 +1,345 @@
-"""A model's weights as one safetensors file with BFL's names: written and read piece by piece.
+"""A model's weights in the forms in which people keep them, read and written a few rows at a time.
 
-No process holds more than its shards and one whole tensor, so this also works for 47.6 GB.
+    python -m flux_ref.weights export runs/tiny tiny.safetensors               BFL's layout, fp32
+    python -m flux_ref.weights export RUN OUT --format=diffusers --dtype=bf16  a folder for diffusers
+    python -m flux_ref.weights import flux1-schnell.safetensors OUT            a checkpoint
+    python -m flux_ref.weights inspect PATH [--verify]
+
+A source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout (also
+with the prefix model.diffusion_model.) or diffusers' transformer folder. The sizes of the model come from the run or
+checkpoint, else from --config=FILE, else they are FLUX.1-schnell's.
 """
 
+import argparse
 import json
-import os
-import struct
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 
+from flux_ref import config, names, storage
+from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.model import parameter_table
+from flux_ref.names import Part
 from flux_ref.parallel import local_rows, named_parameters
 
+PREFIX = "model.diffusion_model."  # some tools put it before BFL's names
+DIFFUSERS = "diffusion_pytorch_model"  # how its files begin
+DIFFUSERS_FILE_BYTES = 10e9  # it splits what is larger
+SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}
+PIECE_BYTES = 64 << 20  # read and written at a time
+KINDS = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 
-def save(net: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    """Write fp32 weights; the file appears under its name once it is whole. Collective, rank 0 writes.
 
-    Format: 8 bytes little-endian header length, JSON header, tensors back to back (safetensors).
+class Tensors:
+    """The tensors of some safetensors files by name; nothing is read before it is asked for, nothing kept."""
+
+    def __init__(self, where: Path, files: list[Path]):
+        """Raises: Refusal for a file that is not safetensors, or is cut short."""
+        self.where, self.files, self.shapes, self.metadata = where, {}, {}, {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self.metadata |= file.metadata() or {}
+                    for name in file.keys():  # noqa: SIM118
+                        part = file.get_slice(name)
+                        self._require_dtype(name, part.get_dtype(), path)
+                        self.files[name], self.shapes[name] = path, tuple(part.get_shape())
+            except (OSError, SafetensorError) as error:
+                raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
+
+    @staticmethod
+    def _require_dtype(name: str, dtype: str, path: Path) -> None:
+        if dtype not in storage.DTYPES:
+            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(storage.DTYPES)}")
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor, in the file's dtype. Raises: Refusal."""
+        try:
+            with safe_open(self.files[name], framework="pt") as file:  # opened anew: a mapping kept would fill memory
+                return file.get_slice(name)[first : first + count]
+        except (OSError, SafetensorError) as error:
+            raise Refusal(f"weights {self.files[name]}: {' '.join(str(error).split())}") from None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights of a model, by BFL's names, wherever they lie.
+
+    parts: for each parameter, the rows of `tensors` that, one below the other, are it.
     """
-    parameters = named_parameters(net)
-    partial = path.with_suffix(".partial")
-    writes = torch.distributed.get_rank() == 0
-    file = partial.open("wb") if writes else None
-    if file:
-        file.write(_header(parameters, metadata))
-    for parameter in parameters.values():
-        whole = parameter.detach().full_tensor()
-        if file:
-            file.write(whole.cpu().contiguous().view(torch.uint8).numpy().data)
-        torch.distributed.barrier()  # or the other ranks' gathers would time out behind a slow disk
-    if file:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        partial.rename(path)
+
+    kind: str
+    tensors: Tensors | storage.Checkpoint
+    parts: dict[str, list[Part]]
+    info: dict = field(default_factory=dict)  # what trained them
+
+    @property
+    def where(self) -> Path:
+        return self.tensors.folder if isinstance(self.tensors, storage.Checkpoint) else self.tensors.where
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a parameter, on the host, in the dtype they are kept in. Raises: Refusal, also for NaN."""
+        found, row = [], 0
+        for part in self.parts[name]:
+            low, high = max(first, row), min(first + count, row + part.rows)
+            if low < high:
+                found.append(self.tensors.read(part.name, part.first + low - row, high - low))
+            row += part.rows
+        if not found:
+            return self.tensors.read(self.parts[name][0].name, 0, 0)
+        return storage.finite(torch.cat(found) if len(found) > 1 else found[0], name, self.where)
 
 
-def _header(parameters: dict[str, nn.Parameter], metadata: dict[str, str]) -> bytes:
-    entries, offset = {"__metadata__": metadata}, 0
-    for name, parameter in parameters.items():
-        end = offset + 4 * parameter.numel()
-        entries[name] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def find(path: Path, step: int | None = None) -> Path:
+    """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
 
-
-def load(net: nn.Module, path: Path) -> dict[str, str]:
-    """Fill a sharded net; every rank reads only its own rows. Returns the file's metadata.
-
-    Raises: Refusal naming missing, unexpected and misshaped tensors.
+    step: of a run, the checkpoint of that step instead of the newest.
     """
-    parameters = named_parameters(net)
+    is_run = (path / "config.toml").is_file() and not (path / storage.MANIFEST).is_file()
+    if step is not None and not is_run:
+        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
+    if is_run:
+        saved = storage.found(path)
+        wanted = [one for one in saved if step in (None, storage.step_of(one))]
+        if not wanted:
+            steps = ", ".join(str(storage.step_of(one)) for one in saved) or "none"
+            raise Refusal(f"{path} holds no checkpoint{f' of step {step}' if step is not None else ''}; it has {steps}")
+        return wanted[-1]
+    if (path / storage.MANIFEST).is_file() or path.is_file():
+        return path
+    if (path / "transformer").is_dir():
+        return path / "transformer"
+    if path.is_dir() and list(path.glob("*.safetensors")):
+        return path
+    raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
+
+
+def open_source(path: Path, model: ModelConfig) -> Source:
+    """The weights at a path that `find` gave. Raises: Refusal that lists what is missing, unexpected or misshaped."""
+    table = parameter_table(model)
+    if (path / storage.MANIFEST).is_file():
+        saved = storage.Checkpoint(path)
+        own = {key: tuple(entry.shape) for key, entry in saved.tensors.items() if key.startswith("model.")}
+        storage.require_fit(own, {f"model.{name}": shape for name, shape in table.items()}, f"checkpoint {path}")
+        parts = {name: [Part(f"model.{name}", 0, shape[0])] for name, shape in table.items()}
+        return Source("checkpoint", saved, parts, saved.info)
+    if path.is_dir():
+        _require_config(path / "config.json", model)
+    tensors = Tensors(path, _files(path))
+    if "x_embedder.weight" in tensors.shapes:
+        storage.require_fit(tensors.shapes, names.diffusers_table(model), f"weights {path}")
+        return Source("diffusers", tensors, names.diffusers_parts(model), tensors.metadata)
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
+    storage.require_fit(tensors.shapes, {prefix + name: shape for name, shape in table.items()}, f"weights {path}")
+    parts = {name: [Part(prefix + name, 0, shape[0])] for name, shape in table.items()}
+    return Source("BFL", tensors, parts, tensors.metadata)
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a path; of a folder with an index, those that it names."""
+    if path.is_file():
+        return [path]
+    index = path / f"{DIFFUSERS}.safetensors.index.json"
+    if not index.is_file():
+        return sorted(path.glob("*.safetensors"))
     try:
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _require_fit(shapes, {name: tuple(p.shape) for name, p in parameters.items()}, path)
-            for name, parameter in parameters.items():
-                start, local = local_rows(parameter)
-                local.copy_(file.get_slice(name)[start : start + local.shape[0]])
-            return file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise Refusal(f"weights {path}: {error}") from None
+        listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Refusal(f"{index} is not an index of weights: {error}") from None
+    for name in listed:
+        if Path(name).name != name or not (path / name).is_file():  # an index names no path outside
+            raise Refusal(f"{index} lists {name!r}, which is not a file beside it; fetch it again")
+    return [path / name for name in listed]
 
 
-def _require_fit(found: dict[str, tuple], want: dict[str, tuple], path: Path) -> None:
-    missing = sorted(want.keys() - found.keys())
-    unexpected = sorted(found.keys() - want.keys())
-    misshaped = [f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]]
-    for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped)):
-        if names:
-            raise Refusal(f"weights {path} do not fit the model: {len(names)} {problem}, first {names[0]}")
+def _require_config(path: Path, model: ModelConfig) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        want = names.diffusers_config(model)
+        wrong = [
+            f"{key}={content[key]!r}, want {value!r}" for key, value in want.items() if content.get(key, value) != value
+        ]
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}; it belongs beside diffusers' weights") from None
+    except (ValueError, AttributeError) as error:
+        raise Refusal(f"{path} is not diffusers' config: {error}") from None
+    if wrong:
+        raise Refusal(f"{path} is another model's: {'; '.join(wrong)}; give the right --config")
+
+
+def load(net: nn.Module, source: Source) -> None:
+    """Fill a sharded net; every rank reads only its own rows. Raises: Refusal."""
+    with torch.no_grad():
+        for name, parameter in named_parameters(net).items():
+            first, local = local_rows(parameter)
+            local.copy_(source.read(name, first, len(local)))
+
+
+def config_of(path: Path, given: str | None) -> Config:
+    """The config of the run behind a path that `find` gave, else the given one. Raises: Refusal."""
+    if given is None and (path / storage.MANIFEST).is_file():
+        info = storage.Checkpoint(path).info
+        return config.from_flat(info["name"], info["config"])
+    return config.load(given) if given else Config(name="schnell")
+
+
+def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: str) -> None:
+    """Write weights as one file in BFL's layout or as a folder for diffusers; it appears once it is whole.
+
+    dtype: "fp32" or "bf16", rounded to nearest even. Holds a few pieces of PIECE_BYTES in memory, never a whole model.
+    Raises: Refusal.
+    """
+    if out.exists():
+        raise Refusal(f"{out} exists; remove it or choose another name")
+    trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
+    metadata = {"format": "pt", "trained_by": "flux_ref", **trained} if trained else {"format": "pt"}
+    partial = out.with_name(f".{out.name}.partial")
+    if layout == "bfl":
+        partial.unlink(missing_ok=True)
+        parts = {name: [Part(name, 0, shape[0])] for name, shape in parameter_table(model).items()}
+        _write(partial, parameter_table(model), parts, source, dtype, metadata)
+    else:
+        if model.mlp_ratio != 4:
+            raise Refusal(f"diffusers' FLUX has model.mlp_ratio=4 only, these weights have {model.mlp_ratio}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_diffusers(partial, model, source, dtype, metadata)
+    partial.rename(out)
+
+
+def _write_diffusers(folder: Path, model: ModelConfig, source: Source, dtype: str, metadata: dict[str, str]) -> None:
+    table, parts = names.diffusers_table(model), names.bfl_parts(model)
+    itemsize = storage.DTYPES[SAFETENSORS_NAMES[dtype]].itemsize
+    files, size = [{}], 0
+    for name, shape in table.items():
+        size += prod(shape) * itemsize
+        if files[-1] and size > DIFFUSERS_FILE_BYTES:
+            files.append({})
+            size = prod(shape) * itemsize
+        files[-1][name] = shape
+    ends = [f"-{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)] if len(files) > 1 else [""]
+    weight_map = {}
+    for end, shapes in zip(ends, files):
+        _write(folder / f"{DIFFUSERS}{end}.safetensors", shapes, parts, source, dtype, metadata)
+        weight_map |= dict.fromkeys(shapes, f"{DIFFUSERS}{end}.safetensors")
+    if len(files) > 1:
+        total = {"total_size": sum(prod(shape) for shape in table.values()) * itemsize}
+        index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+        (folder / f"{DIFFUSERS}.safetensors.index.json").write_text(index, encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(names.diffusers_config(model), indent=2), encoding="utf-8")
+
+
+def _write(
+    path: Path, table: dict[str, tuple], parts: dict[str, list[Part]], source: Source, dtype: str, metadata: dict
+) -> tuple[storage.FileEntry, dict[str, int]]:
+    """One safetensors file of the table's tensors, each put together from its parts of the source."""
+    kind = SAFETENSORS_NAMES[dtype]
+    head, begins = storage.header({name: (kind, shape) for name, shape in table.items()}, metadata)
+    file = storage.CheckedFile(path)
+    file.write(head)
+    total = sum(prod(shape) for shape in table.values()) * storage.DTYPES[kind].itemsize
+    with tqdm(total=total, unit="B", unit_scale=True, desc=path.name.strip("."), leave=False) as bar:
+        for name, shape in table.items():
+            for rows in _pieces(source, parts[name], 4 * prod(shape[1:])):
+                rows = rows.to(storage.DTYPES[kind])
+                file.write_tensor(rows)
+                bar.update(rows.nbytes)
+    return file.close(), begins
+
+
+def _pieces(source: Source, parts: list[Part], row_bytes: int) -> Iterator[Tensor]:
+    many = max(1, PIECE_BYTES // row_bytes)
+    for part in parts:
+        for row in range(part.first, part.first + part.rows, many):
+            yield source.read(part.name, row, min(many, part.first + part.rows - row))
+
+
+def import_(source: Source, cfg: Config, out: Path) -> None:
+    """Write weights as a checkpoint, fp32, without moments: to evaluate, or to start from. Raises: Refusal."""
+    if out.exists():
+        raise Refusal(f"{out} exists; remove it or choose another name")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
+    parts = {f"model.{name}": [Part(name, 0, shape[0])] for name, shape in parameter_table(cfg.model).items()}
+    name = "rank_00000.safetensors"
+    entry, begins = _write(partial / name, table, parts, source, "fp32", {"format": "pt"})
+    tensors = {
+        key: storage.TensorEntry("F32", list(shape), [(name, begins[key], 0, shape[0])]) for key, shape in table.items()
+    }
+    info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
+    storage.publish(partial, out, storage.Manifest(info, {name: entry}, tensors))
+
+
+def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
+    """What is there, in a few lines. verify: read every byte. Raises: Refusal for damage, NaN and infinite values."""
+    table = parameter_table(model)
+    lines = [
+        f"{source.where}: {source.kind}",
+        f"  fits      {len(table)} tensors, {sum(prod(shape) for shape in table.values()):,} parameters",
+    ]
+    for key in ("step", "samples", "name", "world_size", "torch", "from"):
+        if key in source.info:
+            lines.append(f"  {key:<9} {source.info[key]}")
+    if verify:
+        if isinstance(source.tensors, storage.Checkpoint):
+            source.tensors.verify()
+        for name, shape in tqdm(table.items(), desc="reading", unit=" tensors", leave=False):
+            for _ in _pieces(source, [Part(name, 0, shape[0])], 4 * prod(shape[1:])):
+                pass
+        lines.append("  verified  every value is finite, every checksum right")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flux_ref.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("export", "import", "inspect"):
+        command = commands.add_parser(name)
+        command.add_argument("source", type=Path)
+        command.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
+        command.add_argument("--config", help="whose model's sizes the weights have")
+        if name != "inspect":
+            command.add_argument("out", type=Path)
+        else:
+            command.add_argument("--verify", action="store_true", help="read everything")
+        if name == "export":
+            command.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
+            command.add_argument("--dtype", choices=tuple(SAFETENSORS_NAMES), default="fp32")
+    args = parser.parse_args(argv)
+    try:
+        return _command(args)
+    except (Refusal, OSError) as error:
+        print(f"weights: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(args: argparse.Namespace) -> int:
+    path = find(args.source, args.checkpoint)
+    cfg = config_of(path, args.config)
+    source = open_source(path, cfg.model)
+    if args.command == "inspect":
+        print(inspect(source, cfg.model, args.verify))
+        return 0
+    if args.command == "export":
+        export(source, cfg.model, args.out, args.format, args.dtype)
+    else:
+        import_(source, cfg, args.out)
+    print(f"{args.out}: written from {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,12 +10,12 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"config", "shards", "shapes", "flow"},
-    {"model", "data", "mllog", "prepare"},
-    {"parallel"},
-    {"cli", "optim", "weights", "sample"},
-    {"step"},
-    {"evaluate"},
+    {"config", "shards", "shapes", "flow", "storage", "vae"},
+    {"model", "data", "mllog", "prepare", "run_folder"},
+    {"parallel", "names"},
+    {"stopping", "watch", "optim", "weights", "sample"},
+    {"step", "cli"},
+    {"evaluate", "checkpoint"},
     {"metrics"},
     {"train", "eval"},
 )

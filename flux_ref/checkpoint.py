@@ -1,0 +1,227 @@
+"""Saving a run and continuing it: what a checkpoint holds, when it becomes one, and which ones stay.
+
+It holds fp32 weights, AdamW's moments, the counters and the config. Nothing in it belongs to a rank, so any number
+of ranks continues from it. Keys, with BFL's NAME: model.NAME and optimizer.state.NAME.{exp_avg,exp_avg_sq}.
+"""
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from flux_ref import config, parallel, schedule, storage
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.model import parameter_table
+from flux_ref.parallel import World
+from flux_ref.step import State
+
+BYTES_PER_PARAMETER = 12  # a weight and two moments, fp32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows first, first + 1, ... of a tensor of `shape`."""
+
+    local: Tensor
+    first: int
+    shape: torch.Size
+
+
+def rows_of(state: State) -> dict[str, Rows]:
+    """Everything of a state that is sharded, by checkpoint key; shares memory with the state."""
+    found = {}
+    for name, parameter in parallel.named_parameters(state.net).items():
+        first, local = parallel.local_rows(parameter)
+        found[f"model.{name}"] = Rows(local.detach(), first, parameter.shape)
+    for moment, tensors in state.opt.moments().items():
+        for name, tensor in zip(state.opt.names, tensors):
+            found[f"optimizer.state.{name}.{moment}"] = replace(found[f"model.{name}"], local=tensor)
+    return found
+
+
+class _RowsPlanner(DefaultSavePlanner):
+    """Tells torch.distributed.checkpoint which rows this rank has; replicas' equal rows are written once."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(key, rows) for key, rows in self.state_dict.items() if rows.local.numel()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+def _item(key: str, rows: Rows) -> WriteItem:
+    offsets = torch.Size((rows.first, *(0 for _ in rows.shape[1:])))
+    chunk = ChunkStorageMetadata(offsets, rows.local.shape)
+    data = TensorWriteData(chunk, TensorProperties(rows.local.dtype), rows.shape)
+    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class Saver:
+    """Writes checkpoints behind the training, one at a time.
+
+    Training waits for the copy to host memory only, which takes as much memory as this rank's shards and moments.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        facts: dict,
+        say: Callable[[str], None],
+        saved: storage.Checkpoint | None = None,
+    ):
+        """Collective. Raises: Refusal if the disk cannot hold one checkpoint.
+
+        facts: of the run, for the manifest, {"train_samples", "val_samples"}; saved: the checkpoint that the run
+        goes on from.
+        """
+        self.cfg, self.world, self.facts, self.say = cfg, world, facts, say
+        self.run = config.run_dir(cfg)
+        self.group = parallel.host_group(parallel.SAVING)
+        self.nonce = parallel.gather_objects(secrets.token_hex(4))[0]  # no two jobs write into one folder
+        self.host: dict[str, Rows] = {}
+        self.thread: threading.Thread | None = None
+        self.step = saved.info["step"] if saved else None  # of the save begun last
+        self.failure: str | None = None  # why the save begun last failed
+        parallel.together(lambda: world.rank or self._require_space())
+
+    def _require_space(self) -> None:
+        need = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
+        free = shutil.disk_usage(self.run).free
+        if free < need:
+            raise Refusal(
+                f"run.dir={self.run} has {free / 1e9:.3g} GB free and a checkpoint takes {need / 1e9:.3g} GB;"
+                " free some, set run.dir to another disk or checkpoint.save=false"
+            )
+
+    def save(self, state: State, skipped: dict[int, str]) -> None:
+        """Begin to save a state unless that is done; waits for the save before. Collective.
+
+        skipped: the damaged samples that any rank has passed over, and why.
+        """
+        self.wait()
+        if self.step == state.step and self.failure is None:
+            return
+        copied = self._stage(state)
+        info = {
+            "step": state.step,
+            "samples": state.samples,
+            "skipped": {str(sample): reason for sample, reason in skipped.items()},
+            **self.facts,
+            "name": self.cfg.name,
+            "config": config.flat(self.cfg),
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+        }
+        self.step = state.step
+        self.thread = threading.Thread(target=self._write, args=(info, copied), daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises: Fault, on every rank, if it failed."""
+        self.wait()
+        if self.failure is not None:
+            raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
+
+    def _stage(self, state: State) -> object:
+        """Copy the state to buffers of the host that live as long as the run."""
+        for key, rows in rows_of(state).items():
+            if key not in self.host:
+                buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=self.world.pin)
+                self.host[key] = replace(rows, local=buffer)
+            self.host[key].local.copy_(rows.local, non_blocking=True)
+        return parallel.copied(self.world.device)
+
+    def _write(self, info: dict, copied: object) -> None:
+        name, begin = f"step_{info['step']:09d}", time.perf_counter()
+        final = storage.folder_of(self.run) / name
+        writer = storage.Writer(final.with_name(f".{name}.{self.nonce}"), final, info)
+        try:
+            if copied is not None:
+                copied.synchronize()
+            dcp.save(self.host, storage_writer=writer, planner=_RowsPlanner(), process_group=self.group)
+            self.failure = None
+        except (Exception, dcp.CheckpointException) as error:  # on every rank: disks fill up
+            self.failure = _reason(error)
+        if self.world.rank > 0:
+            return
+        if self.failure is None:
+            self._prune()
+            self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
+        else:
+            shutil.rmtree(writer.partial, ignore_errors=True)
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+
+    def _prune(self) -> None:
+        """Delete all but the last checkpoint.keep and every checkpoint.keep_every-th."""
+        saving, global_batch = self.cfg.checkpoint, self.cfg.train.global_batch
+        for path in storage.found(self.run)[: -saving.keep]:
+            step = storage.step_of(path)
+            interval = schedule.steps_for(saving.every_samples, global_batch) * saving.keep_every
+            if not (interval and step % interval == 0):
+                gone = path.rename(path.with_name(f".{path.name}.deleted"))
+                shutil.rmtree(gone)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch.distributed.checkpoint wraps what each rank raised."""
+    for rank, (cause, _) in sorted(getattr(error, "failures", {}).items()):
+        return f"rank {rank}: {' '.join(str(cause).split())}"
+    return " ".join(str(error).split())
+
+
+def open_for(path: Path, state: State, facts: dict) -> storage.Checkpoint:
+    """A checkpoint from which a state can go on. facts: what `Saver` was given. Raises: Refusal."""
+    saved = storage.Checkpoint(path)
+    has = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
+    if not any(key.startswith("optimizer.") for key in has):
+        raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
+    storage.require_fit(has, {key: tuple(rows.shape) for key, rows in rows_of(state).items()}, f"checkpoint {path}")
+    for key, value in facts.items():
+        if saved.info[key] != value:
+            raise Refusal(
+                f"checkpoint {path} comes from a data set of {saved.info[key]} {key.replace('_', ' ')}, this one has"
+                f" {value}: order and noise would change; give the data set of the run"
+            )
+    return saved
+
+
+def load_weights(saved: storage.Checkpoint, state: State) -> None:
+    """Fill the weights. Raises: Refusal."""
+    _load(saved, state, "model.")
+
+
+def load_progress(saved: storage.Checkpoint, state: State) -> None:
+    """Fill AdamW's moments and set the clocks: what the warm-up would have lost. Raises: Refusal."""
+    _load(saved, state, "optimizer.")
+    state.step, state.samples = saved.info["step"], saved.info["samples"]
+    state.opt.set_steps(state.step)
+
+
+def _load(saved: storage.Checkpoint, state: State, prefix: str) -> None:
+    """Each rank reads its own rows only."""
+    with torch.no_grad():
+        for key, rows in rows_of(state).items():
+            if key.startswith(prefix):
+                rows.local.copy_(storage.finite(saved.read(key, rows.first, len(rows.local)), key, saved.folder))

@@ -1,0 +1,126 @@
+"""Ending a job that hangs, with the name of the rank at fault, instead of letting it wait in silence.
+
+A thread on every rank tells the others, through the store that torchrun keeps, how far its rank has come. When no
+rank has moved for run.hang_s seconds, the ranks that fell behind are named and the job ends; torchrun --max-restarts
+then brings it back from the last checkpoint.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from flux_ref import parallel, storage
+from flux_ref.errors import Fault
+from flux_ref.parallel import World
+
+LINGER_S = 3.0  # lets the one rank that speaks be first
+
+
+class Watch:
+    """Watches this rank and all others from the moment it is made."""
+
+    def __init__(self, name: str, world: World, groups: list[dist.ProcessGroup], limit_s: float):
+        """groups: those whose collectives count; limit_s: 0 watches the launcher only."""
+        self.name, self.world, self.limit_s = name, world, limit_s
+        self.period = min(5.0, limit_s / 20) if limit_s else 1.0
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"watch/{attempt}", parallel.store_clone())
+        self.groups = groups
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.place, self.marks, self.beat = "start-up", 0, 0
+        self.moved, self.since = None, time.monotonic()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def at(self, place: str) -> None:
+        """Say where this rank is; each call is a sign of life."""
+        self.place, self.marks = place, self.marks + 1
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self.period)
+            if self.launcher not in (None, os.getppid()):
+                self._leave(f"{self.name}: torchrun has died; rank {self.world.rank} ends", speaks=True)
+            if self.limit_s:
+                self._tell()
+                if self._still_s() > self.limit_s:
+                    self._judge()
+
+    def _still_s(self) -> float:
+        return time.monotonic() - self.since
+
+    def _tell(self) -> None:
+        """Publish how far this rank is."""
+        collectives = sum(parallel.collectives(group) for group in self.groups)
+        moved = (self.marks, collectives, storage.Moved.total)
+        if moved != self.moved:
+            self.moved, self.since = moved, time.monotonic()
+        self.beat += 1
+        # The recorder is asked only when nothing moves: asking it may disturb a graph that is being captured.
+        last = parallel.last_collective() if self._still_s() > self.limit_s / 2 else ""
+        record = {
+            "beat": self.beat,
+            "still": self._still_s(),
+            "collectives": collectives,
+            "last": last,
+            "place": self.place,
+        }
+        self._with_store(lambda: self.store.set(str(self.world.rank), json.dumps(record)))
+
+    def _heard(self) -> list[dict]:
+        keys = [str(rank) for rank in range(self.world.size)]
+        return [json.loads(text) for text in self._with_store(lambda: self.store.multi_get(keys))]
+
+    def _with_store(self, ask: Callable[[], object]) -> object:
+        try:
+            return ask()
+        except (RuntimeError, OSError):  # the store lives in torchrun
+            self._leave(
+                f"{self.name}: rank {self.world.rank} has lost the launcher's store", speaks=self.world.rank == 0
+            )
+
+    def _judge(self) -> None:
+        """Find out who is behind, unless some rank still moves."""
+        before = self._heard()
+        deadline = time.monotonic() + 4 * self.period
+        while time.monotonic() < deadline:  # long enough for every living rank to be heard again
+            time.sleep(self.period)
+            self._tell()
+        verdict = judge(before, self._heard(), self.limit_s)
+        if verdict is not None:
+            blamed, message = verdict
+            innocent = [rank for rank in range(self.world.size) if rank not in blamed] or [0]
+            self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
+
+    def _leave(self, message: str, speaks: bool) -> None:
+        if speaks:
+            print(message, file=sys.stderr, flush=True)
+        else:
+            time.sleep(LINGER_S)
+        os._exit(Fault.exit_code)
+
+
+def judge(before: list[dict], after: list[dict], limit_s: float) -> tuple[list[int], str] | None:
+    """From what all ranks told, twice: the ranks at fault and the message; None while any of them moves."""
+    frozen = [rank for rank, (old, new) in enumerate(zip(before, after)) if old["beat"] == new["beat"]]
+    alive = [rank for rank in range(len(after)) if rank not in frozen]
+    if any(after[rank]["still"] < limit_s for rank in alive):
+        return None
+    furthest = max(after, key=lambda record: record["collectives"])
+    behind = [rank for rank, record in enumerate(after) if record["collectives"] < furthest["collectives"]]
+    blamed = frozen or behind
+    waits = f"collective {furthest['collectives']} ({furthest['last'] or 'not recorded'}) at {furthest['place']}"
+    if not blamed:
+        return [], f"all ranks have waited {limit_s:g} s in {waits}; the network or a device hangs"
+    one = after[blamed[0]]
+    names = f"rank {blamed[0]} hangs" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))} hang"
+    how = "frozen or gone" if frozen else f"nothing has moved for {limit_s:g} s"
+    last = f" ({one['last']})" if one["last"] else ""
+    return blamed, (
+        f"{names}: {how}, last seen at {one['place']} after collective {one['collectives']}{last};"
+        f" the others wait in {waits}"
+    )
