@@ -12,13 +12,12 @@ Exit codes: 0 the run did what was asked, 2 it was refused before it started, 3 
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from flux_ref import checkpoint, cli, config, parallel, prepare, run_folder, sample, schedule, weights
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
-from flux_ref.data import Batch, TrainSet, ValSet, allocate
+from flux_ref.data import TrainSet, ValSet, allocate
 from flux_ref.errors import Interrupted, Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.metrics import Reporter
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     reporter = Reporter(cfg, world)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
-        run(cfg, world, train_set, val_set, reporter, fresh, start)
+        Run(cfg, world, train_set, val_set, reporter, fresh, start).go()
     except Refusal:
         if claimed:
             run_folder.release(claimed)
@@ -53,74 +52,123 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run(
-    cfg: Config,
-    world: World,
-    train_set: TrainSet,
-    val_set: ValSet,
-    reporter: Reporter,
-    fresh: bool,
-    start: Path | None,
-) -> None:
-    """One run, from initialisation to its last checkpoint. start: where a run that is not fresh goes on."""
-    log, stopping = reporter.log, Stopping()
-    watch = Watch("train.py", world, [*parallel.groups(world), stopping.group], cfg.run.hang_s)
-    facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
-    if cfg.data.evict:
-        train_set.shards.evict()
-        val_set.shards.evict()
-        log.cache_clear()
-    log.init_start()
-    log.describe(cfg, world.size, *facts.values())
-    state, saved = initial_state(cfg, world, start, facts)
-    saver = Saver(cfg, world, facts, reporter.say, saved) if cfg.checkpoint.save else None
-    train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
-    val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
-    warm_up(state, train_batch, val_batch, cfg)
-    if saved:
-        parallel.together(lambda: checkpoint.load_progress(saved, state))
-        train_set.take_up(saved.info["skipped"])
-    if not fresh:
-        reporter.resume(state.step, state.samples)
+class Run:
+    """One run, from initialisation to its last checkpoint."""
 
-    def alive(place: str) -> None:
-        watch.at(place)
-        stopping.check()
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        train_set: TrainSet,
+        val_set: ValSet,
+        reporter: Reporter,
+        fresh: bool,
+        start: Path | None,
+    ):
+        """Everything that comes before the clock starts. start: where a run that is not fresh goes on."""
+        self.cfg, self.world, self.train_set, self.val_set, self.reporter = cfg, world, train_set, val_set, reporter
+        self.stopping = Stopping()
+        groups = [*parallel.groups(world), self.stopping.group]
+        self.watch = Watch("train.py", world, groups, cfg.run.hang_s)
+        facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
+        if cfg.data.evict:
+            train_set.shards.evict()
+            val_set.shards.evict()
+            reporter.log.cache_clear()
+        reporter.log.init_start()
+        reporter.log.describe(cfg, world.size, *facts.values())
+        self.state, saved = initial_state(cfg, world, start, facts)
+        self.saver = Saver(cfg, world, facts, reporter.say, saved) if cfg.checkpoint.save else None
+        self.train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
+        self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
+        warm_up(self.state, self.train_batch, self.val_batch, cfg)
+        if saved:
+            parallel.together(lambda: checkpoint.load_progress(saved, self.state))
+            train_set.take_up(saved.info["skipped"])
+        if not fresh:
+            reporter.resume(self.state.step, self.state.samples)
 
-    def evaluate(permute_captions: bool = False) -> Validation:
-        return validation_loss(
-            state.net,
-            val_set,
-            val_batch,
-            cfg,
-            state.samples,
-            permute_captions,
-            between=lambda batch: alive(f"validation batch {batch} after step {state.step}"),
-        )
+    def go(self) -> None:
+        """Train, save, evaluate, draw."""
+        cfg, log, state = self.cfg, self.reporter.log, self.state
+        log.run_start()  # spec: the first byte of training data is read after this
+        try:
+            parallel.together(self.train_set.open)
+            parallel.together(self.val_set.open)
+            reached = self.train()
+        except BaseException as error:
+            log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
+            raise
+        reason = "target reached" if reached else "train.max_samples reached"
+        log.run_stop(state.samples, success=reached, reason=reason)
 
-    def save(finish: bool = False) -> None:
-        if saver:
-            saver.save(state, reporter.skipped(train_set))
+        self.save(finish=True)
+        if cfg.eval.permuted_captions:
+            loss = self.evaluate(permute_captions=True).loss
+            self.reporter.say(f"with captions permuted among the samples: {loss:.4f}")
+        if cfg.sample.count:
+            path = self.reporter.folder / "samples" / f"{state.samples:09d}.png"
+            empty = self.train_set.empty
+            self.reporter.say(sample.draw(state.net, self.val_set, empty, cfg, self.world, path))
+        self.reporter.conclude(state, reached)
+
+    def train(self) -> bool:
+        """Train until the target or train.max_samples; returns whether the target was reached."""
+        cfg, state, batch, reporter = self.cfg, self.state, self.train_batch, self.reporter
+        global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device, state.step)
+        feed = self.train_set.feed(state.samples)
+        reporter.begin(state.samples, self.evaluates())
+        try:
+            while True:
+                if self.evaluates() and reporter.evaluation(state.samples, self.evaluate):
+                    return True
+                if state.samples >= cfg.train.max_samples:
+                    return False
+                parallel.to_device(feed, batch)
+                state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+                loss, grad_norm = train_step(state.net, state.opt, batch, health, cfg)
+                state.advance(global_batch)
+                reporter.tick()
+                if self.evaluates() or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
+                    reporter.step(state, loss, grad_norm, health, feed, self.train_set)
+                if schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
+                    reporter.require_healthy(health)
+                    self.save()  # before the evaluation, which a run that breaks off in it repeats
+                self.alive(f"the end of step {state.step}")
+        except Interrupted as error:
+            reporter.require_healthy(health)
+            self.save(finish=True)
+            reporter.say(f"{error} after step {state.step}; the same command goes on from there")
+            raise
+        finally:
+            feed.close()
+
+    def evaluates(self) -> bool:
+        """Whether the validation loss is wanted now."""
+        cfg = self.cfg
+        every, most = cfg.eval.every_samples, cfg.train.max_samples
+        return schedule.evaluates(self.state.samples, every, most, cfg.train.global_batch, cfg.eval.at_start)
+
+    def evaluate(self, permute_captions: bool = False) -> Validation:
+        """The validation loss now. Collective."""
+
+        def between(batch: int) -> None:
+            self.alive(f"validation batch {batch} after step {self.state.step}")
+
+        net, samples = self.state.net, self.state.samples
+        return validation_loss(net, self.val_set, self.val_batch, self.cfg, samples, permute_captions, between)
+
+    def save(self, finish: bool = False) -> None:
+        """Begin a checkpoint; finish: and wait for it. Collective."""
+        if self.saver:
+            self.saver.save(self.state, self.reporter.skipped(self.train_set))
             if finish:
-                saver.finish()
+                self.saver.finish()
 
-    log.run_start()  # spec: the first byte of training data is read after this
-    try:
-        parallel.together(train_set.open)
-        parallel.together(val_set.open)
-        reached = train(cfg, state, train_set, train_batch, reporter, evaluate, save, alive)
-    except BaseException as error:
-        log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
-        raise
-    log.run_stop(state.samples, success=reached, reason="target reached" if reached else "train.max_samples reached")
-
-    save(finish=True)
-    if cfg.eval.permuted_captions:
-        reporter.say(f"with captions permuted among the samples: {evaluate(permute_captions=True).loss:.4f}")
-    if cfg.sample.count:
-        path = reporter.folder / "samples" / f"{state.samples:09d}.png"
-        reporter.say(sample.draw(state.net, val_set, train_set.empty, cfg, world, path))
-    reporter.conclude(state, reached)
+    def alive(self, place: str) -> None:
+        """Between two units of work. Collective. Raises: Interrupted."""
+        self.watch.at(place)
+        self.stopping.check()
 
 
 def initial_state(cfg: Config, world: World, start: Path | None, facts: dict) -> tuple[State, Checkpoint | None]:
@@ -135,51 +183,6 @@ def initial_state(cfg: Config, world: World, start: Path | None, facts: dict) ->
         path = parallel.together(lambda: weights.find(Path(cfg.init.weights)))
         parallel.together(lambda: weights.load(net, weights.open_source(path, cfg.model)))
     return state, None
-
-
-def train(
-    cfg: Config,
-    state: State,
-    train_set: TrainSet,
-    batch: Batch,
-    reporter: Reporter,
-    evaluate: Callable[[], Validation],
-    save: Callable[..., None],
-    alive: Callable[[str], None],
-) -> bool:
-    """Train until the target or train.max_samples; returns whether the target was reached."""
-    global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device, state.step)
-
-    def evaluates() -> bool:
-        every, most = cfg.eval.every_samples, cfg.train.max_samples
-        return schedule.evaluates(state.samples, every, most, global_batch, cfg.eval.at_start)
-
-    feed = train_set.feed(state.samples)
-    reporter.begin(state.samples, evaluates())
-    try:
-        while True:
-            if evaluates() and reporter.evaluation(state.samples, evaluate):
-                return True
-            if state.samples >= cfg.train.max_samples:
-                return False
-            parallel.to_device(feed, batch)
-            state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-            loss, grad_norm = train_step(state.net, state.opt, batch, health, cfg)
-            state.advance(global_batch)
-            reporter.tick()
-            if evaluates() or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
-                reporter.step(state, loss, grad_norm, health, feed, train_set)
-            if cfg.checkpoint.every_samples and schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
-                reporter.require_healthy(health)
-                save()  # before the evaluation, which a run that breaks off in it can repeat
-            alive(f"the end of step {state.step}")
-    except Interrupted as error:
-        reporter.require_healthy(health)
-        save(finish=True)
-        reporter.say(f"{error} after step {state.step}; the same command goes on from there")
-        raise
-    finally:
-        feed.close()
 
 
 if __name__ == "__main__":

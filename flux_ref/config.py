@@ -201,12 +201,12 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """
     path = Path(path)
     name = path.stem if path.stem != "config" else path.resolve().parent.name
-    return _checked(name, _read(path) | _parse_all(overrides))
+    return _build(name, _read(path) | _parse_all(overrides))
 
 
 def override(cfg: Config, overrides: list[str]) -> Config:
     """A config with `--section.key=value` overrides applied. Raises: Refusal."""
-    return _checked(cfg.name, flat(cfg) | _parse_all(overrides))
+    return _build(cfg.name, flat(cfg) | _parse_all(overrides))
 
 
 def _parse_all(overrides: list[str]) -> dict[str, object]:
@@ -220,22 +220,9 @@ def _parse_all(overrides: list[str]) -> dict[str, object]:
     return values
 
 
-def _checked(name: str, values: dict[str, object]) -> Config:
-    cfg = _build(name, values)
-    validate(cfg)
-    return cfg
-
-
 def dump(cfg: Config) -> str:
     """The whole config as TOML, one `section.key = value` per line; `load` gives the same config back."""
     return "".join(f"{key} = {_toml(value)}\n" for key, value in flat(cfg).items())
-
-
-def save(cfg: Config, folder: Path) -> None:
-    """Write folder/config.toml, whole or not at all."""
-    partial = folder / ".config.toml"
-    partial.write_text(dump(cfg), encoding="utf-8")
-    partial.replace(folder / "config.toml")
 
 
 def flat(cfg: Config) -> dict[str, object]:
@@ -247,7 +234,7 @@ def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Raises: Refusal."""
     for key in values:
         _check_key(key)
-    return _checked(name, values)
+    return _build(name, values)
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -382,7 +369,9 @@ def _build(name: str, values: dict[str, object]) -> Config:
     for key, value in values.items():
         section, field_name = key.split(".")
         sections[section][field_name] = _typed(key, value)
-    return Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
+    cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
+    validate(cfg)
+    return cfg
 
 
 def _typed(key: str, value: object) -> object:
@@ -390,9 +379,9 @@ def _typed(key: str, value: object) -> object:
     want = TYPES[key]
     if want is float and type(value) is int:
         return float(value) if abs(value) < 2**63 else math.inf  # which validate refuses
-    if want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple)):
-        if all(type(item) is want.__args__[0] for item in value):
-            return tuple(value)
+    is_list = want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
+    if is_list and all(type(item) is want.__args__[0] for item in value):
+        return tuple(value)
     if type(value) is want:
         return value
     raise Refusal(f"{key}={value!r} is not {_describe(want)}")

@@ -39,7 +39,10 @@ def claim(cfg: Config) -> Claim:
         lock = _lock(folder)
         start = _start(cfg, folder)
         storage.clean(folder)
-        config.save(config.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto"), folder)
+        partial = folder / ".config.toml"
+        own = config.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
+        partial.write_text(config.dump(own), encoding="utf-8")
+        partial.replace(folder / "config.toml")
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
     return Claim(folder, lock, not (folder / "result_0.txt").exists(), start)

@@ -15,8 +15,8 @@ def steps_for(samples: int, global_batch: int) -> int:
 
 
 def due(samples: int, every_samples: int, global_batch: int) -> bool:
-    """Whether something that comes every `every_samples` is due now."""
-    return samples > 0 and samples % (steps_for(every_samples, global_batch) * global_batch) == 0
+    """Whether something that comes every `every_samples` is due now; 0: never."""
+    return samples > 0 and every_samples > 0 and samples % (steps_for(every_samples, global_batch) * global_batch) == 0
 
 
 def evaluates(samples: int, every_samples: int, max_samples: int, global_batch: int, at_start: bool) -> bool:
