@@ -11,6 +11,7 @@ Exit codes: 0 the run did what was asked, 2 it was refused before it started, 3 
 138 SIGUSR1 stopped it, with a checkpoint saved.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def main(argv: list[str]) -> int:
     reporter = Reporter(cfg, world)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
-        Run(cfg, world, train_set, val_set, reporter, fresh, start).go()
+        with contextlib.closing(Run(cfg, world, train_set, val_set, reporter, fresh, start)) as run:
+            run.go()
     except Refusal:
         if claimed:
             run_folder.release(claimed)
@@ -142,6 +144,9 @@ class Run:
             raise
         finally:
             feed.close()
+
+    def close(self) -> None:
+        self.watch.close()
 
     def evaluates(self) -> bool:
         """Whether the validation loss is wanted now."""

@@ -175,13 +175,11 @@ class Saver:
 
     def _prune(self) -> None:
         """Delete all but the last checkpoint.keep and every checkpoint.keep_every-th."""
-        saving, global_batch = self.cfg.checkpoint, self.cfg.train.global_batch
-        for path in storage.found(self.run)[: -saving.keep]:
-            step = storage.step_of(path)
-            interval = schedule.steps_for(saving.every_samples, global_batch) * saving.keep_every
-            if not (interval and step % interval == 0):
-                gone = path.rename(path.with_name(f".{path.name}.deleted"))
-                shutil.rmtree(gone)
+        cfg = self.cfg
+        interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
+        for path in storage.found(self.run)[: -cfg.checkpoint.keep]:
+            if not (interval and storage.step_of(path) % interval == 0):
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
 
 def _reason(error: BaseException) -> str:

@@ -131,19 +131,9 @@ class Reporter:
 
     def require_healthy(self, health: Health) -> None:
         """Collective. sync. Raises: Fault, on every rank, if a loss or a norm since the run began was not finite."""
-        ranks = parallel.gather(health.flags[1:])
-        # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
-        bad = [(int(values[0]), rank) for rank, values in enumerate(ranks) if values[0] != NEVER]
-        norm_step = int(ranks[0][1])
-        if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
-            step, rank = min(bad)
-            where = rank_slice(step, rank, len(ranks), self.cfg.train.global_batch)
-            raise Fault(
-                f"loss is not finite at step {step} on rank {rank}'s data"
-                f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
-            )
-        if norm_step != NEVER:
-            raise Fault(f"gradient norm is not finite at step {norm_step} though every rank's loss was; lower optim.lr")
+        complaint = blame(parallel.gather(health.flags[1:]), self.cfg.train.global_batch)
+        if complaint:
+            raise Fault(complaint)
 
     @staticmethod
     def skipped(data: TrainSet) -> dict[int, str]:
@@ -216,6 +206,23 @@ class Reporter:
         if self.bar is not None:
             self.bar.close()
         self.log.close()
+
+
+def blame(ranks: list[list[float]], global_batch: int) -> str | None:
+    """What to say, given the first bad loss and the first bad norm of each rank; None if all was finite."""
+    # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
+    bad = [(int(loss_step), rank) for rank, (loss_step, _) in enumerate(ranks) if loss_step != NEVER]
+    norm_step = int(ranks[0][1])
+    if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
+        step, rank = min(bad)
+        where = rank_slice(step, rank, len(ranks), global_batch)
+        return (
+            f"loss is not finite at step {step} on rank {rank}'s data"
+            f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
+        )
+    if norm_step != NEVER:
+        return f"gradient norm is not finite at step {norm_step} though every rank's loss was; lower optim.lr"
+    return None
 
 
 def validation_record(result: Validation) -> dict[str, object]:

@@ -107,8 +107,8 @@ def _require_same(cfg: Config, folder: Path) -> None:
 
 
 def release(claimed: Claim) -> None:
-    """Undo a claim, for a run that was refused before it trained; a run that was there before is left alone."""
-    if claimed.fresh:
+    """Undo a claim, for a run that was refused before it trained; one that has trained is left alone."""
+    if claimed.fresh and not (claimed.folder / "metrics.jsonl").exists():
         _remove(claimed.folder)
         (claimed.folder / LOCK).unlink(missing_ok=True)
         if not any(claimed.folder.iterdir()):

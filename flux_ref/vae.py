@@ -220,4 +220,4 @@ def _require_fit(found: dict[str, tuple], want: dict[str, tuple], path: Path | s
     misshaped = [f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]]
     for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped)):
         if names:
-            raise Refusal(f"autoencoder {path}: {len(names)} tensors {problem}, first {names[0]}")
+            raise Refusal(f"autoencoder {path}: tensors do not fit: {len(names)} {problem}, first {names[0]}")

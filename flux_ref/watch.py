@@ -33,16 +33,19 @@ class Watch:
         self.groups = groups
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.place, self.marks, self.beat = "start-up", 0, 0
-        self.moved, self.since = None, time.monotonic()
+        self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def at(self, place: str) -> None:
         """Say where this rank is; each call is a sign of life."""
         self.place, self.marks = place, self.marks + 1
 
+    def close(self) -> None:
+        """The work is done: what comes now may take its time."""
+        self.closed.set()
+
     def _run(self) -> None:
-        while True:
-            time.sleep(self.period)
+        while not self.closed.wait(self.period):
             if self.launcher not in (None, os.getppid()):
                 self._leave(f"{self.name}: torchrun has died; rank {self.world.rank} ends", speaks=True)
             if self.limit_s:

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from flux_ref import config, prepare
+from flux_ref import config, prepare, storage
 
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
@@ -58,6 +59,17 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
         process.communicate(timeout=30)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+    """What the newest checkpoint of a run holds, by name."""
+    saved = storage.Checkpoint(storage.found(run)[-1])
+    return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
+
+
+def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
 def rank_exit_code(process: subprocess.CompletedProcess) -> int:

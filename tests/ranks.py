@@ -1,6 +1,6 @@
-"""Measures, on every rank of one torchrun launch, what test_parallel, test_evaluate and test_weights assert.
+"""Measures, on every rank of one torchrun launch, what test_parallel, test_evaluate and test_data assert.
 
-    torchrun --nproc-per-node 3 tests/ranks.py DATA OUT [WEIGHTS]
+    torchrun --nproc-per-node 3 tests/ranks.py DATA OUT
 
 Starting torch takes longer than all the measuring, so there is one launch per world size. Rank 0 writes the
 findings to OUT/found.pt. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import cli, config, parallel, schedule, weights
+from flux_ref import cli, config, parallel, schedule
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate
 from flux_ref.errors import Fault, Refusal
@@ -47,7 +47,6 @@ SPLITS = {  # ways to run the same steps, the same at every world size
 GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
 VAL_SAMPLES = 36  # the clock at which validation is measured
 TIMEOUT_S = 100
-LOADS_FROM = {1: 2, 2: None, 3: 1, 4: None}  # whose weights a launch loads
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,8 @@ def measured(data: Path, size: int) -> Found:
 
 @functools.cache
 def _launched(data: Path, size: int):
-    source = LOADS_FROM[size]
-    loads = [measured(data, source).folder / "weights.safetensors"] if source else []
     _folder(data, size).mkdir()
-    return script("tests/ranks.py", data, _folder(data, size), *loads, ranks=size, timeout=TIMEOUT_S)
+    return script("tests/ranks.py", data, _folder(data, size), ranks=size, timeout=TIMEOUT_S)
 
 
 def _folder(data: Path, size: int) -> Path:
@@ -227,7 +224,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
     cfg = config.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
     reporter = Reporter(cfg, world)
-    reporter.begin(0)
+    reporter.begin(0, evaluates=False)
     net = lively_net(cfg, world)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     train_set, _ = open_sets(cfg, world)
@@ -279,17 +276,7 @@ def refusing(world: World) -> list[str]:
     return of_all("")
 
 
-def saving(cfg: Config, world: World, folder: Path) -> dict:
-    """Weights written here and read here again into a net that held others."""
-    net = lively_net(cfg, world)
-    weights.save(net, folder / "narrow.safetensors", {"samples": "36"})
-    dist.barrier()  # rank 0 writes
-    read = parallel.build(cfg, world, seed=1)
-    metadata = weights.load(read, folder / "narrow.safetensors")
-    return {"whole": whole(read), "metadata": metadata}
-
-
-def main(data: str, out: str, source: str = "") -> int:
+def main(data: str, out: str) -> int:
     data, out = Path(data), Path(out)
     replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
     world = parallel.start(config.ParallelConfig(replicate=replicate))
@@ -305,7 +292,6 @@ def main(data: str, out: str, source: str = "") -> int:
         narrow = config.replace(cfg, **NARROW)
         found["validating"] = training(cfg, world, validate=True)
         found["narrow"] = training(narrow, world)
-        found["saving"] = saving(narrow, world, out)
         found["reporting"] = reporting(cfg, world, out)
         found["refusing"] = refusing(world)
     if world.size == 4:
@@ -315,12 +301,6 @@ def main(data: str, out: str, source: str = "") -> int:
     found["optimizer"] = optimizer(cfg, world)
     found["validation"] = validation(cfg, world)
     found["feeding"] = feeding(cfg, world)
-    net = lively_net(cfg, world)
-    weights.save(net, out / "weights.safetensors", {"samples": "36"})
-    if source:
-        net = parallel.build(cfg, world, seed=1)
-        metadata = weights.load(net, Path(source))
-        found["loaded"] = {"whole": whole(net), "metadata": metadata}
     if world.rank == 0:
         torch.save(found, out / "found.pt")
     parallel.stop()

@@ -328,7 +328,8 @@ def test_an_odd_latent_size_is_refused(key, tmp_path):
     [
         ('data.kind = "shapes"\ndata.train_count = 1', ("data.kind=shapes", "data.val_count")),
         ('data.kind = "shapes"\ndata.val_count = 1', ("data.kind=shapes", "data.train_count")),
-        ("sample.count = 1", ("sample.count", "data.kind=shapes")),
+        ("checkpoint.keep_every = 2", ("checkpoint.keep_every", "checkpoint.every_samples")),
+        ('data.kind="shapes"\ndata.train_count=1\ndata.val_count=1\nsample.vae="x"', ("sample.vae=x", "shapes")),
         ('sample.captions = ["a"]', ("sample.captions", "data.kind=shapes")),
     ],
 )

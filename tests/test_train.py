@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, ROOT, data_overrides, script
-from safetensors.torch import load_file
+from conftest import MICRO, ROOT, data_overrides, require_identical, script, trained
 
 from flux_ref import cli, config, metrics, prepare, sample, schedule, shapes, shards
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 
-FILES = ["config.toml", "eval.jsonl", "loss.png", "metrics.jsonl", "result_0.txt", "weights.safetensors"]
+FILES = [
+    *(".lock", "checkpoints", "config.toml", "eval.jsonl", "loss.png"),
+    *("metrics.jsonl", "outcome.json", "result_0.txt"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +98,7 @@ def test_plain_python_and_torchrun_give_bit_identical_runs(by_python, by_torchru
     for key in ("loss", "grad_norm", "samples", "step", "lr"):
         assert column(by_python, key) == column(by_torchrun, key)
     assert column(by_python, "val_loss", "eval.jsonl") == column(by_torchrun, "val_loss", "eval.jsonl")
-    assert (by_python / "weights.safetensors").read_bytes() == (by_torchrun / "weights.safetensors").read_bytes()
+    require_identical(trained(by_python, ""), trained(by_torchrun, ""))
 
 
 @pytest.mark.parametrize("many", ["two_ranks", "three_ranks"])
@@ -113,7 +115,7 @@ def test_more_ranks_give_the_same_run_up_to_rounding(by_torchrun, many, request)
 def test_two_runs_of_a_seed_are_identical_and_another_seed_differs(run):
     one, again, other = run("one"), run("again"), run("other", "--train.seed=1")
     assert column(one, "loss") == column(again, "loss")
-    assert (one / "weights.safetensors").read_bytes() == (again / "weights.safetensors").read_bytes()
+    require_identical(trained(one, ""), trained(again, ""))
     assert not set(column(one, "loss")) & set(column(other, "loss"))
     assert event(other, "seed")["value"] == 1
 
@@ -137,7 +139,9 @@ def test_warm_up_steps_do_not_change_the_run(run):
 
 @pytest.mark.parametrize("folder", ["by_python", "three_ranks"])
 def test_the_folder_holds_everything_and_nothing_unfinished(folder, request):
-    assert sorted(path.name for path in request.getfixturevalue(folder).iterdir()) == FILES
+    folder = request.getfixturevalue(folder)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000000005"]
 
 
 def test_the_stored_config_loads_back_equal(by_python, shapes_dir):
@@ -170,7 +174,7 @@ def test_the_chart_is_a_png(by_python):
 
 
 def test_weights_are_whole_and_trained(by_python, micro):
-    found = load_file(by_python / "weights.safetensors")
+    found = trained(by_python)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == parameter_table(micro.model)
     assert found["final_layer.linear.weight"].abs().max() > 0, "still as initialised"
 
@@ -185,7 +189,7 @@ def test_eval_by_plain_python_prints_what_two_ranks_logged_last(two_ranks):
     printed = process.stdout.splitlines()
     pairs = zip(last["val_loss_per_timestep"], last["stderr_per_timestep"])
     assert printed == [
-        f"{two_ranks} after 60 training samples",
+        f"{two_ranks}/checkpoints/step_000000005 after 60 training samples",
         *(f"t = {k}/8   {loss:.4f} +- {error:.4f}" for k, (loss, error) in enumerate(pairs)),
         f"mean      {last['val_loss']:.4f} +- {last['stderr']:.4f}  over 45 samples",
     ]
@@ -203,7 +207,7 @@ def test_eval_computes_the_very_number_that_training_logged(run, monkeypatch, no
 
 def test_eval_of_a_folder_without_weights_is_refused(tmp_path, capsys):
     assert called("eval.py", tmp_path) == 2
-    assert "holds no weights.safetensors" in capsys.readouterr().err
+    assert "holds no weights" in capsys.readouterr().err
 
 
 # When a run ends
@@ -261,7 +265,7 @@ def test_a_damaged_sample_ends_the_run_unless_it_may_be_skipped(run, shapes_dir,
     assert "key train_00000025: mean holds NaN" in capsys.readouterr().err
     stop = event(folder, "run_stop")["metadata"]
     assert stop["status"] == "aborted" and "train_00000025" in stop["reason"]
-    assert not (folder / "weights.safetensors").exists()
+    assert not (folder / "outcome.json").exists()
 
 
 # The benchmark's clock
@@ -351,10 +355,10 @@ def test_a_refusal_leaves_no_folder(run, capsys):
 
 def test_a_folder_that_holds_a_run_is_kept_unless_it_may_be_overwritten(run, capsys):
     folder = run("run", "--train.max_samples=12")
-    before = (folder / "weights.safetensors").read_bytes()
-    run("run", "--train.seed=1", code=2)
-    assert "already holds a run" in capsys.readouterr().err
-    assert (folder / "weights.safetensors").read_bytes() == before
+    before = trained(folder)
+    run("run", "--train.max_samples=12", code=2)
+    assert "already holds a finished run" in capsys.readouterr().err
+    require_identical(trained(folder), before)
     run("run", "--train.seed=1", "--run.overwrite=true")
     assert column(folder, "samples") == [12, 24, 36, 48, 60]
     assert event(folder, "seed")["value"] == 1
@@ -367,4 +371,8 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shape
     monkeypatch.setattr(sample, "draw", refuse)
     folder = tmp_path / "run"
     assert called("train.py", MICRO, f"--run.dir={folder}", "--sample.count=1", *data_overrides(shapes_dir)) != 0
-    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "outcome.json"]
+    assert event(folder, "run_stop")["metadata"]["samples_count"] == 60 and trained(folder)
+    monkeypatch.undo()
+    assert called("train.py", MICRO, f"--run.dir={folder}", "--sample.count=1", *data_overrides(shapes_dir)) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "samples"])

@@ -274,10 +274,6 @@ def test_files_load_bit_for_bit_as_fp32(lively, tmp_path, dtype, as_path):
     assert parameters.keys() == lively.keys()
     assert all(p.dtype == torch.float32 and not p.requires_grad and p.device.type == "cpu" for p in net.parameters())
     assert not [name for name, p in parameters.items() if not torch.equal(p, lively[name].to(dtype).float())]
-    want = lively_net(MICRO)
-    if dtype == torch.float32:
-        z_BCYX = random(1, MICRO.latent_channels, 2, 3)
-        assert torch.equal(net.decode(z_BCYX), want.decode(z_BCYX))
 
 
 def refusal(path: Path) -> str:
@@ -301,18 +297,18 @@ def without(lively: dict, *names: str) -> dict:
 MISFITS: dict[str, tuple[Callable[[dict], dict], str]] = {
     "missing": (
         lambda lively: without(lively, "encoder.conv_in.bias", "decoder.conv_in.weight"),
-        "2 tensors missing, first decoder.conv_in.weight",
+        "tensors do not fit: 2 missing, first decoder.conv_in.weight",
     ),
     "unexpected": (
         lambda lively: lively | {"quant_conv.bias": torch.zeros(10)},
-        "1 tensors unexpected, first quant_conv.bias",
+        "1 unexpected, first quant_conv.bias",
     ),
     "misshaped": (
         lambda lively: lively | {"encoder.mid.attn_1.q.weight": torch.zeros(128, 128)},
-        "1 tensors misshaped, first encoder.mid.attn_1.q.weight (128, 128), want (128, 128, 1, 1)",
+        "1 misshaped, first encoder.mid.attn_1.q.weight (128, 128), want (128, 128, 1, 1)",
     ),
-    "another model": (lambda lively: {"img_in.weight": torch.zeros(4)}, "244 tensors missing"),
-    "no tensors": (lambda lively: {}, "244 tensors missing"),
+    "another model": (lambda lively: {"img_in.weight": torch.zeros(4)}, "244 missing"),
+    "no tensors": (lambda lively: {}, "244 missing"),
     "half precision": (
         lambda lively: lively | {"encoder.conv_in.bias": lively["encoder.conv_in.bias"].half()},
         "encoder.conv_in.bias is F16, want F32 or BF16",
