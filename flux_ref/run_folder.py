@@ -76,6 +76,7 @@ def _start(cfg: Config, folder: Path) -> Path | None:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if cfg.run.overwrite and not restarted:  # torchrun repeats the command of a run that broke off
         _remove(folder)
+        return None
     if not (folder / "config.toml").exists():
         strange = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
         if strange:

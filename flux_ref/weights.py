@@ -104,7 +104,7 @@ def find(path: Path, step: int | None = None) -> Path:
 
     step: of a run, the checkpoint of that step instead of the newest.
     """
-    is_run = (path / "config.toml").is_file() and not (path / storage.MANIFEST).is_file()
+    is_run = (path / "config.toml").is_file() or storage.folder_of(path).is_dir()
     if step is not None and not is_run:
         raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
     if is_run:
@@ -114,7 +114,7 @@ def find(path: Path, step: int | None = None) -> Path:
             steps = ", ".join(str(storage.step_of(one)) for one in saved) or "none"
             raise Refusal(f"{path} holds no checkpoint{f' of step {step}' if step is not None else ''}; it has {steps}")
         return wanted[-1]
-    if (path / storage.MANIFEST).is_file() or path.is_file():
+    if storage.is_checkpoint(path) or path.is_file():
         return path
     if (path / "transformer").is_dir():
         return path / "transformer"
@@ -126,7 +126,7 @@ def find(path: Path, step: int | None = None) -> Path:
 def open_source(path: Path, model: ModelConfig) -> Source:
     """The weights at a path that `find` gave. Raises: Refusal that lists what is missing, unexpected or misshaped."""
     table = parameter_table(model)
-    if (path / storage.MANIFEST).is_file():
+    if storage.is_checkpoint(path):
         saved = storage.Checkpoint(path)
         own = {key: tuple(entry.shape) for key, entry in saved.tensors.items() if key.startswith("model.")}
         storage.require_fit(own, {f"model.{name}": shape for name, shape in table.items()}, f"checkpoint {path}")
@@ -186,7 +186,7 @@ def load(net: nn.Module, source: Source) -> None:
 
 def config_of(path: Path, given: str | None) -> Config:
     """The config of the run behind a path that `find` gave, else the given one. Raises: Refusal."""
-    if given is None and (path / storage.MANIFEST).is_file():
+    if given is None and storage.is_checkpoint(path):
         info = storage.Checkpoint(path).info
         return config.from_flat(info["name"], info["config"])
     return config.load(given) if given else Config(name="schnell")

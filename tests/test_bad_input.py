@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import MICRO, ROOT, data_overrides, rank_exit_code, script
-from safetensors.torch import load_file, save_file
 
-from flux_ref import cli, config, data, draws, shards
+from flux_ref import cli, config, data, draws, shards, storage
 from flux_ref.shards import BLOCK, END_BYTES, NPY_HEADER
 
 sys.path.insert(0, str(ROOT))
@@ -221,7 +220,7 @@ def test_damage_that_the_run_meets_stops_it(damage, words, attempt, dataset, tmp
     assert code == 3 and has_words(line, *words), line
     log = (tmp_path / "run" / "result_0.txt").read_text()
     assert '"run_stop"' in log and '"aborted"' in log and '"success"' not in log
-    assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert not (tmp_path / "run" / "outcome.json").exists()
 
 
 def test_a_damaged_sample_may_be_skipped(attempt, dataset, tmp_path):
@@ -253,10 +252,10 @@ def run_folder(finished, tmp_path) -> Path:
 
 def test_a_run_is_not_overwritten_unless_asked(attempt, shapes_dir, run_folder):
     (run_folder / "notes.txt").write_text("mine")
-    before = {path.name: path.read_bytes() for path in run_folder.iterdir()}
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file() and path.name != ".lock"}
     code, line = attempt(*micro_run(shapes_dir, run_folder))
     assert code == 2 and has_words(line, run_folder, "run.dir", "run.overwrite=true"), line
-    assert {path.name: path.read_bytes() for path in run_folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in before} == before
 
     assert attempt(*micro_run(shapes_dir, run_folder), "--run.overwrite=true", "--train.max_samples=12")[0] == 0
     assert (run_folder / "notes.txt").read_text() == "mine"  # only what a run writes is deleted
@@ -279,32 +278,19 @@ def test_a_folder_that_cannot_be_made_is_refused(below, attempt, shapes_dir, tmp
 # eval.py
 
 
-def replace_weights(folder: Path, change: Callable[[dict], None]) -> None:
-    """Change the tensors of a run's weights."""
-    path = folder / "weights.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    path.unlink()
-    save_file(tensors, path, {"samples": "60", "step": "5"})
+def last(run: Path, name: str) -> Path:
+    """A file of the newest checkpoint."""
+    return storage.found(run)[-1] / name
 
 
+SHARD = "rank_00000.safetensors"
 WEIGHTS = {
-    "gone": (lambda run: (run / "weights.safetensors").unlink(), ["no weights.safetensors", "finished run"]),
-    "no config": (lambda run: (run / "config.toml").unlink(), ["config.toml", "No such file"]),
-    "broken config": (lambda run: (run / "config.toml").write_text("="), ["config.toml", "TOML"]),
-    "truncated": (lambda run: truncate(run / "weights.safetensors", 100_000), ["weights.safetensors"]),
-    "within the header": (lambda run: truncate(run / "weights.safetensors", 100), ["weights.safetensors"]),
-    "empty": (lambda run: truncate(run / "weights.safetensors", 0), ["weights.safetensors"]),
-    "rubbish": (lambda run: (run / "weights.safetensors").write_bytes(b"\xff" * 1000), ["weights.safetensors"]),
-    "one missing": (lambda run: replace_weights(run, lambda t: t.pop("img_in.bias")), ["missing", "img_in.bias"]),
-    "one more": (
-        lambda run: replace_weights(run, lambda t: t.update(x=t["img_in.bias"] + 0)),
-        ["unexpected", "first x"],
-    ),
-    "transposed": (
-        lambda run: replace_weights(run, lambda t: t.update({"img_in.weight": t["img_in.weight"].T.contiguous()})),
-        ["misshaped", "img_in.weight (64, 24), want (24, 64)"],
-    ),
+    "gone": (lambda run: shutil.rmtree(run / "checkpoints"), ["holds no checkpoint"]),
+    "no manifest": (lambda run: last(run, "manifest.json").unlink(), ["step_000000005", "manifest.json"]),
+    "broken manifest": (lambda run: last(run, "manifest.json").write_text("{"), ["manifest.json", "damaged"]),
+    "no shard": (lambda run: last(run, SHARD).unlink(), ["step_000000005", "lacks", SHARD]),
+    "truncated": (lambda run: truncate(last(run, SHARD), 100_000), [SHARD, "has 100000 bytes"]),
+    "empty": (lambda run: truncate(last(run, SHARD), 0), [SHARD, "has 0 bytes"]),
 }
 
 
@@ -338,7 +324,7 @@ def test_eval_with_an_override_that_does_not_fit_is_refused(override, words, att
 def test_eval_of_a_folder_that_is_no_run_is_refused(attempt, shapes_dir):
     for folder in (shapes_dir, shapes_dir / "none"):
         code, line = attempt(folder, name="eval.py")
-        assert code == 2 and has_words(line, folder, "weights.safetensors"), line
+        assert code == 2 and has_words(line, folder, "give a run, a checkpoint"), line
 
 
 def test_eval_meets_a_damaged_sample(attempt, run_folder, dataset):
@@ -425,7 +411,7 @@ ON_TWO_RANKS = {
     "truncated": (2, "", lambda d: truncate(shard(d), 3 * LAYOUT.stride + 5), ["train/shard_000000.tar", "truncated"]),
     "NaN on rank 0": (3, "", lambda d: put_nan(d, "train", met_by(0)), ["rank 0", f"{met_by(0):08d}", "NaN"]),
     "NaN on rank 1": (3, "", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"{met_by(1):08d}", "NaN"]),
-    "run exists": (2, "", put_run, ["already holds a run", "run.dir", "run.overwrite"]),
+    "run exists": (2, "", put_run, ["unfinished run of another config", "run.dir", "run.overwrite"]),
     "no permission": (2, "", lambda d: (d / "run").touch(), ["run.dir", "/run"]),
 }
 

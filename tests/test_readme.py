@@ -5,7 +5,7 @@ import tomllib
 
 from conftest import ROOT
 
-from flux_ref import metrics
+from flux_ref import run_folder
 
 README = (ROOT / "README.md").read_text()
 
@@ -27,7 +27,7 @@ def test_linked_files_exist():
 
 
 def test_run_files_are_described():
-    for name in metrics.RUN_FILES:
+    for name in run_folder.RUN_FILES:
         assert f"`{name}`" in README
 
 

@@ -1,0 +1,202 @@
+"""What saving checkpoints costs: time of a step, memory, and whether anything leaks; bench/README.md explains it.
+
+    python -m bench.checkpoint                              configs/tiny.toml, a save every 5 steps
+    python -m bench.checkpoint --every 20 --rounds 30 --json bench/results/NAME.json
+
+Training with saves and without takes turns, --rounds N (20) pairs of --steps N (10) steps each; --saves N (200) tells
+how often to save while watching for leaks; --folder DIR the disk to write to, else the system's temporary folder.
+Batches are synthetic; --section.key=value overrides the config as in train.py.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from bench.peers import quartiles
+from bench.step import Clock, environment, run_steps
+from flux_ref import cli, config, parallel, storage
+from flux_ref.checkpoint import Saver, rows_of
+from flux_ref.config import Config
+from flux_ref.data import Batch, allocate
+from flux_ref.errors import Refusal
+from flux_ref.optim import ShardedAdamW
+from flux_ref.parallel import World
+from flux_ref.step import State, warm_up
+
+FACTS = {"train_samples": 0, "val_samples": 0}
+STATM = Path("/proc/self/statm")  # Linux
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.checkpoint", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--saves", type=int, default=200)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    if args.every < 1 or args.rounds < 2 or args.saves < 2:
+        raise Refusal(f"--every={args.every} must be at least 1, --rounds={args.rounds} and --saves={args.saves} 2")
+    if args.steps < 1 or args.steps % args.every:
+        raise Refusal(f"--steps={args.steps} must be a multiple of --every={args.every}")
+    return args, overrides
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=args.folder) as folder:
+        cfg = config.load(args.config, overrides)
+        world = parallel.start(cfg.parallel)
+        config.validate_world(cfg, world.size)
+        folder = parallel.gather_objects(folder)[0]  # one for all ranks
+        report = environment(cfg, world, argv)
+        report["command"] = report["command"].replace("bench.step", "bench.checkpoint")
+        report |= Bench(config.replace(cfg, run__dir=folder), world, args).measure()
+        parallel.gather_objects(None)  # no rank takes its folder away before all are done
+    if world.rank == 0:
+        print(table(report))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+class Bench:
+    """A run on synthetic batches, saved as train.py saves it."""
+
+    def __init__(self, cfg: Config, world: World, args: argparse.Namespace):
+        self.cfg, self.args, self.clock = cfg, args, Clock(world.device)
+        net = parallel.build(cfg, world, cfg.train.seed)
+        self.state = State(net, ShardedAdamW(net, cfg.optim, world))
+        self.batch: Batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
+        warm_up(self.state, self.batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)
+        self.said: list[str] = []
+        self.saver = Saver(cfg, world, FACTS, self.said.append)
+
+    def measure(self) -> dict:
+        """Everything that is reported. Collective."""
+        before = rss_mb()
+        self.steps(saving=True)
+        buffers = sum(rows.local.nbytes for rows in self.saver.host.values())
+        state = sum(rows.local.nbytes for rows in rows_of(self.state).values())
+        memory = {"buffer_mb": buffers / 1e6, "share_of_state": buffers / state}
+        first = before and rss_mb() - before
+        return {
+            "every": self.args.every,
+            "race": self.race(),
+            "alone": self.alone(),
+            "memory": memory | {"first_save_mb": first},
+            "leak": self.leak(),
+        }
+
+    def steps(self, saving: bool) -> tuple[float, list[float]]:
+        """Seconds of a block of steps, and of each call of `save`. Each save has --every steps to run behind."""
+        self.clock.start()
+        begin, calls = time.perf_counter(), []
+        for _ in range(self.args.steps // self.args.every):
+            if saving:
+                call = time.perf_counter()
+                self.saver.save(self.state, {})
+                calls.append(time.perf_counter() - call)
+            run_steps(self.cfg, self.state, self.batch, None, self.clock, self.args.every)
+        self.saver.wait()
+        return time.perf_counter() - begin, calls
+
+    def race(self) -> dict:
+        """Blocks with and without saves in alternation, and who goes first as well; ratios are those of pairs."""
+        spent, calls = {True: [], False: []}, []
+        for number in range(self.args.rounds):
+            for saving in (number % 2 == 0, number % 2 == 1):
+                seconds, block_calls = self.steps(saving)
+                spent[saving].append(seconds)
+                calls += block_calls
+        self.saver.finish()
+        ratios = [with_saves / without for with_saves, without in zip(spent[True], spent[False])]
+        return {
+            "rounds": self.args.rounds,
+            "steps": self.args.steps,
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": quartiles(ratios),
+            "ratio_stderr": statistics.stdev(ratios) / len(ratios) ** 0.5,
+            "step_ms": {
+                name: 1e3 * statistics.median(spent[saving]) / self.args.steps
+                for name, saving in (("with", True), ("without", False))
+            },
+            "call_ms": 1e3 * statistics.median(calls),
+        }
+
+    def alone(self) -> dict:
+        """Saves while nothing else runs: the latest moment at which one is on the disk."""
+        seconds = [self.save_now() for _ in range(self.args.rounds)]
+        mb = storage.Checkpoint(storage.found(config.run_dir(self.cfg))[-1]).bytes / 1e6
+        median = statistics.median(seconds)
+        return {"mb": mb, "s": median, "s_quartiles": quartiles(seconds), "mb_per_s": mb / median}
+
+    def save_now(self) -> float:
+        """Seconds of one save, after one step, until it is on the disk."""
+        run_steps(self.cfg, self.state, self.batch, None, self.clock, 1)
+        begin = time.perf_counter()
+        self.saver.save(self.state, {})
+        self.saver.finish()
+        return time.perf_counter() - begin
+
+    def leak(self) -> dict:
+        """Resident memory, threads and open files over many saves; the first quarter is a warm-up."""
+        sizes = []
+        for number in range(self.args.saves):
+            if number == self.args.saves // 4:
+                threads, files, sizes = threading.active_count(), open_files(), []
+            self.save_now()
+            gc.collect()
+            sizes.append(rss_mb())
+        return {
+            "saves": self.args.saves,
+            "rss_mb": {"first": sizes[0], "last": sizes[-1], "least": min(sizes), "most": max(sizes)},
+            "kb_per_save": 1e3 * statistics.linear_regression(range(len(sizes)), sizes).slope,
+            "threads": threading.active_count() - threads,
+            "open_files": open_files() - files,
+        }
+
+
+def rss_mb() -> float:
+    """Resident memory of this process; 0 where that cannot be told."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if STATM.exists() else 0.0
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir())) if STATM.exists() else 0
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    race, alone, memory, leak = (report[key] for key in ("race", "alone", "memory", "leak"))
+    low, high = race["ratio_quartiles"]
+    rows = {
+        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
+        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
+        f" load {report['load_average']:.1f}",
+        "step": f"{race['ratio']:.4f} times a step without saves, one every {report['every']} steps (quartiles"
+        f" {low:.4f} to {high:.4f} of {race['rounds']} pairs; {race['step_ms']['with']:.1f} /"
+        f" {race['step_ms']['without']:.1f} ms); {race['call_ms']:.1f} ms of waiting per save",
+        "save": f"{alone['mb']:.1f} MB in {alone['s']:.3f} s with nothing else running, {alone['mb_per_s']:.0f} MB/s",
+        "memory": f"{memory['buffer_mb']:.1f} MB of host buffers per rank, {memory['share_of_state']:.2f} times its state",
+        "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']}; {leak['rss_mb']['first']:.1f} MB resident"
+        f" after a quarter, {leak['rss_mb']['last']:.1f} at the end; {leak['threads']:+d} threads,"
+        f" {leak['open_files']:+d} files",
+    }
+    return "\n".join([report["command"], *(f"  {name:<12} {text}" for name, text in rows.items())])
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.checkpoint", __doc__, main, sys.argv[1:]))
