@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers import quartiles
@@ -72,6 +73,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Block:
+    """What a block of steps took: seconds, seconds of all threads' work, and seconds in each call of `save`."""
+
+    s: float
+    cpu_s: float
+    waits: list[float]
+
+
 class Bench:
     """A run on synthetic batches, saved as train.py saves it."""
 
@@ -100,40 +110,39 @@ class Bench:
             "leak": self.leak(),
         }
 
-    def steps(self, saving: bool) -> tuple[float, list[float]]:
-        """Seconds of a block of steps, and of each call of `save`. Each save has --every steps to run behind."""
+    def steps(self, saving: bool) -> Block:
+        """A block of steps, with or without saves; each save has --every steps to run behind."""
         self.clock.start()
-        begin, calls = time.perf_counter(), []
+        begin, cpu, waits = time.perf_counter(), time.process_time(), []
         for _ in range(self.args.steps // self.args.every):
             if saving:
                 call = time.perf_counter()
                 self.saver.save(self.state, {})
-                calls.append(time.perf_counter() - call)
+                waits.append(time.perf_counter() - call)
             run_steps(self.cfg, self.state, self.batch, None, self.clock, self.args.every)
         self.saver.wait()
-        return time.perf_counter() - begin, calls
+        return Block(time.perf_counter() - begin, time.process_time() - cpu, waits)
 
     def race(self) -> dict:
         """Blocks with and without saves in alternation, and who goes first as well; ratios are those of pairs."""
-        spent, calls = {True: [], False: []}, []
+        blocks: dict[bool, list[Block]] = {True: [], False: []}
         for number in range(self.args.rounds):
             for saving in (number % 2 == 0, number % 2 == 1):
-                seconds, block_calls = self.steps(saving)
-                spent[saving].append(seconds)
-                calls += block_calls
+                blocks[saving].append(self.steps(saving))
         self.saver.finish()
-        ratios = [with_saves / without for with_saves, without in zip(spent[True], spent[False])]
+        ratios = [with_saves.s / without.s for with_saves, without in zip(blocks[True], blocks[False])]
+        cpu = [with_saves.cpu_s - without.cpu_s for with_saves, without in zip(blocks[True], blocks[False])]
         return {
             "rounds": self.args.rounds,
             "steps": self.args.steps,
             "ratio": statistics.median(ratios),
             "ratio_quartiles": quartiles(ratios),
-            "ratio_stderr": statistics.stdev(ratios) / len(ratios) ** 0.5,
             "step_ms": {
-                name: 1e3 * statistics.median(spent[saving]) / self.args.steps
+                name: 1e3 * statistics.median(block.s for block in blocks[saving]) / self.args.steps
                 for name, saving in (("with", True), ("without", False))
             },
-            "call_ms": 1e3 * statistics.median(calls),
+            "wait_ms": 1e3 * statistics.median(wait for block in blocks[True] for wait in block.waits),
+            "cpu_ms_per_save": 1e3 * statistics.median(cpu) * self.args.every / self.args.steps,
         }
 
     def alone(self) -> dict:
@@ -188,12 +197,12 @@ def table(report: dict) -> str:
         f" load {report['load_average']:.1f}",
         "step": f"{race['ratio']:.4f} times a step without saves, one every {report['every']} steps (quartiles"
         f" {low:.4f} to {high:.4f} of {race['rounds']} pairs; {race['step_ms']['with']:.1f} /"
-        f" {race['step_ms']['without']:.1f} ms); {race['call_ms']:.1f} ms of waiting per save",
-        "save": f"{alone['mb']:.1f} MB in {alone['s']:.3f} s with nothing else running, {alone['mb_per_s']:.0f} MB/s",
-        "memory": f"{memory['buffer_mb']:.1f} MB of host buffers per rank, {memory['share_of_state']:.2f} times its state",
-        "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']}; {leak['rss_mb']['first']:.1f} MB resident"
-        f" after a quarter, {leak['rss_mb']['last']:.1f} at the end; {leak['threads']:+d} threads,"
-        f" {leak['open_files']:+d} files",
+        f" {race['step_ms']['without']:.1f} ms)",
+        "a save": f"training waits {race['wait_ms']:.1f} ms; {race['cpu_ms_per_save']:.0f} ms of work behind and before",
+        "save": f"{alone['mb']:.1f} MB in {alone['s']:.3f} s with training at rest, {alone['mb_per_s']:.0f} MB/s",
+        "memory": f"{memory['buffer_mb']:.1f} MB of host buffers, {memory['share_of_state']:.2f} times the state",
+        "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']} saves, {leak['rss_mb']['first']:.1f} to"
+        f" {leak['rss_mb']['last']:.1f} MB resident; {leak['threads']:+d} threads, {leak['open_files']:+d} files",
     }
     return "\n".join([report["command"], *(f"  {name:<12} {text}" for name, text in rows.items())])
 

@@ -338,11 +338,11 @@ def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Pa
         if names
     ]
     if lists:
-        raise Refusal(f"{where} does not fit the model of the config: {'; '.join(lists)}")
+        raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
 
 
 def finite(values: Tensor, name: str, where: str | Path) -> Tensor:
     """The values. Raises: Refusal if any is NaN or infinite."""
     if not values.isfinite().all():
-        raise Refusal(f"{where}: {name} holds NaN or infinite values; use other weights")
+        raise Refusal(f"{where}: {name} holds NaN or infinite values; use another file")
     return values

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from flux_ref import storage
 from flux_ref.errors import Refusal
 
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
@@ -197,27 +198,15 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _require_fit(found, want, path)
+            if any(".down_blocks." in name for name in found):
+                raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
+            storage.require_fit(found, want, f"autoencoder {path}")
             net.to_empty(device=device)
             for name, parameter in net.named_parameters():
                 dtype = file.get_slice(name).get_dtype()
                 if dtype not in FILE_DTYPES:
                     raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {' or '.join(FILE_DTYPES)}")
-                tensor = file.get_tensor(name)
-                if not tensor.isfinite().all():
-                    raise Refusal(f"autoencoder {path}: {name} holds NaN or infinity")
-                parameter.copy_(tensor)
+                parameter.copy_(storage.finite(file.get_tensor(name), name, f"autoencoder {path}"))
     except (OSError, SafetensorError) as error:
         raise Refusal(f"autoencoder {path}: {error}") from None
     return net
-
-
-def _require_fit(found: dict[str, tuple], want: dict[str, tuple], path: Path | str) -> None:
-    if any(".down_blocks." in name for name in found):
-        raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
-    missing = sorted(want.keys() - found.keys())
-    unexpected = sorted(found.keys() - want.keys())
-    misshaped = [f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]]
-    for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped)):
-        if names:
-            raise Refusal(f"autoencoder {path}: tensors do not fit: {len(names)} {problem}, first {names[0]}")

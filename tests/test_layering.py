@@ -10,8 +10,8 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"config", "shards", "shapes", "flow", "storage", "vae"},
-    {"model", "data", "mllog", "prepare", "run_folder"},
+    {"config", "shards", "shapes", "flow", "storage"},
+    {"model", "data", "mllog", "prepare", "run_folder", "vae"},
     {"parallel", "names"},
     {"stopping", "watch", "optim", "weights", "sample"},
     {"step", "cli"},

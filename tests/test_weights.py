@@ -1,7 +1,7 @@
 """Weights of every form fill a net bit for bit at any number of ranks; what does not fit, is damaged or means harm is
 refused in one line.
 
-    torchrun --nproc-per-node 3 tests/test_weights.py FOLDER     what the tests of three ranks assert, to FOLDER/found.pt
+    torchrun --nproc-per-node 3 tests/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
 """
 
 import json
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -159,26 +158,20 @@ def test_a_source_tells_what_trained_it(kept):
 # Three ranks
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Tensors that count the values read from them."""
-
-    tensors: weights.Tensors | storage.Checkpoint
-    values: list[int]
-
-    def read(self, *which: object) -> Tensor:
-        rows = self.tensors.read(*which)
-        self.values.append(rows.numel())
-        return rows
-
-
 def load_and_gather(path: Path, cfg: Config, world: World) -> dict:
     """The whole weights of a sharded net that was filled from a path, and how many values each rank read."""
     net = parallel.build(cfg, world, seed=1)
-    source = opened(path, cfg.model)
-    counted = Counted(source.tensors, [])
-    weights.load(net, weights.Source(source.kind, counted, source.parts, source.info))
-    return {"whole": ranks.whole(net), "read": ranks.of_all(sum(counted.values))}
+    source, values = opened(path, cfg.model), []
+    read = source.tensors.read
+
+    def counted(*which: object) -> Tensor:
+        rows = read(*which)
+        values.append(rows.numel())
+        return rows
+
+    source.tensors.read = counted
+    weights.load(net, source)
+    return {"whole": ranks.whole(net), "read": ranks.of_all(sum(values))}
 
 
 def refusals(path: Path, cfg: Config, world: World) -> list[str]:
@@ -436,13 +429,15 @@ REFUSED = {
     "index, missing": (partial(write_index, file="gone.safetensors"), [INDEX, "'gone.safetensors'"]),
     "index, the folder": (partial(write_index, file=".."), [INDEX, "'..'"]),
     "index, not a name": (partial(write_index, file=["a"]), [INDEX, "is not an index"]),
+    "index, a number": (partial(write_index, file=5), [INDEX, "is not an index"]),
+    "index, numbers": (
+        partial(write_folder, name=INDEX, content={"weight_map": {"x_embedder.bias": 5}}),
+        [INDEX, "is not an index"],
+    ),
+    "index, a null byte": (partial(write_index, file="a\0b"), [INDEX]),
     "index, no JSON": (partial(write_folder, name=INDEX, content="{"), [INDEX, "is not an index"]),
     "index, a list": (partial(write_folder, name=INDEX, content="[]"), [INDEX, "is not an index"]),
     "index, no map": (partial(write_folder, name=INDEX, content='{"metadata": {}}'), [INDEX, "weight_map"]),
-    "index, bytes": (
-        partial(write_folder, name=INDEX, content="\ud800".encode("utf-8", "surrogatepass").decode("latin-1")),
-        [INDEX],
-    ),
     "config, dev": (
         partial(write_folder, name="config.json", content={"guidance_embeds": True}),
         ["config.json is another model's: guidance_embeds=True, want False", "--config"],
@@ -487,7 +482,7 @@ def test_the_payload_would_have_run(tmp_path):
 
 def test_nan_is_met_wherever_values_are_read(tmp_path, capsys, alone):
     path = write_bfl(tmp_path, partial(put_nan, name="single_blocks.2.linear2.weight"))
-    with pytest.raises(Refusal, match="single_blocks.2.linear2.weight holds NaN"):
+    with pytest.raises(Refusal, match=r"single_blocks\.2\.linear2\.weight holds NaN"):
         weights.load(parallel.build(CFG, alone, seed=0), opened(path, CFG.model))
     for command in (["export"], ["export", "--format=diffusers"], ["import"]):
         assert weights.main([*command, str(path), str(tmp_path / "out"), f"--config={MICRO}"]) == 2
