@@ -198,7 +198,7 @@ def table(report: dict) -> str:
         "step": f"{race['ratio']:.4f} times a step without saves, one every {report['every']} steps (quartiles"
         f" {low:.4f} to {high:.4f} of {race['rounds']} pairs; {race['step_ms']['with']:.1f} /"
         f" {race['step_ms']['without']:.1f} ms)",
-        "a save": f"training waits {race['wait_ms']:.1f} ms; {race['cpu_ms_per_save']:.0f} ms of work behind and before",
+        "a save": f"training waits {race['wait_ms']:.1f} ms; {race['cpu_ms_per_save']:.0f} ms of work by all threads",
         "save": f"{alone['mb']:.1f} MB in {alone['s']:.3f} s with training at rest, {alone['mb_per_s']:.0f} MB/s",
         "memory": f"{memory['buffer_mb']:.1f} MB of host buffers, {memory['share_of_state']:.2f} times the state",
         "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']} saves, {leak['rss_mb']['first']:.1f} to"

@@ -90,12 +90,14 @@ class CheckedFile:
     """A new file, written front to back, checksummed on the way and on the disk when closed."""
 
     def __init__(self, path: Path):
-        self.file = path.open("xb")
+        self.file = path.open("xb", buffering=0)  # nothing is left to be flushed when a write has failed
         self.bytes, self.crc32 = 0, []
 
     def write(self, content: memoryview | bytes) -> None:
         view = memoryview(content).cast("B")
-        self.file.write(view)
+        rest = view
+        while len(rest):
+            rest = rest[self.file.write(rest) :]
         while len(view):
             filled = self.bytes % BLOCK
             part = view[: BLOCK - filled]
@@ -109,7 +111,6 @@ class CheckedFile:
         self.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> FileEntry:
-        self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
         return FileEntry(self.bytes, self.crc32)
@@ -166,6 +167,10 @@ class Writer(StorageWriter):
             offsets[item.index.fqn] = {"saved_offsets": list(data.chunk.offsets)}
         metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
         head, begins = header(entries, metadata)
+        if not self.partial.is_dir():
+            raise OSError(
+                f"{self.partial.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes"
+            )
         file = CheckedFile(self.partial / name)
         file.write(head)
         for item in items:
@@ -186,11 +191,9 @@ class Writer(StorageWriter):
             entry = tensors.setdefault(result.index.fqn, TensorEntry(DTYPE_NAMES[stored.properties.dtype], shape, []))
             chunk = stored.chunks[result.index.index]
             entry.chunks.append((*result.storage_data, chunk.offsets[0], chunk.sizes[0]))
-        for name in files:
-            if not (self.partial / name).is_file():
-                raise OSError(
-                    f"{self.partial / name} is not there: the run's folder must be on storage that all nodes share"
-                )
+        for key, entry in tensors.items():
+            if sum(rows for *_, rows in entry.chunks) != entry.shape[0]:
+                raise OSError(f"{key} was not written whole")
         publish(self.partial, self.final, Manifest(self.info, files, tensors))
 
 

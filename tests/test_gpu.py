@@ -1,13 +1,14 @@
-"""On an accelerator: the same losses as on the CPU, and a training step without a host sync."""
+"""On an accelerator: the CPU's losses, a training step without a host sync, and resuming bit for bit."""
 
 import pytest
 import torch
 from conftest import MICRO
 
-from flux_ref import config, parallel
+from flux_ref import checkpoint, config, parallel, storage
+from flux_ref.checkpoint import Saver
 from flux_ref.data import allocate, synthetic
 from flux_ref.optim import ShardedAdamW
-from flux_ref.step import Health, train_step
+from flux_ref.step import Health, State, train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,3 +52,43 @@ def test_training_step_never_waits_for_the_device(micro_batch):
     cfg = config.replace(config.load(MICRO), parallel__dtype="bf16", train__micro_batch=micro_batch)
     losses = losses_of(cfg, 5, sync_debug=True)
     assert losses[-1] < losses[0]
+
+
+def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """The save overlaps with the steps that come after it, which must not show in it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cfg = config.replace(config.load(MICRO), run__dir=str(tmp_path), parallel__dtype="bf16")
+    world = parallel.start(cfg.parallel)
+    try:
+        batch = allocate(cfg.model, cfg.train.global_batch, world.device)
+        for name, tensor in synthetic(cfg.model, cfg.train.global_batch).items():
+            batch[name].copy_(tensor)
+
+        def state_with(seed: int) -> State:
+            net = parallel.build(cfg, world, seed)
+            return State(net, ShardedAdamW(net, cfg.optim, world))
+
+        def train(state: State, steps: int) -> dict[str, torch.Tensor]:
+            state.opt.lr.fill_(1e-2)
+            for _ in range(steps):
+                train_step(state.net, state.opt, batch, Health(world.device), cfg)
+                state.advance(cfg.train.global_batch)
+            return {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
+
+        first = state_with(seed=3)
+        train(first, 2)
+        saver = Saver(cfg, world, {}, print)
+        saver.save(first, {})
+        want = train(first, 3)
+        saver.finish()
+        second = state_with(seed=4)
+        saved = checkpoint.open_for(storage.found(tmp_path)[-1], second, {})
+        checkpoint.load_weights(saved, second)
+        checkpoint.load_progress(saved, second)
+        found = train(second, 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        parallel.stop()
+    assert second.step == 5
+    assert [key for key in want if not torch.equal(found[key], want[key])] == []

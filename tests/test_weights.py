@@ -249,7 +249,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
 
 def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir, tmp_path, capsys):
     assert write_run(tmp_path / "run", shapes_dir, kept / "bfl.safetensors", "--model.single_blocks=4") == 2
-    assert "4 missing" not in the_line(capsys.readouterr().err, "train.py")
+    assert "8 missing: single_blocks.3.linear1.bias, " in the_line(capsys.readouterr().err, "train.py")
     assert write_run(tmp_path / "run", shapes_dir, kept / "no such") == 2
     assert "no such does not exist" in the_line(capsys.readouterr().err, "train.py")
     assert not (tmp_path / "run").exists()
