@@ -79,6 +79,8 @@ class Run:
             reporter.log.cache_clear()
         reporter.log.init_start()
         reporter.log.describe(cfg, world.size, *facts.values())
+        if cfg.init.weights:
+            reporter.log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         self.state, saved = initial_state(cfg, world, start, facts)
         self.saver = Saver(cfg, world, facts, reporter.say, saved) if cfg.checkpoint.save else None
         self.train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)

@@ -69,7 +69,7 @@ class Reporter:
         )
         self.train_curve = [(record["samples"], record["loss"]) for record in trained]
         self.val_curve = parallel.gather_objects([(record["samples"], record["val_loss"]) for record in evaluated])[0]
-        self.log.resumed(step)
+        self.log.disqualify("resumed_from_step", step, "resumed")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, evaluates: bool) -> None:
@@ -185,7 +185,7 @@ class Reporter:
                 "step": state.step,
                 "samples": state.samples,
                 "val_loss": self.val_curve[-1][1],
-                "resumed": self.log.is_resumed,
+                "not_a_timed_result": self.log.flaw,
             }
             partial = self.folder / ".outcome.json"
             partial.write_text(json.dumps(record) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ class BenchmarkLog:
 
     def __init__(self, path: Path | None):
         self.mllogger = None
-        self.in_block = self.is_resumed = False
+        self.in_block, self.flaw = False, ""
         if path is not None:
             logger = logging.getLogger(f"flux_ref.{path}")
             logger.propagate = False
@@ -122,15 +122,15 @@ class BenchmarkLog:
         self._event(constants.EVAL_ACCURACY, loss, samples_count=samples)
         self._end(constants.EVAL_STOP, samples_count=samples)
 
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint: its time is not that of a benchmark result."""
-        self.is_resumed = True
-        self._event("resumed_from_step", step)
+    def disqualify(self, key: str, value: object, why: str) -> None:
+        """Say in the log why this run's time is no benchmark result."""
+        self.flaw = why
+        self._event(key, value)
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
         """The clock stops. reason: why, in words."""
-        if self.is_resumed:  # spec: one run, one clock
-            success, reason = False, f"{reason}; resumed, so not a valid timed result"
+        if self.flaw:  # spec: one run on one clock, from random weights
+            success, reason = False, f"{reason}; {self.flaw}, so not a valid timed result"
         status = constants.SUCCESS if success else constants.ABORTED
         self._end(constants.RUN_STOP, status=status, samples_count=samples, reason=reason)
 
