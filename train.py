@@ -142,7 +142,8 @@ class Run:
         except Interrupted as error:
             reporter.require_healthy(health)
             self.save(finish=True)
-            reporter.say(f"{error} after step {state.step}; the same command goes on from there")
+            rest = "the same command goes on from there" if self.saver else "nothing is saved (checkpoint.save=false)"
+            reporter.say(f"{error} after step {state.step}; {rest}")
             raise
         finally:
             feed.close()

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from flux_ref import config, draws, schedule, shapes, shards
+from flux_ref import config, draws, schedule, shapes, shard_writer, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.shard_writer import Sample
 
 
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
@@ -28,8 +29,8 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     held_out = shapes.held_out()
     shown = [drawing for drawing in shapes.all_drawings() if drawing not in set(held_out)]
-    shards.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
-    shards.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
+    shard_writer.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
+    shard_writer.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
     empty = partial / "empty_encodings"
     empty.mkdir()
     for name, array in zip(("t5", "clip"), shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)):
@@ -37,7 +38,7 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     partial.rename(folder)
 
 
-def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[shards.Sample]:
+def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[Sample]:
     encoded = {d: shapes.encode_caption(d.caption, model.text_tokens, model.t5_dim, model.clip_dim) for d in drawings}
     for i in tqdm(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
@@ -46,7 +47,7 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
         members = dict(zip(shards.MEMBERS, (*encoded[drawing], *shapes.encode(picture))))
         bits = {member: shards.to_bf16_bits(array) for member, array in members.items()}
         timestep = i % schedule.TIMESTEPS if split else None
-        yield shards.Sample(bits, timestep, drawing.caption)
+        yield Sample(bits, timestep, drawing.caption)
 
 
 def ensure(cfg: Config) -> None:

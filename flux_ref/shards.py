@@ -9,8 +9,6 @@ and one read puts each payload straight where it belongs.
 import io
 import json
 import os
-import tarfile
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +31,7 @@ def _round_up(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _npy_header(shape: tuple[int, ...]) -> bytes:
+def npy_header(shape: tuple[int, ...]) -> bytes:
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": shape})
     return stream.getvalue()
@@ -87,7 +85,7 @@ class ShardSet:
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.concatenate(([0], np.cumsum([self._count(path) for path in self.paths])))
         self.descriptors: list[int] = []
-        self.npy_headers = {name: _npy_header(layout.shapes[name]) for name in MEMBERS}
+        self.npy_headers = {name: npy_header(layout.shapes[name]) for name in MEMBERS}
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -224,50 +222,6 @@ def _npy_complaint(header: bytearray, want: tuple[int, ...]) -> str:
     except Exception:  # numpy's parser raises a dozen kinds
         return "is not a .npy blob"
     return f"is {dtype} {shape}{' in Fortran order' if fortran else ''}, want uint16 {want}"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What `write` takes: members as uint16 bf16 bits."""
-
-    members: dict[str, np.ndarray]
-    timestep: int | None = None
-    caption: str = ""
-
-
-def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int = 10_000) -> int:
-    """Write samples as folder/shard_000000.tar, ...; keys are prefix_00000000, ... Returns their number.
-
-    The folder is new; it is the caller's to make visible under its final name once all is written.
-    """
-    folder.mkdir(parents=True)
-    count, archive = 0, None
-    for count, sample in enumerate(samples, 1):
-        if (count - 1) % per_shard == 0:
-            if archive:
-                _finish(archive)
-            archive = tarfile.open(folder / f"shard_{(count - 1) // per_shard:06d}.tar", "w", tarfile.USTAR_FORMAT)
-        for name, content in _tar_members(sample, f"{prefix}_{count - 1:08d}"):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    if archive:
-        _finish(archive)
-    return count
-
-
-def _tar_members(sample: Sample, key: str) -> Iterator[tuple[str, bytes]]:
-    content = {"key": key, "timestep": sample.timestep} | ({"caption": sample.caption} if sample.caption else {})
-    yield f"{key}.json", json.dumps(content).encode()
-    for name in MEMBERS:
-        array = np.ascontiguousarray(sample.members[name], dtype=np.uint16)
-        yield f"{key}.{name}.bytes", _npy_header(array.shape) + array.tobytes()
-
-
-def _finish(archive: tarfile.TarFile) -> None:
-    end = archive.offset + END_BYTES
-    archive.close()
-    os.truncate(archive.name, end)  # no padding: the size then tells the number of samples
 
 
 def _not_finite(bits: np.ndarray) -> bool:

@@ -65,9 +65,11 @@ class Tensors:
         """Rows of a tensor, in the file's dtype. Raises: Refusal."""
         try:
             with safe_open(self.files[name], framework="pt") as file:  # opened anew: a mapping kept would fill memory
-                return file.get_slice(name)[first : first + count]
+                rows = file.get_slice(name)[first : first + count]
         except (OSError, SafetensorError) as error:
             raise Refusal(f"weights {self.files[name]}: {' '.join(str(error).split())}") from None
+        storage.Moved.total += rows.nbytes
+        return rows
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import MICRO, ROOT, data_overrides, rank_exit_code, script
 
-from flux_ref import cli, config, data, draws, shards, storage
+from flux_ref import cli, config, data, draws, shard_writer, shards, storage
 from flux_ref.shards import BLOCK, END_BYTES, NPY_HEADER
 
 sys.path.insert(0, str(ROOT))
@@ -71,9 +71,9 @@ def truncate(path: Path, size: int) -> None:
 def put_other_shapes(folder: Path) -> None:
     """Replace the training samples by some with a wider T5, which padding hides from the size."""
     layout = shards.layout(config.replace(CFG, model__t5_dim=30).model)
-    zeros = shards.Sample({name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()})
+    zeros = shard_writer.Sample({name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()})
     shutil.rmtree(folder / "train")
-    shards.write(folder / "train", [zeros] * 50, "train")
+    shard_writer.write(folder / "train", [zeros] * 50, "train")
 
 
 def replace_by_dead_link(path: Path) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from flux_ref import config, draws, shards
+from flux_ref import config, draws, shard_writer, shards
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Feed, HostBatch, TrainSet, ValSet, rank_slice
 from flux_ref.errors import Fault, Refusal
-from flux_ref.shards import MEMBERS, Layout, Sample, ShardSet
+from flux_ref.shard_writer import Sample
+from flux_ref.shards import MEMBERS, Layout, ShardSet
 
 COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
 VAL_TIMESTEPS = [(5 * i + i // 8) % 8 for i in range(45)]  # not by position
@@ -35,8 +36,8 @@ def numbered(layout: Layout, count: int, timesteps: list[int | None]) -> list[Sa
 
 def write_set(folder: Path, model: ModelConfig, train: int, val: list[int | None], per_shard: int = 20) -> None:
     layout = shards.layout(model)
-    shards.write(folder / "train", numbered(layout, train, [None] * train), "train", per_shard)
-    shards.write(folder / "val", numbered(layout, len(val), val), "val", per_shard)
+    shard_writer.write(folder / "train", numbered(layout, train, [None] * train), "train", per_shard)
+    shard_writer.write(folder / "val", numbered(layout, len(val), val), "val", per_shard)
     (folder / "empty_encodings").mkdir()
     for name, value in (("t5", 300.0), ("clip", 400.0)):
         np.save(folder / "empty_encodings" / f"{name}_empty.npy", np.full(layout.shapes[name], value, np.float32))
@@ -488,7 +489,7 @@ def written(folder: Path, layout: Layout, count: int = 7, per_shard: int = 3) ->
             for name, shape in layout.shapes.items()
         }
         samples.append(Sample(members, i % 8 if i else None, f"caption {i}" if i != 2 else ""))
-    assert shards.write(folder, samples, "some", per_shard) == count
+    assert shard_writer.write(folder, samples, "some", per_shard) == count
     return samples
 
 
@@ -619,12 +620,15 @@ def test_a_shard_that_plain_tarfile_wrote_is_counted_right(micro, tmp_path, coun
     """Padding to 10,240 bytes may be longer than a small sample."""
     layout = shards.layout(micro.model)
     assert layout.stride < shards.RECORD
-    zeros = {name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()}
+    blobs = {
+        f"{name}.bytes": shard_writer.npy_blob(np.zeros(shape, np.uint16)) for name, shape in layout.shapes.items()
+    }
     (tmp_path / "set").mkdir()
     with tarfile.open(tmp_path / "set" / "shard_000000.tar", "w", tarfile.USTAR_FORMAT) as archive:
         for i in range(count):
-            for name, content in shards._tar_members(shards.Sample(zeros, 3), f"{i:08d}"):
-                entry = tarfile.TarInfo(name)
+            members = {"json": shard_writer.description(f"{i:08d}", 3, "")} | blobs
+            for kind, content in members.items():
+                entry = tarfile.TarInfo(f"{i:08d}.{kind}")
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
     assert (tmp_path / "set" / "shard_000000.tar").stat().st_size % shards.RECORD == 0

@@ -212,7 +212,7 @@ def test_diffusers_opens_a_file_of_schnells_width_as_it_is(tmp_path):
     want = own_output(dict(net.state_dict()), inputs, FULL_WIDTH)
     for twin in (from_pretrained(saved[2]), from_single_file(saved[1], saved[2])):
         assert relative_error(want, output(twin, inputs, FULL_WIDTH)) < TOLERANCE
-    for path in saved[:2]:
+    for path in (*saved[:2], *saved[2].iterdir()):
         path.unlink()
 
 
@@ -426,8 +426,8 @@ def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:
 COMMANDS = {"bfl": ["export"], "diffusers": ["export", "--format=diffusers"], "checkpoint": ["import"]}
 
 
-@pytest.mark.parametrize("first", COMMANDS)
 @pytest.mark.parametrize("then", COMMANDS)
+@pytest.mark.parametrize("first", COMMANDS)
 def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively, tmp_path, monkeypatch, first, then):
     """Also when the next is to become something else under the same name."""
     before = set(tmp_path.iterdir())

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from conftest import MICRO
 
-from flux_ref import config, data, shards
+from flux_ref import config, data, shard_writer, shards
 from flux_ref.errors import Fault, Refusal
-from flux_ref.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, BadSample, Layout, Sample, ShardSet
+from flux_ref.shard_writer import Sample
+from flux_ref.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, BadSample, Layout, ShardSet
 
 LAYOUT = shards.layout(config.load(MICRO).model)
 WIDE = Layout({**LAYOUT.shapes, "t5": (20, 300)})  # a sample is longer than a tar record, as real ones are
@@ -40,7 +41,7 @@ WRITTEN = samples(LAYOUT, COUNT)
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Two shards, of three and two samples."""
-    assert shards.write(tmp_path / "set", WRITTEN, "some", PER_SHARD) == COUNT
+    assert shard_writer.write(tmp_path / "set", WRITTEN, "some", PER_SHARD) == COUNT
     return tmp_path / "set"
 
 
@@ -168,7 +169,7 @@ def test_no_length_of_a_truncated_shard_passes_for_the_whole(folder, shard):
 
 def test_a_padded_shard_of_large_samples_is_read_and_refused_once_truncated(tmp_path):
     written = samples(WIDE, 3)
-    shards.write(tmp_path / "set", written, "some")
+    shard_writer.write(tmp_path / "set", written, "some")
     path = tmp_path / "set" / "shard_000000.tar"
     end = path.stat().st_size
     padded = path.read_bytes() + bytes(-end % shards.RECORD)
@@ -221,7 +222,7 @@ def test_rubbish_of_the_right_size_is_refused(content, folder, shard):
     ids=str,
 )
 def test_samples_of_other_shapes_are_refused(other, tmp_path):
-    shards.write(tmp_path / "set", samples(Layout({**LAYOUT.shapes, **other}), 2), "some")
+    shard_writer.write(tmp_path / "set", samples(Layout({**LAYOUT.shapes, **other}), 2), "some")
     message = refusal(tmp_path / "set")
     assert str(tmp_path / "set" / "shard_000000.tar") in message
     # Where padding hides the difference from the size, the array's header tells.

@@ -437,6 +437,7 @@ REFUSED = {
     "index, a null byte": (partial(write_index, file="a\0b"), [INDEX]),
     "index, no JSON": (partial(write_folder, name=INDEX, content="{"), [INDEX, "is not an index"]),
     "index, a list": (partial(write_folder, name=INDEX, content="[]"), [INDEX, "is not an index"]),
+    "index, nested": (partial(write_folder, name=INDEX, content="[" * 100_000), [INDEX, "is not an index"]),
     "index, no map": (partial(write_folder, name=INDEX, content='{"metadata": {}}'), [INDEX, "weight_map"]),
     "config, dev": (
         partial(write_folder, name="config.json", content={"guidance_embeds": True}),
@@ -452,6 +453,10 @@ REFUSED = {
     ),
     "config, none": (partial(write_folder, name="config.json", content=None), ["config.json: No such file"]),
     "config, no JSON": (partial(write_folder, name="config.json", content="{"), ["is not diffusers' config"]),
+    "config, nested": (
+        partial(write_folder, name="config.json", content="[" * 100_000),
+        ["config.json is not diffusers' config"],
+    ),
     "config, a list": (partial(write_folder, name="config.json", content="[1]"), ["is not diffusers' config"]),
 }
 

@@ -1,0 +1,194 @@
+"""What it takes to bring weights from one form into another: memory, seconds, bytes; bench/README.md explains them.
+
+    python -m bench.export                                          a run of 4 GB of weights
+    python -m bench.export --gigabytes 24 --folder /scratch --json bench/results/NAME.json
+
+Blocks of schnell's width are added up to --gigabytes G (4) of fp32 weights; a run's checkpoint of them is exported,
+and what came out is imported, each by python -m flux_ref.weights in a process of its own. --folder DIR (the system's
+folder for temporary files) needs room for three times G. Linux only.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+
+import torch
+
+from bench.step import ROOT, device_name, git
+from flux_ref import cli, config, storage
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Fault, Refusal
+from flux_ref.model import parameter_table
+
+RANKS = 8  # that have saved the checkpoint: its rows lie in as many files
+PIECE_BYTES = 64 << 20  # of random values at a time
+EXPORTS = (("bfl", "fp32"), ("bfl", "bf16"), ("diffusers", "bf16"))
+STATUS = Path("/proc/self/status")
+# Runs argv[1] in a process that then says how long it took and how much memory was resident at most.
+CHILD = """
+import json, re, sys, time
+begin = time.perf_counter()
+exec(sys.argv.pop(1))
+seconds = time.perf_counter() - begin
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+print(json.dumps({"seconds": seconds, "peak_memory_gb": peak * 1024 / 1e9}))
+"""
+IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from flux_ref import weights"
+COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert weights.main(sys.argv[1:]) == 0"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.export", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    if not STATUS.exists():
+        raise Refusal(f"peak memory is read from {STATUS}, which only Linux has")
+    if not 0 < args.gigabytes < 1e6:
+        raise Refusal(f"--gigabytes={args.gigabytes} must be above 0")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    model = model_of(args.gigabytes * 1e9)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        free = shutil.disk_usage(folder).free
+        if free < 3 * size_of(model):
+            raise Refusal(f"{folder} has {free / 1e9:.3g} GB free, want {3 * size_of(model) / 1e9:.3g}; set --folder")
+        report = environment(model, argv) | measure(model, Path(folder))
+    print(table(report))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def size_of(model: ModelConfig) -> int:
+    """Bytes of its weights in fp32."""
+    return 4 * sum(prod(shape) for shape in parameter_table(model).values())
+
+
+def model_of(total: float) -> ModelConfig:
+    """Blocks of schnell's width, one double to two single ones as there, until the weights in fp32 fill `total`."""
+    blocks = [1, 1]
+    while size_of(model := ModelConfig(double_blocks=blocks[0], single_blocks=blocks[1])) < total:
+        blocks[blocks[1] < 2 * blocks[0]] += 1
+    return model
+
+
+def measure(model: ModelConfig, folder: Path) -> dict:
+    """Export in every way and import each result."""
+    run, out, back = folder / "run", folder / "out", folder / "back"
+    write_run(run, Config(name="export", model=model))
+    baselines = {name: child(name)["peak_memory_gb"] for name in (IMPORT_TORCH, IMPORT_WEIGHTS)}
+    steps = {}
+    for layout, dtype in EXPORTS:
+        name = f"{layout} {dtype}"
+        steps[f"export {name}"] = step(run, out, "export", f"--format={layout}", f"--dtype={dtype}")
+        steps[f"import {name}"] = step(out, back, "import", f"--config={run / 'config.toml'}")
+        for path in (out, back):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for figures in steps.values():
+        figures["above_torch_gb"] = figures["peak_memory_gb"] - baselines[IMPORT_TORCH]
+    return {"baseline_memory_gb": baselines, "steps": steps}
+
+
+def write_run(folder: Path, cfg: Config) -> None:
+    """A run with one checkpoint of random weights, written by a few rows at a time."""
+    table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
+    tensors = {key: storage.TensorEntry("F32", list(shape), []) for key, shape in table.items()}
+    files = {}
+    final = storage.folder_of(folder) / "step_000000001"
+    partial = final.with_name(f".{final.name}")
+    partial.mkdir(parents=True)
+    for rank in range(RANKS):
+        name, shapes, firsts = f"rank_{rank:05d}.safetensors", {}, {}
+        for key, shape in table.items():
+            chunk = -(-shape[0] // RANKS)
+            firsts[key] = min(rank * chunk, shape[0])
+            shapes[key] = (min(chunk, shape[0] - firsts[key]), *shape[1:])
+        head, begins = storage.header({key: ("F32", shape) for key, shape in shapes.items()}, {"format": "pt"})
+        file = storage.CheckedFile(partial / name)
+        file.write(head)
+        for key, (rows, *rest) in shapes.items():
+            many = max(1, PIECE_BYTES // (4 * prod(rest)))
+            for row in range(0, rows, many):
+                file.write_tensor(torch.rand(min(many, rows - row), *rest))
+            tensors[key].chunks.append((name, begins[key], firsts[key], rows))
+        files[name] = file.close()
+    info = {"step": 1, "samples": cfg.train.global_batch, "name": cfg.name, "config": config.flat(cfg)}
+    storage.publish(partial, final, storage.Manifest(info, files, tensors))
+    (folder / "config.toml").write_text(config.dump(cfg))
+
+
+def step(source: Path, out: Path, name: str, *options: str) -> dict:
+    """One command and what it took."""
+    figures = child(COMMAND, name, str(source), str(out), *options)
+    files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
+    written_gb = sum(path.stat().st_size for path in files) / 1e9
+    return figures | {"written_gb": written_gb, "gb_per_s": written_gb / figures["seconds"]}
+
+
+def child(code: str, *argv: str) -> dict:
+    """Run code in a new process: {"seconds", "peak_memory_gb"}. Raises: Fault."""
+    command = [sys.executable, "-c", CHILD, code, *argv]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Fault(f"{code} {shlex.join(argv)} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment(model: ModelConfig, argv: list[str]) -> dict:
+    """What is needed to repeat or to doubt the figures."""
+    return {
+        "command": f"python -m bench.export {shlex.join(argv)}".strip(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "torch": torch.__version__,
+        "safetensors": version("safetensors"),
+        "python": platform.python_version(),
+        "device": device_name(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "load_average": os.getloadavg()[0],  # of the minute before: others at work
+        "parameters": size_of(model) // 4,
+        "fp32_gb": size_of(model) / 1e9,
+        "blocks": [model.double_blocks, model.single_blocks],
+        "ranks_of_checkpoint": RANKS,
+    }
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    rows = {
+        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
+        "machine": f"{report['device']}, {report['threads']} threads, {report['memory_gb']:.0f} GB,"
+        f" torch {report['torch']}, load {report['load_average']:.1f}",
+        "model": f"{report['parameters']:,} parameters in {report['blocks'][0]} + {report['blocks'][1]} blocks,"
+        f" {report['fp32_gb']:.2f} GB in fp32, saved by {report['ranks_of_checkpoint']} ranks",
+    }
+    for name, gb in report["baseline_memory_gb"].items():
+        rows[name] = f"{gb:.2f} GB"
+    for name, figures in report["steps"].items():
+        rows[name] = (
+            f"{figures['peak_memory_gb']:.2f} GB at most, {figures['above_torch_gb']:.2f} above torch;"
+            f" {figures['written_gb']:.2f} GB in {figures['seconds']:.1f} s, {figures['gb_per_s']:.2f} GB/s"
+        )
+    return "\n".join([report["command"], *(f"  {name:<28} {text}" for name, text in rows.items())])
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.export", __doc__, main, sys.argv[1:]))
