@@ -273,7 +273,7 @@ class ValSet:
 def open_set(cfg: Config, split: str) -> shards.ShardSet:
     """The shards of data.train or data.val, checked by size alone. Raises: Refusal."""
     folder, count = getattr(cfg.data, split), getattr(cfg.data, f"{split}_count")
-    found = shards.ShardSet(folder, shards.layout(cfg.model))
+    found = shards.ShardSet(folder, shards.layout(cfg.model), split)
     if cfg.data.kind == "embeddings" and count not in (0, len(found)):
         raise Refusal(
             f"{folder} holds {len(found)} samples, data.{split}_count={count} asks for {count};"

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from flux_ref import listing, tar_index
 from flux_ref.errors import Refusal
+from flux_ref.tar_index import BLOCK, NPY_HEADER, RECORD
 
-BLOCK = 512  # tar's unit
-NPY_HEADER = 128
 MEMBERS = ("t5", "clip", "mean", "logvar")
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
-RECORD = 20 * BLOCK  # most writers pad an archive to a multiple of this
 
 
 class BadSample(Exception):
@@ -69,28 +68,33 @@ class Meta:
 
 
 class ShardSet:
-    """A folder of shards as one sequence of samples, in the order of the file names.
+    """A data set as one sequence of samples, in the order of its shards.
 
-    Making it looks at names and sizes only and reads no byte of data; `open` reads the first of them.
+    Making it looks at names and sizes only and reads no byte of data, as long as the shards have the fixed layout;
+    `open` reads the first of them.
     """
 
-    def __init__(self, folder: str | Path, layout: Layout):
-        """Raises: Refusal for a missing or empty folder and for a shard that is truncated or foreign."""
+    def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
+        """split: "train" or "val", for a folder that holds both in Energon's way.
+
+        Raises: Refusal for a missing or empty folder and for a shard that is truncated or foreign.
+        """
         self.folder, self.layout = Path(folder), layout
-        if not self.folder.is_dir():
-            raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
-        self.paths = sorted(self.folder.glob("*.tar"))
-        if not self.paths:
-            raise Refusal(f"data folder {folder} holds no *.tar shard")
+        self.listing = listing.shards_of(self.folder, split)
+        self.paths = self.listing.paths
+        self.places: dict[int, np.ndarray] = {}  # of each shard without the fixed layout, see tar_index.py
+        counts = [self._count(i, path) for i, path in enumerate(self.paths)]
+        self._require_counts(counts)
         # The index of each shard's first sample, and at the end the number of samples.
-        self.first = np.concatenate(([0], np.cumsum([self._count(path) for path in self.paths])))
+        self.first = np.concatenate(([0], np.cumsum(counts)))
+        self.kept: np.ndarray | None = None  # once opened, if some samples are left out: the others
         self.descriptors: list[int] = []
         self.npy_headers = {name: npy_header(layout.shapes[name]) for name in MEMBERS}
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return int(self.first[-1]) - sum(len(keys) for keys in self.listing.excluded.values())
 
-    def _count(self, path: Path) -> int:
+    def _count(self, shard: int, path: Path) -> int:
         size, stride = path.stat().st_size, self.layout.stride
         most = max(0, size - END_BYTES) // stride
         ends = {n: n * stride + END_BYTES for n in range(most, max(0, most - RECORD // stride - 1), -1)}
@@ -103,25 +107,58 @@ class ShardSet:
                 file.seek((count - 1) * stride)
                 if file.read(1) != b"\0" and _ends(file.fileno(), count * stride):
                     return count
-        raise Refusal(
-            f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
-            f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
-            " copy or convert it again"
-        )
+        try:
+            self.places[shard] = tar_index.find(path, self.layout.payload_bytes)
+        except tar_index.NotOurs as error:
+            raise Refusal(
+                f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
+                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES}, and {error};"
+                " copy or convert it again"
+            ) from None
+        return len(self.places[shard])
+
+    def _require_counts(self, counts: list[int]) -> None:
+        for path, count in zip(self.paths, counts):
+            told = self.listing.counts.get(path)
+            if told not in (None, count):
+                raise Refusal(
+                    f"shard {path} holds {count} samples, {listing.META} says {told}; run energon prepare again or copy"
+                    " the shard again"
+                )
 
     def open(self, rank: int = 0, size: int = 1) -> None:
         """Open every shard; check the ends of every size-th, from rank on. Raises: Refusal."""
         self.descriptors = [os.open(path, os.O_RDONLY) for path in self.paths]
-        rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
-        for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
-            for index in {int(start), int(stop) - 1}:
-                try:
-                    self.read(index, rows)
-                except BadSample as error:
-                    raise Refusal(str(error)) from None
-        for path, descriptor, count in list(zip(self.paths, self.descriptors, np.diff(self.first)))[rank::size]:
-            if not _ends(descriptor, int(count) * self.layout.stride):
-                raise Refusal(f"shard {path} is truncated: no end marker after {count} samples; copy it again")
+        try:
+            rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
+            for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
+                for index in {int(start), int(stop) - 1}:
+                    self._read(index, rows)
+            self._leave_out()
+        except BadSample as error:
+            raise Refusal(str(error)) from None
+        for shard in range(len(self.paths))[rank::size]:
+            count = int(self.first[shard + 1] - self.first[shard])
+            if shard not in self.places and not _ends(self.descriptors[shard], count * self.layout.stride):
+                raise Refusal(
+                    f"shard {self.paths[shard]} is truncated: no end marker after {count} samples; copy it again"
+                )
+
+    def _leave_out(self) -> None:
+        """Find the samples that Energon's split.yaml excludes by key. Raises: Refusal, BadSample."""
+        if not self.listing.excluded:
+            return
+        kept = np.ones(int(self.first[-1]), bool)
+        for shard, path in enumerate(self.paths):
+            keys = set(self.listing.excluded.get(path, ()))
+            for index in range(int(self.first[shard]), int(self.first[shard + 1])) if keys else ():
+                key = self._meta(index).key
+                if key in keys:
+                    keys.remove(key)
+                    kept[index] = False
+            if keys:
+                raise Refusal(f"{listing.META} excludes {path.name}/{min(keys)}, which is not there; prepare it again")
+        self.kept = np.flatnonzero(kept)
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux)."""
@@ -136,9 +173,32 @@ class ShardSet:
 
         Raises: BadSample; the rows then hold anything.
         """
+        return self._read(int(index if self.kept is None else self.kept[index]), rows)
+
+    def _read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
+        shard, where = self._where(index)
+        read = self._read_indexed if shard in self.places else self._read_fixed
+        meta = read(shard, int(index - self.first[shard]), rows, where)
+        for name in MEMBERS:
+            if _not_finite(rows[name]):
+                raise BadSample(f"{where}, key {meta.key}: {name} holds NaN or infinite values")
+        return meta
+
+    def _where(self, index: int) -> tuple[int, str]:
         shard = int(np.searchsorted(self.first, index, side="right")) - 1
-        where = f"{self.paths[shard]}, sample {index - self.first[shard]}"
-        offset = int(index - self.first[shard]) * self.layout.stride
+        return shard, f"{self.paths[shard]}, sample {index - self.first[shard]}"
+
+    def _meta(self, index: int) -> Meta:
+        """The json of a sample alone."""
+        shard, where = self._where(index)
+        position = int(index - self.first[shard])
+        if shard in self.places:
+            return self._indexed_meta(shard, position, where)
+        part = bytearray(2 * BLOCK)
+        _read_into(self.descriptors[shard], [part], position * self.layout.stride, where)
+        return _parse_json(part, where)
+
+    def _read_fixed(self, shard: int, position: int, rows: dict[str, np.ndarray], where: str) -> Meta:
         json_part = bytearray(2 * BLOCK)
         parts: list = [json_part]
         heads = {}
@@ -149,22 +209,34 @@ class ShardSet:
             parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
         parts = [part for part in parts if len(part)]
         # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
-        _read_into(self.descriptors[shard], parts, offset, where)
+        _read_into(self.descriptors[shard], parts, position * self.layout.stride, where)
         meta = _parse_json(json_part, where)
         for name in MEMBERS:
-            self._check_head(name, heads[name], meta.key, where)
-            if _not_finite(rows[name]):
-                raise BadSample(f"{where}, key {meta.key}: {name} holds NaN or infinite values")
+            member, size = _tar_entry(heads[name], where)
+            if member != f"{meta.key}.{name}.bytes":
+                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs")
+            self._check_npy(name, heads[name][BLOCK:], f"{where}, key {meta.key}")
+            if size != NPY_HEADER + self.layout.payload_bytes[name]:
+                raise BadSample(f"{where}, key {meta.key}: {name} has {size} bytes")
         return meta
 
-    def _check_head(self, name: str, head: bytearray, key: str, where: str) -> None:
-        member, size = _tar_entry(head, where)
-        if member != f"{key}.{name}.bytes":
-            raise BadSample(f"{where}: found member {member!r} where {key}.{name}.bytes belongs")
-        if head[BLOCK:] != self.npy_headers[name]:
-            raise BadSample(f"{where}, key {key}: {name} {_npy_complaint(head[BLOCK:], self.layout.shapes[name])}")
-        if size != NPY_HEADER + self.layout.payload_bytes[name]:
-            raise BadSample(f"{where}, key {key}: {name} has {size} bytes")
+    def _read_indexed(self, shard: int, position: int, rows: dict[str, np.ndarray], where: str) -> Meta:
+        meta = self._indexed_meta(shard, position, where)
+        for name, (offset, _) in zip(MEMBERS, self.places[shard][position][1:]):
+            head = bytearray(NPY_HEADER)
+            _read_into(self.descriptors[shard], [head, rows[name].reshape(-1).view(np.uint8)], int(offset), where)
+            self._check_npy(name, head, f"{where}, key {meta.key}")
+        return meta
+
+    def _indexed_meta(self, shard: int, position: int, where: str) -> Meta:
+        offset, size = map(int, self.places[shard][position][0])
+        text = bytearray(size)
+        _read_into(self.descriptors[shard], [text], offset, where)
+        return _meta("", text, where)
+
+    def _check_npy(self, name: str, head: bytearray, where: str) -> None:
+        if head != self.npy_headers[name]:
+            raise BadSample(f"{where}: {name} {_npy_complaint(head, self.layout.shapes[name])}")
 
 
 def _ends(descriptor: int, offset: int) -> bool:
@@ -204,11 +276,17 @@ def _parse_json(part: bytearray, where: str) -> Meta:
     key = member.removesuffix(".json")
     if key == member or size > BLOCK:
         raise BadSample(f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs")
+    return _meta(key, part[BLOCK : BLOCK + size], where)
+
+
+def _meta(key: str, text: bytearray, where: str) -> Meta:
+    """key: of the member's name; "" to take what the json says."""
     try:
-        content = json.loads(part[BLOCK : BLOCK + size])
+        content = json.loads(text)
+        key = key or str(content.get("key") or "")
         timestep, caption = content.get("timestep"), content.get("caption") or ""
     except (ValueError, AttributeError):
-        raise BadSample(f"{where}: {member} is not a JSON object") from None
+        raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
     return Meta(key, timestep, str(caption))

@@ -10,6 +10,7 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
+    {"listing", "tar_index"},
     {"config", "shards", "shapes", "flow", "storage"},
     {"model", "data", "mllog", "run_folder", "shard_writer", "vae"},
     {"parallel", "names", "prepare"},
@@ -21,7 +22,19 @@ LEVELS = (
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
-WITHOUT_TORCH = {"errors", "config", "draws", "schedule", "shapes", "shards", "shard_writer", "mllog", "prepare"}
+WITHOUT_TORCH = {
+    "errors",
+    "config",
+    "draws",
+    "schedule",
+    "shapes",
+    "shards",
+    "shard_writer",
+    "listing",
+    "tar_index",
+    "mllog",
+    "prepare",
+}
 FILES = {path.stem: path for path in [*(ROOT / "flux_ref").glob("*.py"), ROOT / "train.py", ROOT / "eval.py"]}
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400

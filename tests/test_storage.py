@@ -231,7 +231,7 @@ def touched(found: Checkpoint, name: str, low: int, high: int, block: int) -> se
     return places
 
 
-def test_a_flipped_bit_is_told_by_every_read_that_meets_it_and_by_no_other(saved, small_blocks, tmp_path):
+def test_a_flipped_bit_is_told_by_every_read_that_meets_it_and_by_no_other(small_blocks, tmp_path):
     folder, want, draw = write_checkpoint(tmp_path / "own", tensors(), parts=3), tensors(), random.Random(2)
     for _ in range(150):
         path = draw.choice(sorted(folder.glob("*.safetensors")))
@@ -502,7 +502,7 @@ def test_what_does_not_fit_is_listed(tmp_path):
     want = {"a": (2,), "b": (3, 4), "c": (1,), "d": (1,), "e": (1,), "f": (1,)}
     found = {"b": (4, 3), "x": (1,)}
     text = refusal(storage.require_fit, found, want, "checkpoint X")
-    assert text.startswith("checkpoint X does not fit the model of the config: ")
+    assert text.startswith("checkpoint X does not fit: ")
     assert "5 missing: a, c, d, ...; 1 unexpected: x; 1 misshaped: b (4, 3), want (3, 4)" in text
     storage.require_fit(want, want, "checkpoint X")
 
