@@ -84,7 +84,8 @@ class ShardSet:
         self.paths = self.listing.paths
         self.places: dict[int, np.ndarray] = {}  # of each shard without the fixed layout, see tar_index.py
         counts = [self._count(i, path) for i, path in enumerate(self.paths)]
-        self._require_counts(counts)
+        for path, count in zip(self.paths, counts):
+            self._require_count(path, count, self.listing.counts.get(path))
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.concatenate(([0], np.cumsum(counts)))
         self.kept: np.ndarray | None = None  # once opened, if some samples are left out: the others
@@ -104,9 +105,16 @@ class ShardSet:
         # The padding is longer than very small samples: look where the last of them begins.
         for count in fits:
             with path.open("rb") as file:
-                file.seek((count - 1) * stride)
-                if file.read(1) != b"\0" and _ends(file.fileno(), count * stride):
+                starts = (0, (count - 1) * stride)
+                if all(_first_kind(file.fileno(), at) == "json" for at in starts) and _ends(
+                    file.fileno(), count * stride
+                ):
                     return count
+        return self._walk(shard, path)
+
+    def _walk(self, shard: int, path: Path) -> int:
+        size, stride = path.stat().st_size, self.layout.stride
+        most = max(0, size - END_BYTES) // stride
         try:
             self.places[shard] = tar_index.find(path, self.layout.payload_bytes)
         except tar_index.NotOurs as error:
@@ -117,18 +125,20 @@ class ShardSet:
             ) from None
         return len(self.places[shard])
 
-    def _require_counts(self, counts: list[int]) -> None:
-        for path, count in zip(self.paths, counts):
-            told = self.listing.counts.get(path)
-            if told not in (None, count):
-                raise Refusal(
-                    f"shard {path} holds {count} samples, {listing.META} says {told}; run energon prepare again or copy"
-                    " the shard again"
-                )
+    @staticmethod
+    def _require_count(path: Path, count: int, told: int | None) -> None:
+        if told not in (None, count):
+            raise Refusal(
+                f"shard {path} holds {count} samples, its size or {listing.META} says {told}; copy it again, or run"
+                " energon prepare again"
+            )
 
     def open(self, rank: int = 0, size: int = 1) -> None:
         """Open every shard; check the ends of every size-th, from rank on. Raises: Refusal."""
         self.descriptors = [os.open(path, os.O_RDONLY) for path in self.paths]
+        for shard, path in enumerate(self.paths):  # the same members in another order give the same size
+            if shard not in self.places and _first_kind(self.descriptors[shard], 0) not in ("json", ""):
+                self._require_count(path, self._walk(shard, path), int(self.first[shard + 1] - self.first[shard]))
         try:
             rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
             for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
@@ -237,6 +247,12 @@ class ShardSet:
     def _check_npy(self, name: str, head: bytearray, where: str) -> None:
         if head != self.npy_headers[name]:
             raise BadSample(f"{where}: {name} {_npy_complaint(head, self.layout.shapes[name])}")
+
+
+def _first_kind(descriptor: int, offset: int) -> str:
+    """What follows the key in the name of the member that begins here; "" if none does."""
+    block = os.pread(descriptor, BLOCK, offset)
+    return block[:100].rstrip(b"\0").decode(errors="replace").partition(".")[2] if block[257:262] == b"ustar" else ""
 
 
 def _ends(descriptor: int, offset: int) -> bool:
