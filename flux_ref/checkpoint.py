@@ -167,8 +167,11 @@ class Saver:
         if self.world.rank > 0:
             return
         if self.failure is None:
-            self._prune()
             self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
+            try:
+                self._prune()
+            except OSError as error:
+                self.say(f"checkpoints beyond checkpoint.keep={self.cfg.checkpoint.keep} stay: {error}")
         else:
             shutil.rmtree(writer.partial, ignore_errors=True)
             self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")

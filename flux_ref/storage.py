@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -192,8 +193,7 @@ class Writer(StorageWriter):
             chunk = stored.chunks[result.index.index]
             entry.chunks.append((*result.storage_data, chunk.offsets[0], chunk.sizes[0]))
         for key, entry in tensors.items():
-            if sum(rows for *_, rows in entry.chunks) != entry.shape[0]:
-                raise OSError(f"{key} was not written whole")
+            _require_sound(key, entry, files)
         publish(self.partial, self.final, Manifest(self.info, files, tensors))
 
 
@@ -215,13 +215,28 @@ class Manifest:
         content = json.loads(text)
         checksum = content.pop("crc32")
         if content["format"] != FORMAT:
-            raise Refusal(f"format version {content['format']}, this flux_ref reads {FORMAT}")
+            raise Refusal(f"format version {content['format']!r}, this flux_ref reads {FORMAT}")
         if zlib.crc32(json.dumps(content).encode()) != checksum:
             raise ValueError("its checksum differs")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         if not all(re.fullmatch(r"[\w-]+\.safetensors", name) for name in files):
             raise ValueError("it names files outside its folder")
-        return cls(content["info"], files, {key: TensorEntry(**entry) for key, entry in content["tensors"].items()})
+        tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
+        for key, entry in tensors.items():
+            _require_sound(key, entry, files)
+        return cls(content["info"], files, tensors)
+
+
+def _require_sound(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
+    """Each row of a tensor has one place, and that lies in one of the files. Raises: ValueError, KeyError."""
+    row_bytes = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
+    row = 0
+    for file, offset, first, rows in sorted(entry.chunks, key=lambda chunk: chunk[2]):
+        if first != row or rows < 0 or not 0 <= offset <= files[file].bytes - rows * row_bytes:
+            raise ValueError(f"rows of {key} are missing, doubled or outside {file}")
+        row += rows
+    if row != entry.shape[0]:
+        raise ValueError(f"rows of {key} are missing")
 
 
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:
@@ -271,14 +286,10 @@ class Checkpoint:
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         view = memoryview(rows.reshape(-1).view(torch.uint8).numpy()).cast("B") if rows.numel() else memoryview(b"")
         width = len(view) // max(1, count)
-        found = 0
         for file, offset, start, length in entry.chunks:
             low, high = max(first, start), min(first + count, start + length)
             if low < high:
                 self._read(file, offset + (low - start) * width, view[(low - first) * width : (high - first) * width])
-                found += high - low
-        if found != count:
-            raise Refusal(f"checkpoint {self.folder} holds {found} of the rows {first} to {first + count - 1} of {key}")
         return rows
 
     def verify(self) -> None:
@@ -301,7 +312,9 @@ class Checkpoint:
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(number * BLOCK)
-                content = file.read(BLOCK)
+                content = b""
+                while part := file.read(BLOCK - len(content)):  # network file systems give less than asked for
+                    content += part
         except OSError as error:
             raise Refusal(f"checkpoint file {path}: {error.strerror}") from None
         if zlib.crc32(content) != self.files[name].crc32[number]:

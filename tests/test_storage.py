@@ -392,14 +392,7 @@ def test_rows_that_no_file_holds_are_refused(tmp_path, rows):
         return replace(manifest, tensors=manifest.tensors | {"model.w": replace(entry, chunks=chunks)})
 
     rewrite(folder, without_rows)
-    found = Checkpoint(folder)
-    for low in range(13):
-        for high in range(low + 1, 14):
-            if low < rows[1] and rows[0] < high:
-                text = refusal(found.read, "model.w", low, high - low)
-                assert f"of the rows {low} to {high - 1} of model.w" in text and str(folder) in text
-            else:
-                assert torch.equal(found.read("model.w", low, high - low), want["model.w"][low:high])
+    assert "rows of model.w are missing" in refusal(lambda: Checkpoint(folder))
 
 
 def test_rows_that_are_listed_twice_do_not_stand_for_others(tmp_path):
