@@ -48,7 +48,7 @@ def validation_loss(
             between(batch)
     finally:
         feed.close()
-    parallel.reshard(net)
+        parallel.reshard(net)  # also when told to stop: a checkpoint is taken of shards
     return summarise(parallel.all_reduce(sums).tolist(), samples)
 
 

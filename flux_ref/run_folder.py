@@ -37,7 +37,11 @@ def claim(cfg: Config) -> Claim:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
-        start = _start(cfg, folder)
+        try:
+            start = _start(cfg, folder)
+        except Refusal:
+            _leave(folder)
+            raise
         storage.clean(folder)
         partial = folder / ".config.toml"
         own = config.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
@@ -45,7 +49,7 @@ def claim(cfg: Config) -> Claim:
         partial.replace(folder / "config.toml")
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-    return Claim(folder, lock, not (folder / "result_0.txt").exists(), start)
+    return Claim(folder, lock, start is None and not (folder / "result_0.txt").exists(), start)
 
 
 def _lock(folder: Path) -> IO:
@@ -111,9 +115,14 @@ def release(claimed: Claim) -> None:
     """Undo a claim, for a run that was refused before it trained; one that has trained is left alone."""
     if claimed.fresh and not (claimed.folder / "metrics.jsonl").exists():
         _remove(claimed.folder)
-        (claimed.folder / LOCK).unlink(missing_ok=True)
-        if not any(claimed.folder.iterdir()):
-            claimed.folder.rmdir()
+        _leave(claimed.folder)
+
+
+def _leave(folder: Path) -> None:
+    """Remove a folder that holds nothing but our lock."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
