@@ -26,6 +26,7 @@ class Claim:
     """A folder that is ours. The lock goes with the process."""
 
     folder: Path
+    made: bool  # by us
     lock: IO
     fresh: bool  # nothing has been trained here
     start: Path | None = None  # the checkpoint from which to go on
@@ -34,13 +35,14 @@ class Claim:
 def claim(cfg: Config) -> Claim:
     """Take the run's folder. Raises: Refusal if another job has it, or it holds a run that cannot go on with cfg."""
     folder = config.run_dir(cfg)
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         try:
             start = _start(cfg, folder)
         except Refusal:
-            _leave(folder)
+            _leave(folder, made)
             raise
         storage.clean(folder)
         partial = folder / ".config.toml"
@@ -49,7 +51,7 @@ def claim(cfg: Config) -> Claim:
         partial.replace(folder / "config.toml")
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-    return Claim(folder, lock, start is None and not (folder / "result_0.txt").exists(), start)
+    return Claim(folder, made, lock, start is None and not (folder / "result_0.txt").exists(), start)
 
 
 def _lock(folder: Path) -> IO:
@@ -115,14 +117,15 @@ def release(claimed: Claim) -> None:
     """Undo a claim, for a run that was refused before it trained; one that has trained is left alone."""
     if claimed.fresh and not (claimed.folder / "metrics.jsonl").exists():
         _remove(claimed.folder)
-        _leave(claimed.folder)
+        _leave(claimed.folder, claimed.made)
 
 
-def _leave(folder: Path) -> None:
-    """Remove a folder that holds nothing but our lock."""
+def _leave(folder: Path, made: bool) -> None:
+    """Remove our lock from a folder that holds nothing else, and the folder if we made it."""
     if [path.name for path in folder.iterdir()] == [LOCK]:
         (folder / LOCK).unlink()
-        folder.rmdir()
+        if made:
+            folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
