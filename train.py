@@ -149,6 +149,9 @@ class Run:
             feed.close()
 
     def close(self) -> None:
+        """A save that is under way ends first."""
+        if self.saver:
+            self.saver.wait()
         self.watch.close()
 
     def evaluates(self) -> bool:

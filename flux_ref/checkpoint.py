@@ -54,15 +54,16 @@ def rows_of(state: State) -> dict[str, Rows]:
 class _RowsPlanner(DefaultSavePlanner):
     """Tells torch.distributed.checkpoint which rows this rank has; replicas' equal rows are written once."""
 
-    def __init__(self):
+    def __init__(self, rows: dict[str, Rows]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.rows = rows  # not the state dict, of which torch.distributed.checkpoint logs every entry
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_item(key, rows) for key, rows in self.state_dict.items() if rows.local.numel()])
+        self.plan = SavePlan([_item(key, rows) for key, rows in self.rows.items() if rows.local.numel()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        return self.rows[index.fqn].local
 
 
 def _item(key: str, rows: Rows) -> WriteItem:
@@ -86,7 +87,7 @@ class Saver:
         say: Callable[[str], None],
         saved: storage.Checkpoint | None = None,
     ):
-        """Collective. Raises: Refusal if the disk cannot hold one checkpoint.
+        """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or some rank cannot write to it.
 
         facts: of the run, for the manifest, {"train_samples", "val_samples"}; saved: the checkpoint that the run
         goes on from.
@@ -99,16 +100,28 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.step = saved.info["step"] if saved else None  # of the save begun last
         self.failure: str | None = None  # why the save begun last failed
-        parallel.together(lambda: world.rank or self._require_space())
+        self._require_place()
 
-    def _require_space(self) -> None:
+    def _require_place(self) -> None:
+        """Every rank writes where its files will go."""
+        place = storage.folder_of(self.run) / f".step_trial.{self.nonce}"
         need = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
-        free = shutil.disk_usage(self.run).free
-        if free < need:
+
+        def make() -> None:
+            place.mkdir(parents=True)
+            storage.require_space(place.parent, need)
+
+        try:
+            parallel.together(lambda: self.world.rank or make())
+            parallel.together(lambda: (place / str(self.world.rank)).touch())
+        except Refusal as error:
             raise Refusal(
-                f"run.dir={self.run} has {free / 1e9:.3g} GB free and a checkpoint takes {need / 1e9:.3g} GB;"
-                " free some, set run.dir to another disk or checkpoint.save=false"
-            )
+                f"no checkpoint can be saved: {error};"
+                " set run.dir to another disk, which all nodes share, or checkpoint.save=false"
+            ) from None
+        finally:
+            if self.world.rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
 
     def save(self, state: State, skipped: dict[int, str]) -> None:
         """Begin to save a state unless that is done; waits for the save before. Collective.
@@ -160,28 +173,29 @@ class Saver:
         try:
             if copied is not None:
                 copied.synchronize()
-            dcp.save(self.host, storage_writer=writer, planner=_RowsPlanner(), process_group=self.group)
+            dcp.save({}, storage_writer=writer, planner=_RowsPlanner(self.host), process_group=self.group)
             self.failure = None
         except (Exception, dcp.CheckpointException) as error:  # on every rank: disks fill up
             self.failure = _reason(error)
         if self.world.rank > 0:
             return
-        if self.failure is None:
-            self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
-            try:
-                self._prune()
-            except OSError as error:
-                self.say(f"checkpoints beyond checkpoint.keep={self.cfg.checkpoint.keep} stay: {error}")
-        else:
+        if self.failure is not None:
             shutil.rmtree(writer.partial, ignore_errors=True)
             self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+            return
+        self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
+        try:
+            self._prune()
+        except OSError as error:
+            self.say(f"older checkpoints are not deleted: {error}; training goes on")
 
     def _prune(self) -> None:
         """Delete all but the last checkpoint.keep and every checkpoint.keep_every-th."""
         cfg = self.cfg
         interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
         for path in storage.found(self.run)[: -cfg.checkpoint.keep]:
-            if not (interval and storage.step_of(path) % interval == 0):
+            step = storage.step_of(path)
+            if not (interval and step and step % interval == 0):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
 

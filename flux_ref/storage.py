@@ -15,7 +15,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from flux_ref.errors import Refusal
 FORMAT = 1
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20  # bytes under one checksum
+HEAD_BYTES = 512  # at most so many tell of one tensor's rows, in its file's head and the manifest
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -132,6 +133,13 @@ def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, st
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in begins.items()}
 
 
+def require_space(folder: Path, need: int) -> None:
+    """Raises: OSError unless a checkpoint of so many bytes fits."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {need / 1e9:.3g} GB")
+
+
 class Writer(StorageWriter):
     """Writes `partial` and, once every byte of every rank is on the disk, renames it to `final`."""
 
@@ -153,6 +161,9 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator. A save that would fill the disk is not begun: logs need a place, too."""
+        items = [item for plan in plans for item in plan.items]
+        require_space(self.partial.parent, sum(item.tensor_storage_size() + HEAD_BYTES for item in items))
         return [replace(plan, storage_data=f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -206,7 +217,8 @@ class Manifest:
     tensors: dict[str, TensorEntry]
 
     def dump(self) -> str:
-        content = {"format": FORMAT, **asdict(self)}
+        files, tensors = ({key: vars(one) for key, one in table.items()} for table in (self.files, self.tensors))
+        content = {"format": FORMAT, "info": self.info, "files": files, "tensors": tensors}
         return json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())})
 
     @classmethod
@@ -219,8 +231,11 @@ class Manifest:
         if zlib.crc32(json.dumps(content).encode()) != checksum:
             raise ValueError("its checksum differs")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        if not all(re.fullmatch(r"[\w-]+\.safetensors", name) for name in files):
-            raise ValueError("it names files outside its folder")
+        for name, entry in files.items():
+            if not re.fullmatch(r"[\w-]+\.safetensors", name):
+                raise ValueError("it names files outside its folder")
+            if len(entry.crc32) != -(-entry.bytes // BLOCK):
+                raise ValueError(f"it has {len(entry.crc32)} checksums for the {entry.bytes} bytes of {name}")
         tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
         for key, entry in tensors.items():
             _require_sound(key, entry, files)

@@ -65,7 +65,7 @@ class Job:
         own = ((pid, env) for pid, env in environments() if env.get(TOKEN) == self.token and "LOCAL_RANK" in env)
         return {int(env["RANK"]): pid for pid, env in own}
 
-    def until(self, condition: Callable[[], object], timeout: float = 60) -> bool:
+    def until(self, condition: Callable[[], object], timeout: float = 180) -> bool:
         """Wait for something, or for the end of the job; returns whether the former came."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -82,10 +82,10 @@ class Job:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"after {timeout} s:\n{self.said[-4000:]}") from None
 
-    def gone(self, timeout: float) -> bool:
-        """Whether every process has ended, after waiting for that."""
+    def gone(self, timeout: float, pids: Iterable[int] | None = None) -> bool:
+        """Whether all these processes, or every one of the job, have ended, after waiting for that."""
         deadline = time.monotonic() + timeout
-        while self.alive():
+        while set(self.alive()) & set(self.alive() if pids is None else pids):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)

@@ -357,7 +357,7 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.dcp, "save", publish_only)
     draw = random.Random(0)
     state = checkpoint_ranks.lively_state(NARROW, world)
-    for number in range(150):
+    for number in range(40):
         keep, nth, every = draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 60)
         cfg = narrow_config(tmp_path / str(number), checkpoint__keep=keep)
         cfg = config.replace(cfg, checkpoint__every_samples=every, checkpoint__keep_every=nth)

@@ -459,3 +459,14 @@ def test_after_a_kill_the_next_export_succeeds(checkpoint, lively, tmp_path):
     assert not (tmp_path / "out").exists()
     assert command(*argv) == 0
     require_identical(load_file(tmp_path / "out"), lively)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """The benchmark's own figures: beside torch, a few pieces of 64 MiB, of a model of more than 2 GB."""
+    command = [sys.executable, "-m", "bench.export", "--gigabytes=1", f"--folder={tmp_path}"]
+    subprocess.run([*command, f"--json={tmp_path / 'report.json'}"], cwd=ROOT, check=True, timeout=600)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fp32_gb"] > 2 and len(report["steps"]) == 6
+    assert all(0 < step["above_torch_gb"] < 0.8 for step in report["steps"].values()), report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

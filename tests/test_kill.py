@@ -1,7 +1,7 @@
 """A run that is killed again and again, at any moment, ends bit for bit like one that was left alone.
 
-One rank is killed, or all of them, or their launcher; while they start, train, save or evaluate. After every kill
-each checkpoint that bears the name of one is whole, and the next attempt goes on from the newest of them.
+One rank is killed, or all and their launcher, or the launcher alone; while they start, train, save or evaluate. After
+every kill each checkpoint that bears the name of one is whole, and the next attempt goes on from the newest of them.
 """
 
 import random
@@ -16,95 +16,140 @@ import pytest
 from conftest import MICRO, data_overrides
 from killing import Job, require_equal_runs, send, verified
 
-VICTIMS = ("one rank", "all ranks", "launcher")
+VICTIMS = ("one rank", "everything", "launcher")
 MOMENTS = ("save", "start-up", "step", "evaluation")
-EVERY = 3  # steps between checkpoints
-EVALUATE = 7  # steps between evaluations
+EVERY, EVALUATE = 3, 7  # steps between checkpoints and between evaluations
+STEPS_PER_KILL = 18  # more than an attempt gets on, or the run would be over too soon
 FIXED = (
-    *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12"),
-    *(f"--checkpoint.every_samples={12 * EVERY}", f"--eval.every_samples={12 * EVALUATE}"),
-    *("--checkpoint.keep=2", "--checkpoint.keep_every=10", "--run.hang_s=20"),
+    *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12", "--run.hang_s=10"),
+    *(f"--eval.every_samples={12 * EVALUATE}", f"--checkpoint.every_samples={12 * EVERY}"),
 )
 
 
 class Siege:
-    """One run, the kills it has suffered and what was found after them."""
+    """One run, the kills it has suffered and what was left after them."""
 
     def __init__(self, folder: Path, data: Path, steps: int, seed: int):
-        self.folder, self.run, self.log = folder, folder / "run", folder / "log"
+        self.run, self.log = folder / "run", folder / "log"
         self.argv = [MICRO, f"--run.dir={self.run}", *data_overrides(data), f"--train.max_samples={12 * steps}", *FIXED]
         self.rng, self.counts = random.Random(seed), Counter()
-        self.job: Job | None = None
-        self.newest = [0]  # whole checkpoint at the last kill, and whether the job was gone by then
+        self.newest = self.attempts = self.resumes = 0  # as of the last kill
+        self.job = None
 
     # What the run says
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    def begun(self) -> int:
-        """How many attempts have come as far as training."""
-        return self._events("run_start")
-
-    def _events(self, key: str) -> int:
-        path = self.run / "result_0.txt"
-        return path.read_text().count(f'"key": "{key}"') if path.exists() else 0
+    def started(self, what: str = "run") -> int:
+        """How many attempts have come as far as training, or how many evaluations have begun."""
+        log = self.run / "result_0.txt"
+        return log.read_text().count(f'"key": "{what}_start"') if log.exists() else 0
 
     def resumed(self) -> list[int]:
         """The steps from which attempts have gone on."""
-        return [int(step.replace(",", "")) for step in re.findall(r"resume .* from step ([\d,]+)", self.said())]
+        found = re.findall(r"resume  the run in this folder, from step ([\d,]+) ", self.log.read_text(errors="replace"))
+        return [int(step.replace(",", "")) for step in found]
+
+    def trained(self) -> int:
+        return killing.count(self.run / "metrics.jsonl")
 
     def saving(self) -> bool:
-        """Whether a save is in flight, or was when its writers died."""
+        """Whether a save is in flight, or was when those died who wrote it."""
         return any(not path.name.endswith(".deleted") for path in (self.run / "checkpoints").glob(".step_*"))
 
     # Kills
 
-    def ended(self) -> bool:
-        return self.job is None or self.job.process.poll() is not None
-
-    def start(self) -> None:
-        if self.ended():
+    def go_on(self) -> Job:
+        """The job; the same command is given again if its launcher is gone."""
+        if self.job is None or self.job.process.poll() is not None:
             self.job = Job(self.log, "train.py", *self.argv, restarts=1000)
+            self.counts["commands"] += 1
+        return self.job
 
-    def wait_for(self, moment: str, begun: int) -> bool:
-        """Wait for a moment of the attempt that follows the first `begun`; False if the run ended before."""
+    def wait_for(self, moment: str) -> bool:
+        """Wait for a moment of the next attempt; False if the run ended before."""
+        job = self.go_on()
         if moment == "start-up":
-            deadline = time.monotonic() + self.rng.uniform(0.2, 4.0)
-            self.job.until(lambda: time.monotonic() > deadline or self.begun() > begun)
-            return not self.ended()
-        if not self.job.until(lambda: self.begun() > begun):
+            end = time.monotonic() + self.rng.uniform(0.2, 4.0)
+            return job.until(lambda: time.monotonic() > end or self.started() > self.attempts)
+        if not job.until(lambda: self.started() > self.attempts):
             return False
-        evaluations, trained = self._events("eval_start"), killing.count(self.run / "metrics.jsonl")
-        more = self.rng.randint(1, EVERY + 1)
+        self.require_newest()
+        trained, evaluations, steps = self.trained(), self.started("eval"), self.rng.randint(1, EVERY + 1)
         came = {
-            "step": lambda: killing.count(self.run / "metrics.jsonl") >= trained + more,
+            "step": lambda: self.trained() >= trained + steps,
             "save": self.saving,
-            "evaluation": lambda: self._events("eval_start") > evaluations,
+            "evaluation": lambda: self.started("eval") > evaluations,
         }
-        if not self.job.until(came[moment]):
-            return False
+        found = job.until(came[moment])
         time.sleep(self.rng.uniform(0, 0.02))
-        return not self.ended()
+        return found
+
+    def require_newest(self) -> None:
+        """The attempt that has just begun is the only one since the last kill, and takes up what that has left."""
+        resumed = self.resumed()[self.resumes :]
+        assert self.started() - self.attempts == 1 and len(resumed) <= 1, "an attempt failed by itself"
+        assert sum(resumed) == self.newest, "not the newest whole checkpoint"
 
     def strike(self, victim: str) -> None:
-        """Kill, and see what is left."""
+        """Kill, and look at what is left when all are gone whom that takes with it."""
+        if victim == "one rank":
+            self.job.until(lambda: len(self.job.ranks()) == 2)
         ranks = list(self.job.ranks().values())
-        if victim == "launcher":
+        for pid in self.rng.sample(ranks, 1) if victim == "one rank" else ranks if victim == "everything" else []:
+            send(pid, SIGKILL)
+        if victim != "one rank":
             self.job.process.kill()
-        elif victim == "all ranks":
-            self.job.process.kill()
-            for pid in ranks:
-                send(pid, SIGKILL)
-        elif ranks:
-            send(self.rng.choice(ranks), SIGKILL)
-        self.counts["hit a save in flight"] += self.saving()
+        self.counts["save in flight"] += self.saving()
+        assert self.job.gone(timeout=15, pids=ranks), f"ranks outlive the kill of {victim}:\n{self.job.said[-2000:]}"
         if victim != "one rank":
             self.job.process.wait()
-            assert self.job.gone(timeout=20), f"ranks outlive their launcher:\n{self.said()[-3000:]}"
-        self.newest = max(verified(self.run), default=0)
+        self.newest, self.attempts, self.resumes = (
+            max(verified(self.run), default=0),
+            self.started(),
+            len(self.resumed()),
+        )
 
     def besiege(self, kills: int) -> None:
         """Kill so many times, then let the run end."""
         for number in range(kills):
-            begun = self.begun()
+            victim, moment = VICTIMS[number % len(VICTIMS)], MOMENTS[number % len(MOMENTS)]
+            assert self.wait_for(moment), f"the run was over after {number} kills:\n{self.job.said[-2000:]}"
+            self.strike(victim)
+            self.counts.update((victim, moment))
+        assert self.go_on().wait(timeout=600) == 0, self.job.said[-4000:]
+
+
+def endure(data: Path, folder: Path, kills: int, seed: int) -> Counter:
+    """Besiege a run and compare it with one that was left alone; returns how often what was hit."""
+    siege, calm = (Siege(folder / name, data, STEPS_PER_KILL * kills, seed) for name in ("siege", "calm"))
+    for one in (siege, calm):
+        one.run.parent.mkdir()
+    try:
+        calm.besiege(0)
+        begin = time.monotonic()
+        siege.besiege(kills)
+    finally:
+        for one in (siege, calm):
+            if one.job is not None:
+                one.job.kill()
+    require_equal_runs(siege.run, calm.run)
+    assert [record["step"] for record in killing.lines(siege.run)] == list(range(1, STEPS_PER_KILL * kills + 1))
+    assert sorted(path.name for path in siege.run.iterdir()) == sorted(path.name for path in calm.run.iterdir())
+    assert not siege.saving()
+    siege.counts["resumed"] = len(siege.resumed())
+    siege.counts["seconds"] = round(time.monotonic() - begin)
+    return siege.counts
+
+
+def test_a_run_that_is_killed_six_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path, record_property):
+    counts = endure(shapes_dir, tmp_path, kills=6, seed=0)
+    record_property("counts", counts)
+    print(dict(counts))
+    assert counts["save in flight"] > 0 and all(counts[name] > 0 for name in (*VICTIMS, *MOMENTS))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_a_hundred_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path, capsys):
+    counts = endure(shapes_dir, tmp_path, kills=100, seed=1)
+    with capsys.disabled():
+        print(f"\n{dict(counts)}")
+    assert counts["save in flight"] > 20

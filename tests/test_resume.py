@@ -462,6 +462,16 @@ def test_what_decides_samples_weights_or_losses_may_not_change_in_the_course_of_
     assert contents(folder) == before
 
 
+def test_what_may_not_change_is_all_that_decides_samples_weights_or_losses():
+    fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
+    assert fixed == {
+        *(key for key in config.TYPES if key.split(".")[0] in ("model", "optim", "init")),
+        *("train.seed", "train.max_samples", "train.global_batch", "train.caption_drop"),
+        *("eval.every_samples", "eval.at_start", "eval.target", "eval.noise"),
+        *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
+    }
+
+
 FOLDER_KEYS = ("run.dir", "run.overwrite", "run.resume")  # tested above
 
 
