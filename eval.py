@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.KINDS}")
     cfg = config.override(weights.config_of(first, options.config), options.overrides)
     world = parallel.start(cfg.parallel)
+    paths = parallel.gather_objects(paths)[0]  # training may save and delete while ranks look
     records = evaluate(cfg, world, paths, options)
     if world.rank > 0:
         return 0

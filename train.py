@@ -192,6 +192,7 @@ def initial_state(cfg: Config, world: World, start: Path | None, facts: dict) ->
         return state, saved
     if cfg.init.weights:
         path = parallel.together(lambda: weights.find(Path(cfg.init.weights)))
+        path = parallel.gather_objects(path)[0]  # of a run that goes on, ranks may find another newest
         parallel.together(lambda: weights.load(net, weights.open_source(path, cfg.model)))
     return state, None
 

@@ -7,6 +7,7 @@ Source: diffusers, FluxTransformer2DModel.
 from dataclasses import dataclass
 
 from flux_ref.config import ModelConfig
+from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 
 
@@ -93,6 +94,13 @@ def diffusers_table(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: (sum(part.rows for part in parts), *shapes[parts[0].name][1:]) for name, parts in bfl_parts(model).items()
     }
+
+
+def require_diffusers(model: ModelConfig) -> None:
+    """Raises: Refusal for a model that diffusers cannot compute: it has no place for these numbers."""
+    for key, only in (("mlp_ratio", 4), ("rope_theta", 10_000)):
+        if getattr(model, key) != only:
+            raise Refusal(f"diffusers' FLUX has model.{key}={only} only, these weights have {getattr(model, key)}")
 
 
 def diffusers_config(model: ModelConfig) -> dict[str, object]:

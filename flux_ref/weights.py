@@ -12,9 +12,12 @@ checkpoint, else from --config=FILE, else they are FLUX.1-schnell's.
 
 import argparse
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -36,6 +39,7 @@ DIFFUSERS = "diffusion_pytorch_model"  # how its files begin
 DIFFUSERS_FILE_BYTES = 10e9  # it splits what is larger
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}
 PIECE_BYTES = 64 << 20  # read and written at a time
+CLOCK = re.compile("[0-9]{1,18}")
 KINDS = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 
 
@@ -55,6 +59,13 @@ class Tensors:
                         self.files[name], self.shapes[name] = path, tuple(part.get_shape())
             except (OSError, SafetensorError) as error:
                 raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
+
+    @property
+    def info(self) -> dict[str, str]:
+        """The metadata, without clocks that are no numbers: anyone may write anything there."""
+        return {
+            key: text for key, text in self.metadata.items() if key not in ("step", "samples") or CLOCK.fullmatch(text)
+        }
 
     @staticmethod
     def _require_dtype(name: str, dtype: str, path: Path) -> None:
@@ -135,15 +146,16 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         parts = {name: [Part(f"model.{name}", 0, shape[0])] for name, shape in table.items()}
         return Source("checkpoint", saved, parts, saved.info)
     if path.is_dir():
+        names.require_diffusers(model)
         _require_config(path / "config.json", model)
     tensors = Tensors(path, _files(path))
     if "x_embedder.weight" in tensors.shapes:
         storage.require_fit(tensors.shapes, names.diffusers_table(model), f"weights {path}")
-        return Source("diffusers", tensors, names.diffusers_parts(model), tensors.metadata)
+        return Source("diffusers", tensors, names.diffusers_parts(model), tensors.info)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
     storage.require_fit(tensors.shapes, {prefix + name: shape for name, shape in table.items()}, f"weights {path}")
     parts = {name: [Part(prefix + name, 0, shape[0])] for name, shape in table.items()}
-    return Source("BFL", tensors, parts, tensors.metadata)
+    return Source("BFL", tensors, parts, tensors.info)
 
 
 def _files(path: Path) -> list[Path]:
@@ -154,8 +166,9 @@ def _files(path: Path) -> list[Path]:
     if not index.is_file():
         return sorted(path.glob("*.safetensors"))
     try:
-        listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        listed = sorted({os.fspath(name) for name in weight_map.values()})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Refusal(f"{index} is not an index of weights: {error}") from None
     for name in listed:
         if Path(name).name != name or not (path / name).is_file():  # an index names no path outside
@@ -172,7 +185,7 @@ def _require_config(path: Path, model: ModelConfig) -> None:
         ]
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}; it belongs beside diffusers' weights") from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise Refusal(f"{path} is not diffusers' config: {error}") from None
     if wrong:
         raise Refusal(f"{path} is another model's: {'; '.join(wrong)}; give the right --config")
@@ -200,22 +213,38 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     dtype: "fp32" or "bf16", rounded to nearest even. Holds a few pieces of PIECE_BYTES in memory, never a whole model.
     Raises: Refusal.
     """
-    if out.exists():
-        raise Refusal(f"{out} exists; remove it or choose another name")
     trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
     metadata = {"format": "pt", "trained_by": "flux_ref", **trained} if trained else {"format": "pt"}
+    if layout == "diffusers":
+        names.require_diffusers(model)
+    with _appearing(out) as partial:
+        if layout == "bfl":
+            parts = {name: [Part(name, 0, shape[0])] for name, shape in parameter_table(model).items()}
+            _write(partial, parameter_table(model), parts, source, dtype, metadata)
+        else:
+            partial.mkdir(parents=True)
+            _write_diffusers(partial, model, source, dtype, metadata)
+        partial.rename(out)
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A path on which to write what is to become `out`; whatever is left there in the end is removed."""
+    if out.exists():
+        raise Refusal(f"{out} exists; remove it or choose another name")
     partial = out.with_name(f".{out.name}.partial")
-    if layout == "bfl":
-        partial.unlink(missing_ok=True)
-        parts = {name: [Part(name, 0, shape[0])] for name, shape in parameter_table(model).items()}
-        _write(partial, parameter_table(model), parts, source, dtype, metadata)
+    _remove(partial)  # of one that was killed
+    try:
+        yield partial
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        if model.mlp_ratio != 4:
-            raise Refusal(f"diffusers' FLUX has model.mlp_ratio=4 only, these weights have {model.mlp_ratio}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_diffusers(partial, model, source, dtype, metadata)
-    partial.rename(out)
+        path.unlink(missing_ok=True)
 
 
 def _write_diffusers(folder: Path, model: ModelConfig, source: Source, dtype: str, metadata: dict[str, str]) -> None:
@@ -267,20 +296,18 @@ def _pieces(source: Source, parts: list[Part], row_bytes: int) -> Iterator[Tenso
 
 def import_(source: Source, cfg: Config, out: Path) -> None:
     """Write weights as a checkpoint, fp32, without moments: to evaluate, or to start from. Raises: Refusal."""
-    if out.exists():
-        raise Refusal(f"{out} exists; remove it or choose another name")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
-    parts = {f"model.{name}": [Part(name, 0, shape[0])] for name, shape in parameter_table(cfg.model).items()}
-    name = "rank_00000.safetensors"
-    entry, begins = _write(partial / name, table, parts, source, "fp32", {"format": "pt"})
-    tensors = {
-        key: storage.TensorEntry("F32", list(shape), [(name, begins[key], 0, shape[0])]) for key, shape in table.items()
-    }
-    info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
-    storage.publish(partial, out, storage.Manifest(info, {name: entry}, tensors))
+    with _appearing(out) as partial:
+        partial.mkdir(parents=True)
+        table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
+        parts = {f"model.{name}": [Part(name, 0, shape[0])] for name, shape in parameter_table(cfg.model).items()}
+        name = "rank_00000.safetensors"
+        entry, begins = _write(partial / name, table, parts, source, "fp32", {"format": "pt"})
+        tensors = {
+            key: storage.TensorEntry("F32", list(shape), [(name, begins[key], 0, shape[0])])
+            for key, shape in table.items()
+        }
+        info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
+        storage.publish(partial, out, storage.Manifest(info, {name: entry}, tensors))
 
 
 def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
@@ -326,6 +353,8 @@ def main(argv: list[str]) -> int:
     except (Refusal, OSError) as error:
         print(f"weights: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _command(args: argparse.Namespace) -> int:
