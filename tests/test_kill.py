@@ -19,7 +19,7 @@ from killing import Job, require_equal_runs, send, verified
 VICTIMS = ("one rank", "everything", "launcher")
 MOMENTS = ("save", "start-up", "step", "evaluation")
 EVERY, EVALUATE = 3, 7  # steps between checkpoints and between evaluations
-STEPS_PER_KILL = 18  # more than an attempt gets on, or the run would be over too soon
+STEPS_PER_KILL = 20  # more than an attempt gets on, or the run would be over too soon
 FIXED = (
     *("--model.double_blocks=1", "--model.single_blocks=1", "--train.log_every_samples=12", "--run.hang_s=10"),
     *(f"--eval.every_samples={12 * EVALUATE}", f"--checkpoint.every_samples={12 * EVERY}"),
@@ -80,7 +80,7 @@ class Siege:
             "evaluation": lambda: self.started("eval") > evaluations,
         }
         found = job.until(came[moment])
-        time.sleep(self.rng.uniform(0, 0.02))
+        time.sleep(self.rng.uniform(0, 0.1 if moment == "save" else 0.02))
         return found
 
     def require_newest(self) -> None:
