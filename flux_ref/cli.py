@@ -4,15 +4,18 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from flux_ref import parallel, stopping
 from flux_ref.errors import Fault, Interrupted, Refusal
 
 LINGER_S = 5.0
+LOOK_S = 1.0  # how soon a rank notices that its launcher has died
 
 
 def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -20,11 +23,31 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_follow_launcher, args=(name,), daemon=True).start()
     code = _attempt(name, task, argv)
     # After a fault, peers may wait in a collective; leaving the group would then wait for them.
     if code == 0 or parallel.is_single():
         parallel.stop()
     return code
+
+
+def _follow_launcher(name: str) -> None:
+    """End with torchrun: ranks that outlive it would hold memory, devices and the run's folder."""
+    launcher = os.getppid()
+    while os.getppid() == launcher and _is_python(launcher):  # who was orphaned while starting has a foreign parent
+        time.sleep(LOOK_S)
+    print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
+    os._exit(Fault.exit_code)
+
+
+def _is_python(process: int) -> bool:
+    """Whether a process may be torchrun; yes where the system does not say."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:
+        return True
+    return any(word in Path(command.decode(errors="replace")).name for word in ("python", "torchrun"))
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:

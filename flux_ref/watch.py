@@ -25,16 +25,16 @@ class Watch:
     """Watches this rank and all others from the moment it is made."""
 
     def __init__(self, name: str, world: World, groups: list[dist.ProcessGroup], limit_s: float):
-        """groups: those whose collectives count; limit_s: 0 watches the launcher only."""
+        """groups: those whose collectives count; limit_s: 0 watches nothing."""
         self.name, self.world, self.limit_s = name, world, limit_s
-        self.period = min(5.0, limit_s / 20) if limit_s else 1.0
+        self.period = min(5.0, limit_s / 20)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"watch/{attempt}", parallel.store_clone())
         self.groups = groups
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.place, self.marks, self.beat = "start-up", 0, 0
         self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        if limit_s:
+            threading.Thread(target=self._run, daemon=True).start()
 
     def at(self, place: str) -> None:
         """Say where this rank is; each call is a sign of life."""
@@ -46,12 +46,9 @@ class Watch:
 
     def _run(self) -> None:
         while not self.closed.wait(self.period):
-            if self.launcher not in (None, os.getppid()):
-                self._leave(f"{self.name}: torchrun has died; rank {self.world.rank} ends", speaks=True)
-            if self.limit_s:
-                self._tell()
-                if self._still_s() > self.limit_s:
-                    self._judge()
+            self._tell()
+            if self._still_s() > self.limit_s:
+                self._judge()
 
     def _still_s(self) -> float:
         return time.monotonic() - self.since
