@@ -69,9 +69,9 @@ class Run:
     ):
         """Everything that comes before the clock starts. start: where a run that is not fresh goes on."""
         self.cfg, self.world, self.train_set, self.val_set, self.reporter = cfg, world, train_set, val_set, reporter
+        self.watch = Watch("train.py", world, parallel.groups(world), cfg.run.hang_s)
         self.stopping = Stopping()
-        groups = [*parallel.groups(world), self.stopping.group]
-        self.watch = Watch("train.py", world, groups, cfg.run.hang_s)
+        self.watch.groups.append(self.stopping.group)
         facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
         if cfg.data.evict:
             train_set.shards.evict()
