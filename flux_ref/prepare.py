@@ -1,17 +1,18 @@
-"""Making data sets.   python -m flux_ref.prepare shapes --out DIR [--train N] [--val N] [--config FILE]"""
+"""Making data sets and looking after them.   python -m flux_ref.prepare COMMAND --help"""
 
 import argparse
+import importlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from flux_ref import config, draws, schedule, shapes, shard_writer, shards
+from flux_ref import config, draws, schedule, shapes, shard_writer, shards, tar_index
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Fault, Refusal
 from flux_ref.shard_writer import Sample
 
 
@@ -59,24 +60,77 @@ def ensure(cfg: Config) -> None:
         make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flux_ref.prepare", description="Make data sets.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("shapes", help="captioned drawings with stand-in encoders, for the CPU")
-    command.add_argument("--out", type=Path, required=True, help="folder to make")
-    command.add_argument("--config", default="configs/tiny.toml", help="whose model's sizes to use")
-    command.add_argument("--train", type=int, help="training samples (default: the config's)")
-    command.add_argument("--val", type=int, help="validation samples (default: the config's)")
-    args = parser.parse_args(argv)
-    try:
-        cfg = config.load(args.config)
-        train, val = args.train or cfg.data.train_count, args.val or cfg.data.val_count
-        make_shapes(args.out, cfg.model, train, val)
-    except (Refusal, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 2
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--config", default="configs/tiny.toml", help="whose model's sizes to use")
+    parser.add_argument("--train", type=int, help="training samples (default: the config's)")
+    parser.add_argument("--val", type=int, help="validation samples (default: the config's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    cfg = config.load(args.config)
+    train, val = args.train or cfg.data.train_count, args.val or cfg.data.val_count
+    make_shapes(args.out, cfg.model, train, val)
     print(f"{args.out}: {train} training and {val} validation samples")
     return 0
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of *.tar shards")
+    parser.add_argument("--config", help="whose model's sizes the samples have (default: FLUX.1-schnell's)")
+
+
+def run_index(args: argparse.Namespace) -> int:
+    """Walk every shard of a folder and keep what was found. Raises: Refusal."""
+    layout = shards.layout((config.load(args.config) if args.config else Config()).model)
+    paths = sorted(args.folder.glob("*.tar"))
+    if not paths:
+        raise Refusal(f"{args.folder} holds no *.tar shard")
+    samples = 0
+    for path in tqdm(paths, unit=" shards", leave=False):
+        try:
+            places = tar_index.walk(path, layout.payload_bytes)
+        except tar_index.NotOurs as error:
+            raise Refusal(f"shard {path}: {error}") from None
+        tar_index.save(path, places)
+        samples += len(places)
+    print(f"{args.folder / tar_index.FOLDER}: {samples} samples in {len(paths)} shards")
+    return 0
+
+
+def _module(name: str) -> tuple[Callable, Callable]:
+    module = importlib.import_module(f"flux_ref.{name}")
+    return module.add_arguments, module.run
+
+
+COMMANDS = {  # name: (what it does, its arguments and itself); imported when called, as their packages may be missing
+    "shapes": ("captioned drawings with stand-in encoders, for the CPU", lambda: (add_arguments, run)),
+    "mlcommons": ("the benchmark's preprocessed arrow folders to shards", lambda: _module("mlcommons")),
+    "verify": ("check a data set before a job relies on it", lambda: _module("verify")),
+    "stage": ("copy a data set to every node's own disk", lambda: _module("stage")),
+    "index": ("keep where samples lie in shards that other tools wrote", lambda: (add_index_arguments, run_index)),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flux_ref.prepare", description="Make and look after data sets.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (text, find) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if argv[:1] == [name]:
+            arguments, task = find()
+            arguments(command)
+    args = parser.parse_args(argv)
+    try:
+        return task(args)
+    except (Refusal, Fault) as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return Refusal.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -11,18 +11,21 @@ from conftest import ROOT
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
     {"listing", "tar_index"},
-    {"config", "shards", "shapes", "flow", "storage"},
-    {"model", "data", "mllog", "run_folder", "shard_writer", "vae"},
-    {"parallel", "names", "prepare"},
-    {"stopping", "watch", "optim", "weights", "sample"},
-    {"step", "cli"},
-    {"evaluate", "checkpoint"},
+    {"config", "flow", "shapes", "shards", "storage"},
+    {"data", "mllog", "model", "run_folder", "shard_check", "shard_writer", "vae"},
+    {"mlcommons", "names", "parallel", "prepare", "verify"},
+    {"optim", "sample", "stopping", "watch", "weights"},
+    {"cli", "step"},
+    {"checkpoint", "evaluate", "stage"},
     {"metrics"},
     {"train", "eval"},
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
+    "mlcommons",
+    "verify",
+    "shard_check",
     "errors",
     "config",
     "draws",
