@@ -35,7 +35,8 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
 def _follow_launcher(name: str) -> None:
     """End with torchrun: ranks that outlive it would hold memory, devices and the run's folder."""
     launcher = os.getppid()
-    while os.getppid() == launcher and _is_python(launcher):  # who was orphaned while starting has a foreign parent
+    orphaned = launcher == 1 and not _is_python(1)  # while starting; in a container torchrun itself may be process 1
+    while os.getppid() == launcher and not orphaned:
         time.sleep(LOOK_S)
     print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
     os._exit(Fault.exit_code)

@@ -7,8 +7,10 @@ Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS 
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,16 +69,11 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
-    store = dist.HashStore() if "RANK" not in os.environ else None
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
-        dist.init_process_group(
-            BACKENDS[device.type],
-            store=store,
-            rank=rank if store else -1,
-            world_size=size if store else -1,
-            timeout=timedelta(seconds=timeout_s) if timeout_s else None,
-        )
+        store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -89,6 +86,29 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     else:  # the inner dimension is contiguous: shard inside a node, replicate across
         mesh = init_device_mesh(device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
     return World(rank, size, device, mesh)
+
+
+def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
+    """A part of torchrun's store that only the ranks of this attempt write to.
+
+    torchrun keeps one store for all its restarts, full of the addresses of dead ranks (github.com/pytorch/pytorch
+    issue 167288). Rank 0 draws a name; the others join it once they see that rank 0 has heard of them.
+    """
+    store, *_ = next(dist.rendezvous("env://", rank, size, **({"timeout": timeout} if timeout else {})))
+    own = secrets.token_hex(8)
+    if rank == 0:
+        store.set("attempt", own)
+        heard = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
+        store.set(f"{own}/heard", json.dumps(heard))
+        return dist.PrefixStore(own, store)
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while time.monotonic() < deadline:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own)
+        if store.check([f"{attempt}/heard"]) and own in json.loads(store.get(f"{attempt}/heard")):
+            return dist.PrefixStore(attempt, store)
+        time.sleep(0.02)
+    raise RuntimeError("rank 0 does not answer")
 
 
 def _device(local_rank: int) -> torch.device:

@@ -17,6 +17,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png", "outcome.json")
+RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
@@ -51,7 +52,8 @@ def claim(cfg: Config) -> Claim:
         partial.replace(folder / "config.toml")
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-    return Claim(folder, made, lock, start is None and not (folder / "result_0.txt").exists(), start)
+    fresh = start is None and not any((folder / name).exists() for name in RECORDS)
+    return Claim(folder, made, lock, fresh, start)
 
 
 def _lock(folder: Path) -> IO:

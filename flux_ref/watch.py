@@ -28,8 +28,7 @@ class Watch:
         """groups: those whose collectives count; limit_s: 0 watches nothing."""
         self.name, self.world, self.limit_s = name, world, limit_s
         self.period = min(5.0, limit_s / 20)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"watch/{attempt}", parallel.store_clone())
+        self.store = dist.PrefixStore("watch", parallel.store_clone())
         self.groups = groups
         self.place, self.marks, self.beat = "start-up", 0, 0
         self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
