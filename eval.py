@@ -13,6 +13,7 @@ equals the one that training logged.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from flux_ref.data import ValSet, allocate
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
 from flux_ref.parallel import World
+from flux_ref.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,10 @@ def main(argv: list[str]) -> int:
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.KINDS}")
     cfg = config.override(weights.config_of(first, options.config), options.overrides)
-    world = parallel.start(cfg.parallel)
+    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
     paths = parallel.gather_objects(paths)[0]  # training may save and delete while ranks look
-    records = evaluate(cfg, world, paths, options)
+    with contextlib.closing(Watch("eval.py", world, parallel.groups(world), cfg.run.hang_s)) as watch:
+        records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
     chart = options.path / "eval_all.png"
@@ -81,32 +84,37 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def evaluate(cfg: Config, world: World, paths: list[Path], options: Options) -> list[dict]:
+def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options: Options) -> list[dict]:
     """One record per set of weights. Collective."""
     say = print if world.rank == 0 and not options.json else lambda line: None
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
     parallel.together(val_set.open)
     pictured = bool(cfg.sample.count or cfg.sample.captions)
     empty = parallel.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
+    decode = parallel.together(lambda: sample.decoder(cfg) if pictured and world.rank == 0 else None)
     net = parallel.build(cfg, world, seed=None)
     batch = allocate(cfg.model, cfg.eval.batch, world.device)
     records = []
+
+    def at(batch: int) -> None:
+        watch.at(f"validation batch {batch}")
+
     for path in paths:
         source = parallel.together(lambda path=path: weights.open_source(path, cfg.model))
         parallel.together(lambda source=source: weights.load(net, source))
         samples = int(source.info.get("samples", 0))
-        result = validation_loss(net, val_set, batch, cfg, samples)
+        result = validation_loss(net, val_set, batch, cfg, samples, between=at)
         say(f"{path} after {samples:,} training samples")
         say(metrics.table(result))
         record = {"weights": str(path), "samples": samples} | metrics.validation_record(result)
         if cfg.eval.permuted_captions:
-            permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True)
+            permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True, between=at)
             record["captions_permuted"] = permuted.loss
             say(f"with captions permuted among the samples: {permuted.loss:.4f}")
         if pictured:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(sample.draw(net, val_set, empty, cfg, world, Path(record["pictures"])))
+            say(sample.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"])))
         records.append(record)
     return records
 

@@ -38,12 +38,16 @@ def main(argv: list[str]) -> int:
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
-    claimed = parallel.together(lambda: run_folder.claim(cfg) if world.rank == 0 else None)
+    restarted = parallel.is_restarted()
+    claimed = parallel.together(lambda: None if world.rank else run_folder.claim(cfg, restarted))
     fresh, start = parallel.gather_objects(claimed and (claimed.fresh, claimed.start))[0]
     reporter = Reporter(cfg, world)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
-        with contextlib.closing(Run(cfg, world, train_set, val_set, reporter, fresh, start)) as run:
+        with (
+            contextlib.closing(Watch("train.py", world, parallel.groups(world), cfg.run.hang_s)) as watch,
+            contextlib.closing(Run(cfg, world, watch, train_set, val_set, reporter, fresh, start)) as run,
+        ):
             run.go()
     except Refusal:
         if claimed:
@@ -61,6 +65,7 @@ class Run:
         self,
         cfg: Config,
         world: World,
+        watch: Watch,
         train_set: TrainSet,
         val_set: ValSet,
         reporter: Reporter,
@@ -69,9 +74,10 @@ class Run:
     ):
         """Everything that comes before the clock starts. start: where a run that is not fresh goes on."""
         self.cfg, self.world, self.train_set, self.val_set, self.reporter = cfg, world, train_set, val_set, reporter
-        self.watch = Watch("train.py", world, parallel.groups(world), cfg.run.hang_s)
-        self.stopping = Stopping()
-        self.watch.groups.append(self.stopping.group)
+        self.watch, self.stopping = watch, Stopping()
+        watch.groups.append(self.stopping.group)
+        drawn = cfg.sample.count and world.rank == 0
+        self.decode = parallel.together(lambda: sample.decoder(cfg) if drawn else None)
         facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
         if cfg.data.evict:
             train_set.shards.evict()
@@ -113,7 +119,7 @@ class Run:
         if cfg.sample.count:
             path = self.reporter.folder / "samples" / f"{state.samples:09d}.png"
             empty = self.train_set.empty
-            self.reporter.say(sample.draw(state.net, self.val_set, empty, cfg, self.world, path))
+            self.reporter.say(sample.draw(state.net, self.decode, self.val_set, empty, cfg, self.world, path))
         self.reporter.conclude(state, reached)
 
     def train(self) -> bool:
@@ -152,7 +158,6 @@ class Run:
         """A save that is under way ends first."""
         if self.saver:
             self.saver.wait()
-        self.watch.close()
 
     def evaluates(self) -> bool:
         """Whether the validation loss is wanted now."""

@@ -63,10 +63,10 @@ class Reporter:
 
         What came after the checkpoint is cut off: it will come again, the same.
         """
-        names = ("metrics.jsonl", "eval.jsonl")
-        trained, evaluated = parallel.together(
-            lambda: [cut(self.folder / name, samples) for name in names] if self.speaks else [[], []]
-        )
+        paths = [self.folder / name for name in ("metrics.jsonl", "eval.jsonl")] if self.speaks else []
+        kept = parallel.together(lambda: [records(path, samples) for path in paths])
+        parallel.together(lambda: [rewrite(path, own) for path, own in zip(paths, kept)])
+        trained, evaluated = kept or ([], [])
         self.train_curve = [(record["samples"], record["loss"]) for record in trained]
         self.val_curve = parallel.gather_objects([(record["samples"], record["val_loss"]) for record in evaluated])[0]
         self.log.disqualify("resumed_from_step", step, "resumed")
@@ -242,8 +242,8 @@ def table(result: Validation) -> str:
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
 
 
-def cut(path: Path, samples: int) -> list[dict]:
-    """Keep the records up to `samples` of a .jsonl file and return them; what came later will come again.
+def records(path: Path, samples: int) -> list[dict]:
+    """The records of a .jsonl file up to `samples`.
 
     Raises: Refusal for a damaged line, unless it is the last: a run that was killed may have left half a line.
     """
@@ -259,7 +259,11 @@ def cut(path: Path, samples: int) -> list[dict]:
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
                 raise Refusal(f"{path} line {number} is damaged; mend it or set run.dir to another folder") from None
+    return kept
+
+
+def rewrite(path: Path, kept: list[dict]) -> None:
+    """Cut off what came after these records."""
     partial = path.with_name(f".{path.name}")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     partial.replace(path)
-    return kept

@@ -162,6 +162,14 @@ def gather_objects(value: object) -> list:
     return values
 
 
+def is_restarted() -> bool:
+    """Whether torchrun has begun this job before. Collective.
+
+    The node that failed counts its restarts; those that only joined again do not.
+    """
+    return any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+
+
 def require_same(text: str, what: str) -> None:
     """Refuse to go on if a text, such as the config, differs between ranks."""
     texts = gather_objects(text)

@@ -33,15 +33,18 @@ class Claim:
     start: Path | None = None  # the checkpoint from which to go on
 
 
-def claim(cfg: Config) -> Claim:
-    """Take the run's folder. Raises: Refusal if another job has it, or it holds a run that cannot go on with cfg."""
+def claim(cfg: Config, restarted: bool) -> Claim:
+    """Take the run's folder. restarted: torchrun has begun this job before, and repeats its command.
+
+    Raises: Refusal if another job has it, or it holds a run that cannot go on with cfg.
+    """
     folder = config.run_dir(cfg)
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         try:
-            start = _start(cfg, folder)
+            start = _start(cfg, folder, restarted)
         except Refusal:
             _leave(folder, made)
             raise
@@ -79,10 +82,9 @@ def _lock(folder: Path) -> IO:
     return lock
 
 
-def _start(cfg: Config, folder: Path) -> Path | None:
+def _start(cfg: Config, folder: Path, restarted: bool) -> Path | None:
     """The checkpoint from which this config goes on in the folder; None to begin. Raises: Refusal."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if cfg.run.overwrite and not restarted:  # torchrun repeats the command of a run that broke off
+    if cfg.run.overwrite and not restarted:  # what it began itself is not to be overwritten
         _remove(folder)
         return None
     if not (folder / "config.toml").exists():

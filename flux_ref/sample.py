@@ -14,6 +14,8 @@ from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
 from flux_ref.parallel import World
 
+Decoder = Callable[[Tensor], list[np.ndarray]]
+
 
 def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     """The steps + 1 times from 1 to 0. shift: spend more of them near noise the more tokens there are.
@@ -27,32 +29,35 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
 
 
-def draw(net: nn.Module, val_set: ValSet, empty: Rows, cfg: Config, world: World, path: Path) -> str:
+def draw(net: nn.Module, decode: Decoder, val_set: ValSet, empty: Rows, cfg: Config, world: World, path: Path) -> str:
     """Draw pictures from captions into a grid; returns a line that says where. Collective, rank 0 writes.
 
     empty: the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
-    first cfg.sample.count stored with the validation set. Raises: Refusal for a file of cfg.sample.vae that is not one.
+    first cfg.sample.count stored with the validation set.
     """
-    decode = parallel.together(lambda: None if world.rank else _decoder(cfg, world.device))
     texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
     z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device)
-    if decode:
+    if world.rank == 0:
         pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
     is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
     note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
     return f"pictures: {path}{note}"
 
 
-def _decoder(cfg: Config, device: torch.device) -> Callable[[Tensor], list[np.ndarray]]:
-    """From latents to (3, H, W) pictures in [-1, 1]. Raises: Refusal."""
+def decoder(cfg: Config) -> Decoder:
+    """From latents to (3, H, W) pictures in [-1, 1]; weights wait in host memory until they are used.
+
+    Raises: Refusal for a file of cfg.sample.vae that is not one.
+    """
     if cfg.data.kind == "shapes":
         return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
     if not cfg.sample.vae:
         return lambda z_BCYX: list(preview(z_BCYX.cpu()).numpy())
-    autoencoder = vae.load(Path(cfg.sample.vae), device)
+    autoencoder = vae.load(Path(cfg.sample.vae))
 
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
         with torch.no_grad():
+            autoencoder.to(z_BCYX.device)
             return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
 
     return decode

@@ -416,7 +416,16 @@ ON_TWO_RANKS = {
 }
 
 
-@pytest.mark.parametrize("code, override, damage, words", ON_TWO_RANKS.values(), ids=ON_TWO_RANKS)
+QUICK = ("batch", "NaN on rank 1", "run exists")
+
+
+@pytest.mark.parametrize(
+    "code, override, damage, words",
+    [
+        pytest.param(*case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, case in ON_TWO_RANKS.items()
+    ],
+)
 def test_two_ranks_speak_once(code, override, damage, words, dataset):
     if damage:
         damage(dataset)

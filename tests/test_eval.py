@@ -257,6 +257,12 @@ def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate, opti
     assert all(word in line for word in words), line
 
 
+def test_what_pictures_need_is_looked_at_before_the_evaluation(run, evaluate, monkeypatch):
+    monkeypatch.setattr(eval_script, "validation_loss", None)
+    line = evaluate(*embeddings(run), "--vae=none.safetensors", code=2)
+    assert "autoencoder none.safetensors: " in line
+
+
 @pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32", "checkpoint"])
 def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate, name):
     for option in ("--all", "--checkpoint=5"):

@@ -285,6 +285,9 @@ def test_half_a_line_at_the_end_is_written_again(broken_off, whole, shapes_dir, 
     require_equal_runs(folder, whole)
 
 
+FILES = ("metrics.jsonl", "eval.jsonl")
+
+
 @pytest.mark.parametrize(
     "name, number, damage",
     [
@@ -297,10 +300,10 @@ def test_a_damaged_line_in_the_middle_is_refused_by_name(broken_off, shapes_dir,
     text = (folder / name).read_text().splitlines()
     text[number - 1] = damage
     (folder / name).write_text("\n".join([*text, ""]))
-    before = (folder / name).read_bytes()
+    before = [(folder / other).read_bytes() for other in FILES]
     assert called(folder, shapes_dir) == 2
     assert f"train.py: {folder / name} line {number} is damaged" in capsys.readouterr().err
-    assert (folder / name).read_bytes() == before
+    assert [(folder / other).read_bytes() for other in FILES] == before
     assert [storage.step_of(path) for path in storage.found(folder)] == [2, 4, 6]
 
 
@@ -374,10 +377,10 @@ def put(cfg: Config, state: str) -> Path:
     return folder
 
 
-def outcome(cfg: Config) -> str:
+def outcome(cfg: Config, restarted: bool = False) -> str:
     """What becomes of a claim: anew, from nothing, from a checkpoint, or the reason of its refusal."""
     try:
-        claimed = run_folder.claim(cfg)
+        claimed = run_folder.claim(cfg, restarted)
     except Refusal as refusal:
         assert "\n" not in str(refusal) and str(config.run_dir(cfg)) in str(refusal)
         return str(refusal)
@@ -425,10 +428,9 @@ def test_overwriting_begins_anew_whatever_the_folder_holds_and_spares_what_is_no
 
 
 @pytest.mark.parametrize("overrides", [{}, {"run__overwrite": True}, *({"run__resume": name} for name in RESUMES)])
-def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg, monkeypatch, overrides):
+def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg, overrides):
     put(cfg, "saved")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert outcome(config.replace(cfg, **overrides)) == "from step_000000004"
+    assert outcome(config.replace(cfg, **overrides), restarted=True) == "from step_000000004"
 
 
 def changed(key: str, value: object) -> object:
@@ -710,3 +712,13 @@ def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
     place = r"(start-up|the end of step \d+|validation batch \d+ after step \d+)"
     last = rf"rank {rank} hangs: frozen or gone, last seen at {place} after collective \d+.*;"
     assert re.fullmatch(rf"{last} the others wait in collective \d+ \([^()]+ of \[.*\]\) at {place}", line), line
+
+
+@pytest.mark.slow
+def test_a_rank_that_freezes_in_an_evaluation_is_named(whole, tmp_path):
+    endless = ("--run.hang_s=6", "--sample.captions=['a small red circle']", "--sample.steps=1000000")
+    with Job(tmp_path / "log", "eval.py", whole, *endless) as job:
+        assert job.until(lambda: "mean" in job.said), job.said
+        killing.send(job.ranks()[1], signal.SIGSTOP)
+        assert job.wait(timeout=60) != 0
+    assert re.findall(r"eval\.py: rank 1 hangs: frozen or gone, last seen at validation batch \d+ after", job.said)

@@ -353,6 +353,12 @@ def test_a_refusal_leaves_no_folder(run, capsys):
     assert "holds 45 samples, data.val_count=46 asks for 46" in capsys.readouterr().err
 
 
+def test_what_pictures_need_is_looked_at_before_training(run, capsys):
+    options = ("--data.kind=embeddings", "--data.train_count=0", "--data.val_count=0", "--sample.count=1")
+    assert not run("run", *options, "--sample.vae=none.safetensors", code=2).exists()
+    assert "autoencoder none.safetensors: " in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_a_run_is_kept_unless_it_may_be_overwritten(run, capsys):
     folder = run("run", "--train.max_samples=12")
     before = trained(folder)
