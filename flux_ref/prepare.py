@@ -106,6 +106,7 @@ def _module(name: str) -> tuple[Callable, Callable]:
 COMMANDS = {  # name: (what it does, its arguments and itself); imported when called, as their packages may be missing
     "shapes": ("captioned drawings with stand-in encoders, for the CPU", lambda: (add_arguments, run)),
     "mlcommons": ("the benchmark's preprocessed arrow folders to shards", lambda: _module("mlcommons")),
+    "images": ("pictures and captions to shards, through the real encoders", lambda: _module("images")),
     "verify": ("check a data set before a job relies on it", lambda: _module("verify")),
     "stage": ("copy a data set to every node's own disk", lambda: _module("stage")),
     "index": ("keep where samples lie in shards that other tools wrote", lambda: (add_index_arguments, run_index)),

@@ -14,9 +14,9 @@ LEVELS = (
     {"config", "flow", "shapes", "shards", "storage"},
     {"data", "mllog", "model", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
-    {"optim", "sample", "stopping", "watch", "weights"},
+    {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
-    {"checkpoint", "evaluate", "stage"},
+    {"checkpoint", "evaluate", "images", "stage"},
     {"metrics"},
     {"train", "eval"},
 )
