@@ -1,4 +1,4 @@
-"""The step benchmark: its report is whole and plausible. Times are not judged."""
+"""The benchmarks of a step and of feeding: their reports are whole and plausible. Times are not judged."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import MICRO, ROOT, data_overrides
 
-from bench import peers, step
+from bench import feed, feed_peers, peers, step
 from flux_ref import config, parallel
 from flux_ref.config import ModelConfig
 from flux_ref.model import parameter_table
@@ -96,3 +96,30 @@ def test_peers_are_refused_with_a_remedy(monkeypatch):
     monkeypatch.setattr(peers, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     with pytest.raises(peers.Refusal, match="needs the package diffusers; pip install diffusers"):
         peers.require(["diffusers"], cfg)
+
+
+@pytest.mark.parametrize("peers", [[], ["--peers", "webdataset"]], ids=["alone", "peers"])
+def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys, peers):
+    path = tmp_path / "new" / "report.json"
+    options = ["--samples", "96", "--rounds", "2", "--workers", "1,2", "--flat", "640", "--folder", str(tmp_path)]
+    assert feed.main([*options, "--config", str(MICRO), "--json", str(path), *peers]) == 0
+    report = json.loads(path.read_text())
+    assert {"command", "commit", "dirty", "cores", "file_system", "load_average"} <= report.keys()
+    names = ["pread", "unscanned", "read", "feed", *peers[1:]]
+    for cache in ("warm", "cold"):
+        assert list(report["rates"][cache]) == names
+        for ways in report["rates"][cache].values():
+            assert list(ways) == ["1", "2"]
+            for found in ways.values():
+                low, high = found["share_quartiles"]
+                assert found["samples_per_s"] > 0 and 0 < low <= found["share_of_pread"] <= high
+    assert report["flat"]["samples"] == 640 and report["flat"]["first_mb"] > 10
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*names, "8 GPUs at 40 samples/s each", "MB resident"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["new"], "the samples are gone"
+
+
+def test_a_feed_that_cannot_be_measured_is_refused():
+    for options in (["--samples", "33"], ["--rounds", "1"], ["--workers", "0"], ["--peers", "no_such"]):
+        with pytest.raises(feed_peers.Refusal, match=options[1]):
+            feed.parse(options)

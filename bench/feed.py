@@ -1,0 +1,324 @@
+"""How fast samples come from the disk into a batch, against a bare read and other pipelines; see bench/README.md.
+
+    python -m bench.feed                                            1,920 samples of full size, 4.2 GB
+    python -m bench.feed --peers webdataset,energon --json bench/results/NAME.json
+    python -m bench.feed --samples 10000 --folder /mnt/nvme
+
+--samples N (1920) per pass; --rounds N (5) in which the contenders take turns; --workers LIST (1,2,4); --cold=false
+leaves out the passes whose data have been dropped from the page cache; --flat N (20000) samples over which memory is
+watched; --folder DIR (the system's folder for temporary files) needs 2.2 MB per sample. Linux only.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bench import feed_peers
+from bench.checkpoint import rss_mb
+from bench.peers import quartiles
+from bench.step import device_name, git
+from flux_ref import cli, config, draws, shard_writer, shards
+from flux_ref.config import Config
+from flux_ref.data import TrainSet
+from flux_ref.errors import Refusal
+
+BATCH = 32
+PER_SHARD = 40  # so that every process of the peers has shards of its own
+GPUS, PER_GPU = 8, 40  # samples/s that a node of fast ones takes
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.feed", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--samples", type=int, default=1920)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--cold", choices=("true", "false"), default="true")
+    parser.add_argument("--flat", type=int, default=20_000)
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--config", help="whose model's sizes to use (default: FLUX.1-schnell's)")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    if args.samples < 2 * BATCH or args.samples % BATCH or args.rounds < 2 or min(args.workers) < 1:
+        raise Refusal(
+            f"--samples={args.samples} must be a multiple of {BATCH} from {2 * BATCH} on,"
+            f" --rounds={args.rounds} at least 2, --workers={args.workers} at least 1"
+        )
+    feed_peers.require(args.peers)
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    cfg = config.load(args.config) if args.config else Config()
+    stride = shards.layout(cfg.model).stride
+    with tempfile.TemporaryDirectory(prefix="bench_feed_", dir=args.folder) as folder:
+        free = shutil.disk_usage(folder).free
+        if free < 2 * args.samples * stride:
+            raise Refusal(f"{folder} has {free / 1e9:.1f} GB free, want {2e-9 * args.samples * stride:.1f}")
+        root = Path(folder)
+        make(root, cfg, args.samples)
+        report = environment(argv, root) | {"sample_bytes": stride, "samples": args.samples, "batch": BATCH}
+        report |= Race(root, cfg, args).run()
+    print(table(report))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def make(root: Path, cfg: Config, count: int) -> None:
+    """root/train and root/empty_encodings, of random finite values."""
+    layout, rng = shards.layout(cfg.model), np.random.default_rng(0)
+    members = {name: rng.integers(0, 0x4000, shape, np.uint16) for name, shape in layout.shapes.items()}
+    samples = (shard_writer.Sample(members) for _ in tqdm(range(count), desc="making samples", leave=False))
+    shard_writer.write(root / "train", samples, "train", PER_SHARD)
+    (root / "empty_encodings").mkdir()
+    for name in ("t5", "clip"):
+        np.save(root / "empty_encodings" / f"{name}_empty.npy", members[name])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the data: seconds, and seconds of work by all threads and processes."""
+
+    s: float
+    cpu_s: float
+
+
+Contender = Callable[[int], Pass]  # of the number of workers
+
+
+class Race:
+    """The contenders take turns; who goes first changes from round to round."""
+
+    def __init__(self, root: Path, cfg: Config, args: argparse.Namespace):
+        self.args, self.folder = args, root / "train"
+        values = {"data__kind": "embeddings", "data__train": str(self.folder), "data__train_count": 0}
+        self.cfg = config.replace(cfg, train__global_batch=BATCH, **values)
+        self.set = TrainSet(self.cfg, 0, 1, pin=torch.accelerator.is_available())
+        self.set.open()
+        # A flat buffer as large as those of the feed, so that all contenders fill the same amount of memory.
+        self.flat = np.zeros((BATCH * self.cfg.data.prefetch, self.set.shards.layout.stride), np.uint8)
+        self.order = draws.order(self.cfg.train.seed, 0, args.samples)
+        self.contenders: dict[str, Contender] = {
+            "pread": self.pread,
+            "unscanned": self.unscanned,
+            "read": self.read,
+            "feed": self.feed,
+        }
+        for name in args.peers:
+            self.contenders[name] = lambda workers, name=name: self.peer(name, workers)
+
+    def run(self) -> dict:
+        """Everything that is reported."""
+        rates = {"warm": self.rounds(self.warm)}
+        if self.args.cold == "true":
+            rates["cold"] = self.rounds(self.set.shards.evict)
+        return {"rounds": self.args.rounds, "rates": rates, "flat": self.flatness()}
+
+    def rounds(self, before: Callable[[], None]) -> dict:
+        """{contender: {workers: figures}}; `before` runs ahead of every pass."""
+        found: dict[str, dict[int, list[Pass]]] = {name: {w: [] for w in self.args.workers} for name in self.contenders}
+        for number in range(self.args.rounds):
+            names = list(self.contenders)
+            for name in names if number % 2 else names[::-1]:
+                for workers in self.args.workers:
+                    before()
+                    found[name][workers].append(self.contenders[name](workers))
+        return {
+            name: {str(w): self.figures(passes, found["pread"][1 if 1 in ways else w]) for w, passes in ways.items()}
+            for name, ways in found.items()
+        }
+
+    def figures(self, passes: list[Pass], bare: list[Pass]) -> dict:
+        """Medians; share: of the rate of a bare read by one worker in the same round."""
+        count = self.args.samples
+        shares = [one.s / own.s for one, own in zip(bare, passes)]
+        return {
+            "ms_per_sample": 1e3 * statistics.median(one.s for one in passes) / count,
+            "cpu_ms_per_sample": 1e3 * statistics.median(one.cpu_s for one in passes) / count,
+            "samples_per_s": count / statistics.median(one.s for one in passes),
+            "share_of_pread": statistics.median(shares),
+            "share_quartiles": quartiles(shares),
+        }
+
+    def warm(self) -> None:
+        """Bring all of it into the page cache."""
+        for path in self.set.shards.paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(self.flat):
+                    pass
+
+    def timed(self, work: Iterator[None]) -> Pass:
+        """Exhaust an iterator. cpu_s counts processes too, once they have ended."""
+        begin, cpu = time.perf_counter(), cpu_seconds()
+        for _ in work:
+            pass
+        seconds = time.perf_counter() - begin
+        return Pass(seconds, cpu_seconds() - cpu)
+
+    def shared(self, one: Callable[[int, int], object], workers: int) -> Pass:
+        """one(position, row) of every sample by so many threads."""
+        rows = len(self.flat)
+
+        def share(worker: int) -> None:
+            for position in range(worker, self.args.samples, workers):
+                one(int(self.order[position]), position % rows)
+
+        with ThreadPoolExecutor(workers) as pool:
+            return self.timed(pool.map(share, range(workers)))
+
+    def pread(self, workers: int) -> Pass:
+        """The same bytes in the same order, and nothing else."""
+        held, rows = self.set.shards, [memoryview(row) for row in self.flat]
+        stride = held.layout.stride
+
+        def one(sample: int, row: int) -> None:
+            shard, position = divmod(sample, PER_SHARD)
+            os.preadv(held.descriptors[shard], [rows[row]], position * stride)
+
+        return self.shared(one, workers)
+
+    def read(self, workers: int) -> Pass:
+        """Our reader: headers and every value checked, members in their rows; no draws."""
+        rows = [
+            {name: buffer.rows[name][i] for name in shards.MEMBERS} for buffer in self.set.buffers for i in range(BATCH)
+        ]
+        return self.shared(lambda sample, row: self.set.shards.read(sample, rows[row]), workers)
+
+    def unscanned(self, workers: int) -> Pass:
+        """The same but for the look at every value for NaN, to see what that costs."""
+        with mock.patch.object(shards, "_not_finite", lambda bits: False):
+            return self.read(workers)
+
+    def feed(self, workers: int) -> Pass:
+        """Batches as training takes them: read, checked and with their draws."""
+        self.set.cfg = config.replace(self.cfg, data__workers=workers)
+        feed = self.set.feed(0)
+        try:
+            return self.timed(self.batches(feed, self.args.samples // BATCH))
+        finally:
+            feed.close()
+
+    @staticmethod
+    def batches(feed: object, count: int) -> Iterator[None]:
+        for _ in range(count):
+            feed.give_back(feed.take())
+            yield
+
+    def peer(self, name: str, workers: int) -> Pass:
+        """Another pipeline's batches, once it is under way. Its processes' work is known when they have ended."""
+        cpu, first, count = cpu_seconds(), workers * feed_peers.AHEAD, self.args.samples // BATCH
+        with feed_peers.PEERS[name](self.folder, BATCH, workers) as batches:
+            for _ in range(first):  # what has been read ahead does not count
+                next(batches)
+            one = self.timed(next(batches) for _ in range(count))
+        del batches
+        gc.collect()
+        return Pass(one.s, (cpu_seconds() - cpu) * count / (first + count + first))  # as much lies ahead in the end
+
+    def flatness(self) -> dict:
+        """Resident memory while the feed hands out --flat samples; the first tenth is a warm-up."""
+        if not self.args.flat:
+            return {}
+        self.set.cfg = config.replace(self.cfg, data__workers=2)
+        feed, sizes, count = self.set.feed(0), [], self.args.flat // BATCH
+        try:
+            for number in tqdm(range(count), desc="watching memory", unit=" batches", leave=False):
+                feed.give_back(feed.take())
+                if number >= count // 10:
+                    sizes.append(rss_mb())
+        finally:
+            feed.close()
+        slope = statistics.linear_regression(range(len(sizes)), sizes).slope / BATCH
+        return {"samples": self.args.flat, "first_mb": sizes[0], "last_mb": sizes[-1], "kb_per_1000": 1e6 * slope}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its ended children."""
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def environment(argv: list[str], root: Path) -> dict:
+    """What is needed to repeat or to doubt the figures."""
+    return {
+        "command": f"python -m bench.feed {shlex.join(argv)}".strip(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "peers": feed_peers.versions(),
+        "device": device_name(torch.device("cpu")),
+        "cores": os.cpu_count(),
+        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "file_system": file_system(root),
+        "load_average": os.getloadavg()[0],  # of the minute before: others at work
+    }
+
+
+def file_system(path: Path) -> str:
+    """The kind of the file system that holds a path, from the longest mount point above it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((m for m in mounts if path.resolve().is_relative_to(m[0])), key=lambda m: len(m[0]))[1]
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    mb = report["sample_bytes"] / 1e6
+    lines = [
+        report["command"],
+        f"  commit    {(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
+        f"  machine   {report['cores']} cores, {report['device']}, {report['file_system']}, load"
+        f" {report['load_average']:.1f}",
+        f"  data      {report['samples']} samples of {mb:.2f} MB",
+    ]
+    for cache, contenders in report["rates"].items():
+        for name, ways in contenders.items():
+            for workers, found in ways.items():
+                lines.append(
+                    f"  {cache}  {name:<11} {workers} worker{'s' if workers != '1' else ' '}"
+                    f"  {found['samples_per_s']:7.0f} samples/s  {found['samples_per_s'] * mb / 1e3:5.2f} GB/s"
+                    f"  {found['ms_per_sample']:.3f} ms, {found['cpu_ms_per_sample']:.3f} of work"
+                    f"  {100 * found['share_of_pread']:4.0f} % of a bare read"
+                )
+    first = next(iter(report["rates"]["warm"]["feed"].values()))
+    need = GPUS * PER_GPU
+    lines.append(
+        f"  {GPUS} GPUs at {PER_GPU} samples/s each: {need * mb / 1e3:.2f} GB/s from storage and"
+        f" {need * first['cpu_ms_per_sample'] / 1e3:.2f} cores"
+    )
+    if flat := report["flat"]:
+        lines.append(
+            f"  memory    {flat['first_mb']:.1f} to {flat['last_mb']:.1f} MB resident over {flat['samples']} samples,"
+            f" {flat['kb_per_1000']:+.1f} kB per 1,000"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.feed", __doc__, main, sys.argv[1:]))
