@@ -2,12 +2,16 @@
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import webdataset
 from conftest import MICRO
+from killing import what_counts
+from test_train import called
 
 from flux_ref import config, shard_writer, shards, tar_index
 from flux_ref.errors import Refusal
@@ -230,3 +234,44 @@ def test_two_members_of_a_kind_and_missing_ones_are_refused(tmp_path, layout):
                 archive.addfile(entry, io.BytesIO(content))
         with pytest.raises(tar_index.NotOurs, match=words):
             tar_index.walk(path, layout.payload_bytes)
+
+
+# Training
+
+
+def as_energon(source: Path, root: Path) -> tuple[Path, Path]:
+    """A root with both splits and .nv-meta."""
+    for split in ("train", "val"):
+        shutil.copytree(source / split, root / "data" / split)
+    describe(root / "data", {split: [f"{split}/shard_{{000000..000000}}.tar"] for split in ("train", "val")})
+    return root / "data", root / "data"
+
+
+def as_webdataset(source: Path, root: Path) -> tuple[Path, Path]:
+    """Plain shards that webdataset wrote: sorted members, keys that come again in the other split."""
+    for split in ("train", "val"):
+        found = webdataset.WebDataset(str(source / split / "shard_000000.tar"), shardshuffle=False)
+        (root / split).mkdir()
+        with webdataset.TarWriter(str(root / split / "a.tar")) as writer:
+            for number, one in enumerate(found):
+                members = {name: content for name, content in one.items() if not name.startswith("__")}
+                writer.write({"__key__": f"{number:08d}", **members})
+    return root / "train", root / "val"
+
+
+def as_it_is(source: Path, root: Path) -> tuple[Path, Path]:
+    return source / "train", source / "val"
+
+
+def test_training_does_not_depend_on_the_format(shapes_dir, tmp_path):
+    found = []
+    for convert in (as_it_is, as_energon, as_webdataset):
+        root = tmp_path / convert.__name__
+        root.mkdir()
+        train, val = convert(shapes_dir, root)
+        data = (f"--data.train={train}", f"--data.val={val}", f"--data.empty={shapes_dir}/empty_encodings")
+        run = root / "run"
+        assert called("train.py", MICRO, "--data.kind=embeddings", *data, f"--run.dir={run}") == 0
+        found.append(what_counts(run))
+    assert found[0]["eval.jsonl"][-1]["count"] == 45
+    assert found[1] == found[0] and found[2] == found[0]
