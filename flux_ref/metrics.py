@@ -210,7 +210,6 @@ class Reporter:
 
 def blame(ranks: list[list[float]], global_batch: int) -> str | None:
     """What to say, given the first bad loss and the first bad norm of each rank; None if all was finite."""
-    # After the first bad step every rank's loss is bad, so the earliest one tells whose data it was.
     bad = [(int(loss_step), rank) for rank, (loss_step, _) in enumerate(ranks) if loss_step != NEVER]
     norm_step = int(ranks[0][1])
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):

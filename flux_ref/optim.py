@@ -1,4 +1,4 @@
-"""AdamW and gradient clipping on this rank's shards: one collective, no host sync."""
+"""AdamW and gradient clipping on this rank's shards: one collective, one kernel, no host sync."""
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,7 @@ from flux_ref.config import OptimConfig
 from flux_ref.parallel import World, named_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class ShardedAdamW:
@@ -33,14 +34,20 @@ class ShardedAdamW:
         )
 
     def step(self) -> Tensor:
-        """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar."""
+        """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar.
+
+        A norm that is not finite changes neither weights nor moments; `step.Health` remembers it.
+        """
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
         # Replicas hold equal gradients; summing over all ranks gives all of them the same bits of the norm.
         squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.shards, self.clip_norm, norm)
+        # The fused kernel divides gradients by the one and does nothing where the other is 1: clipping takes no pass
+        # over memory, and the check no host sync. torch.amp.GradScaler speaks to it in the same way.
+        self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
+        self.adamw.found_inf = norm.isfinite().logical_not().float()
         self.adamw.step()
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None

@@ -180,7 +180,25 @@ def optimizer(cfg: Config, world: World) -> dict:
             parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
         opt.lr.fill_(cfg.optim.lr)
         norms.append(float(opt.step()))
-    return {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
+    found = {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
+    return found | spoiled_step(net, opt, world)
+
+
+def spoiled_step(net: Flux, opt: ShardedAdamW, world: World) -> dict:
+    """A step whose gradient holds a NaN on the last rank: its norm, and what it has moved."""
+
+    def everything() -> list[Tensor]:
+        moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
+        return [tensor.clone() for tensor in (*moments, *whole(net).values())]
+
+    for parameter in net.parameters():
+        parameter.grad = distribute_tensor(torch.ones(parameter.shape), parameter.device_mesh, parameter.placements)
+        local = parameter.grad.to_local()
+        if world.rank == world.size - 1 and local.numel():
+            local.view(-1)[0] = math.nan
+    before, norm = everything(), float(opt.step())
+    moved = sum(not torch.equal(new, old) for new, old in zip(everything(), before))
+    return {"norm with a NaN": norm, "moved by a NaN": moved}
 
 
 def validation(cfg: Config, world: World) -> dict:
@@ -248,7 +266,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     found["infinite norm"] = of_all(complaint(health))
 
     health = Health(world.device)
-    for step in range(STEPS):  # the weights of all ranks are NaN from step 1 on, and so are later losses
+    for step in range(STEPS):  # step 1 changes no weight, so later losses are sound again
         parallel.to_device(feed, batch)
         if step == 1 and world.rank == world.size - 1:
             batch["mean"][0] = math.nan

@@ -205,6 +205,12 @@ def test_sharded_adamw_equals_torchs_adamw_with_clipping(measured, micro, shapes
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(measured, size):
+    found = measured(size)["optimizer"]
+    assert math.isnan(found["norm with a NaN"]) and found["moved by a NaN"] == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_optimizer_and_net_share_storage_after_training(measured, size):
     assert measured(size)["base"]["storage shared"]
 
@@ -228,7 +234,7 @@ def test_health_of_a_sound_run_is_spotless(measured):
 
 def test_health_flags_name_step_and_rank_of_a_bad_loss(measured):
     losses = [flags[1] for flags in measured(3)["reporting"]["flags"]]
-    assert losses == [2, 2, 1], "the bad batch was the last rank's at step 1; the next step spoils all"
+    assert losses == [NEVER, NEVER, 1], "the bad batch was the last rank's, and it spoiled no weight"
 
 
 def test_every_rank_names_the_first_bad_step_and_its_rank(measured):
