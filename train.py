@@ -15,7 +15,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, cli, config, parallel, prepare, run_folder, sample, schedule, weights
+from flux_ref import checkpoint, cli, config, parallel, prepare, rules, run_folder, sample, schedule, weights
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate
@@ -33,7 +33,7 @@ from flux_ref.watch import Watch
 def main(argv: list[str]) -> int:
     cfg = config.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
     world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
-    config.validate_world(cfg, world.size)
+    rules.validate_world(cfg, world.size)
     parallel.require_same(config.dump(cfg), "config")
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.peers import quartiles
 from bench.step import Clock, environment, run_steps
-from flux_ref import cli, config, parallel, storage
+from flux_ref import cli, config, parallel, rules, storage
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=args.folder) as folder:
         cfg = config.load(args.config, overrides)
         world = parallel.start(cfg.parallel)
-        config.validate_world(cfg, world.size)
+        rules.validate_world(cfg, world.size)
         folder = parallel.gather_objects(folder)[0]  # one for all ranks
         report = environment(cfg, world, argv)
         report["command"] = report["command"].replace("bench.step", "bench.checkpoint")

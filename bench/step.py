@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers
-from flux_ref import cli, config, parallel, prepare, schedule
+from flux_ref import cli, config, parallel, prepare, rules, schedule
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Batch, Feed, TrainSet, allocate
 from flux_ref.errors import Fault, Refusal
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     cfg = config.load(args.config, overrides)
     peers.require(args.peers, cfg)
     world = parallel.start(cfg.parallel)
-    config.validate_world(cfg, world.size)
+    rules.validate_world(cfg, world.size)
     if args.peers and world.size > 1:
         raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)

@@ -1,4 +1,4 @@
-"""Every knob of a run, with its unit and default; strict loading, overriding, checking and dumping.
+"""Every knob of a run, with its unit and default; strict loading, overriding and dumping. rules.py checks them.
 
 A config is a TOML file that holds differences from the defaults below, then `--section.key=value` overrides.
 Unknown keys, wrong types and impossible combinations are refused. Nothing edits a config after `load`.
@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from flux_ref import rules
 from flux_ref.errors import Refusal
 
 
@@ -129,6 +130,13 @@ class ParallelConfig:
     reduce_dtype: str = "fp32"  # of the gradient reduction
     reshard_after_forward: bool = True  # free a region's gathered weights until its backward
     compile: bool = False  # torch.compile of each region
+    activation_budget: float = 1.0  # with compile: share of the activations kept for backward, 0 to 1
+    recompute: str = "none"  # without compile: keep only the input of each block or region for backward
+    forward_prefetch: int = 0  # regions gathered ahead on the host's word, beyond the one that FSDP2 gathers anyway
+    separate_reduce_scatter: bool = False  # reduce gradients in a group of its own, beside gathering (torch 2.13)
+    attention: str = (
+        "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: cudnn on Hopper and later, else flash
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,29 +176,12 @@ class Config:
 
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
-CHOICES = {
-    "run.resume": ("auto", "must", "never"),
-    "eval.noise": ("fresh", "fixed"),
-    "data.kind": ("embeddings", "shapes"),
-    "parallel.dtype": ("bf16", "fp32"),
-    "parallel.reduce_dtype": ("bf16", "fp32"),
-    "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
-    "mllog.submission_division": ("closed", "open"),
-}
 # What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
 MAY_DIFFER = (
     *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "sample", "mllog")),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.permuted_captions"),
     *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
-    *("parallel.replicate", "parallel.region_blocks", "parallel.reshard_after_forward", "parallel.compile"),
-)
-POSITIVE = (
-    *("model.hidden", "model.heads", "model.double_blocks", "model.single_blocks", "model.mlp_ratio"),
-    *("model.rope_theta", "model.text_tokens", "model.t5_dim", "model.clip_dim"),
-    *("model.latent_channels", "model.latent_height", "model.latent_width"),
-    *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
-    *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
-    *("parallel.region_blocks", "sample.steps"),
+    *(key for key in TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
 )
 
 
@@ -240,67 +231,6 @@ def from_flat(name: str, values: dict[str, object]) -> Config:
 def replace(cfg: Config, **values: object) -> Config:
     """A checked copy with other values; keys are written section__key."""
     return from_flat(cfg.name, flat(cfg) | {key.replace("__", "."): value for key, value in values.items()})
-
-
-def validate(cfg: Config) -> None:
-    """Rules that need no knowledge of the machine. Raises: Refusal."""
-    values = flat(cfg)
-    for key, choices in CHOICES.items():
-        if values[key] not in choices:
-            raise Refusal(f"{key}={values[key]!r} is not one of {', '.join(choices)}")
-    for key in POSITIVE:
-        if values[key] <= 0:
-            raise Refusal(f"{key}={values[key]} must be greater than 0")
-    for key, value in values.items():
-        if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
-            raise Refusal(f"{key}={value} must be a finite number that is not negative")
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
-                raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")
-    if not cfg.train.caption_drop <= 1:
-        raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
-    if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
-        raise Refusal("optim.beta1 and optim.beta2 must be below 1")
-    _validate_model(cfg.model)
-    if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
-        raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
-    if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
-        raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
-    if cfg.data.kind != "shapes" and cfg.sample.captions:
-        raise Refusal(
-            "sample.captions needs data.kind=shapes, whose encoders are here; sample.count draws stored captions"
-        )
-    if cfg.data.kind == "shapes" and cfg.sample.vae:
-        raise Refusal(
-            f"sample.vae={cfg.sample.vae} decodes FLUX's latents; those of data.kind=shapes have a codec of their own"
-        )
-
-
-def _validate_model(model: ModelConfig) -> None:
-    if model.hidden % model.heads:
-        raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
-    if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
-        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must be three even numbers")
-    if sum(model.rope_axes) != model.head_dim:
-        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
-    if model.latent_height % 2 or model.latent_width % 2:
-        raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
-
-
-def validate_world(cfg: Config, world_size: int) -> None:
-    """Rules that tie the config to the number of ranks. Raises: Refusal."""
-    train, replicate = cfg.train, cfg.parallel.replicate
-    chunk = world_size * max(1, train.micro_batch)
-    if train.global_batch % chunk:
-        low = train.global_batch // chunk * chunk
-        usable = f"{low} or {low + chunk}" if low else f"{chunk}"
-        micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
-        raise Refusal(
-            f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
-            f"{', or another micro_batch' if micro else ''}"
-        )
-    if replicate and world_size % replicate:
-        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
 
 
 def micro_batch(cfg: Config, world_size: int) -> int:
@@ -370,7 +300,7 @@ def _build(name: str, values: dict[str, object]) -> Config:
         section, field_name = key.split(".")
         sections[section][field_name] = _typed(key, value)
     cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
-    validate(cfg)
+    rules.validate(cfg, flat(cfg))
     return cfg
 
 

@@ -51,7 +51,8 @@ class Reporter:
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {world.device.type} ({mesh}), {cfg.parallel.dtype}, torch {torch.__version__}\n"
+            f"  ranks   {world.size} x {world.device.type} ({mesh}), {cfg.parallel.dtype}, torch {torch.__version__},"
+            f" attention: {world.attention}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flux_ref import draws
+from flux_ref import draws, regions
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.data import Batch, Feed
 from flux_ref.errors import Refusal
@@ -33,6 +32,7 @@ from flux_ref.model import Flux, initialiser
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
+FAST_CUDNN = 91500
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -45,6 +45,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    attention: str  # which kernel; "torch's choice" on the CPU
 
     @property
     def replicas(self) -> int:
@@ -85,7 +86,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     else:  # the inner dimension is contiguous: shard inside a node, replicate across
         mesh = init_device_mesh(device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
-    return World(rank, size, device, mesh)
+    return World(rank, size, device, mesh, choose_attention(cfg.attention, device))
 
 
 def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
@@ -123,6 +124,24 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def choose_attention(kind: str, device: torch.device) -> str:
+    """Allow scaled_dot_product_attention one kernel, so that none takes its place unnoticed; returns its name.
+
+    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention.
+    """
+    if device.type == "cpu":
+        return "torch's choice"
+    if kind == "auto":
+        is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+        kind = "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
+    switches = torch.backends.cuda  # for ROCm too
+    switches.enable_cudnn_sdp(kind == "cudnn")
+    switches.enable_flash_sdp(kind == "flash")
+    switches.enable_mem_efficient_sdp(kind == "efficient")
+    switches.enable_math_sdp(kind == "math")
+    return kind
 
 
 def stop() -> None:
@@ -219,25 +238,6 @@ def gather(tensor: Tensor) -> list[list[float]]:
     return torch.stack(parts).tolist()
 
 
-class Region(nn.Module):
-    """Consecutive blocks that act as one: one FSDP unit and one compiled graph."""
-
-    def __init__(self, blocks: list[nn.Module]):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)  # numbered from 0, so that equal regions share one compiled graph
-
-    def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
-        for block in self.blocks:
-            streams = block(streams, vec_BD, rope_SR2)
-        return streams
-
-
-def regions(blocks: nn.ModuleList, region_blocks: int) -> nn.ModuleList:
-    """The blocks in regions of region_blocks; the last may be shorter."""
-    starts = range(0, len(blocks), region_blocks)
-    return nn.ModuleList(Region(list(blocks[start : start + region_blocks])) for start in starts)
-
-
 def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by BFL's names, whatever the regions of the net."""
     inside = re.compile(r"^((?:double|single)_blocks)\.(\d+)\.blocks\.(\d+)")
@@ -263,29 +263,21 @@ def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
 
     Master weights stay fp32; each unit is gathered in cfg.dtype and its gradients reduced in cfg.reduce_dtype.
     """
-    net.double_blocks = regions(net.double_blocks, cfg.region_blocks)
-    net.single_blocks = regions(net.single_blocks, cfg.region_blocks)
+    net.double_blocks = regions.regions(net.double_blocks, cfg)
+    net.single_blocks = regions.regions(net.single_blocks, cfg)
+    units = [*net.double_blocks, *net.single_blocks]
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.dtype],
         reduce_dtype=DTYPES[cfg.reduce_dtype],
         cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
     )
-    for region in (*net.double_blocks, *net.single_blocks):
-        if cfg.compile:
-            _require_compiler(world.device)
-            # Each shape of region (two kinds, a shorter last one) has a graph per mode and batch shape.
-            torch._dynamo.config.recompile_limit = 64
-            region.compile(fullgraph=True, dynamic=False)
-        fully_shard(region, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
+    if cfg.compile:
+        regions.compile_all(units, cfg, world.device)
+    for unit in units:
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(net, mesh=world.mesh, mp_policy=policy)
+    regions.overlap(net, units, cfg)
     return net
-
-
-def _require_compiler(device: torch.device) -> None:
-    if device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        raise Refusal(
-            "parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false"
-        )
 
 
 def materialise(net: Flux, world: World, seed: int | None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import draws, latents, parallel, pictures, shapes, shards, vae
+from flux_ref import draws, latents, parallel, pictures, regions, shapes, shards, vae
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
 from flux_ref.parallel import World
@@ -36,7 +36,8 @@ def draw(net: nn.Module, decode: Decoder, val_set: ValSet, empty: Rows, cfg: Con
     first cfg.sample.count stored with the validation set.
     """
     texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
-    z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device)
+    with regions.uncompiled(cfg.parallel):
+        z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device)
     if world.rank == 0:
         pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
     is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flux_ref import flow, parallel, schedule
+from flux_ref import flow, parallel, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, synthetic
 from flux_ref.errors import Fault
@@ -106,3 +106,5 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
         raise Fault(
             "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"
         )
+    if cfg.parallel.compile and cfg.train.synthetic_steps:
+        regions.forbid_recompilation()

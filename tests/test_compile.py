@@ -4,10 +4,10 @@ import pytest
 import torch
 from conftest import MICRO
 
-from flux_ref import config, parallel, schedule
+from flux_ref import config, parallel, regions, schedule
 from flux_ref.data import synthetic
 from flux_ref.optim import ShardedAdamW
-from flux_ref.step import Health, State, train_step, validation_step
+from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +42,31 @@ def test_compiled_equals_eager_with_four_graphs(region_blocks):
     # Double and single regions, with and without gradients; depth adds none.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same():
+    cfg = config.replace(config.load(MICRO), parallel__compile=True)
+    world = parallel.start(cfg.parallel)
+    try:
+        net = parallel.build(cfg, world, seed=3)
+        state = State(net, ShardedAdamW(net, cfg.optim, world))
+        batch, val_batch = (synthetic(cfg.model, rows) for rows in (12, 8))
+        warm_up(state, batch, val_batch, cfg)
+        train_step(net, state.opt, batch, Health(world.device), cfg)
+        sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+        validation_step(net, val_batch, sums, cfg)
+        with regions.uncompiled(cfg.parallel):
+            validation_step(net, synthetic(cfg.model, 3), sums, cfg)
+        with pytest.raises(RuntimeError, match="recompile"):
+            validation_step(net, synthetic(cfg.model, 5), sums, cfg)
+    finally:
+        torch.compiler.set_stance("default")
+        parallel.stop()
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_a_smaller_activation_budget_changes_no_number(budget):
+    eager, _ = run()
+    torch._dynamo.reset()
+    losses, _ = run(parallel__compile=True, parallel__activation_budget=budget)
+    assert losses == pytest.approx(eager, rel=1e-5)

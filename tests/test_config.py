@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import MICRO, ROOT
 
-from flux_ref import config
-from flux_ref.config import CHOICES, POSITIVE, SECTIONS, TYPES, Config
+from flux_ref import config, rules
+from flux_ref.config import SECTIONS, TYPES, Config
 from flux_ref.errors import Refusal
+from flux_ref.rules import CHOICES, POSITIVE
 
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 NUMBERS = [key for key, kind in TYPES.items() if kind in (int, float)]
@@ -50,7 +51,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
 
 
 def test_the_defaults_are_valid_and_a_file_without_keys_gives_them(tmp_path):
-    config.validate(Config())
+    rules.validate(Config(), config.flat(Config()))
     assert loaded(tmp_path, "# nothing\n") == Config(name="some")
 
 
@@ -271,7 +272,7 @@ def test_no_number_may_be_negative_and_some_not_zero(key, tmp_path):
     if key in POSITIVE:
         assert refusal(tmp_path, f"{key} = 0") == f"{key}={TYPES[key](0)} must be greater than 0"
     else:
-        config.replace(Config(), **{key.replace(".", "__"): 0})
+        config.replace(Config(), parallel__compile=True, **{key.replace(".", "__"): 0})
 
 
 @pytest.mark.parametrize("key", [key for key in NUMBERS if TYPES[key] is float])
@@ -286,7 +287,7 @@ def test_a_choice_is_one_of_those_named(key, tmp_path):
     shapes = "data.train_count = 1\ndata.val_count = 1\n"  # what data.kind=shapes also needs
     for choice in CHOICES[key]:
         assert config.flat(loaded(tmp_path, shapes + f'{key} = "{choice}"'))[key] == choice
-    for wrong in ("", CHOICES[key][0].upper() + " ", "none"):
+    for wrong in ("", CHOICES[key][0].upper() + " ", "nothing"):
         assert refusal(tmp_path, f'{key} = "{wrong}"') == f"{key}={wrong!r} is not one of {', '.join(CHOICES[key])}"
 
 
@@ -352,19 +353,19 @@ def test_a_batch_that_ranks_and_micro_batches_divide_is_taken_and_any_other_refu
     for batch, micro, ranks in itertools.product(range(1, 50), (0, 1, 2, 3, 5, 8), (1, 2, 3, 4, 6, 8)):
         cfg = with_batch(batch, micro)
         if batch % (ranks * max(1, micro)) == 0:
-            config.validate_world(cfg, ranks)
+            rules.validate_world(cfg, ranks)
             micro_batches = batch / ranks / config.micro_batch(cfg, ranks)
             assert micro_batches == int(micro_batches) >= 1
             continue
         with pytest.raises(Refusal) as error:
-            config.validate_world(cfg, ranks)
+            rules.validate_world(cfg, ranks)
         message = str(error.value)
         assert f"train.global_batch={batch}" in message and f"{ranks} ranks" in message
         assert (f"train.micro_batch={micro}" in message) == bool(micro)
         usable = [int(number) for number in re.search(r"; use (\d+)(?: or (\d+))?", message).groups() if number]
         assert usable and min(usable) > 0 and max(usable) > batch
         for other in usable:
-            config.validate_world(with_batch(other, micro), ranks)
+            rules.validate_world(with_batch(other, micro), ranks)
         refused += 1
     assert refused > 1000
 
@@ -374,9 +375,9 @@ def test_replicas_divide_the_ranks():
         cfg = config.replace(with_batch(840), parallel__replicate=replicate)
         if replicate and ranks % replicate:
             with pytest.raises(Refusal, match=rf"parallel\.replicate={replicate} does not divide the {ranks} ranks"):
-                config.validate_world(cfg, ranks)
+                rules.validate_world(cfg, ranks)
         else:
-            config.validate_world(cfg, ranks)
+            rules.validate_world(cfg, ranks)
 
 
 def test_a_whole_file_is_as_good_as_its_keys(tmp_path):

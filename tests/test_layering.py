@@ -10,9 +10,9 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"listing", "tar_index"},
+    {"listing", "rules", "tar_index"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {"data", "mllog", "model", "run_folder", "shard_check", "shard_writer", "vae"},
+    {"data", "mllog", "model", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
@@ -27,6 +27,7 @@ WITHOUT_TORCH = {
     "verify",
     "shard_check",
     "errors",
+    "rules",
     "config",
     "draws",
     "schedule",

@@ -26,7 +26,7 @@ from killing import Job, lines, require_equal_runs, trained_on
 from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from test_mllog import check
 
-from flux_ref import cli, config, data, draws, run_folder, shards, storage
+from flux_ref import cli, config, data, draws, rules, run_folder, shards, storage
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.watch import judge
@@ -435,8 +435,8 @@ def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg, over
 
 def changed(key: str, value: object) -> object:
     """Another value for a key."""
-    if key in config.CHOICES:
-        return next(choice for choice in config.CHOICES[key] if choice != value)
+    if key in rules.CHOICES:
+        return next(choice for choice in rules.CHOICES[key] if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):

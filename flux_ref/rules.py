@@ -1,0 +1,101 @@
+"""Which values and combinations of a config are refused, each with the key, the value, the rule and the remedy.
+
+cfg is a config.Config everywhere, which is built by way of these.
+"""
+
+from flux_ref.errors import Refusal
+
+CHOICES = {
+    "run.resume": ("auto", "must", "never"),
+    "eval.noise": ("fresh", "fixed"),
+    "data.kind": ("embeddings", "shapes"),
+    "parallel.dtype": ("bf16", "fp32"),
+    "parallel.reduce_dtype": ("bf16", "fp32"),
+    "parallel.recompute": ("none", "block", "region"),
+    "parallel.attention": ("auto", "cudnn", "flash", "efficient", "math"),
+    "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
+    "mllog.submission_division": ("closed", "open"),
+}
+POSITIVE = (
+    *("model.hidden", "model.heads", "model.double_blocks", "model.single_blocks", "model.mlp_ratio"),
+    *("model.rope_theta", "model.text_tokens", "model.t5_dim", "model.clip_dim"),
+    *("model.latent_channels", "model.latent_height", "model.latent_width"),
+    *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
+    *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
+    *("parallel.region_blocks", "sample.steps"),
+)
+
+
+def validate(cfg, values: dict[str, object]) -> None:
+    """Rules that need no knowledge of the machine. values: the same as {"section.key": value}. Raises: Refusal."""
+    for key, choices in CHOICES.items():
+        if values[key] not in choices:
+            raise Refusal(f"{key}={values[key]!r} is not one of {', '.join(choices)}")
+    for key in POSITIVE:
+        if values[key] <= 0:
+            raise Refusal(f"{key}={values[key]} must be greater than 0")
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
+            raise Refusal(f"{key}={value} must be a finite number that is not negative")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+                raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")
+    if not cfg.train.caption_drop <= 1:
+        raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
+    if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
+        raise Refusal("optim.beta1 and optim.beta2 must be below 1")
+    _validate_model(cfg.model)
+    _validate_memory(cfg.parallel)
+    if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
+        raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
+    if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
+        raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
+    if cfg.data.kind != "shapes" and cfg.sample.captions:
+        raise Refusal(
+            "sample.captions needs data.kind=shapes, whose encoders are here; sample.count draws stored captions"
+        )
+    if cfg.data.kind == "shapes" and cfg.sample.vae:
+        raise Refusal(
+            f"sample.vae={cfg.sample.vae} decodes FLUX's latents; those of data.kind=shapes have a codec of their own"
+        )
+
+
+def _validate_model(model) -> None:
+    if model.hidden % model.heads:
+        raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
+    if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
+        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must be three even numbers")
+    if sum(model.rope_axes) != model.head_dim:
+        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
+    if model.latent_height % 2 or model.latent_width % 2:
+        raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
+
+
+def _validate_memory(cfg) -> None:
+    budget = cfg.activation_budget
+    if budget > 1:
+        raise Refusal(f"parallel.activation_budget={budget} is a share; use a value from 0 to 1")
+    if budget < 1 and not cfg.compile:
+        raise Refusal(
+            f"parallel.activation_budget={budget} needs parallel.compile=true; without it, set parallel.recompute=block"
+        )
+    if cfg.recompute != "none" and cfg.compile:
+        raise Refusal(
+            f"parallel.recompute={cfg.recompute} is for parallel.compile=false; with it, set parallel.activation_budget"
+        )
+
+
+def validate_world(cfg, world_size: int) -> None:
+    """Rules that tie the config to the number of ranks. Raises: Refusal."""
+    train, replicate = cfg.train, cfg.parallel.replicate
+    chunk = world_size * max(1, train.micro_batch)
+    if train.global_batch % chunk:
+        low = train.global_batch // chunk * chunk
+        usable = f"{low} or {low + chunk}" if low else f"{chunk}"
+        micro = f" x train.micro_batch={train.micro_batch}" if train.micro_batch else ""
+        raise Refusal(
+            f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
+            f"{', or another micro_batch' if micro else ''}"
+        )
+    if replicate and world_size % replicate:
+        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")

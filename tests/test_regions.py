@@ -1,0 +1,85 @@
+"""Regions: recomputing changes no number and keeps less; what a version of torch lacks is refused."""
+
+import pytest
+import torch
+from conftest import MICRO
+
+from flux_ref import config, parallel, regions
+from flux_ref.data import synthetic
+from flux_ref.errors import Refusal
+from flux_ref.optim import ShardedAdamW
+from flux_ref.step import Health, State, train_step
+
+
+@pytest.fixture
+def world():
+    yield parallel.start(config.ParallelConfig())
+    parallel.stop()
+
+
+def steps(world, **overrides) -> list[float]:
+    """Losses of three steps."""
+    cfg = config.replace(config.load(MICRO), **overrides)
+    net = parallel.build(cfg, world, seed=3)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state.opt.lr.fill_(1e-2)
+    batch, health = synthetic(cfg.model, cfg.train.global_batch), Health(world.device)
+    return [float(train_step(net, state.opt, batch, health, cfg)[0]) for _ in range(3)]
+
+
+@pytest.mark.parametrize("region_blocks", [1, 2])
+@pytest.mark.parametrize("recompute", ["block", "region"])
+def test_recomputing_changes_no_bit(world, recompute, region_blocks):
+    whole = steps(world)
+    again = steps(world, parallel__recompute=recompute, parallel__region_blocks=region_blocks)
+    assert again == whole and whole[0] != whole[-1]
+
+
+def test_recomputing_calls_every_block_once_more(world):
+    calls = []
+
+    def called(**overrides) -> int:
+        calls.clear()
+        cfg = config.replace(config.load(MICRO), **overrides)
+        net = parallel.build(cfg, world, seed=3)
+        for region in (*net.double_blocks, *net.single_blocks):
+            for block in region.blocks:
+                block.forward = (lambda forward: lambda *a: calls.append(0) or forward(*a))(block.forward)
+        state = State(net, ShardedAdamW(net, cfg.optim, world))
+        train_step(net, state.opt, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
+        return len(calls)
+
+    plain = called()
+    assert called(parallel__recompute="block") == called(parallel__recompute="region") == 2 * plain
+
+
+def test_what_this_torch_lacks_is_refused(world, monkeypatch):
+    values = {"parallel__separate_reduce_scatter": True}
+    cfg = config.replace(config.load(MICRO), **values)
+    if hasattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group"):
+        assert steps(world, **values) == steps(world)
+        monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group")
+    with pytest.raises(Refusal, match=r"parallel\.separate_reduce_scatter=true needs torch 2.13, this is .*; set"):
+        parallel.build(cfg, world, seed=0)
+
+
+def test_prefetching_changes_no_bit(world):
+    assert steps(world, parallel__forward_prefetch=2) == steps(world)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
+        ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
+        ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
+    ],
+)
+def test_ways_to_save_memory_that_exclude_each_other_are_refused(overrides, words):
+    with pytest.raises(Refusal, match=words):
+        config.replace(config.load(MICRO), **overrides)
+
+
+def test_pictures_are_drawn_without_the_compiler():
+    with regions.uncompiled(config.ParallelConfig(compile=True)):
+        assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
