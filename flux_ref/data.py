@@ -71,9 +71,11 @@ class Feed:
     """Fills host batches in plan order, ahead of their use, and hands them out one by one.
 
     plan: per batch, one item per row; fill(rows, i, item) puts an item into row i.
+    expect: hears of a batch's items before.
     """
 
     plan: Iterator[Sequence]
+    expect: Callable[[Sequence], None]
     fill: Callable[[Rows, int, object], None]
     buffers: list[HostBatch]
     workers: int
@@ -116,6 +118,7 @@ class Feed:
         try:
             with ThreadPoolExecutor(self.workers) as pool:
                 for items in self.plan:
+                    self.expect(items)
                     buffer = self._free.get()
                     if self._stopped:
                         return
@@ -164,7 +167,11 @@ class TrainSet:
 
     def feed(self, samples: int) -> Feed:
         """Batches from the position `samples` on, without end."""
-        return Feed(self._plan(samples // self.cfg.train.global_batch), self._fill, self.buffers, self.cfg.data.workers)
+        plan = self._plan(samples // self.cfg.train.global_batch)
+        return Feed(plan, self._expect, self._fill, self.buffers, self.cfg.data.workers)
+
+    def _expect(self, items: list[tuple[int, int]]) -> None:
+        self.shards.expect(sample for _, sample in items)
 
     def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
         """(epoch, sample) of each row of this rank's batches; the order of an epoch is drawn once."""
@@ -232,7 +239,10 @@ class ValSet:
             if sample < count:
                 self._fill(rows, i, sample, int(texts[sample]), evaluation)
 
-        return Feed(self._plan(), fill, self.buffers, self.cfg.data.workers)
+        def expect(samples: range) -> None:
+            self.shards.expect(sample for sample in samples if sample < count)
+
+        return Feed(self._plan(), expect, fill, self.buffers, self.cfg.data.workers)
 
     def _plan(self) -> Iterator[range]:
         for k in range(self.batches):

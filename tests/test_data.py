@@ -355,7 +355,7 @@ class Source:
     """A plan and a fill for a feed that count what they are asked for."""
 
     def __init__(self, fill=None):
-        self.planned, self.filled, self.fill_row = 0, [], fill
+        self.planned, self.expected, self.filled, self.fill_row = 0, [], [], fill
 
     def plan(self):
         while True:
@@ -363,7 +363,11 @@ class Source:
             self.planned += 1
             yield range(start, start + BATCH)
 
+    def expect(self, items):
+        self.expected += items
+
     def fill(self, rows, i, item):
+        assert item in self.expected
         if self.fill_row:
             self.fill_row(item)
         rows["t"][i] = item
@@ -371,7 +375,8 @@ class Source:
 
 
 def feed_of(source: Source, micro: Config, prefetch: int = 2, workers: int = 3) -> Feed:
-    return Feed(source.plan(), source.fill, [HostBatch(micro.model, BATCH, False) for _ in range(prefetch)], workers)
+    buffers = [HostBatch(micro.model, BATCH, False) for _ in range(prefetch)]
+    return Feed(source.plan(), source.expect, source.fill, buffers, workers)
 
 
 def settled(source: Source) -> int:
@@ -391,6 +396,7 @@ def test_read_ahead_is_bounded_by_the_buffers_and_reuses_them(micro, prefetch):
     held = feed.take()
     assert settled(source) == prefetch * BATCH, "a buffer was refilled while in use"
     assert held.tensors["t"].tolist() == list(range(BATCH))
+    assert source.expected == list(range((prefetch + 1) * BATCH)), "the batch after the last buffer is announced too"
     feed.give_back(held)
     assert settled(source) == (prefetch + 1) * BATCH
     used = set()
@@ -650,7 +656,7 @@ def test_waiting_counts_only_once_the_device_is_idle(micro):
             released.set()  # the data come while the device is still busy
         return False
 
-    feed = Feed(iter([[0]]), fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
+    feed = Feed(iter([[0]]), lambda items: None, fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
     try:
         feed.take(idle)
         assert len(asked) >= 3

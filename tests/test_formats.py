@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -180,6 +181,36 @@ KINDS = ("json", "t5.bytes", "clip.bytes", "mean.bytes", "logvar.bytes")
 def test_members_in_any_order_with_others_beside_are_read(tmp_path, layout, order, extra, form):
     foreign(tmp_path / "set" / "a.tar", layout, order, extra, form)
     assert numbers(tmp_path / "set", layout) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("form", ["fixed", "foreign"])
+def test_what_is_expected_is_where_it_will_be_read(tmp_path, layout, monkeypatch, form):
+    if form == "fixed":
+        shard_writer.write(tmp_path / "set", [sample(layout, i) for i in range(COUNT)], "train", per_shard=3)
+    else:
+        foreign(tmp_path / "set" / "a.tar", layout, KINDS[::-1])
+    found, ranges, reads = ShardSet(tmp_path / "set", layout), {}, {}
+    found.open()
+    monkeypatch.setattr(
+        shards.os, "posix_fadvise", lambda fd, at, size, advice: ranges.update({now: (fd, at, at + size)})
+    )
+    preadv = os.preadv
+
+    def read(descriptor, parts, offset):
+        sizes = [len(part) for part in parts]
+        if layout.payload_bytes["t5"] in sizes:
+            reads[now] = (descriptor, offset + sum(sizes[: sizes.index(layout.payload_bytes["t5"])]))
+        return preadv(descriptor, parts, offset)
+
+    monkeypatch.setattr(shards.os, "preadv", read)
+    rows = {name: np.empty(layout.shapes[name], np.uint16) for name in MEMBERS}
+    for now in range(COUNT):
+        found.expect([now])
+        found.read(now, rows)
+    assert len(reads) == len(ranges) == COUNT
+    for number, (descriptor, start) in reads.items():
+        held, begin, end = ranges[number]
+        assert held == descriptor and begin <= start and start + layout.payload_bytes["t5"] <= end
 
 
 def test_an_index_spares_the_walk_and_is_not_believed_once_the_shard_changed(tmp_path, layout, monkeypatch):

@@ -42,6 +42,15 @@ HEIGHT, WIDTH = 32, 48  # the micro model's
 SMALL = Sizes(base=32)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums of several threads may be rounded otherwise than those of one, which torchrun gives its ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # Pictures
 
 
