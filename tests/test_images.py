@@ -761,7 +761,7 @@ def test_training_and_evaluation_take_what_was_made(sets, nets, tmp_path, capsys
 def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(made, nets, tmp_path):
     source, output, _, _ = made
     args = make(nets, source, tmp_path / "out")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "flux_ref.prepare", *args], env=env, stderr=subprocess.DEVNULL)
     growing = tmp_path / "out" / "train.partial"
     deadline = time.monotonic() + 90
