@@ -71,9 +71,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    weights: str = (
-        ""  # start from these: a run, a checkpoint, BFL's safetensors or diffusers' folder; "": from the seed
-    )
+    weights: str = ""  # a run, a checkpoint, BFL's safetensors or diffusers' folder to start from; "": the seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +130,11 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    enabled: str = "auto"  # replay whole steps as captured graphs: on; off; auto: on NVIDIA devices where possible
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
     captions: tuple[str, ...] = ()  # eval.py: draw these instead
@@ -162,6 +165,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    graph: GraphConfig = GraphConfig()
     sample: SampleConfig = SampleConfig()
     mllog: MllogConfig = MllogConfig()
 
@@ -172,14 +176,14 @@ CHOICES = {
     "run.resume": ("auto", "must", "never"),
     "eval.noise": ("fresh", "fixed"),
     "data.kind": ("embeddings", "shapes"),
-    "parallel.dtype": ("bf16", "fp32"),
-    "parallel.reduce_dtype": ("bf16", "fp32"),
+    **dict.fromkeys(("parallel.dtype", "parallel.reduce_dtype"), ("bf16", "fp32")),
+    "graph.enabled": ("auto", "on", "off"),
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),
 }
 # What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
 MAY_DIFFER = (
-    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "sample", "mllog")),
+    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.permuted_captions"),
     *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
     *("parallel.replicate", "parallel.region_blocks", "parallel.reshard_after_forward", "parallel.compile"),
