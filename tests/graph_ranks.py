@@ -146,7 +146,7 @@ def history(cfg: Config, world: World) -> dict:
 
 
 def both(data: Path, out: Path) -> int:
-    cfg = config.replace(config.load(MICRO, data_overrides(data)), train__micro_batch=2)
+    cfg = config.replace(config.load(MICRO, data_overrides(data)), train__micro_batch=3, eval__batch=24)
     world = parallel.start(cfg.parallel)
     found = {"eager": history(cfg, world)}
     graph.Recorder, graph.obstacle = StandInRecorder, lambda device, asked: ""
