@@ -1,17 +1,20 @@
 """Trains with evaluations in between, eagerly and by graphs, for test_graph and test_gpu_graph.
 
-torchrun --nproc-per-node 2 tests/graph_ranks.py DATA OUT       both ways, with stand-ins for graphs
-python tests/graph_ranks.py break STEP -- ARGUMENTS OF train.py train.py, broken off by an exception before a step
+    torchrun --nproc-per-node 2 tests/graph_ranks.py DATA OUT        both ways
+    python tests/graph_ranks.py break STEP -- ARGUMENTS              train.py, broken off by an exception before a step
+
+On the CPU stand-ins take the place of graphs: they run the captured work anew, under the limits of a graph.
 """
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import MICRO, data_overrides
+from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
 from flux_ref import cli, config, graph, parallel, schedule
@@ -145,12 +148,25 @@ def history(cfg: Config, world: World) -> dict:
     }
 
 
+def require_same_history(found: dict, want: dict) -> None:
+    """Of a captured and an eager one: the same bits."""
+    assert found["captured"] and not want["captured"]
+    for key in ("results", "validations", "afterwards", "flags"):
+        assert found[key] == want[key], key
+    require_identical(found["state"], want["state"])
+    require_identical(found["after the capture"], found["before the capture"])
+
+
 def both(data: Path, out: Path) -> int:
-    cfg = config.replace(config.load(MICRO, data_overrides(data)), train__micro_batch=3, eval__batch=24)
+    cfg = config.replace(config.load(MICRO, data_overrides(data)), eval__batch=24, graph__enabled="off")
     world = parallel.start(cfg.parallel)
-    found = {"eager": history(cfg, world)}
-    graph.Recorder, graph.obstacle = StandInRecorder, lambda device, asked: ""
-    found["captured"] = history(cfg, world)
+    cfg = config.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
+    if world.device.type == "cpu":
+        graph.Recorder, graph.obstacle = StandInRecorder, lambda device, asked: ""
+    else:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    found = {"eager": history(cfg, world), "captured": history(config.replace(cfg, graph__enabled="on"), world)}
     torch.save(found, out / f"rank_{world.rank}.pt")
     parallel.stop()
     return 0
