@@ -15,16 +15,17 @@ import contextlib
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, cli, config, parallel, prepare, rules, run_folder, sample, schedule, weights
+from flux_ref import checkpoint, cli, config, graph, parallel, prepare, rules, run_folder, sample, schedule, weights
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet, allocate
+from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted, Refusal
 from flux_ref.evaluate import Validation, validation_loss
+from flux_ref.graph import Steps
 from flux_ref.metrics import Reporter
 from flux_ref.optim import ShardedAdamW
 from flux_ref.parallel import World
-from flux_ref.step import Health, State, train_step, warm_up
+from flux_ref.step import State
 from flux_ref.stopping import Stopping
 from flux_ref.storage import Checkpoint
 from flux_ref.watch import Watch
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
     rules.validate_world(cfg, world.size)
     parallel.require_same(config.dump(cfg), "config")
+    parallel.require_same(parallel.together(lambda: graph.manner(cfg, world.device)), "the manner of steps")
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
@@ -89,14 +91,14 @@ class Run:
             reporter.log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         self.state, saved = initial_state(cfg, world, start, facts)
         self.saver = Saver(cfg, world, facts, reporter.say, saved) if cfg.checkpoint.save else None
-        self.train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
-        self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
-        warm_up(self.state, self.train_batch, self.val_batch, cfg)
+        self.steps = Steps(self.state, cfg, world)
+        self.steps.warm_up()
         if saved:
             parallel.together(lambda: checkpoint.load_progress(saved, self.state))
             train_set.take_up(saved.info["skipped"])
         if not fresh:
             reporter.resume(self.state.step, self.state.samples)
+        self.steps.capture()  # last: from here on `close` is called whatever happens
 
     def go(self) -> None:
         """Train, save, evaluate, draw."""
@@ -116,6 +118,7 @@ class Run:
         if cfg.eval.permuted_captions:
             loss = self.evaluate(permute_captions=True).loss
             self.reporter.say(f"with captions permuted among the samples: {loss:.4f}")
+        self.steps.close(agreed=True)  # drawing wants its memory
         if cfg.sample.count:
             path = self.reporter.folder / "samples" / f"{state.samples:09d}.png"
             empty = self.train_set.empty
@@ -124,8 +127,9 @@ class Run:
 
     def train(self) -> bool:
         """Train until the target or train.max_samples; returns whether the target was reached."""
-        cfg, state, batch, reporter = self.cfg, self.state, self.train_batch, self.reporter
-        global_batch, health = cfg.train.global_batch, Health(state.opt.lr.device, state.step)
+        cfg, state, steps, reporter = self.cfg, self.state, self.steps, self.reporter
+        global_batch = cfg.train.global_batch
+        steps.health.restart(state.step)
         feed = self.train_set.feed(state.samples)
         reporter.begin(state.samples, self.evaluates())
         try:
@@ -134,19 +138,19 @@ class Run:
                     return True
                 if state.samples >= cfg.train.max_samples:
                     return False
-                parallel.to_device(feed, batch)
+                parallel.to_device(feed, steps.train_batch)
                 state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-                loss, grad_norm = train_step(state.net, state.opt, batch, health, cfg)
+                loss, grad_norm = steps.train()
                 state.advance(global_batch)
                 reporter.tick()
                 if self.evaluates() or schedule.due(state.samples, cfg.train.log_every_samples, global_batch):
-                    reporter.step(state, loss, grad_norm, health, feed, self.train_set)
+                    reporter.step(state, loss, grad_norm, steps.health, feed, self.train_set)
                 if schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
-                    reporter.require_healthy(health)
+                    reporter.require_healthy(steps.health)
                     self.save()  # before the evaluation, which a run that breaks off in it repeats
                 self.alive(f"the end of step {state.step}")
         except Interrupted as error:
-            reporter.require_healthy(health)
+            reporter.require_healthy(steps.health)
             self.save(finish=True)
             rest = "the same command goes on from there" if self.saver else "nothing is saved (checkpoint.save=false)"
             reporter.say(f"{error} after step {state.step}; {rest}")
@@ -155,9 +159,10 @@ class Run:
             feed.close()
 
     def close(self) -> None:
-        """A save that is under way ends first."""
+        """A save that is under way ends first. Not collective."""
         if self.saver:
             self.saver.wait()
+        self.steps.close()
 
     def evaluates(self) -> bool:
         """Whether the validation loss is wanted now."""
@@ -171,8 +176,10 @@ class Run:
         def between(batch: int) -> None:
             self.alive(f"validation batch {batch} after step {self.state.step}")
 
-        net, samples = self.state.net, self.state.samples
-        return validation_loss(net, self.val_set, self.val_batch, self.cfg, samples, permute_captions, between)
+        net, samples, steps = self.state.net, self.state.samples, self.steps
+        return validation_loss(
+            net, self.val_set, steps.val_batch, self.cfg, samples, permute_captions, between, steps.validate
+        )
 
     def save(self, finish: bool = False) -> None:
         """Begin a checkpoint; finish: and wait for it. Collective."""

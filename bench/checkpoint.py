@@ -26,11 +26,11 @@ from bench.step import Clock, environment, run_steps
 from flux_ref import cli, config, parallel, rules, storage
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
-from flux_ref.data import Batch, allocate
 from flux_ref.errors import Refusal
+from flux_ref.graph import Steps
 from flux_ref.optim import ShardedAdamW
 from flux_ref.parallel import World
-from flux_ref.step import State, warm_up
+from flux_ref.step import State
 
 FACTS = {"train_samples": 0, "val_samples": 0}
 STATM = Path("/proc/self/statm")  # Linux
@@ -89,8 +89,8 @@ class Bench:
         self.cfg, self.args, self.clock = cfg, args, Clock(world.device)
         net = parallel.build(cfg, world, cfg.train.seed)
         self.state = State(net, ShardedAdamW(net, cfg.optim, world))
-        self.batch: Batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
-        warm_up(self.state, self.batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)
+        self.eager = Steps(self.state, cfg, world)  # never captured
+        self.eager.warm_up()
         self.said: list[str] = []
         self.saver = Saver(cfg, world, FACTS, self.said.append)
 
@@ -119,7 +119,7 @@ class Bench:
                 call = time.perf_counter()
                 self.saver.save(self.state, {})
                 waits.append(time.perf_counter() - call)
-            run_steps(self.cfg, self.state, self.batch, None, self.clock, self.args.every)
+            run_steps(self.eager, None, self.clock, self.args.every)
         self.saver.wait()
         return Block(time.perf_counter() - begin, time.process_time() - cpu, waits)
 
@@ -154,7 +154,7 @@ class Bench:
 
     def save_now(self) -> float:
         """Seconds of one save, after one step, until it is on the disk."""
-        run_steps(self.cfg, self.state, self.batch, None, self.clock, 1)
+        run_steps(self.eager, None, self.clock, 1)
         begin = time.perf_counter()
         self.saver.save(self.state, {})
         self.saver.finish()

@@ -29,14 +29,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers
-from flux_ref import cli, config, parallel, prepare, rules, schedule
+from flux_ref import cli, config, graph, parallel, prepare, rules, schedule
 from flux_ref.config import Config, ModelConfig
-from flux_ref.data import Batch, Feed, TrainSet, allocate
+from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
+from flux_ref.graph import Steps
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
 from flux_ref.parallel import World
-from flux_ref.step import NEVER, Health, State, train_step, warm_up
+from flux_ref.step import NEVER, Health, State, train_step
 
 ROOT = Path(__file__).parent.parent
 SPLIT_STEPS, GEMM_REPEATS = 5, 10
@@ -123,22 +124,24 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     net = parallel.build(cfg, world, cfg.train.seed)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
-    batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
-    warm_up(state, batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)
+    run = Steps(state, cfg, world)
+    run.warm_up()
     feed = None
-    if train_set:
-        parallel.together(train_set.open)
-        feed = train_set.feed(state.samples)
     try:
-        run_steps(cfg, state, batch, feed, clock, args.warmup)
         if world.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats()
+            torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
+        run.capture()
+        if train_set:
+            parallel.together(train_set.open)
+            feed = train_set.feed(state.samples)
+        run_steps(run, feed, clock, args.warmup)
         clock.start()
-        loss = run_steps(cfg, state, batch, feed, clock, args.steps)
+        loss = run_steps(run, feed, clock, args.steps)
         steps = clock.steps()
     finally:
         if feed:
             feed.close()
+        run.close()
     totals = [sum(step.values()) for step in steps]
     peak_gb = torch.tensor([parallel.peak_memory_gb(world.device)], device=world.device)
     per_sample, samples_per_s = tflop_per_sample(cfg.model), cfg.train.global_batch * 1e3 * len(totals) / sum(totals)
@@ -149,7 +152,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         "synthetic": args.synthetic,
         "samples_per_s": samples_per_s,
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
-        "split_ms": split(cfg, state, batch, clock),
+        "split_ms": split(cfg, state, run.train_batch, clock),
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
         "peak_memory_gb": max(gb for (gb,) in parallel.gather(peak_gb)),
         "tflop": {
@@ -162,23 +165,24 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     }
 
 
-def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock: Clock, count: int) -> float:
+def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> float:
     """The training loop of train.py without its log; returns this rank's last loss.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
     is on it: it is the device's wait, not the time that the host, running ahead, waits for a free buffer.
     """
-    health, loss = Health(batch["t"].device), torch.zeros(())
+    cfg, state, loss = steps.cfg, steps.state, torch.zeros(())
+    steps.health.restart(state.step)
     for _ in range(count):
         clock.mark("data")
         if feed:
-            parallel.to_device(feed, batch)
+            parallel.to_device(feed, steps.train_batch)
         clock.mark("step")
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, _ = train_step(state.net, state.opt, batch, health, cfg)
+        loss, _ = steps.train()
         state.advance(cfg.train.global_batch)
         clock.mark(END)
-    if (health.flags[1:] != NEVER).any():
+    if (steps.health.flags[1:] != NEVER).any():
         raise Fault("the loss or the gradient norm is not finite, so the times mean nothing; lower optim.lr")
     return float(loss)
 
@@ -195,7 +199,7 @@ class MarkedOptimizer:
 
 
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
-    """Median milliseconds of forward, backward and optimizer over steps of their own, each begun on an idle device.
+    """Median milliseconds of forward, backward and optimizer over eager steps, each begun on an idle device.
 
     The marks sit in hooks around train_step, so micro-batches add up.
     """
@@ -247,6 +251,7 @@ def environment(cfg: Config, world: World, argv: list[str]) -> dict:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
         "torch": torch.__version__,
+        "steps_run": graph.manner(cfg, world.device),
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
@@ -280,6 +285,7 @@ def table(report: dict) -> str:
         "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
         f" load {report['load_average']:.1f}",
         "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
+        "steps": report["steps_run"],
         "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']};"
         f" {report['samples_per_s']:.2f} samples/s",
         "split": f"forward {split_ms['forward']:.2f}, backward {split_ms['backward']:.2f},"

@@ -72,9 +72,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    weights: str = (
-        ""  # start from these: a run, a checkpoint, BFL's safetensors or diffusers' folder; "": from the seed
-    )
+    weights: str = ""  # a run, a checkpoint, BFL's safetensors or diffusers' folder to start from; "": the seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +132,12 @@ class ParallelConfig:
     recompute: str = "none"  # without compile: keep only the input of each block or region for backward
     forward_prefetch: int = 0  # regions gathered ahead on the host's word, beyond the one that FSDP2 gathers anyway
     separate_reduce_scatter: bool = False  # reduce gradients in a group of its own, beside gathering (torch 2.13)
-    attention: str = (
-        "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: cudnn on Hopper and later, else flash
-    )
+    attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: cudnn from Hopper on, else flash
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    enabled: str = "auto"  # replay whole steps as captured graphs: on; off; auto: on NVIDIA devices where possible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    graph: GraphConfig = GraphConfig()
     sample: SampleConfig = SampleConfig()
     mllog: MllogConfig = MllogConfig()
 
@@ -178,7 +180,7 @@ SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 # What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
 MAY_DIFFER = (
-    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "sample", "mllog")),
+    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.permuted_captions"),
     *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
     *(key for key in TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flux_ref import parallel, schedule
 from flux_ref.config import Config
@@ -32,19 +32,23 @@ def validation_loss(
     samples: int,
     permute_captions: bool = False,
     between: Callable[[int], None] = lambda batch: None,
+    validate: Callable[[Tensor], None] | None = None,
 ) -> Validation:
     """Evaluate the net on the whole validation set. Collective: every rank runs the same number of batches.
 
     samples:          the clock; it names the noise when cfg.eval.noise is fresh.
     permute_captions: exchange the captions among the samples, which a net that reads them must notice.
     between:          called with the number of each batch after it; may raise, on all ranks alike.
+    validate:         adds the batch in `static` to sums, which it is given; None: validation_step does.
     Raises:           Fault if a timestep has no sample or the loss is not finite.
     """
+    validate = validate or (lambda sums: validation_step(net, static, sums, cfg))
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=static["t"].device)
     feed = val.feed(samples if cfg.eval.noise == "fresh" else 0, permute_captions)
     try:
         for batch in range(val.batches):
-            validation_step(net, parallel.to_device(feed, static), sums, cfg)
+            parallel.to_device(feed, static)
+            validate(sums)
             between(batch)
     finally:
         feed.close()

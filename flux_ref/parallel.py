@@ -1,4 +1,4 @@
-"""Processes, devices and sharding: the only file that names a backend or a kind of device.
+"""Processes, devices and sharding: the file that names backends and kinds of devices (of graphs: device.py).
 
 Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS and a look at `to_device` and
 `peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from flux_ref import draws, regions
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.data import Batch, Feed
+from flux_ref.device import guard_expandable
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, initialiser
 
@@ -71,6 +72,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    guard_expandable()
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)

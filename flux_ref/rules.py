@@ -12,6 +12,7 @@ CHOICES = {
     "parallel.dtype": ("bf16", "fp32"),
     "parallel.reduce_dtype": ("bf16", "fp32"),
     "parallel.recompute": ("none", "block", "region"),
+    "graph.enabled": ("auto", "on", "off"),
     "parallel.attention": ("auto", "cudnn", "flash", "efficient", "math"),
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),

@@ -38,7 +38,12 @@ class Health:
     """
 
     def __init__(self, device: torch.device, step: int = 0):
-        self.flags = torch.tensor([float(step), NEVER, NEVER], dtype=torch.float64, device=device)
+        self.flags = torch.empty(3, dtype=torch.float64, device=device)
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Forget all, in place."""
+        self.flags.fill_(NEVER)[0] = step
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> None:
         bad = ~torch.stack((loss, grad_norm)).isfinite()

@@ -17,11 +17,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from conftest import ROOT, require_identical, trained
 
-from flux_ref import cli, storage
+from flux_ref import cli, graph, storage
 from flux_ref.errors import Refusal
 
 sys.path.insert(0, str(ROOT))
@@ -165,11 +166,11 @@ def verified(run: Path) -> list[int]:
     return steps
 
 
-def recorder(folder: Path, plan: str = "") -> dict[str, Callable]:
-    """Stand-ins for functions of train.py that write down what is trained on and send the planned signal."""
+def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Callable]:
+    """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
     place, at, name, victim = (plan or "never 0 SIGTERM self").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    train_step, validation_loss = train.train_step, train.validation_loss
+    train_step, validation_loss = graph.train_step, train.validation_loss
 
     def strike() -> None:
         if rank == size - 1:
@@ -191,7 +192,7 @@ def recorder(folder: Path, plan: str = "") -> dict[str, Callable]:
             strike()
         return validation_loss(net, val, static, cfg, samples, *args)
 
-    return {"train_step": recorded_step, "validation_loss": struck_loss}
+    return {(graph, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:
@@ -211,8 +212,8 @@ def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
 
 def main(folder: str, *argv: str) -> int:
     folder = Path(folder)
-    for name, stand_in in recorder(folder, os.environ.get("SIGNAL", "")).items():
-        setattr(train, name, stand_in)
+    for (module, name), stand_in in recorder(folder, os.environ.get("SIGNAL", "")).items():
+        setattr(module, name, stand_in)
     code = cli.run("train.py", "", train.main, list(argv))
     with (folder / "exit_codes.jsonl").open("a") as file:
         file.write(json.dumps({"rank": int(os.environ.get("RANK", 0)), "code": code}) + "\n")

@@ -10,13 +10,13 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"listing", "rules", "tar_index"},
+    {"device", "listing", "rules", "tar_index"},
     {"config", "flow", "shapes", "shards", "storage"},
     {"data", "mllog", "model", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
-    {"checkpoint", "evaluate", "images", "stage"},
+    {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
     {"train", "eval"},
 )
@@ -118,8 +118,8 @@ def test_functions_and_files_are_small(module):
 
 
 @every_file
-def test_only_parallel_names_a_backend(module):
-    assert bool(backend_words(TREES[module])) == (module == "parallel"), backend_words(TREES[module])
+def test_only_parallel_and_device_name_a_backend(module):
+    assert bool(backend_words(TREES[module])) == (module in ("parallel", "device")), backend_words(TREES[module])
 
 
 @every_file

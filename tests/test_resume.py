@@ -192,8 +192,8 @@ def test_plain_python_stops_with_143_and_goes_on(whole, shapes_dir, tmp_path):
 def test_the_counter_is_of_samples_trained_on_though_more_were_read(shapes_dir, tmp_path, monkeypatch):
     read, fill = [], data.TrainSet._fill
     monkeypatch.setattr(data.TrainSet, "_fill", lambda *args: read.append(args[-1]) or fill(*args))
-    for name, stand_in in killing.recorder(tmp_path, "step 5 SIGTERM self").items():
-        monkeypatch.setattr(killing.train, name, stand_in)
+    for (module, name), stand_in in killing.recorder(tmp_path, "step 5 SIGTERM self").items():
+        monkeypatch.setattr(module, name, stand_in)
     assert called(tmp_path / "run", shapes_dir) == 143
     rows = [row for _, rows in trained_on(tmp_path) for row in rows]
     saved = storage.Checkpoint(storage.found(tmp_path / "run")[-1]).info
@@ -208,8 +208,8 @@ def regrouped(stops, launch, shapes_dir, tmp_path_factory) -> Path:
     """The run that was stopped at 2 ranks, taken up by 1, stopped again and finished by 3."""
     folder = Path(shutil.copytree(stops[1][0]["copy"], tmp_path_factory.mktemp("regrouped") / "folder"))
     with pytest.MonkeyPatch.context() as patch:
-        for name, stand_in in killing.recorder(folder / "records", "step 14 SIGTERM self").items():
-            patch.setattr(killing.train, name, stand_in)
+        for (module, name), stand_in in killing.recorder(folder / "records", "step 14 SIGTERM self").items():
+            patch.setattr(module, name, stand_in)
         assert called(folder / "run", shapes_dir, *LONG, "--run.hang_s=0") == 143
     code, said = launch(folder, ranks=3)
     assert code == 0, said
