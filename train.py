@@ -136,6 +136,7 @@ class Run:
                     return False
                 parallel.to_device(feed, batch)
                 state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+                state.net.fp8.begin(state.step)
                 loss, grad_norm = train_step(state.net, state.opt, batch, health, cfg)
                 state.advance(global_batch)
                 reporter.tick()

@@ -6,13 +6,11 @@ Unknown keys, wrong types and impossible combinations are refused. Nothing edits
 
 import dataclasses
 import difflib
-import json
-import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref.errors import Refusal
+from flux_ref.values import parse, toml, tree, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +130,19 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """FP8 in the linears of the blocks; everything else computes in parallel.dtype."""
+
+    recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: from the steps before; off: no FP8
+    eval: bool = True  # also without gradients (validation, pictures), there always with dynamic scales
+    history: int = 1024  # delayed: steps whose largest values are remembered
+    algorithm: str = "max"  # delayed: the scale follows the largest of the history, or the most_recent
+    margin: int = 0  # delayed: powers of two left free above it
+    max_scale_exponent: int = 44  # a quantisation scale is at most 2 to this
+    dynamic_steps: int = 16  # delayed: so many first steps of a run take dynamic scales
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
     captions: tuple[str, ...] = ()  # eval.py: draw these instead
@@ -162,6 +173,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    fp8: Fp8Config = Fp8Config()
     sample: SampleConfig = SampleConfig()
     mllog: MllogConfig = MllogConfig()
 
@@ -174,6 +186,8 @@ CHOICES = {
     "data.kind": ("embeddings", "shapes"),
     "parallel.dtype": ("bf16", "fp32"),
     "parallel.reduce_dtype": ("bf16", "fp32"),
+    "fp8.recipe": ("off", "dynamic", "delayed"),
+    "fp8.algorithm": ("max", "most_recent"),
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),
 }
@@ -190,7 +204,7 @@ POSITIVE = (
     *("model.latent_channels", "model.latent_height", "model.latent_width"),
     *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
     *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
-    *("parallel.region_blocks", "sample.steps"),
+    *("parallel.region_blocks", "fp8.history", "sample.steps"),
 )
 
 
@@ -216,13 +230,15 @@ def _parse_all(overrides: list[str]) -> dict[str, object]:
         if not text.startswith("--") or not eq:
             raise Refusal(f"argument {text!r} is not of the form --section.key=value")
         _check_key(key)
-        values[key] = _parse(key, value)
+        if key in SECTIONS:
+            raise Refusal(f"--{key}={value}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
+        values[key] = parse(key, value, TYPES[key])
     return values
 
 
 def dump(cfg: Config) -> str:
     """The whole config as TOML, one `section.key = value` per line; `load` gives the same config back."""
-    return "".join(f"{key} = {_toml(value)}\n" for key, value in flat(cfg).items())
+    return "".join(f"{key} = {toml(value)}\n" for key, value in flat(cfg).items())
 
 
 def flat(cfg: Config) -> dict[str, object]:
@@ -262,6 +278,7 @@ def validate(cfg: Config) -> None:
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg.model)
+    _validate_fp8(cfg)
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
@@ -287,6 +304,21 @@ def _validate_model(model: ModelConfig) -> None:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
 
 
+def _validate_fp8(cfg: Config) -> None:
+    """The widths of all converted linears are multiples of the hidden size."""
+    fp8 = cfg.fp8
+    if fp8.margin > 8:
+        raise Refusal(f"fp8.margin={fp8.margin} leaves e4m3 too few binades; use 0 to 8")
+    if fp8.max_scale_exponent > 126:
+        raise Refusal(f"fp8.max_scale_exponent={fp8.max_scale_exponent} is beyond fp32; use at most 126")
+    if fp8.recipe == "off":
+        return
+    if cfg.parallel.dtype != "bf16":
+        raise Refusal(f"fp8.recipe={fp8.recipe} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set it so")
+    if cfg.model.hidden % 16:
+        raise Refusal(f"model.hidden={cfg.model.hidden} is not divisible by 16, as fp8.recipe={fp8.recipe} needs")
+
+
 def validate_world(cfg: Config, world_size: int) -> None:
     """Rules that tie the config to the number of ranks. Raises: Refusal."""
     train, replicate = cfg.train, cfg.parallel.replicate
@@ -301,6 +333,13 @@ def validate_world(cfg: Config, world_size: int) -> None:
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
+    rows = micro_batch(cfg, world_size)
+    if cfg.fp8.recipe != "off" and (rows * cfg.model.text_tokens % 16 or rows * cfg.model.image_tokens % 16):
+        raise Refusal(
+            f"fp8.recipe={cfg.fp8.recipe} needs text and image tokens divisible by 16 for the gradient of weights, but"
+            f" a micro-batch of {rows} has {rows * cfg.model.text_tokens} and {rows * cfg.model.image_tokens};"
+            " set train.micro_batch to another"
+        )
 
 
 def micro_batch(cfg: Config, world_size: int) -> int:
@@ -319,14 +358,8 @@ def empty_dir(cfg: Config) -> Path:
 
 
 def _read(path: Path) -> dict[str, object]:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless integers
-        raise Refusal(f"config {path} is not valid TOML: {error}") from None
     values = {}
-    for section, content in tree.items():
+    for section, content in tree(path).items():
         if not isinstance(content, dict):
             _check_key(section)
             raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
@@ -349,48 +382,11 @@ def _check_key(key: str) -> None:
     raise Refusal(f"unknown key {key}{hint}")
 
 
-def _parse(key: str, text: str) -> object:
-    """The value of a command-line override: TOML, except that strings need no quotes."""
-    if key in SECTIONS:
-        raise Refusal(f"--{key}={text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
-    if TYPES[key] is str:
-        return text
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        parsed = {}
-    if parsed.keys() != {"value"}:
-        raise Refusal(f"{key}={text!r} is not {_describe(TYPES[key])}")
-    return parsed["value"]
-
-
 def _build(name: str, values: dict[str, object]) -> Config:
     sections = {section: {} for section in SECTIONS}
     for key, value in values.items():
         section, field_name = key.split(".")
-        sections[section][field_name] = _typed(key, value)
+        sections[section][field_name] = typed(key, value, TYPES[key])
     cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
     validate(cfg)
     return cfg
-
-
-def _typed(key: str, value: object) -> object:
-    """The value in the key's own type; an int may stand for a float and a list for a tuple, nothing else."""
-    want = TYPES[key]
-    if want is float and type(value) is int:
-        return float(value) if abs(value) < 2**63 else math.inf  # which validate refuses
-    is_list = want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
-    if is_list and all(type(item) is want.__args__[0] for item in value):
-        return tuple(value)
-    if type(value) is want:
-        return value
-    raise Refusal(f"{key}={value!r} is not {_describe(want)}")
-
-
-def _describe(kind: type) -> str:
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-    return names.get(kind, "a list of " + ("integers" if kind == tuple[int, ...] else "strings"))
-
-
-def _toml(value: object) -> str:
-    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, parallel, pictures, schedule
+from flux_ref import config, parallel, pictures, precision, schedule
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault, Refusal
@@ -51,7 +51,8 @@ class Reporter:
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {world.device.type} ({mesh}), {cfg.parallel.dtype}, torch {torch.__version__}\n"
+            f"  ranks   {world.size} x {world.device.type} ({mesh}), torch {torch.__version__}\n"
+            f"  compute {precision.describe(cfg)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"

@@ -10,9 +10,9 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"listing", "tar_index"},
+    {"listing", "tar_index", "values"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {"data", "mllog", "model", "run_folder", "shard_check", "shard_writer", "vae"},
+    {"data", "mllog", "model", "precision", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
@@ -35,6 +35,7 @@ WITHOUT_TORCH = {
     "shard_writer",
     "listing",
     "tar_index",
+    "values",
     "mllog",
     "prepare",
 }
