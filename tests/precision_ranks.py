@@ -5,6 +5,7 @@
 OUT receives rank 0's findings, found.pt, and a run with one checkpoint.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -67,6 +68,21 @@ def training(cfg: Config, world: World) -> dict:
     }
 
 
+def one_nan(state: State, world: World) -> list[bool]:
+    """Whether all histories but that of a tensor with NaN on one rank, each rank in turn, have moved on."""
+    fp8, kept = state.net.fp8, True
+    for bad in range(world.size):
+        before = fp8.history.clone()
+        for amax in fp8.amaxes:
+            amax.fill_(7.0 + world.rank)
+        if world.rank == bad:
+            fp8.amaxes[3].fill_(math.nan)
+        fp8.update()
+        moved = (fp8.history[:, 0] == 7.0 + world.size - 1).tolist()
+        kept &= torch.equal(fp8.history[3], before[3]) and moved.count(False) == 1
+    return ranks.of_all(kept)
+
+
 def main(out: str) -> int:
     world = parallel.start(config.ParallelConfig())
     cfg = fp8_config(run__dir=out)
@@ -79,6 +95,7 @@ def main(out: str) -> int:
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
+    found["one NaN"] = one_nan(state, world)
     if world.rank == 0:
         torch.save(found, Path(out) / "found.pt")
     parallel.stop()
