@@ -1,7 +1,8 @@
 """Saving a run and continuing it: what a checkpoint holds, when it becomes one, and which ones stay.
 
-It holds fp32 weights, AdamW's moments, the counters and the config. Nothing in it belongs to a rank, so any number
-of ranks continues from it. Keys, with BFL's NAME: model.NAME and optimizer.state.NAME.{exp_avg,exp_avg_sq}.
+It holds fp32 weights, AdamW's moments, the history of delayed FP8 scaling, the counters and the config. Nothing in it
+belongs to a rank, so any number of ranks continues from it. Keys, with BFL's NAME: model.NAME,
+optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.
 """
 
 import secrets
@@ -40,7 +41,7 @@ class Rows:
 
 
 def rows_of(state: State) -> dict[str, Rows]:
-    """Everything of a state that is sharded, by checkpoint key; shares memory with the state."""
+    """All tensors of a state, by checkpoint key; shares memory with the state."""
     found = {}
     for name, parameter in parallel.named_parameters(state.net).items():
         first, local = parallel.local_rows(parameter)
@@ -48,6 +49,9 @@ def rows_of(state: State) -> dict[str, Rows]:
     for moment, tensors in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, tensors):
             found[f"optimizer.state.{name}.{moment}"] = replace(found[f"model.{name}"], local=tensor)
+    history = state.net.fp8.history
+    if history.numel():  # every rank has all of it; as of replicas' rows, one copy is written
+        found["fp8.history"] = Rows(history, 0, history.shape)
     return found
 
 
@@ -228,8 +232,10 @@ def load_weights(saved: storage.Checkpoint, state: State) -> None:
 
 
 def load_progress(saved: storage.Checkpoint, state: State) -> None:
-    """Fill AdamW's moments and set the clocks: what the warm-up would have lost. Raises: Refusal."""
+    """Fill AdamW's moments and FP8's history and set the clocks: what the warm-up would have lost. Raises: Refusal."""
     _load(saved, state, "optimizer.")
+    _load(saved, state, "fp8.")
+    state.net.fp8.rescale()
     state.step, state.samples = saved.info["step"], saved.info["samples"]
     state.opt.set_steps(state.step)
 

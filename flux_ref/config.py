@@ -141,6 +141,19 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """FP8 in the linears of the blocks; everything else computes in parallel.dtype."""
+
+    recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: from the steps before; off: no FP8
+    eval: bool = True  # also without gradients (validation, pictures), there always with dynamic scales
+    history: int = 1024  # delayed: steps whose largest values are remembered
+    algorithm: str = "max"  # delayed: the scale follows the largest of the history, or the most_recent
+    margin: int = 0  # delayed: powers of two left free above it
+    max_scale_exponent: int = 44  # a quantisation scale is at most 2 to this
+    dynamic_steps: int = 16  # delayed: so many first steps of a run take dynamic scales
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
     captions: tuple[str, ...] = ()  # eval.py: draw these instead
@@ -172,6 +185,7 @@ class Config:
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     graph: GraphConfig = GraphConfig()
+    fp8: Fp8Config = Fp8Config()
     sample: SampleConfig = SampleConfig()
     mllog: MllogConfig = MllogConfig()
 

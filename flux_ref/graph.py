@@ -10,6 +10,7 @@ step of more than a second (64 samples of schnell), for an event more in each di
 """
 
 import gc
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -69,8 +70,10 @@ class Steps:
 
     def train(self) -> tuple[Tensor, Tensor]:
         """One optimizer step; returns this rank's loss and the norm, device scalars that the next step overwrites."""
+        fp8 = self.state.net.fp8
+        fp8.begin(self.state.step)
         if self.graphs:
-            self.graphs["train"].replay()
+            self.graphs[f"train {fp8.phase(self.state.step)}"].replay()
         else:
             self._train()
         return self.loss, self.grad_norm
@@ -103,16 +106,21 @@ class Steps:
         self.state.opt.moments()  # AdamW must not make its state inside a graph
         before = self.health.flags.clone()
         try:
-            # The larger one first: the other then lives in the memory that it has freed.
-            for name, work in (("train", self._train), ("validate", self._validate)):
-                self._settle()
-                self.graphs[name] = self.recorder.capture(work)
+            # The larger ones first: the last then lives in the memory that they have freed.
+            for phase in self.state.net.fp8.phases:
+                self.state.net.fp8.begin(phase)
+                self._capture(f"train {phase}", self._train)
+            self._capture("validate", self._validate)
             parallel.reshard(self.state.net)  # the capture has left it as if weights had been gathered
             if not torch.equal(before, self.health.flags):
                 raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)
         except BaseException:
             self.close()
             raise
+
+    def _capture(self, name: str, work: Callable[[], None]) -> None:
+        self._settle()
+        self.graphs[name] = self.recorder.capture(work)
 
     def _settle(self) -> None:
         """Bring the net to where a step begins, and all ranks to a halt."""

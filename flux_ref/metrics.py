@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, graph, parallel, pictures, schedule
+from flux_ref import config, graph, parallel, pictures, precision, schedule
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault, Refusal
@@ -51,8 +51,8 @@ class Reporter:
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {world.device.type} ({mesh}), {cfg.parallel.dtype}, torch {torch.__version__},"
-            f" attention: {world.attention}\n"
+            f"  ranks   {world.size} x {world.device.type} ({mesh}), torch {torch.__version__}\n"
+            f"  compute {precision.describe(cfg)}; attention: {world.attention}\n"
             f"  steps   {graph.manner(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"

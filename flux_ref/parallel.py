@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flux_ref import draws, regions
+from flux_ref import draws, precision, regions
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.data import Batch, Feed
 from flux_ref.device import guard_expandable
@@ -255,8 +255,10 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
     """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
     with torch.device("meta"):
         net = Flux(cfg.model)
+        precision.convert(net, cfg, world.device)
     net = shard(net, cfg.parallel, world)
     materialise(net, world, seed)
+    net.fp8 = precision.Fp8State(net, cfg.fp8, world.device)
     return net
 
 

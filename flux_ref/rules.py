@@ -13,6 +13,8 @@ CHOICES = {
     "parallel.reduce_dtype": ("bf16", "fp32"),
     "parallel.recompute": ("none", "block", "region"),
     "graph.enabled": ("auto", "on", "off"),
+    "fp8.recipe": ("off", "dynamic", "delayed"),
+    "fp8.algorithm": ("max", "most_recent"),
     "parallel.attention": ("auto", "cudnn", "flash", "efficient", "math"),
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),
@@ -23,7 +25,7 @@ POSITIVE = (
     *("model.latent_channels", "model.latent_height", "model.latent_width"),
     *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
     *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
-    *("parallel.region_blocks", "sample.steps"),
+    *("parallel.region_blocks", "fp8.history", "sample.steps"),
 )
 
 
@@ -47,6 +49,7 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg.model)
     _validate_memory(cfg.parallel)
+    _validate_fp8(cfg)
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
@@ -86,6 +89,21 @@ def _validate_memory(cfg) -> None:
         )
 
 
+def _validate_fp8(cfg) -> None:
+    """The widths of all converted linears are multiples of the hidden size."""
+    fp8 = cfg.fp8
+    if fp8.margin > 8:
+        raise Refusal(f"fp8.margin={fp8.margin} leaves e4m3 too few binades; use 0 to 8")
+    if fp8.max_scale_exponent > 126:
+        raise Refusal(f"fp8.max_scale_exponent={fp8.max_scale_exponent} is beyond fp32; use at most 126")
+    if fp8.recipe == "off":
+        return
+    if cfg.parallel.dtype != "bf16":
+        raise Refusal(f"fp8.recipe={fp8.recipe} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set it so")
+    if cfg.model.hidden % 16:
+        raise Refusal(f"model.hidden={cfg.model.hidden} is not divisible by 16, as fp8.recipe={fp8.recipe} needs")
+
+
 def validate_world(cfg, world_size: int) -> None:
     """Rules that tie the config to the number of ranks. Raises: Refusal."""
     train, replicate = cfg.train, cfg.parallel.replicate
@@ -100,3 +118,10 @@ def validate_world(cfg, world_size: int) -> None:
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
+    rows = train.micro_batch or train.global_batch // world_size
+    if cfg.fp8.recipe != "off" and (rows * cfg.model.text_tokens % 16 or rows * cfg.model.image_tokens % 16):
+        raise Refusal(
+            f"fp8.recipe={cfg.fp8.recipe} needs text and image tokens divisible by 16 for the gradient of weights, but"
+            f" a micro-batch of {rows} has {rows * cfg.model.text_tokens} and {rows * cfg.model.image_tokens};"
+            " set train.micro_batch to another"
+        )

@@ -70,6 +70,7 @@ def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, 
         part_loss = (flow.losses(net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
+    net.fp8.update()
     grad_norm = opt.step()
     health.update(loss, grad_norm)
     return loss, grad_norm
@@ -89,8 +90,8 @@ def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> 
 def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> None:
     """Real steps on synthetic batches before the clock starts: compiles, allocates and connects everything.
 
-    spec: weights stay bit-identical (at rate 0 AdamW's decay factor is 1 and its update 0); moments and step
-    counts are zeroed after.
+    spec: weights stay bit-identical (at rate 0 AdamW's decay factor is 1 and its update 0); moments, step counts
+    and the history of FP8 are zeroed after.
     """
     device = state.opt.lr.device
     few = synthetic(cfg.model, rows=8)
@@ -102,11 +103,14 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     state.opt.lr.zero_()
     health = Health(device)
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=device)
-    for _ in range(cfg.train.synthetic_steps):
-        train_step(state.net, state.opt, train_batch, health, cfg)
-        validation_step(state.net, val_batch, sums, cfg)
-        parallel.reshard(state.net)
+    for phase in state.net.fp8.phases:
+        state.net.fp8.begin(phase)
+        for _ in range(cfg.train.synthetic_steps):
+            train_step(state.net, state.opt, train_batch, health, cfg)
+            validation_step(state.net, val_batch, sums, cfg)
+            parallel.reshard(state.net)
     state.opt.reset()
+    state.net.fp8.reset()
     if health.flags[1:].max() != NEVER:
         raise Fault(
             "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"

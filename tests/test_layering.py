@@ -12,7 +12,7 @@ LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
     {"device", "listing", "rules", "tar_index"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {"data", "mllog", "model", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
+    {"data", "mllog", "model", "precision", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},

@@ -467,7 +467,7 @@ def test_what_decides_samples_weights_or_losses_may_not_change_in_the_course_of_
 def test_what_may_not_change_is_all_that_decides_samples_weights_or_losses():
     fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
     assert fixed == {
-        *(key for key in config.TYPES if key.split(".")[0] in ("model", "optim", "init")),
+        *(key for key in config.TYPES if key.split(".")[0] in ("model", "optim", "init", "fp8")),
         *("train.seed", "train.max_samples", "train.global_batch", "train.caption_drop"),
         *("eval.every_samples", "eval.at_start", "eval.target", "eval.noise"),
         *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
