@@ -99,6 +99,7 @@ def test_as_text_every_checkpoint_has_its_table(run, evaluate):
     assert text == [*want, f"curve: {run}/eval_all.png"]
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
     argv = [MICRO, *data_overrides(shapes_dir), f"--run.dir={tmp_path / 'run'}", *OFTEN]
     assert script("train.py", *argv, ranks=2).returncode == 0

@@ -4,6 +4,7 @@ What only a device can show is in test_gpu_graph.py.
 """
 
 import gc
+from types import SimpleNamespace
 
 import graph_ranks
 import killing
@@ -11,8 +12,9 @@ import pytest
 import torch
 from conftest import MICRO, data_overrides, script
 from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
+from precision_ranks import fp8_config
 
-from flux_ref import cli, config, device, graph, parallel
+from flux_ref import cli, config, device, graph, parallel, precision
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import CAPTURED, Steps, manner, require_settled
 from flux_ref.optim import ShardedAdamW
@@ -225,6 +227,7 @@ def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
     assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
 
 
+@pytest.mark.slow
 def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_path):
     process = script("tests/graph_ranks.py", shapes_dir, tmp_path, ranks=2, timeout=100, CUDA_VISIBLE_DEVICES="")
     assert process.returncode == 0, process.stderr[-4000:]
@@ -345,3 +348,28 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
     steps.close(agreed=True)
     assert leaving == [] and steps.recorder is None
     steps.train()
+
+
+def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
+    cfg = fp8_config(fp8__dynamic_steps=2)
+    net = parallel.build(cfg, world, seed=3)
+    steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+    steps.warm_up()
+    scaling, capture = [], StandInRecorder.capture
+    linear = next(module for module in steps.state.net.modules() if isinstance(module, precision.Fp8Linear))
+
+    def noted(self, work):
+        scaling.append(linear.scaling)
+        return capture(self, work)
+
+    monkeypatch.setattr(StandInRecorder, "capture", noted)
+    steps.capture()
+    assert list(steps.graphs) == ["train 0", "train 2", "validate"]
+    assert scaling[:2] == ["dynamic", "delayed"]
+    replayed = []
+    for name in steps.graphs:
+        steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)
+    for steps.state.step in range(5):
+        steps.train()
+    assert replayed == ["train 0"] * 2 + ["train 2"] * 3
+    steps.close()
