@@ -16,7 +16,7 @@ from flux_ref import cli, config, device, graph, parallel
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import CAPTURED, Steps, manner, require_settled
 from flux_ref.optim import ShardedAdamW
-from flux_ref.step import State, validation_step
+from flux_ref.step import NEVER, State, validation_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
@@ -70,6 +70,14 @@ def make(micro, world):
         return steps
 
     return fresh
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Steps]:
+    """The steps of the runs of a test."""
+    capture, made = Steps.capture, []
+    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
+    return made
 
 
 def train(folder, data, *overrides: str) -> int:
@@ -271,12 +279,13 @@ def test_a_run_by_graphs_is_the_eager_run(log, tmp_path, shapes_dir, capsys):
     killing.require_equal_runs(tmp_path / "captured", tmp_path / "eager")
 
 
-def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, tmp_path, shapes_dir):
+def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, made, tmp_path, shapes_dir):
     log.broken_at = 3
     assert train(tmp_path / "run", shapes_dir, "--checkpoint.every_samples=24") == 3
     log.broken_at = None
     assert train(tmp_path / "run", shapes_dir) == 0
     assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
+    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
     assert train(tmp_path / "whole", shapes_dir, "--graph.enabled=off") == 0
     killing.require_equal_runs(tmp_path / "run", tmp_path / "whole")
 
@@ -326,14 +335,14 @@ def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes
     assert leaving[-6:] == [*DROPPING, "stop"]
 
 
-def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(leaving, tmp_path, shapes_dir, monkeypatch, capsys):
+def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(
+    leaving, made, tmp_path, shapes_dir, monkeypatch, capsys
+):
     def gone(recorder: StandInRecorder) -> None:
         if leaving.broken_at == leaving.count("replay train"):
             raise RuntimeError("an illegal memory access")
 
     leaving.broken_at = 2
-    capture, made = Steps.capture, []
-    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
     monkeypatch.setattr(StandInRecorder, "synchronize", gone)
     assert train(tmp_path / "run", shapes_dir) == 3
     assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
