@@ -110,7 +110,9 @@ def test_auto_captures_on_nvidia_devices_alone(monkeypatch):
 
 
 def test_on_is_refused_on_a_cpu():
-    with pytest.raises(Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; or set graph.enabled="):
+    with pytest.raises(
+        Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; graph.enabled=auto runs"
+    ):
         chosen(CPU, graph__enabled="on")
 
 
@@ -118,7 +120,7 @@ def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
     on_hip(monkeypatch, "2.11.0")
     assert chosen(CUDA).startswith("eager (torch 2.11.0 cannot capture collectives on HIP")
     with pytest.raises(
-        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; or set"
+        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; graph.en"
     ):
         chosen(CUDA, graph__enabled="on")
 
@@ -126,8 +128,8 @@ def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_capture_wants_two_steps_before_it(monkeypatch, steps):
     monkeypatch.setattr(torch.version, "hip", None)
-    assert chosen(CUDA, train__synthetic_steps=steps).endswith(f"train.synthetic_steps={steps})")
-    with pytest.raises(Refusal, match=f"a capture needs 2 steps before it, and train.synthetic_steps={steps}; or set"):
+    assert chosen(CUDA, train__synthetic_steps=steps).startswith(f"eager (train.synthetic_steps={steps} must be")
+    with pytest.raises(Refusal, match=rf"on cannot .*: train.synthetic_steps={steps} must be at least 2, .*; graph.en"):
         chosen(CUDA, train__synthetic_steps=steps, graph__enabled="on")
 
 
