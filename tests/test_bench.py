@@ -57,7 +57,7 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     report = json.loads(path.read_text())
 
     assert report["command"].startswith("python -m bench.step --config")
-    assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average"} <= report.keys()
+    assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average", "steps_run"} <= report.keys()
     assert report["config"]["train.global_batch"] == 12 and report["steps"] == 2 and not report["synthetic"]
     ms = report["step_ms"]
     assert 0 < ms["min"] <= ms["median"] <= ms["max"]

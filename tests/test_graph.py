@@ -3,7 +3,7 @@
 What only a device can show is in test_gpu_graph.py.
 """
 
-import gc
+import inspect
 from types import SimpleNamespace
 
 import graph_ranks
@@ -18,13 +18,12 @@ from flux_ref import cli, config, device, graph, parallel, precision
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import CAPTURED, Steps, manner, require_settled
 from flux_ref.optim import ShardedAdamW
-from flux_ref.step import State
+from flux_ref.step import NEVER, State, validation_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-CAPTURING = ["reshard", "synchronize", "barrier", "capture train", "reshard", "synchronize", "barrier"]
-CAPTURING += ["capture validate", "reshard"]
+SETTLING = ["reshard", "collect", "synchronize", "barrier"]
 LONG = ("--train.max_samples=240", "--train.micro_batch=6")  # 20 steps of 2 micro-batches
-DROPPING = ["synchronize", "reset", "reset", "synchronize"]
+DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,6 +42,7 @@ def log(monkeypatch) -> Log:
     monkeypatch.setattr(StandInRecorder, "log", log)
     monkeypatch.setattr(graph, "Recorder", StandInRecorder)
     monkeypatch.setattr(graph, "obstacle", lambda device, asked: "")
+    monkeypatch.setattr(graph, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
     return log
 
 
@@ -65,7 +65,7 @@ def make(micro, world):
     """Makes the steps of a fresh net, warmed up."""
 
     def fresh(**values: object) -> Steps:
-        cfg = config.replace(micro, **values)
+        cfg = config.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
         net = parallel.build(cfg, world, seed=3)
         steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
         steps.warm_up()
@@ -74,9 +74,17 @@ def make(micro, world):
     return fresh
 
 
+@pytest.fixture
+def made(monkeypatch) -> list[Steps]:
+    """The steps of the runs of a test."""
+    capture, made = Steps.capture, []
+    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
+    return made
+
+
 def train(folder, data, *overrides: str) -> int:
     """The exit code of train.py, run inside this process."""
-    argv = [str(MICRO), f"--run.dir={folder}", *data_overrides(data), *overrides]
+    argv = [str(MICRO), f"--run.dir={folder}", *data_overrides(data), "--eval.batch=45", *overrides]
     return cli.run("train.py", "", killing.train.main, argv)
 
 
@@ -103,7 +111,9 @@ def test_auto_captures_on_nvidia_devices_alone(monkeypatch):
 
 
 def test_on_is_refused_on_a_cpu():
-    with pytest.raises(Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; or set graph.enabled="):
+    with pytest.raises(
+        Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; graph.enabled=auto runs"
+    ):
         chosen(CPU, graph__enabled="on")
 
 
@@ -111,7 +121,7 @@ def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
     on_hip(monkeypatch, "2.11.0")
     assert chosen(CUDA).startswith("eager (torch 2.11.0 cannot capture collectives on HIP")
     with pytest.raises(
-        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; or set"
+        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; graph.en"
     ):
         chosen(CUDA, graph__enabled="on")
 
@@ -119,8 +129,8 @@ def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_capture_wants_two_steps_before_it(monkeypatch, steps):
     monkeypatch.setattr(torch.version, "hip", None)
-    assert chosen(CUDA, train__synthetic_steps=steps).endswith(f"train.synthetic_steps={steps})")
-    with pytest.raises(Refusal, match=f"a capture needs 2 steps before it, and train.synthetic_steps={steps}; or set"):
+    assert chosen(CUDA, train__synthetic_steps=steps).startswith(f"eager (train.synthetic_steps={steps} must be")
+    with pytest.raises(Refusal, match=rf"on cannot .*: train.synthetic_steps={steps} must be at least 2, .*; graph.en"):
         chosen(CUDA, train__synthetic_steps=steps, graph__enabled="on")
 
 
@@ -150,11 +160,57 @@ def test_train_refuses_what_it_cannot_honour_and_leaves_nothing(tmp_path, shapes
 # The capture
 
 
+class FailingCapture:
+    """torch's context of a capture, whose end fails as it does when something went wrong inside."""
+
+    def __init__(self, *args, **kwargs):
+        self.bound = REAL_CAPTURE.bind(*args, **kwargs).arguments
+
+    def __enter__(self) -> None:
+        assert self.bound.pop("cuda_graph") == "a graph"
+        assert self.bound == {"pool": "a pool", "stream": "a stream", "capture_error_mode": "thread_local"}
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+REAL_CAPTURE = inspect.signature(torch.cuda.graph)
+
+
+def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_failed(monkeypatch):
+    log = Log()
+    stand_ins = {
+        "synchronize": log("synchronize"),
+        "Stream": log("a new stream", lambda device: "a stream"),
+        "set_stream": log.append,
+        "graph_pool_handle": lambda: "a pool",
+        "CUDAGraph": lambda: "a graph",
+        "graph": FailingCapture,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    recorder = device.Recorder(CUDA)
+    assert log == ["synchronize", "a new stream", "a stream"]
+    assert recorder.capture(log("the work")) == "a graph" and log[-1] == "the work"
+    with pytest.raises(Fault, match=r"^a step cannot be captured: no\.item\(\) here; set graph\.enabled=off$"):
+        recorder.capture(raising(RuntimeError("no.item() here\nand a stack of C++")))
+    with pytest.raises(Fault, match="cannot be captured: by us"):
+        recorder.capture(raising(AssertionError("by us")))
+
+
+def raising(error: Exception):
+    def work() -> None:
+        raise error
+
+    return work
+
+
 def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
     steps = make()
     noted.clear()
     steps.capture()
-    assert noted == CAPTURING
+    assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
     require_settled(steps.state.net)  # an eager forward that comes next gathers the weights anew
 
 
@@ -196,7 +252,7 @@ def test_a_capture_that_executes_the_step_is_noticed(log, make, monkeypatch):
     monkeypatch.setattr(StandInRecorder, "capture", lambda recorder, work: (record(recorder, work), work())[0])
     with pytest.raises(Fault, match="has executed it"):
         steps.capture()
-    assert not steps.graphs and log[-2:] == ["reset", "synchronize"]
+    assert not steps.graphs and log[-3:] == ["reset", "collect", "synchronize"]
 
 
 def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, monkeypatch):
@@ -211,7 +267,9 @@ def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, mo
     monkeypatch.setattr(StandInRecorder, "capture", failing)
     with pytest.raises(Fault, match="cannot be captured"):
         steps.capture()
-    assert log[-3:] == ["synchronize", "reset", "synchronize"] and not steps.graphs and steps.recorder is None
+    assert (
+        log[-4:] == ["synchronize", "reset", "collect", "synchronize"] and not steps.graphs and steps.recorder is None
+    )
 
 
 # Replays
@@ -251,7 +309,7 @@ def test_an_evaluation_uses_the_weights_of_the_moment(log, make):
     with torch.no_grad():
         for own, trained in zip(other.state.opt.shards, steps.state.opt.shards):
             own.copy_(trained)
-    other.validate(alone)
+    validation_step(other.state.net, other.val_batch, alone, other.cfg)
     assert torch.equal(after, alone) and not torch.equal(after, before)
 
 
@@ -268,16 +326,17 @@ def test_a_run_by_graphs_is_the_eager_run(log, tmp_path, shapes_dir, capsys):
     assert "  steps   captured\n" in capsys.readouterr().out
     assert train(tmp_path / "eager", shapes_dir, *LONG, "--graph.enabled=off") == 0
     assert "  steps   eager (graph.enabled=off)\n" in capsys.readouterr().out
-    assert log.count("replay train") == 20 and log.count("replay validate") == 7 * 6  # evaluations x batches
+    assert log.count("replay train") == 20 and log.count("replay validate") == 7
     killing.require_equal_runs(tmp_path / "captured", tmp_path / "eager")
 
 
-def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, tmp_path, shapes_dir):
+def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, made, tmp_path, shapes_dir):
     log.broken_at = 3
     assert train(tmp_path / "run", shapes_dir, "--checkpoint.every_samples=24") == 3
     log.broken_at = None
     assert train(tmp_path / "run", shapes_dir) == 0
     assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
+    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
     assert train(tmp_path / "whole", shapes_dir, "--graph.enabled=off") == 0
     killing.require_equal_runs(tmp_path / "run", tmp_path / "whole")
 
@@ -310,24 +369,26 @@ def leaving(noted, monkeypatch) -> Log:
 
 def test_graphs_are_dropped_by_all_ranks_before_the_group_is_left(leaving, tmp_path, shapes_dir):
     assert train(tmp_path / "run", shapes_dir) == 0
-    assert leaving[-6:] == [*DROPPING, "barrier", "stop"] and leaving.count("reset") == 2
+    assert leaving[-7:] == [*DROPPING, "barrier", "stop"] and leaving.count("reset") == 2
 
 
 def test_graphs_are_dropped_without_waiting_for_others_when_a_step_breaks(leaving, tmp_path, shapes_dir, capsys):
     leaving.broken_at = 2
     assert train(tmp_path / "run", shapes_dir) == 3
     assert "an error of the device" in capsys.readouterr().err
-    assert leaving[-5:] == [*DROPPING, "stop"] and leaving.count("reset") == 2
+    assert leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2
 
 
 def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
     for (module, name), stand_in in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
         monkeypatch.setattr(module, name, stand_in)
     assert train(tmp_path / "run", shapes_dir) == 143
-    assert leaving[-5:] == [*DROPPING, "stop"]
+    assert leaving[-6:] == [*DROPPING, "stop"]
 
 
-def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(leaving, tmp_path, shapes_dir, monkeypatch, capsys):
+def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(
+    leaving, made, tmp_path, shapes_dir, monkeypatch, capsys
+):
     def gone(recorder: StandInRecorder) -> None:
         if leaving.broken_at == leaving.count("replay train"):
             raise RuntimeError("an illegal memory access")
@@ -336,8 +397,7 @@ def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(leaving, tmp_pat
     monkeypatch.setattr(StandInRecorder, "synchronize", gone)
     assert train(tmp_path / "run", shapes_dir) == 3
     assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
-    gc.collect()
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, Steps) and thing.graphs]
+    assert [steps.graphs for steps in made] == [{}]
 
 
 def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
