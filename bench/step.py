@@ -175,6 +175,7 @@ def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock:
             parallel.to_device(feed, batch)
         clock.mark("step")
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+        state.net.fp8.begin(state.step)
         loss, _ = train_step(state.net, state.opt, batch, health, cfg)
         state.advance(cfg.train.global_batch)
         clock.mark(END)
