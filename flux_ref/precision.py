@@ -7,7 +7,7 @@ gradients, sums in fp32, results in bf16. Modulation, embedders, head and attent
     delayed   it comes from the largest magnitudes of earlier steps, so a cast need not wait for a reduction
 
 Weights are scaled dynamically under both recipes: every rank holds the same gathered weight, so their scale is exact,
-needs no state and no communication, and reading them once more costs about a percent of a step.
+needs no state and no communication, and its price is one more read of the weights per pass.
 Without gradients (validation, pictures) scales are dynamic under both recipes, too: the loss is then a function of
 weights and data alone, and nothing that is remembered can move.
 
