@@ -1,4 +1,4 @@
-"""The recorder of graphs, against the signatures of torch's own functions; see test_graph.py for what is done with it."""
+"""The recorder of graphs, against the signatures of torch's own functions; what is done with it: test_graph.py."""
 
 import inspect
 
