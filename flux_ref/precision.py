@@ -11,7 +11,7 @@ needs no state and no communication, and its price is one more read of the weigh
 Without gradients (validation, pictures) scales are dynamic under both recipes, too: the loss is then a function of
 weights and data alone, and nothing that is remembered can move.
 
-spec: quantisation scale = largest FP8 value / largest magnitude; the products take its reciprocal.
+port: a quantisation scale is largest FP8 value / largest magnitude; the products take its reciprocal.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
 Engine documents it.
 """
@@ -125,25 +125,25 @@ class _Fp8Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, amax_x, scale_x, amax_g, scale_g, number: Arithmetic, exponent: int):
+    def forward(ctx, x_MK, weight_NK, bias_N, amax_x, scale_x, amax_g, scale_g, arith: Arithmetic, exponent: int):
         """amax: where to note the largest magnitudes, or None. scale: the delayed scales, or None for dynamic ones."""
-        scale_x = _scale(x_MK, number.forward, exponent, amax_x, scale_x)
-        scale_w = _scale(weight_NK, number.forward, exponent)
-        x8_MK = cast(x_MK, scale_x, number.forward)
-        w8_NK = cast(weight_NK, scale_w, number.forward)
+        scale_x = _scale(x_MK, arith.forward, exponent, amax_x, scale_x)
+        scale_w = _scale(weight_NK, arith.forward, exponent)
+        x8_MK = cast(x_MK, scale_x, arith.forward)
+        w8_NK = cast(weight_NK, scale_w, arith.forward)
         ctx.save_for_backward(x8_MK, weight_NK, scale_x, scale_w, scale_g)
-        ctx.amax_g, ctx.number, ctx.exponent = amax_g, number, exponent  # amax_g changes, so it cannot be saved
-        rule = number.row_times_column
+        ctx.amax_g, ctx.arith, ctx.exponent = amax_g, arith, exponent  # amax_g changes, so it cannot be saved
+        rule = arith.row_times_column
         return scaled_mm(x8_MK, w8_NK.t(), scale_x, scale_w, rule, bias_N, x_MK.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad_MN):
         x8_MK, weight_NK, scale_x, scale_w, scale_g = ctx.saved_tensors
-        rule = ctx.number.row_times_column
+        rule = ctx.arith.row_times_column
         grad_MN = grad_MN.contiguous()
-        scale_g = _scale(grad_MN, ctx.number.gradient, ctx.exponent, ctx.amax_g, scale_g)
-        g8_MN = cast(grad_MN, scale_g, ctx.number.gradient)
-        w8_NK = cast(weight_NK, scale_w, ctx.number.forward)
+        scale_g = _scale(grad_MN, ctx.arith.gradient, ctx.exponent, ctx.amax_g, scale_g)
+        g8_MN = cast(grad_MN, scale_g, ctx.arith.gradient)
+        w8_NK = cast(weight_NK, scale_w, ctx.arith.forward)
         if rule:  # right sides column-major: transposed copies
             w8_NK, x8_MK = w8_NK.t().contiguous().t(), x8_MK.t().contiguous().t()
         g8_NM = g8_MN.t().contiguous() if rule else g8_MN.t()
@@ -172,11 +172,11 @@ class Fp8Linear(nn.Linear):
     input and of the gradient of the output; None under the dynamic recipe.
     """
 
-    def __init__(self, linear: nn.Linear, cfg: Fp8Config, number: Arithmetic):
+    def __init__(self, linear: nn.Linear, cfg: Fp8Config, arith: Arithmetic):
         """Takes over the parameters of a linear."""
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.number, self.exponent = number, cfg.max_scale_exponent
+        self.arith, self.exponent = arith, cfg.max_scale_exponent
         self.scaling, self.evaluates = "dynamic", cfg.eval
         for name in ("amax_x", "scale_x", "amax_g", "scale_g"):
             # A tensor each: views of one would share a version counter, which compiled backwards refuse.
@@ -192,7 +192,7 @@ class Fp8Linear(nn.Linear):
         delayed = trains and self.scaling == "delayed"
         scale_x, scale_g = (self.scale_x, self.scale_g) if delayed else (None, None)
         noted = (amax_x, scale_x, amax_g, scale_g)
-        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.bias, *noted, self.number, self.exponent)
+        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.bias, *noted, self.arith, self.exponent)
         return out_MN.unflatten(0, x.shape[:-1])
 
 
@@ -208,11 +208,11 @@ def convert(net: nn.Module, cfg: Config, device: torch.device) -> None:
     """
     if cfg.fp8.recipe == "off":
         return
-    number = arithmetic(architecture(device))
+    arith = arithmetic(architecture(device))
     linears = {name: module for name, module in net.named_modules() if CONVERTED.fullmatch(name)}
     assert len(linears) == count(cfg.model), f"{len(linears)} linears, want {count(cfg.model)}"
     for name, linear in linears.items():
-        net.set_submodule(name, Fp8Linear(linear, cfg.fp8, number))
+        net.set_submodule(name, Fp8Linear(linear, cfg.fp8, arith))
 
 
 class Fp8State:
@@ -229,7 +229,7 @@ class Fp8State:
         noting = self.linears if cfg.recipe == "delayed" else []
         self.amaxes = [amax for linear in noting for amax in (linear.amax_x, linear.amax_g)]
         self.scales = [scale for linear in noting for scale in (linear.scale_x, linear.scale_g)]
-        largest = [torch.finfo(dtype).max for linear in noting for dtype in linear.number[:2]]
+        largest = [torch.finfo(dtype).max for linear in noting for dtype in linear.arith[:2]]
         self.largest = torch.tensor(largest, device=device) / 2**cfg.margin
         self.history = torch.zeros(len(largest), cfg.history, device=device)
         self.reset()

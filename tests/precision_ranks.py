@@ -41,7 +41,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[f
     """Training steps on this rank's part of one synthetic batch; the losses over all ranks."""
     own = ROWS // world.size
     batch = synthetic(cfg.model, ROWS)
-    batch = {name: tensor[world.rank * own : (world.rank + 1) * own] for name, tensor in batch.items()}
+    batch = {name: tensor[world.rank * own : (world.rank + 1) * own].to(world.device) for name, tensor in batch.items()}
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):

@@ -491,7 +491,7 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(size, tmp_path, w
     assert losses[0] == pytest.approx(base["losses"][0], rel=1e-6)
     assert torch.equal(state.net.fp8.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
-    assert losses == pytest.approx(base["losses"], rel=2e-3)
+    assert losses == pytest.approx(base["losses"], rel=1e-2)  # each rank rounds gradients of its own scale
     saved = checkpoint.open_for(storage.found(tmp_path)[0], state, FACTS)
     state.net.fp8.reset()
     checkpoint.load_progress(saved, state)
@@ -577,19 +577,56 @@ def test_tokens_of_a_micro_batch_are_counted():
 
 
 @pytest.mark.slow
-def test_compiled_regions_give_the_bits_of_eager_when_they_round_like_it(monkeypatch, world):
+@torch._inductor.config.patch(emulate_precision_casts=True)
+def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
+    torch._dynamo.reset()
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        linear = Fp8Linear(nn.Linear(96, 64).bfloat16(), Fp8Config(recipe="delayed"), arithmetic("cpu"))
+        linear.scaling = "delayed"
+        linear.scale_x.fill_(100.0)
+        linear.scale_g.fill_(9000.0)
+        call = torch.compile(linear, fullgraph=True, dynamic=False) if compiles else linear
+        x, grad = torch.randn(2, 16, 96).bfloat16().requires_grad_(), torch.randn(2, 16, 64).bfloat16()
+        out = call(x)
+        out.backward(grad)
+        found.append((out, x.grad, linear.weight.grad, linear.bias.grad, linear.amax_x, linear.amax_g))
+    assert all(map(torch.equal, *found))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_regions_train_as_eager_ones(world):
     """And there is one graph per kind of block, mode and way of scaling at any depth."""
-    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
     cfg = fp8_config(fp8__dynamic_steps=2)
     eager = steps(lively_state(cfg, world), cfg, world)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = config.replace(cfg, parallel__compile=True)
     state = lively_state(compiled, world)
-    assert steps(state, compiled, world) == pytest.approx(eager, rel=1e-6)
+    assert steps(state, compiled, world) == pytest.approx(eager, rel=1e-2)
+    assert state.net.fp8.history.all()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
+def test_a_device_trains_as_the_cpu_does(recipe, monkeypatch):
+    """Its kernels take every product of the net; bf16 rounds otherwise on the way."""
+    cfg = fp8_config(fp8__recipe=recipe)
+    found = []
+    for is_available in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_available=is_available: is_available)
+        world = parallel.start(cfg.parallel)
+        try:
+            found.append(steps(lively_state(cfg, world), cfg, world))
+        finally:
+            parallel.stop()
+    assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
 def last_losses(cfg: Config, world, count: int = 250) -> float:
