@@ -416,7 +416,7 @@ ON_TWO_RANKS = {
 }
 
 
-QUICK = ("batch", "NaN on rank 1", "run exists")
+QUICK = ("NaN on rank 1",)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_peers_are_refused_with_a_remedy(monkeypatch):
         peers.require(["diffusers"], cfg)
 
 
-@pytest.mark.parametrize("peers", [[], ["--peers", "webdataset"]], ids=["alone", "peers"])
+@pytest.mark.parametrize(
+    "peers", [[], pytest.param(["--peers", "webdataset"], marks=pytest.mark.slow)], ids=["alone", "peers"]
+)
 def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys, peers):
     path = tmp_path / "new" / "report.json"
     options = ["--samples", "96", "--rounds", "2", "--workers", "1,2", "--flat", "640", "--folder", str(tmp_path)]

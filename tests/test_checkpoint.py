@@ -617,6 +617,7 @@ def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path, key):
 # The benchmark of saving
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_saving_reports_whole_and_plausible_figures(tmp_path):
     path = tmp_path / "report.json"
     options = ["--every", "1", "--steps", "2", "--rounds", "2", "--saves", "4", "--folder", tmp_path, "--json", path]

@@ -758,6 +758,7 @@ def test_training_and_evaluation_take_what_was_made(sets, nets, tmp_path, capsys
     assert "pictures:" in said and "false colours" not in said
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(made, nets, tmp_path):
     source, output, _, _ = made
     args = make(nets, source, tmp_path / "out")
