@@ -3,7 +3,7 @@
     python -m bench.ceiling --config configs/schnell_gbs512.toml --micro-batches 8,32 --json bench/results/NAME.json
 
 Every linear layer of a block gives three products: forward, dgrad (for its input) and wgrad (for its weight). Each is
-timed alone in bf16 and, where the device has it, in FP8; the mean weighs each by how often it occurs in a step.
+timed alone in the compute dtype and, where the device has it, in FP8; the mean weighs each by its use in a step.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -85,13 +86,12 @@ def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
     return f"{properties.name} has no FP8 matrix products"
 
 
-def bf16(product: Product, device: torch.device) -> Callable[[], Tensor]:
+def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     """A call of the product in the layout in which nn.Linear and its backward have it; allocates nothing."""
     m, n, k = product.m, product.n, product.k
-    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
-    left = random(m, k, device, torch.bfloat16) if product.kind != "wgrad" else random(k, m, device, torch.bfloat16).t()
-    right = random(n, k, device, torch.bfloat16).t() if product.kind == "forward" else None
-    right = random(k, n, device, torch.bfloat16) if right is None else right
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    left = random(k, m, device, dtype).t() if product.kind == "wgrad" else random(m, k, device, dtype)
+    right = random(n, k, device, dtype).t() if product.kind == "forward" else random(k, n, device, dtype)
     return lambda: torch.mm(left, right, out=out)
 
 
@@ -126,8 +126,8 @@ def time_ms(call: Callable[[], object], clock: Clock) -> float:
     return median(step["product"] for step in clock.steps())
 
 
-def measure(model: ModelConfig, micro_batch: int, clock: Clock, with_fp8: bool = True) -> dict:
-    """Times and rates of all products; "fp8" is a text where it cannot be measured.
+def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:
+    """Times and rates of all products, "plain" ones in a compute dtype; "fp8" is a text where it cannot be measured.
 
     Layers of equal sizes are timed once. Rates in 1e12 FLOP/s.
     """
@@ -136,19 +136,22 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, with_fp8: bool =
     crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
     if crooked and not isinstance(kinds, str) and clock.device.type != "cpu":
         kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
-    makers = {"bf16": bf16} | ({} if isinstance(kinds, str) else {"fp8": lambda p, device: fp8(p, device, kinds)})
+    makers = {"plain": partial(plain, device=clock.device, dtype=parallel.DTYPES[dtype])}
+    if not isinstance(kinds, str):
+        makers["fp8"] = partial(fp8, device=clock.device, kinds=kinds)
     rows, cache = [], {}
     for product in wanted:
         row = asdict(product)
         for name, make in makers.items():
             key = (name, product.kind, product.m, product.n, product.k)
             if key not in cache:
-                cache[key] = time_ms(make(product, clock.device), clock)
+                cache[key] = time_ms(make(product), clock)
             row[name] = {"ms": cache[key], "tflop_per_s": product.tflop / cache[key] * 1e3}
         rows.append(row)
     tflop = sum(product.tflop * product.per_step for product in wanted)
     report = {
         "micro_batch": micro_batch,
+        "dtype": dtype,
         "tflop": tflop,
         "share_of_step": tflop / (tflop_per_sample(model) * micro_batch),
         "products": rows,
@@ -164,11 +167,11 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, with_fp8: bool =
     return report
 
 
-def best_square(make: Callable, clock: Clock) -> float:
+def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
     """1e12 FLOP/s of the best square product."""
     sizes = SQUARES["cpu" if clock.device.type == "cpu" else "accelerator"]
     squares = [Product("square", "square", size, size, size) for size in sizes]
-    return max(square.tflop / time_ms(make(square, clock.device), clock) * 1e3 for square in squares)
+    return max(square.tflop / time_ms(make(square), clock) * 1e3 for square in squares)
 
 
 def sizes(text: str) -> list[int]:
@@ -198,7 +201,7 @@ def main(argv: list[str]) -> int:
     clock = Clock(world.device)
     report = environment(cfg, world, argv)
     report["command"] = report["command"].replace("bench.step", "bench.ceiling")
-    report["ceilings"] = [measure(cfg.model, rows, clock) for rows in args.micro_batches]
+    report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
         print(table(report))
         if args.json:
@@ -211,16 +214,18 @@ def table(report: dict) -> str:
     """The report for the terminal."""
     lines = [report["command"], f"  {report['device']}, torch {report['torch']}; TFLOP/s"]
     for found in report["ceilings"]:
-        names = [name for name in ("bf16", "fp8") if isinstance(found[name], dict)]
+        names = [name for name in ("plain", "fp8") if isinstance(found[name], dict)]
+        heads = " ".join(f"{found['dtype'] if name == 'plain' else name:>8}" for name in names)
         lines.append(f"  micro-batch {found['micro_batch']}: {found['share_of_step']:.1%} of a step's products")
-        lines.append(f"    {'layer':<12} {'kind':<8} {'m':>7} {'n':>7} {'k':>7} {'per step':>9}  {'  '.join(names):>8}")
+        lines.append(f"    {'layer':<12} {'kind':<8} {'m':>7} {'n':>7} {'k':>7} {'per step':>9}  {heads}")
         for row in found["products"]:
             rates = " ".join(f"{row[name]['tflop_per_s']:8.4g}" for name in names)
             place = f"{row['m']:>7} {row['n']:>7} {row['k']:>7} {row['per_step']:>9}"
             lines.append(f"    {row['layer']:<12} {row['kind']:<8} {place}  {rates}")
         for name in names:
             mean, square = found[name]["tflop_per_s"], found[name]["square_tflop_per_s"]
-            lines.append(f"    {name}: {mean:.4g} weighted by use, {square:.4g} best square")
+            head = found["dtype"] if name == "plain" else name
+            lines.append(f"    {head}: {mean:.4g} weighted by use, {square:.4g} best square")
         if isinstance(found["fp8"], str):
             lines.append(f"    fp8: {found['fp8']}")
     return "\n".join(lines)
