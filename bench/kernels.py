@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench.step import Clock, environment, run_steps
+from bench.step import Clock, build, environment, run_steps
 from flux_ref import cli, config, parallel, rules
 from flux_ref.config import Config
 from flux_ref.data import allocate
@@ -155,7 +155,7 @@ def timeline(trace: dict) -> list[Span]:
 
 def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
     """The timeline of some training steps on a synthetic batch. Collective."""
-    net = parallel.build(cfg, world, cfg.train.seed)
+    net = build(cfg, world, synthetic=True)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
     warm_up(state, batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)

@@ -121,7 +121,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     if not args.synthetic:
         parallel.together(lambda: world.rank or prepare.ensure(cfg))
         train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
-    net = parallel.build(cfg, world, cfg.train.seed)
+    net = build(cfg, world, args.synthetic)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
     warm_up(state, batch, allocate(cfg.model, cfg.eval.batch, world.device), cfg)
@@ -160,6 +160,20 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         },
         "last_loss": loss,
     }
+
+
+def build(cfg: Config, world: World, synthetic: bool) -> Flux:
+    """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
+
+    As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
+    """
+    net = parallel.build(cfg, world, None if synthetic else cfg.train.seed)
+    if synthetic:
+        torch.manual_seed(cfg.train.seed)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.to_local().normal_(std=0.02)
+    return net
 
 
 def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock: Clock, count: int) -> float:
