@@ -78,7 +78,7 @@ def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
     if device.type == "cpu":
         return e4m3, e5m2
     properties = torch.get_device_module(device).get_device_properties(device)
-    architecture = getattr(properties, "gcnArchName", "")
+    architecture = properties.gcnArchName if torch.version.hip else ""  # CUDA builds give the device's name there
     if architecture.startswith(FNUZ):
         return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
     if architecture.startswith(OCP) or (not architecture and (properties.major, properties.minor) >= (8, 9)):

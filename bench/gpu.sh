@@ -11,10 +11,11 @@ failed=0
 if [ "${1:-}" = more ]; then
     shift
     minutes=9
+    set -- --continue "$@"
 else
     minutes=6.5
     timeout --kill-after 10 150 python -m pytest -m gpu --timeout 120 || failed=1
 fi
 timeout --kill-after 10 "$(awk "BEGIN {print int($minutes * 60 + 20)}")" \
-    python -m bench.sweep --minutes "$minutes" --json "$out/sweep.json" --continue "$@" || failed=1
+    python -m bench.sweep --minutes "$minutes" --json "$out/sweep.json" "$@" || failed=1
 exit "$failed"

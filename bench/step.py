@@ -43,6 +43,8 @@ SPLIT_STEPS, GEMM_REPEATS = 5, 10
 GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
 PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
 END = "end"
+HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
+HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "fp8")
 
 
 class Clock:
@@ -166,7 +168,9 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
+    Raises: Refusal of a section that asks for what only train.py does.
     """
+    honour(cfg, "bench.step", HONOURED)
     net = parallel.build(cfg, world, None if synthetic else cfg.train.seed)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
@@ -174,6 +178,13 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
             for parameter in net.parameters():
                 parameter.to_local().normal_(std=0.02)
     return net
+
+
+def honour(cfg: Config, name: str, sections: tuple[str, ...]) -> None:
+    """Raises: Refusal if another section of the config is not the default: it would be left unmeasured unnoticed."""
+    for section, default in config.SECTIONS.items():
+        if section not in sections and getattr(cfg, section) != default:
+            raise Refusal(f"{name} does not honour the section {section}; leave it at its defaults")
 
 
 def run_steps(cfg: Config, state: State, batch: Batch, feed: Feed | None, clock: Clock, count: int) -> float:

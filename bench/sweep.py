@@ -191,7 +191,13 @@ def race_rows(name: str, report: dict) -> list[Row]:
     found = []
     for peer, part in report["peers"].items():
         cells = figures(None, part["ms"]["peer"]["step"], None, None, None)
-        found.append((f"{name}, {peer} {part['version']}", cells, f"{part['ratio']['step']:.3f} times ours"))
+        found.append(
+            (
+                f"{name}, {peer} {part['version']}",
+                cells,
+                f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)",
+            )
+        )
     return found + [(f"{name}, {peer}", {}, reason) for peer, reason in report["refused"].items()]
 
 

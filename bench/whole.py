@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling
-from bench.step import END, Clock, environment, tflop_per_sample
+from bench.step import END, HARMLESS, Clock, environment, honour, tflop_per_sample
 from flux_ref import cli, config, flow, parallel, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
@@ -36,8 +36,7 @@ from flux_ref.step import validation_step
 WARMUP = 2
 VALIDATION = 29_696  # samples of the benchmark's validation set
 LEFT_OUT = "communication, data, casts from fp32 master weights"
-HONOURED = ("model", "parallel", "optim", "train")  # sections of the config; of train the seed alone
-HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")
+HONOURED = (*HARMLESS, "model", "parallel", "optim", "train")  # sections of the config; of train the seed alone
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -63,9 +62,7 @@ def require(cfg: Config, world: World) -> None:
     """Raises: Refusal of what this benchmark would leave unmeasured without a word."""
     if world.size > 1:
         raise Refusal(f"bench.whole measures one device; this is one of {world.size} ranks")
-    for section, default in config.SECTIONS.items():
-        if section not in HONOURED + HARMLESS and getattr(cfg, section) != default:
-            raise Refusal(f"bench.whole does not honour the section {section}; use bench.step for it")
+    honour(cfg, "bench.whole", HONOURED)
 
 
 def build(cfg: Config, device: torch.device) -> Flux:

@@ -93,10 +93,11 @@ def test_mean_weighs_products_by_their_use(monkeypatch):
 
 
 class Device:
-    """A stand-in for torch.cuda."""
+    """A stand-in for torch.cuda, whose properties have the name for the architecture where that is AMD's word."""
 
     def __init__(self, name, version=(0, 0), architecture=""):
-        self.name, (self.major, self.minor), self.gcnArchName = name, version, architecture
+        self.name, (self.major, self.minor), self.gcnArchName = name, version, architecture or name
+        self.hip = "7.0" if architecture else None
 
     def get_device_properties(self, device):
         return self
@@ -116,6 +117,7 @@ class Device:
 )
 def test_fp8_is_measured_where_it_exists(device, kind, monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch.version, "hip", device.hip)
     found = ceiling.fp8_kinds(torch.device("cuda"))
     assert found[0] == kind if kind else found == f"{device.name} has no FP8 matrix products"
 
@@ -295,11 +297,16 @@ def test_a_micro_batch_that_does_not_fit_is_reported(tmp_path, monkeypatch, caps
     assert "micro-batch 2: CUDA out of memory." in capsys.readouterr().out
 
 
-def test_the_whole_model_refuses_what_it_would_leave_out(monkeypatch):
-    monkeypatch.setattr(whole, "HARMLESS", tuple(name for name in whole.HARMLESS if name != "mllog"))
-    cfg = config.replace(SMALL, mllog__submission_org="other")
-    with pytest.raises(whole.Refusal, match="does not honour the section mllog"):
-        whole.require(cfg, type("World", (), {"size": 1}))
+@pytest.mark.parametrize("module", [whole, step])
+def test_what_would_be_left_out_is_refused(module, monkeypatch):
+    """A section that these benchmarks do not know of; mllog stands for it."""
+    monkeypatch.setattr(module, "HONOURED", tuple(name for name in module.HONOURED if name != "mllog"))
+    cfg, world = config.replace(SMALL, mllog__submission_org="other"), type("World", (), {"size": 1})
+    with pytest.raises(step.Refusal, match=rf"{module.__name__} does not honour the section mllog"):
+        whole.require(cfg, world) if module is whole else step.build(cfg, world, synthetic=True)
+
+
+def test_the_whole_model_is_measured_on_one_device():
     with pytest.raises(whole.Refusal, match="this is one of 2 ranks"):
         whole.require(SMALL, type("World", (), {"size": 2}))
 
@@ -471,6 +478,21 @@ def alive(process: int) -> bool:
 def test_a_sweep_that_cannot_be_made_is_refused(argv):
     with pytest.raises(sweep.Refusal, match=argv[-1]):
         sweep.parse(argv)
+
+
+@pytest.mark.parametrize("argv,calls", [((), ("pytest", "bench.sweep")), (("more", "--small"), ("bench.sweep",))])
+def test_one_call_of_the_script_stays_below_ten_minutes(argv, calls, tmp_path):
+    """With a `timeout` that only says what it was asked."""
+    (tmp_path / "timeout").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "timeout").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": "elsewhere"}
+    done = subprocess.run([ROOT / "bench" / "gpu.sh", *argv], env=env, capture_output=True, text=True, timeout=20)
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and [line[5] for line in words] == list(calls), done.stdout
+    assert sum(int(line[1]) + int(line[2]) for line in words) < 600
+    minutes = float(words[-1][words[-1].index("--minutes") + 1])
+    assert 60 * minutes < int(words[-1][2]) and "elsewhere/sweep.json" in words[-1]
+    assert ("--continue" in words[-1]) == ("--small" in words[-1]) == bool(argv)
 
 
 @pytest.mark.slow
