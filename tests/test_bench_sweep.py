@@ -70,7 +70,11 @@ def test_what_becomes_of_a_variant_is_in_its_record(tmp_path, monkeypatch):
 
 def test_a_sweep_writes_one_report_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     source = f"open('ran', 'a').write('x'); open(sys.argv[-1], 'w').write(json.dumps({REPORT}))"
-    wanted = scripted(monkeypatch, tmp_path, {"good": source, "refused": "print('refused: no'); sys.exit(2)"})
+    wanted = scripted(
+        monkeypatch,
+        tmp_path,
+        {"good": source, "refused": "open('ran', 'a').write('y'); print('refused: no'); sys.exit(2)"},
+    )
     monkeypatch.setattr(sweep, "variants", lambda small: [replace(one, name=f"{one.name} one") for one in wanted])
     monkeypatch.setitem(sweep.ROWS, "good", sweep.kernel_rows)
     monkeypatch.setattr(sweep, "git", lambda *args: "abc")
@@ -81,7 +85,7 @@ def test_a_sweep_writes_one_report_and_goes_on_where_it_stopped(tmp_path, monkey
     finally:
         signal.signal(signal.SIGTERM, earlier)
     report = json.loads(path.read_text())
-    assert (tmp_path / "ran").read_text() == "x", "what is known did not run again"
+    assert (tmp_path / "ran").read_text() == "xy", "what is known did not run again"
     assert {"command", "commit", "dirty", "versions"} <= report.keys() and report["device"] == "abacus"
     assert [record["status"] for record in report["runs"]] == ["done", "refused"]
     assert report["versions"]["torch"] == torch.__version__.split("+")[0]
