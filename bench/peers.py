@@ -6,6 +6,7 @@ A peer is an entry of PEERS; a package is imported only when its peer is asked f
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,63 @@ class DiffusersFlux(nn.Module):
         )[0]
 
 
+class TorchtitanFlux(nn.Module):
+    """torchtitan's Flux of a config's shapes (0.3.0 and later), called as our Flux is."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.net = torchtitan_config(cfg).build()
+        self.model = cfg.model
+        self.double_blocks, self.single_blocks = self.net.double_blocks, self.net.single_blocks
+
+    def materialised(self, device: torch.device) -> None:
+        """Make what `to_empty` left without a value."""
+        self.image_ids = image_positions(self.model.latent_height, self.model.latent_width).float().to(device)[None]
+        self.text_ids = torch.zeros(1, self.model.text_tokens, 3, device=device)
+
+    def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
+        return self.net(
+            img=img_BNP,
+            img_ids=self.image_ids.expand(len(img_BNP), -1, -1),
+            txt=txt_BTE,
+            txt_ids=self.text_ids.expand(len(img_BNP), -1, -1),
+            timesteps=t_B.to(img_BNP.dtype),  # as torchtitan's FSDP casts its inputs
+            y=clip_BV,
+        )
+
+
+def torchtitan_config(cfg: Config):
+    """torchtitan's schnell brought to a config's shapes: every layer has a config of its own there.
+
+    Raises: Refusal of a version that is built in another way.
+    """
+    from torchtitan.models import flux
+
+    model = cfg.model
+    try:
+        found = flux.flux_configs["flux-schnell"]()
+        double = flux._make_double_block_config(model.hidden, model.heads, model.mlp_ratio, True)
+        single = flux._make_single_block_config(model.hidden, model.heads, model.mlp_ratio)
+        linear, adaln = found.final_layer_config.linear, found.final_layer_config.adaln_linear
+        embedders = (found.time_in_config, found.vector_in_config)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Refusal(f"peer torchtitan is not built as 0.3.0 is ({error}); pip install torchtitan==0.3.0") from None
+    found.hidden_size, found.num_heads, found.axes_dim = model.hidden, model.heads, model.rope_axes
+    found.double_blocks, found.single_blocks = [double] * model.double_blocks, [single] * model.single_blocks
+    found.in_channels = found.out_channels = found.img_in.in_features = linear.out_features = model.packed_channels
+    found.context_in_dim = found.txt_in.in_features = model.t5_dim
+    found.vec_in_dim = found.vector_in_config.in_dim = found.vector_in_config.in_layer.in_features = model.clip_dim
+    found.img_in.out_features = found.txt_in.out_features = linear.in_features = adaln.in_features = model.hidden
+    for embedder in embedders:
+        embedder.hidden_dim = embedder.in_layer.out_features = model.hidden
+        embedder.out_layer.in_features = embedder.out_layer.out_features = model.hidden
+    found.final_layer_config.hidden_size, adaln.out_features = model.hidden, 2 * model.hidden
+    found.final_layer_config.out_channels = model.packed_channels
+    found.pe_config.dim, found.pe_config.axes_dim = model.head_dim, model.rope_axes
+    found.theta = found.pe_config.theta = model.rope_theta
+    return found
+
+
 class PlainFlux(Flux):
     """Our model, unsharded."""
 
@@ -77,18 +135,28 @@ class PlainFlux(Flux):
         self.rope = self.make_rope().to(device)
 
 
-PEERS: dict[str, tuple[str, Callable[[Config], nn.Module]]] = {  # name -> (package, builder)
+PEERS: dict[str, tuple[str, Callable[[Config], nn.Module]]] = {  # name -> (module, builder)
     "diffusers": ("diffusers", DiffusersFlux),
+    "torchtitan": ("torchtitan.models.flux", TorchtitanFlux),
 }
 
 
 def require(names: list[str], cfg: Config) -> None:
-    """Raises: Refusal unless every peer is known, installed and able to be our config's model."""
+    """Raises: Refusal unless every peer is known, installed, can be imported and be our config's model."""
     for name in names:
         if name not in PEERS:
             raise Refusal(f"unknown peer {name!r}; known peers: {', '.join(PEERS)}")
-        if importlib.util.find_spec(PEERS[name][0]) is None:
-            raise Refusal(f"peer {name} needs the package {PEERS[name][0]}; pip install {PEERS[name][0]}")
+        module = PEERS[name][0]
+        package = module.split(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise Refusal(f"peer {name} needs the package {package}; pip install {package}")
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a foreign package raises
+            reason = " ".join(f"{type(error).__name__}: {error}".splitlines())
+            raise Refusal(
+                f"peer {name}: {module} cannot be imported with torch {torch.__version__}: {reason}"
+            ) from None
     if names and cfg.model.mlp_ratio != 4:
         raise Refusal(f"peers have model.mlp_ratio=4, the config has {cfg.model.mlp_ratio}; set it to 4")
 
@@ -153,6 +221,8 @@ def race(name: str, cfg: Config, clock: Clock, steps: int, warmup: int) -> dict:
                 times[side]["step"].append(sum(spent.values()))
     ratios = {phase: [p / o for p, o in zip(times["peer"][phase], times["ours"][phase])] for phase in PHASES}
     return {
+        "version": importlib.metadata.version(PEERS[name][0].split(".")[0]),
+        "compiled": cfg.parallel.compile,
         "batch": rows,
         "parameters": counts["ours"],
         "ratio": {phase: median(values) for phase, values in ratios.items()},

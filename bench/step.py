@@ -44,6 +44,8 @@ SPLIT_STEPS, GEMM_REPEATS = 5, 10
 GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
 PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
 END = "end"
+HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
+HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "graph", "fp8")
 
 
 class Clock:
@@ -122,7 +124,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     if not args.synthetic:
         parallel.together(lambda: world.rank or prepare.ensure(cfg))
         train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
-    net = parallel.build(cfg, world, cfg.train.seed)
+    net = build(cfg, world, args.synthetic)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     run = Steps(state, cfg, world)
     run.warm_up()
@@ -163,6 +165,29 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         },
         "last_loss": loss,
     }
+
+
+def build(cfg: Config, world: World, synthetic: bool) -> Flux:
+    """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
+
+    As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
+    Raises: Refusal of a section that asks for what only train.py does.
+    """
+    honour(cfg, "bench.step", HONOURED)
+    net = parallel.build(cfg, world, None if synthetic else cfg.train.seed)
+    if synthetic:
+        torch.manual_seed(cfg.train.seed)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.to_local().normal_(std=0.02)
+    return net
+
+
+def honour(cfg: Config, name: str, sections: tuple[str, ...]) -> None:
+    """Raises: Refusal if another section of the config is not the default: it would be left unmeasured unnoticed."""
+    for section, default in config.SECTIONS.items():
+        if section not in sections and getattr(cfg, section) != default:
+            raise Refusal(f"{name} does not honour the section {section}; leave it at its defaults")
 
 
 def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> float:

@@ -1,0 +1,235 @@
+"""What the device makes of FLUX's own matrix products: the ceiling of a step; bench/README.md explains every figure.
+
+    python -m bench.ceiling --config configs/schnell_gbs512.toml --micro-batches 8,32 --json bench/results/NAME.json
+
+Every linear layer of a block gives three products: forward, dgrad (for its input) and wgrad (for its weight). Each is
+timed alone in the compute dtype and, where the device has it, in FP8; the mean weighs each by its use in a step.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.step import END, Clock, environment, tflop_per_sample
+from flux_ref import cli, config, parallel
+from flux_ref.config import ModelConfig
+from flux_ref.errors import Refusal
+
+WARMUP = 5
+REPEATS = {"cpu": 5, "accelerator": 20}
+SQUARES = {"cpu": (512,), "accelerator": (4096, 8192)}
+FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
+FNUZ = ("gfx940", "gfx941", "gfx942")  # AMD's own kind of FP8
+OCP = ("gfx950", "gfx12")
+
+
+@dataclass(frozen=True)
+class Product:
+    """(m, k) times (k, n), and how often a step's forward and backward of one micro-batch has it."""
+
+    layer: str
+    kind: str  # forward, dgrad, wgrad, square
+    m: int
+    n: int
+    k: int
+    per_step: int = 1
+
+    @property
+    def tflop(self) -> float:
+        """1e12 operations of one."""
+        return 2 * self.m * self.n * self.k / 1e12
+
+
+def products(model: ModelConfig, micro_batch: int) -> list[Product]:
+    """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
+    hidden, inner = model.hidden, model.mlp_ratio * model.hidden
+    double = {
+        "qkv": (hidden, 3 * hidden),
+        "proj": (hidden, hidden),
+        "mlp.0": (hidden, inner),
+        "mlp.2": (inner, hidden),
+    }
+    single = {"linear1": (hidden, 3 * hidden + inner), "linear2": (hidden + inner, hidden)}
+    layers = [("img_" + name, model.image_tokens, shape, model.double_blocks) for name, shape in double.items()]
+    layers += [("txt_" + name, model.text_tokens, shape, model.double_blocks) for name, shape in double.items()]
+    tokens = model.image_tokens + model.text_tokens
+    layers += [(name, tokens, shape, model.single_blocks) for name, shape in single.items()]
+    found = []
+    for name, tokens, (inputs, outputs), count in layers:
+        rows = tokens * micro_batch
+        found.append(Product(name, "forward", rows, outputs, inputs, count))
+        found.append(Product(name, "dgrad", rows, inputs, outputs, count))
+        found.append(Product(name, "wgrad", outputs, inputs, rows, count))
+    return found
+
+
+def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
+    """(kind for forward, kind for gradients) of a device, or why it has no FP8 products."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    if device.type == "cpu":
+        return e4m3, e5m2
+    properties = torch.get_device_module(device).get_device_properties(device)
+    architecture = properties.gcnArchName if torch.version.hip else ""  # CUDA builds give the device's name there
+    if architecture.startswith(FNUZ):
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    if architecture.startswith(OCP) or (not architecture and (properties.major, properties.minor) >= (8, 9)):
+        return e4m3, e5m2
+    return f"{properties.name} has no FP8 matrix products"
+
+
+def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """A call of the product in the layout in which nn.Linear and its backward have it; allocates nothing."""
+    m, n, k = product.m, product.n, product.k
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    left = random(k, m, device, dtype).t() if product.kind == "wgrad" else random(m, k, device, dtype)
+    right = random(n, k, device, dtype).t() if product.kind == "forward" else random(k, n, device, dtype)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def fp8(product: Product, device: torch.device, kinds: tuple[torch.dtype, torch.dtype]) -> Callable[[], Tensor]:
+    """The same in FP8 with one scale per tensor: rows of the left and columns of the right lie in memory (TN).
+
+    Gradients are the left operand of dgrad and wgrad; only forward sums fast, as training does.
+    """
+    m, n, k = product.m, product.n, product.k
+    forward = product.kind in ("forward", "square")
+    left = random(m, k, device, kinds[0] if forward else kinds[1])
+    right = random(n, k, device, kinds[0]).t()
+    scale, out = torch.ones((), device=device), torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    options = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": forward, "out": out}
+    return lambda: torch._scaled_mm(left, right, **options)
+
+
+def random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Normal values; zeros would cost less power and so seem faster."""
+    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).to(dtype)
+
+
+def time_ms(call: Callable[[], object], clock: Clock) -> float:
+    """Median milliseconds of a call after warming up."""
+    for _ in range(WARMUP):
+        call()
+    clock.start()
+    for _ in range(REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"]):
+        clock.mark("product")
+        call()
+        clock.mark(END)
+    return median(step["product"] for step in clock.steps())
+
+
+def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:
+    """Times and rates of all products, "plain" ones in a compute dtype; "fp8" is a text where it cannot be measured.
+
+    Layers of equal sizes are timed once. Rates in 1e12 FLOP/s.
+    """
+    wanted = products(model, micro_batch)
+    kinds = fp8_kinds(clock.device) if with_fp8 else "not asked for"
+    crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
+    if crooked and not isinstance(kinds, str) and clock.device.type != "cpu":
+        kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
+    makers = {"plain": partial(plain, device=clock.device, dtype=parallel.DTYPES[dtype])}
+    if not isinstance(kinds, str):
+        makers["fp8"] = partial(fp8, device=clock.device, kinds=kinds)
+    rows, cache = [], {}
+    for product in wanted:
+        row = asdict(product)
+        for name, make in makers.items():
+            key = (name, product.kind, product.m, product.n, product.k)
+            if key not in cache:
+                cache[key] = time_ms(make(product), clock)
+            row[name] = {"ms": cache[key], "tflop_per_s": product.tflop / cache[key] * 1e3}
+        rows.append(row)
+    tflop = sum(product.tflop * product.per_step for product in wanted)
+    report = {
+        "micro_batch": micro_batch,
+        "dtype": dtype,
+        "tflop": tflop,
+        "share_of_step": tflop / (tflop_per_sample(model) * micro_batch),
+        "products": rows,
+        "fp8": kinds if isinstance(kinds, str) else None,
+    }
+    for name in makers:
+        ms = sum(row[name]["ms"] * row["per_step"] for row in rows)
+        report[name] = {
+            "ms": ms,
+            "tflop_per_s": tflop / ms * 1e3,
+            "square_tflop_per_s": best_square(makers[name], clock),
+        }
+    return report
+
+
+def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
+    """1e12 FLOP/s of the best square product."""
+    sizes = SQUARES["cpu" if clock.device.type == "cpu" else "accelerator"]
+    squares = [Product("square", "square", size, size, size) for size in sizes]
+    return max(square.tflop / time_ms(make(square), clock) * 1e3 for square in squares)
+
+
+def sizes(text: str) -> list[int]:
+    """Positive integers between commas, for argparse."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.ceiling", usage="see --help", add_help=False, exit_on_error=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--micro-batches", type=sizes, default=[8])
+    parser.add_argument("--json", type=Path)
+    try:
+        return parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise Refusal(f"{error}; see --help") from None
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    cfg = config.load(args.config, overrides)
+    world = parallel.start(cfg.parallel)
+    clock = Clock(world.device)
+    report = environment(cfg, world, argv)
+    report["command"] = report["command"].replace("bench.step", "bench.ceiling")
+    report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
+    if world.rank == 0:
+        print(table(report))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    lines = [report["command"], f"  {report['device']}, torch {report['torch']}; TFLOP/s"]
+    for found in report["ceilings"]:
+        names = [name for name in ("plain", "fp8") if isinstance(found[name], dict)]
+        heads = " ".join(f"{found['dtype'] if name == 'plain' else name:>8}" for name in names)
+        lines.append(f"  micro-batch {found['micro_batch']}: {found['share_of_step']:.1%} of a step's products")
+        lines.append(f"    {'layer':<12} {'kind':<8} {'m':>7} {'n':>7} {'k':>7} {'per step':>9}  {heads}")
+        for row in found["products"]:
+            rates = " ".join(f"{row[name]['tflop_per_s']:8.4g}" for name in names)
+            place = f"{row['m']:>7} {row['n']:>7} {row['k']:>7} {row['per_step']:>9}"
+            lines.append(f"    {row['layer']:<12} {row['kind']:<8} {place}  {rates}")
+        for name in names:
+            mean, square = found[name]["tflop_per_s"], found[name]["square_tflop_per_s"]
+            head = found["dtype"] if name == "plain" else name
+            lines.append(f"    {head}: {mean:.4g} weighted by use, {square:.4g} best square")
+        if isinstance(found["fp8"], str):
+            lines.append(f"    fp8: {found['fp8']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.ceiling", __doc__, main, sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""Where a step's time goes, kernel by kernel, from torch.profiler; bench/README.md explains every figure.
+
+    python -m bench.kernels --config configs/FILE.toml --steps 3 --json bench/results/NAME.json
+    python -m bench.kernels --trace TRACE.json              a trace that was taken elsewhere, as one step
+
+Trains on one synthetic batch as bench.step does. On an accelerator the timeline is the device's; on the CPU it is made
+of what each thread's innermost operation is. --section.key=value overrides the config as in train.py.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.profiler import ProfilerActivity, profile
+
+from bench.step import Clock, build, environment, run_steps
+from flux_ref import cli, config, parallel, rules
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.graph import Steps
+from flux_ref.optim import ShardedAdamW
+from flux_ref.parallel import World
+from flux_ref.step import State
+
+TOP = 15
+DEVICE_SPANS = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
+HOST_SPANS = ("cpu_op", "user_annotation")
+# The first that matches a name in lower case decides. What Inductor writes is named after the operations fused in it.
+CLASSES = (
+    ("communication", r"nccl|rccl|gloo|c10d|record_param_comms|all_?gather|reduce_?scatter|all_?reduce|fsdp::"),
+    ("optimizer", r"adam|optimizer|lpnorm|foreach_norm"),
+    ("gemm", r"^triton_(tem|mm)"),
+    ("elementwise", r"^triton_|cpp_fused|compiledfunction|torch-compiled region"),
+    ("attention", r"attention|flash|fmha|sdpa|attn|^bwd_kernel_|^bwd_preprocess"),
+    ("gemm", r"gemm|cutlass|nvjet|cublas|splitk|^cijk_|xmma|mkldnn|aten::(mm|addmm|bmm|baddbmm|linear|_scaled_mm)"),
+    ("copy", r"memcpy|memset|copy|_cast|catarray|chunk_cat|fill|::cat$|::to$|::zero_$|::contiguous|::clone"),
+    ("elementwise", r"elementwise|reduce|norm|softmax|gelu|silu|multi_tensor|aten::"),
+)
+NAMES = ("gemm", "attention", "elementwise", "copy", "communication", "optimizer", "other")
+
+
+class Span(NamedTuple):
+    """Something that ran; times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+def classify(name: str) -> str:
+    """The class of a kernel or operation by its name; "other" if nothing is known of it."""
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name.lower())), "other")
+
+
+def innermost(spans: list[Span]) -> list[Span]:
+    """Nested spans of one thread as a flat timeline: at each moment the innermost one."""
+    flat, stack, now = [], [], 0.0
+
+    def run_until(moment: float) -> None:
+        """Time up to a moment belongs to the innermost that is open."""
+        nonlocal now
+        while stack and stack[-1].end <= moment:
+            done = stack.pop()
+            if done.end > now:
+                flat.append(Span(done.name, now, done.end - now))
+                now = done.end
+        if stack and moment > now:
+            flat.append(Span(stack[-1].name, now, moment - now))
+        now = max(now, moment)
+
+    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
+        run_until(span.start)
+        stack.append(span)
+    run_until(max((span.end for span in spans), default=0.0))
+    return flat
+
+
+def busy(spans: list[Span]) -> list[tuple[float, float]]:
+    """The intervals in which anything runs, in order and apart from each other."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if found and span.start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], span.end))
+        else:
+            found.append((span.start, span.end))
+    return found
+
+
+def length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def analyse(spans: list[Span], steps: int = 1) -> dict:
+    """Milliseconds per step by class, their share of the timeline, the idle time and the TOP kernels.
+
+    The timeline runs from the first start to the last end. Spans may overlap (streams, threads): the shares of the
+    classes then add up to more than what is not idle. communication_exposed_ms: while nothing else ran.
+    """
+    if not spans:
+        raise Refusal("the timeline is empty: nothing was profiled")
+    intervals = busy(spans)
+    window = intervals[-1][1] - intervals[0][0]
+    idle = window - length(intervals)
+    gaps = sorted(right[0] - left[1] for left, right in pairwise(intervals))
+    by_class, by_name = defaultdict(float), defaultdict(lambda: [0.0, 0])
+    for span in spans:
+        by_class[classify(span.name)] += span.duration
+        by_name[span.name][0] += span.duration
+        by_name[span.name][1] += 1
+    others = busy([span for span in spans if classify(span.name) != "communication"])
+    top = sorted(by_name.items(), key=lambda item: -item[1][0])[:TOP]
+    per_step = 1e3 * steps
+    return {
+        "steps": steps,
+        "step_ms": window / per_step,
+        "classes": {kind: {"ms": by_class[kind] / per_step, "share": by_class[kind] / window} for kind in NAMES},
+        "idle": {
+            "ms": idle / per_step,
+            "share": idle / window,
+            "gaps": len(gaps) / steps,
+            "median_gap_us": gaps[len(gaps) // 2] if gaps else 0.0,
+            "longest_gap_us": gaps[-1] if gaps else 0.0,
+        },
+        "communication_exposed_ms": (length(intervals) - length(others)) / per_step,
+        "top": [
+            {"name": name, "class": classify(name), "ms": us / per_step, "calls": calls / steps}
+            for name, (us, calls) in top
+        ],
+    }
+
+
+def timeline(trace: dict) -> list[Span]:
+    """The spans of a trace as torch.profiler exports it: the device's if it has any, else the host's, flattened."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    device = [event for event in events if event.get("cat") in DEVICE_SPANS]
+    if device:
+        return [Span(event["name"], event["ts"], event["dur"]) for event in device]
+    threads = defaultdict(list)
+    for event in events:
+        if event.get("cat") in HOST_SPANS:
+            threads[event["pid"], event["tid"]].append(Span(event["name"], event["ts"], event["dur"]))
+    return [span for spans in threads.values() for span in innermost(spans)]
+
+
+def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
+    """The timeline of some training steps on a synthetic batch. Collective."""
+    net = build(cfg, world, synthetic=True)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    run, clock = Steps(state, cfg, world), Clock(world.device)
+    activities = [ProfilerActivity.CPU] if world.device.type == "cpu" else [ProfilerActivity.CUDA]
+    try:
+        run.warm_up()
+        run.capture()
+        run_steps(run, None, clock, warmup)
+        clock.start()
+        with profile(activities=activities) as profiler:
+            run_steps(run, None, clock, steps)
+            clock.start()  # the device is idle before the profiler stops
+    finally:
+        run.close()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return timeline(json.loads(path.read_text()))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.kernels", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    if args.steps < 1 or args.warmup < 0:
+        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
+    return args, overrides
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    if args.trace:
+        print(table({"command": str(args.trace)} | analyse(timeline(json.loads(args.trace.read_text())))))
+        return 0
+    cfg = config.load(args.config, overrides)
+    world = parallel.start(cfg.parallel)
+    rules.validate_world(cfg, world.size)
+    report = environment(cfg, world, argv)
+    report["command"] = report["command"].replace("bench.step", "bench.kernels")
+    report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
+    if world.rank == 0:
+        print(table(report))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    idle = report["idle"]
+    lines = [report["command"], f"  {report['step_ms']:.2f} ms per step under the profiler"]
+    lines += [f"    {kind:<14} {f['ms']:10.3f} ms {f['share']:7.1%}" for kind, f in report["classes"].items()]
+    lines.append(
+        f"    {'idle':<14} {idle['ms']:10.3f} ms {idle['share']:7.1%} in {idle['gaps']:.0f} gaps,"
+        f" median {idle['median_gap_us']:.1f} us, longest {idle['longest_gap_us']:.1f} us"
+    )
+    lines.append(f"    communication while nothing else ran: {report['communication_exposed_ms']:.3f} ms")
+    for row in report["top"]:
+        lines.append(f"    {row['ms']:10.3f} ms {row['calls']:7.0f} x {row['class']:<13} {row['name'][:90]}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.kernels", __doc__, main, sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Our model against other implementations of it, step by step in turn; bench/README.md explains every figure.
+
+    python -m bench.race                                    configs/tiny.toml against diffusers and torchtitan, eager
+    python -m bench.race --compile                          the blocks of both sides compiled
+    python -m bench.race --pair --parallel.dtype=fp32       one double and one single block of schnell's width
+    python -m bench.race --config FILE --peers NAME[,NAME] --json bench/results/NAME.json
+
+--steps N (20) timed after --warmup N (3); --section.key=value overrides the config as in train.py. A peer that cannot
+take part is reported with the reason; the exit code is 2 if none could.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from bench import peers
+from bench.step import Clock, environment
+from flux_ref import cli, config, parallel
+from flux_ref.errors import Fault, Refusal
+
+PAIR = "configs/schnell_gbs512.toml"
+PAIR_OVERRIDES = ("model.double_blocks=1", "model.single_blocks=1", "train.global_batch=1", "train.micro_batch=1")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.race", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(peers.PEERS))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--pair", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    if args.steps < 1 or args.warmup < 0:
+        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
+    if args.compile:
+        overrides = ["--parallel.compile=true", *overrides]
+    if args.pair:
+        args.config = PAIR
+        overrides = [f"--{text}" for text in PAIR_OVERRIDES] + overrides
+    return args, overrides
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    cfg = config.load(args.config, overrides)
+    world = parallel.start(cfg.parallel)
+    if world.size > 1:
+        raise Refusal(f"bench.race compares unsharded models in one process; this is one of {world.size}")
+    clock = Clock(world.device)
+    report = environment(cfg, world, argv)
+    report["command"] = report["command"].replace("bench.step", "bench.race")
+    report["peers"], report["refused"] = {}, {}
+    for name in args.peers:
+        try:
+            peers.require([name], cfg)
+            report["peers"][name] = peers.race(name, cfg, clock, args.steps, args.warmup)
+        except (Refusal, Fault) as error:
+            report["refused"][name] = str(error)
+    print(table(report))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if not report["peers"]:
+        raise Refusal("; ".join(report["refused"].values()))
+    return 0
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    way = "compiled" if report["config"]["parallel.compile"] else "eager"
+    lines = [report["command"], f"  {report['device']}, {report['threads']} threads, torch {report['torch']}"]
+    lines.append(f"  {report['parameters']:,} parameters, {report['config']['parallel.dtype']}, {way}")
+    lines += [f"  {name} {found['version']}: {peers.summary(found)}" for name, found in report["peers"].items()]
+    lines += [f"  {name}: {reason}" for name, reason in report["refused"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.race", __doc__, main, sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""Every figure of one machine in one call: variants of a step, each in a process of its own, the most important first.
+
+    python -m bench.sweep --minutes 9 --json bench/results/NAME.json
+    python -m bench.sweep --minutes 9 --json bench/results/NAME.json --continue      what the last call had no time for
+    python -m bench.sweep --small                                                    the micro model, for the CPU
+    python -m bench.sweep --list | --only NAME[,NAME]
+
+A variant that is refused, such as one whose key this checkout does not know, stands in the table with the reason.
+--section.key=value overrides every variant's config.
+Exit codes: 0 the table is whole or the time was up, 2 refused, 3 a variant broke.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from bench.step import ROOT, git
+from flux_ref import cli
+from flux_ref.errors import Fault, Refusal
+
+LEAST_S = 15.0  # a variant is not begun with less time left
+PACKAGES = ("torch", "triton", "diffusers", "torchtitan", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+FULL, MICRO = "configs/schnell_gbs512.toml", "tests/micro.toml"
+COLUMNS = ("samples/s", "ms", "TFLOP/s", "of ceiling", "GB")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row: a module of bench and its arguments, and the seconds it may take."""
+
+    name: str
+    module: str
+    args: tuple[str, ...]
+    limit_s: float = 240.0
+
+    @property
+    def words(self) -> list[str]:
+        """The command after `python`."""
+        return ["-m", self.module, *self.args]
+
+
+def variants(small: bool) -> list[Variant]:
+    """All variants in the order of their importance.
+
+    part: a real step on one rank of 4 double and 8 single blocks of full width; whole: all blocks, by bench.whole.
+    """
+    config = ("--config", MICRO if small else FULL)
+    cut = () if small else ("--model.double_blocks=4", "--model.single_blocks=8")
+    pair = ("--model.double_blocks=1", "--model.single_blocks=1")
+    times = ("--steps", "2", "--warmup", "1") if small else ("--steps", "10", "--warmup", "3")
+    usual, others = (4, (2,)) if small else (32, (4, 8, 16, 64))
+    micros, larger, evals = ("2,4", "4", "8") if small else ("8,16", "16,32", "32,64")
+    plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
+    compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
+    eager, graph = "--graph.enabled=off", "--graph.enabled=on"
+    dynamic, delayed = "--fp8.recipe=dynamic", ("--fp8.recipe=delayed", "--fp8.dynamic_steps=0")
+
+    def batch(rows: int) -> tuple[str, str]:
+        return f"--train.global_batch={rows}", f"--train.micro_batch={rows}"
+
+    def part(name: str, *options: str, rows: int = usual) -> Variant:
+        own = (*config, *cut, *times, "--synthetic", *batch(rows), *plain, eager, *options)
+        return Variant(f"part {name}", "bench.step", own)
+
+    def whole(name: str, micros: str, *options: str) -> Variant:
+        return Variant(f"whole {name}", "bench.whole", (*config, "--micro-batches", micros, *plain, *options))
+
+    return [
+        Variant("ceiling", "bench.ceiling", (*config, "--micro-batches", micros)),
+        part("eager"),
+        part("compiled", compiled),
+        whole("compiled", micros, "--evaluate", evals, compiled),
+        part("compiled graph", compiled, graph),
+        part("compiled fp8 dynamic", compiled, dynamic),
+        part("compiled fp8 delayed", compiled, *delayed),
+        Variant("part kernels", "bench.kernels", (*config, *cut, *batch(usual), *plain, eager, compiled)),
+        Variant("peers compiled", "bench.race", (*config, *pair, *times, *batch(usual), *plain, compiled, "--compile")),
+        part("compiled k=2", compiled, "--parallel.region_blocks=2"),
+        part("compiled k=4", compiled, "--parallel.region_blocks=4"),
+        part("compiled graph fp8", compiled, graph, *delayed),
+        whole("compiled budget 0.5", larger, compiled, half),
+        part("compiled budget 0.5", compiled, half),
+        Variant("peers eager", "bench.race", (*config, *pair, *times, *batch(usual), *plain)),
+        whole("eager", micros.split(",")[0], "--no-ceiling"),
+        *(part(f"compiled batch {rows}", compiled, rows=rows) for rows in others),
+    ]
+
+
+def run(variant: Variant, timeout_s: float) -> dict:
+    """Run a variant in a process group of its own; its record: status, seconds, and the report or a line that says why.
+
+    status: done, refused, failed or "out of time".
+    """
+    record = {"name": variant.name, "module": variant.module, "command": shlex.join(["python", *variant.words])}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench_sweep_") as folder:
+        path = Path(folder) / "report.json"
+        process = subprocess.Popen(
+            [sys.executable, *variant.words, "--json", str(path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return record | {"status": "out of time", "seconds": timeout_s, "line": f"ended after {timeout_s:.0f} s"}
+        finally:
+            if process.poll() is None:  # also when we are told to stop; compilers work in children
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        record["seconds"] = time.monotonic() - begin
+        if process.returncode == 0 and path.exists():
+            return record | {"status": "done", "report": json.loads(path.read_text())}
+    lines = [line for line in output.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith(f"{variant.module}: ")]  # a backend may write after it
+    status = "refused" if process.returncode == Refusal.exit_code else "failed"
+    line = (own or lines or [f"exit code {process.returncode}"])[-1]
+    return record | {"status": status, "line": line, "output": lines[-20:]}
+
+
+def sweep(wanted: list[Variant], minutes: float, done: Callable[[dict], None]) -> None:
+    """Run variants until the time is up and hand over each one's record; the rest have the status "not run"."""
+    deadline = time.monotonic() + 60 * minutes
+    for variant in wanted:
+        left = deadline - time.monotonic()
+        if left >= LEAST_S:
+            done(run(variant, min(left, variant.limit_s)))
+        else:
+            done({"name": variant.name, "module": variant.module, "status": "not run", "line": "the time was up"})
+
+
+Row = tuple[str, dict[str, str], str]  # name, figures by column, a note
+
+
+def rows(record: dict) -> list[Row]:
+    """The lines of a record in the table."""
+    if "report" not in record:
+        return [(record["name"], {}, f"{record['status']}: {record['line']}")]
+    return ROWS[record["module"]](record["name"], record["report"])
+
+
+def step_rows(name: str, report: dict) -> list[Row]:
+    tflop = report["tflop"]
+    values = (report["samples_per_s"], report["step_ms"]["median"], tflop["per_s_per_rank"], tflop["share_of_ceiling"])
+    return [(name, figures(*values, report["peak_memory_gb"]), "ceiling: best square")]
+
+
+def whole_rows(name: str, report: dict) -> list[Row]:
+    found = []
+    for part in report["runs"]:
+        values = [part.get(key) for key in ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")]
+        note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
+        found.append((f"{name}, batch {part['micro_batch']}", figures(*values), note))
+    for part in report["evaluation"]:
+        values = (part.get("samples_per_s"), part.get("ms"), None, None, part.get("peak_memory_gb"))
+        found.append((f"{name}, validation {part['batch']}", figures(*values), part.get("failed", "")))
+    return found
+
+
+def ceiling_rows(name: str, report: dict) -> list[Row]:
+    found = []
+    for part in report["ceilings"]:
+        for kind in ("plain", "fp8"):
+            title = f"{name} {part['dtype'] if kind == 'plain' else kind}, batch {part['micro_batch']}"
+            if isinstance(part[kind], dict):
+                cells = figures(None, part[kind]["ms"], part[kind]["tflop_per_s"], None, None)
+                found.append((title, cells, f"best square {part[kind]['square_tflop_per_s']:.4g}"))
+            else:
+                found.append((title, {}, part[kind]))
+    return found
+
+
+def kernel_rows(name: str, report: dict) -> list[Row]:
+    shares = {kind: part["share"] for kind, part in report["classes"].items()} | {"idle": report["idle"]["share"]}
+    note = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
+    return [(name, figures(None, report["step_ms"], None, None, None), note)]
+
+
+def race_rows(name: str, report: dict) -> list[Row]:
+    found = []
+    for peer, part in report["peers"].items():
+        cells = figures(None, part["ms"]["peer"]["step"], None, None, None)
+        found.append(
+            (
+                f"{name}, {peer} {part['version']}",
+                cells,
+                f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)",
+            )
+        )
+    return found + [(f"{name}, {peer}", {}, reason) for peer, reason in report["refused"].items()]
+
+
+ROWS = {
+    "bench.step": step_rows,
+    "bench.whole": whole_rows,
+    "bench.ceiling": ceiling_rows,
+    "bench.kernels": kernel_rows,
+    "bench.race": race_rows,
+}
+
+
+def figures(rate: float | None, ms: float | None, tflop: float | None, share: float | None, gb: float | None) -> dict:
+    """The columns as texts, empty where there is nothing."""
+    texts = (
+        f"{value:{form}}" if value is not None else ""
+        for value, form in zip((rate, ms, tflop, share, gb), (".2f", ".2f", ".4g", ".1%", ".1f"))
+    )
+    return dict(zip(COLUMNS, texts))
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    lines = [row for record in report["runs"] for row in rows(record)]
+    width = max(len(name) for name, _, _ in lines)
+    head = f"{'variant':<{width}} " + " ".join(f"{column:>10}" for column in COLUMNS)
+    shown = [f"{report['command']}  commit {(report['commit'] or 'unknown')[:12]}, {report['device']}", head]
+    for name, values, note in lines:
+        cells = " ".join(f"{values.get(column, ''):>10}" for column in COLUMNS)
+        shown.append(f"{name:<{width}} {cells}  {note}".rstrip())
+    return "\n".join(shown)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter and are installed."""
+    installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    return {"python": platform.python_version()} | {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and overrides for every variant. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.sweep", usage="see --help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--continue", action="store_true", dest="goes_on")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[])
+    args, overrides = parser.parse_known_args(argv)
+    if not args.minutes > 0:
+        raise Refusal(f"--minutes={args.minutes} must be greater than 0")
+    if args.goes_on and not args.json:
+        raise Refusal("--continue needs --json FILE, the report that is to be completed")
+    names = [variant.name for variant in variants(args.small)]
+    unknown = [name for name in args.only if name not in names]
+    if unknown:
+        raise Refusal(f"unknown variant {unknown[0]!r}; known are {', '.join(names)}")
+    odd = [text for text in overrides if not (text.startswith("--") and "=" in text)]
+    if odd:
+        raise Refusal(f"argument {odd[0]!r} is not of the form --section.key=value")
+    return args, overrides
+
+
+def earlier(path: Path, commit: str | None) -> dict[str, dict]:
+    """What a report holds of variants that need not run again, by name. Raises: Refusal if of another commit."""
+    if not path.exists():
+        return {}
+    report = json.loads(path.read_text())
+    if report["commit"] != commit:
+        raise Refusal(f"{path} is of commit {report['commit']}, this is {commit}; delete it or give another --json")
+    return {record["name"]: record for record in report["runs"] if record["status"] in ("done", "refused")}
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    wanted = [variant for variant in variants(args.small) if not args.only or variant.name in args.only]
+    wanted = [replace(variant, args=(*variant.args, *overrides)) for variant in wanted]
+    if args.list:
+        for variant in wanted:
+            print(f"{variant.name:<28} {shlex.join(['python', *variant.words])}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no variant outlives us
+    report = {
+        "command": f"python -m bench.sweep {shlex.join(argv)}".strip(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "versions": versions(),
+        "device": "unknown",
+        "runs": [],
+    }
+    known = earlier(args.json, report["commit"]) if args.goes_on else {}
+    report["runs"] = [known[variant.name] for variant in wanted if variant.name in known]
+
+    def done(record: dict) -> None:
+        print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
+        report["runs"].append(record)
+        report["device"] = next((run["report"]["device"] for run in report["runs"] if "report" in run), "unknown")
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+    sweep([variant for variant in wanted if variant.name not in known], args.minutes, done)
+    print(table(report))
+    broken = [record["name"] for record in report["runs"] if record["status"] == "failed"]
+    if broken:
+        raise Fault(f"failed: {', '.join(broken)}; the report holds what they printed last", alone=True)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.sweep", __doc__, main, sys.argv[1:]))

@@ -1,0 +1,252 @@
+"""The full model on one device, without sharding: what a rank's compute costs; bench/README.md explains every figure.
+
+    python -m bench.whole --config configs/schnell_gbs512.toml --micro-batches 8,16,32 --parallel.compile=true
+    python -m bench.whole --config tests/micro.toml --micro-batches 2,4 --evaluate 8
+
+All weights and gradients lie on one device in the compute dtype (schnell in bf16: 48 GB). Forward and backward are
+whole; the optimizer is timed on the fp32 shards of one of --ranks N (8) ranks. Not in it: communication, gathering and
+reducing, data, the cast from fp32 master weights. --steps N (5) timed, --evaluate B[,B] also times validation at
+B samples per forward, --no-ceiling skips the products alone; --section.key=value overrides the config as in train.py.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from bench import ceiling
+from bench.step import END, HARMLESS, Clock, environment, honour, tflop_per_sample
+from flux_ref import cli, config, flow, parallel, regions, schedule
+from flux_ref.config import Config
+from flux_ref.data import Batch, allocate, synthetic
+from flux_ref.errors import Refusal
+from flux_ref.model import Flux, parameter_table
+from flux_ref.optim import ShardedAdamW
+from flux_ref.parallel import World
+from flux_ref.step import validation_step
+
+WARMUP = 2
+VALIDATION = 29_696  # samples of the benchmark's validation set
+LEFT_OUT = "communication, data, casts from fp32 master weights"
+HONOURED = (*HARMLESS, "model", "parallel", "optim", "train")  # sections of the config; of train the seed alone
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the overrides of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser("bench.whole", usage="see --help", add_help=False, exit_on_error=False)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    parser.add_argument("--micro-batches", type=ceiling.sizes, default=[8])
+    parser.add_argument("--evaluate", type=ceiling.sizes, default=[])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--no-ceiling", action="store_true")
+    parser.add_argument("--json", type=Path)
+    try:
+        args, overrides = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise Refusal(f"{error}; see --help") from None
+    if args.steps < 1 or args.ranks < 1:
+        raise Refusal(f"--steps={args.steps} and --ranks={args.ranks} must be at least 1")
+    return args, overrides
+
+
+def require(cfg: Config, world: World) -> None:
+    """Raises: Refusal of what this benchmark would leave unmeasured without a word."""
+    if world.size > 1:
+        raise Refusal(f"bench.whole measures one device; this is one of {world.size} ranks")
+    honour(cfg, "bench.whole", HONOURED)
+
+
+def build(cfg: Config, device: torch.device) -> Flux:
+    """The unsharded net in regions as training has them, random weights in the compute dtype."""
+    with torch.device("meta"):
+        net = Flux(cfg.model).to(parallel.DTYPES[cfg.parallel.dtype])
+    net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
+    net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
+    if cfg.parallel.compile:
+        regions.compile_all([*net.double_blocks, *net.single_blocks], cfg.parallel, device)
+    net.to_empty(device=device)
+    net.rope = net.make_rope().to(device)
+    torch.manual_seed(cfg.train.seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(std=0.02)
+    return net
+
+
+def batch_of(cfg: Config, rows: int, device: torch.device) -> Batch:
+    """A synthetic batch of any number of rows, repeating eight."""
+    batch, few = allocate(cfg.model, rows, device), synthetic(cfg.model, 8)
+    for name, tensor in batch.items():
+        for start in range(0, rows, 8):
+            tensor[start : start + 8].copy_(few[name][: min(8, rows - start)])
+    return batch
+
+
+def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
+    """Median milliseconds of forward and backward of one micro-batch, and the device's peak memory in GB."""
+    batch, dtype = batch_of(cfg, rows, clock.device), parallel.DTYPES[cfg.parallel.dtype]
+    fresh_peak(clock.device)
+    for i in range(WARMUP + steps):
+        if i == WARMUP:
+            clock.start()
+        clock.mark("forward")
+        loss = flow.losses(net, batch, dtype).mean()
+        clock.mark("backward")
+        loss.backward()
+        clock.mark(END)
+        net.zero_grad(set_to_none=True)
+    times = clock.steps()
+    found = {part: median(step[part] for step in times) for part in ("forward", "backward")}
+    return found | {"peak_memory_gb": parallel.peak_memory_gb(clock.device)}
+
+
+def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
+    """Milliseconds of one validation batch, and what the benchmark's whole validation set would take on one device."""
+    batch = batch_of(cfg, rows, clock.device)
+    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=clock.device)
+    fresh_peak(clock.device)
+    for i in range(WARMUP + steps):
+        if i == WARMUP:
+            clock.start()
+        clock.mark("validation")
+        validation_step(net, batch, sums, cfg)
+        clock.mark(END)
+    ms = median(step["validation"] for step in clock.steps())
+    rate = rows * 1e3 / ms
+    return {
+        "batch": rows,
+        "ms": ms,
+        "samples_per_s": rate,
+        "whole_set_s": VALIDATION / rate,
+        "peak_memory_gb": parallel.peak_memory_gb(clock.device),
+    }
+
+
+def optimizer(cfg: Config, world: World, ranks: int, steps: int, clock: Clock) -> dict:
+    """Median milliseconds of ShardedAdamW's step, clipping included, over the shards that rank 0 of `ranks` holds."""
+    shards = nn.Module()
+    for number, shape in enumerate(parameter_table(cfg.model).values()):
+        local = torch.randn(-(-shape[0] // ranks), *shape[1:], device=world.device)
+        shards.register_parameter(f"p{number}", nn.Parameter(DTensor.from_local(local, world.mesh, [Shard(0)])))
+    opt = ShardedAdamW(shards, cfg.optim, world)
+    opt.lr.fill_(cfg.optim.lr)
+    gradients = [DTensor.from_local(torch.randn_like(local), world.mesh, [Shard(0)]) for local in opt.shards]
+    fresh_peak(clock.device)
+    for i in range(WARMUP + steps):
+        if i == WARMUP:
+            clock.start()
+        for parameter, gradient in zip(shards.parameters(), gradients):
+            parameter.grad = gradient  # step lets go of it
+        clock.mark("optimizer")
+        opt.step()
+        clock.mark(END)
+    return {
+        "ms": median(step["optimizer"] for step in clock.steps()),
+        "ranks": ranks,
+        "parameters": sum(parameter.numel() for parameter in opt.shards),
+        "peak_memory_gb": parallel.peak_memory_gb(clock.device),
+    }
+
+
+def fresh_peak(device: torch.device) -> None:
+    """Forget the largest memory so far; the CPU cannot."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def unless_too_large(task: Callable[..., dict], *args: object) -> dict:
+    """What a task returns, or that the device's memory did not suffice."""
+    try:
+        return task(*args)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+    return {"failed": reason}  # outside of except, which would keep the task's tensors alive
+
+
+def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -> dict:
+    """Everything: the optimizer first, whose memory the net then needs."""
+    spent = unless_too_large(optimizer, cfg, world, args.ranks, args.steps, clock)
+    fresh_peak(world.device)
+    net, runs, per_sample = build(cfg, world.device), [], tflop_per_sample(cfg.model)
+    for rows in args.micro_batches:
+        run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args.steps, clock)
+        net.zero_grad(set_to_none=True)
+        if "failed" not in run and "failed" not in spent:
+            ms = run["forward"] + run["backward"] + spent["ms"]
+            run |= {"optimizer": spent["ms"], "ms": ms, "samples_per_s": rows * 1e3 / ms}
+            run["tflop_per_s"] = per_sample * run["samples_per_s"]
+        runs.append(run)
+    validations = []
+    for rows in args.evaluate:
+        found = unless_too_large(evaluation, net, cfg, rows, args.steps, clock)
+        validations.append({"batch": rows} | found)
+    del net
+    fresh_peak(world.device)
+    for run in runs:
+        if "tflop_per_s" in run and not args.no_ceiling:
+            roof = ceiling.measure(cfg.model, run["micro_batch"], clock, cfg.parallel.dtype, with_fp8=False)["plain"]
+            run["ceiling_tflop_per_s"], run["square_tflop_per_s"] = roof["tflop_per_s"], roof["square_tflop_per_s"]
+            run["share_of_ceiling"] = run["tflop_per_s"] / roof["tflop_per_s"]
+            run["share_of_square"] = run["tflop_per_s"] / roof["square_tflop_per_s"]
+    return {
+        "steps": args.steps,
+        "tflop_per_sample": per_sample,
+        "optimizer": spent,
+        "runs": runs,
+        "evaluation": validations,
+        "left_out": LEFT_OUT,
+    }
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parse(argv)
+    cfg = config.load(args.config, overrides)
+    world = parallel.start(cfg.parallel)
+    require(cfg, world)
+    report = environment(cfg, world, argv)
+    report["command"] = report["command"].replace("bench.step", "bench.whole")
+    report |= measure(cfg, world, args, Clock(world.device))
+    print(table(report))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def table(report: dict) -> str:
+    """The report for the terminal."""
+    cfg, spent = report["config"], report["optimizer"]
+    way = f"compiled, k={cfg['parallel.region_blocks']}" if cfg["parallel.compile"] else "eager"
+    lines = [report["command"], f"  {report['device']}, torch {report['torch']}; {report['parameters']:,} parameters"]
+    lines.append(f"  {cfg['parallel.dtype']}, {way}, one device; NOT in it: {report['left_out']}")
+    if "failed" not in spent:
+        lines.append(
+            f"  optimizer {spent['ms']:.2f} ms for {spent['parameters']:,} fp32 weights, 1 of {spent['ranks']} ranks"
+        )
+    for run in report["runs"]:
+        line = f"  micro-batch {run['micro_batch']}: "
+        if "ms" in run:
+            line += f"forward {run['forward']:.2f}, backward {run['backward']:.2f} ms, {run['samples_per_s']:.2f}"
+            line += f" samples/s, {run['tflop_per_s']:.4g} TFLOP/s, {run['peak_memory_gb']:.1f} GB"
+        if "share_of_ceiling" in run:
+            line += f", {run['share_of_ceiling']:.1%} of its products alone, {run['share_of_square']:.1%} of the best"
+        lines.append(line + run.get("failed", spent.get("failed", "")))
+    for run in report["evaluation"]:
+        seconds = f"{run['samples_per_s']:.2f} samples/s" if "ms" in run else run["failed"]
+        lines.append(f"  validation, batch {run['batch']}: {seconds}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("bench.whole", __doc__, main, sys.argv[1:]))
