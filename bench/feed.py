@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             f"--samples={args.samples} must be a multiple of {BATCH} from {2 * BATCH} on,"
             f" --rounds={args.rounds} at least 2, --workers={args.workers} at least 1"
         )
+    if args.flat and args.flat < 20 * BATCH:
+        raise Refusal(f"--flat={args.flat} must be 0 or at least {20 * BATCH}")
     feed_peers.require(args.peers)
     return args
 

@@ -128,6 +128,8 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     run = Steps(state, cfg, world)
     run.warm_up()
+    if cfg.fp8.recipe == "delayed":
+        state.step = cfg.fp8.dynamic_steps  # all but the first steps are like those from here on
     feed = None
     try:
         if world.device.type != "cpu":

@@ -89,6 +89,7 @@ def variants(small: bool) -> list[Variant]:
         part("compiled k=2", compiled, "--parallel.region_blocks=2"),
         part("compiled k=4", compiled, "--parallel.region_blocks=4"),
         part("compiled graph fp8", compiled, graph, *delayed),
+        whole("compiled fp8", larger, compiled, half, dynamic),
         whole("compiled budget 0.5", larger, compiled, half),
         part("compiled budget 0.5", compiled, half),
         Variant("peers eager", "bench.race", (*config, *pair, *times, *batch(usual), *plain)),

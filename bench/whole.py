@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling
 from bench.step import END, HARMLESS, Clock, environment, honour, tflop_per_sample
-from flux_ref import cli, config, flow, parallel, regions, schedule
+from flux_ref import cli, config, flow, parallel, precision, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
@@ -36,7 +36,7 @@ from flux_ref.step import validation_step
 WARMUP = 2
 VALIDATION = 29_696  # samples of the benchmark's validation set
 LEFT_OUT = "communication, data, casts from fp32 master weights"
-HONOURED = (*HARMLESS, "model", "parallel", "optim", "train")  # sections of the config; of train the seed alone
+HONOURED = (*HARMLESS, "model", "parallel", "fp8", "optim", "train")  # sections of the config; of train the seed alone
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -69,6 +69,7 @@ def build(cfg: Config, device: torch.device) -> Flux:
     """The unsharded net in regions as training has them, random weights in the compute dtype."""
     with torch.device("meta"):
         net = Flux(cfg.model).to(parallel.DTYPES[cfg.parallel.dtype])
+        precision.convert(net, cfg, device)
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:
@@ -79,6 +80,8 @@ def build(cfg: Config, device: torch.device) -> Flux:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.normal_(std=0.02)
+    net.fp8 = precision.Fp8State(net, cfg.fp8, device)
+    net.fp8.begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
     return net
 
 
@@ -102,6 +105,7 @@ def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dic
         loss = flow.losses(net, batch, dtype).mean()
         clock.mark("backward")
         loss.backward()
+        net.fp8.update()
         clock.mark(END)
         net.zero_grad(set_to_none=True)
     times = clock.steps()
@@ -229,6 +233,7 @@ def table(report: dict) -> str:
     cfg, spent = report["config"], report["optimizer"]
     way = f"compiled, k={cfg['parallel.region_blocks']}" if cfg["parallel.compile"] else "eager"
     lines = [report["command"], f"  {report['device']}, torch {report['torch']}; {report['parameters']:,} parameters"]
+    way += "" if cfg["fp8.recipe"] == "off" else f", FP8 with {cfg['fp8.recipe']} scales"
     lines.append(f"  {cfg['parallel.dtype']}, {way}, one device; NOT in it: {report['left_out']}")
     if "failed" not in spent:
         lines.append(

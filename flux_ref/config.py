@@ -130,14 +130,14 @@ class ParallelConfig:
     compile: bool = False  # torch.compile of each region
     activation_budget: float = 1.0  # with compile: share of the activations kept for backward, 0 to 1
     recompute: str = "none"  # without compile: keep only the input of each block or region for backward
-    forward_prefetch: int = 0  # regions gathered ahead on the host's word, beyond the one that FSDP2 gathers anyway
+    forward_prefetch: int = 0  # ask for so many regions before one computes; 0: for the next one while it computes
     separate_reduce_scatter: bool = False  # reduce gradients in a group of its own, beside gathering (torch 2.13)
-    attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: cudnn from Hopper on, else flash
+    attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: the fastest
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    enabled: str = "auto"  # replay whole steps as captured graphs: on; off; auto: on NVIDIA devices where possible
+    enabled: str = "auto"  # replay whole steps as captured graphs: on, off, auto (on NVIDIA devices)
 
 
 @dataclass(frozen=True, kw_only=True)

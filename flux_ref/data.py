@@ -235,9 +235,12 @@ class ValSet:
         texts = draws.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
 
         def fill(rows: Rows, i: int, sample: int) -> None:
-            rows["weight"][i] = sample < count
             if sample < count:
+                rows["weight"][i] = 1.0
                 self._fill(rows, i, sample, int(texts[sample]), evaluation)
+            else:
+                for values in rows.values():  # also what would only move an FP8 scale, which the batch shares
+                    values[i] = 0
 
         def expect(samples: range) -> None:
             self.shards.expect(sample for sample in samples if sample < count)

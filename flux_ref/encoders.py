@@ -37,7 +37,7 @@ def tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a text encoder lies: with it, or as diffusers has it, in tokenizer_2 of text_encoder_2."""
     if (folder / "tokenizer_config.json").is_file():
         return folder
-    return folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+    return folder.parent / folder.name.replace("text_encoder", "tokenizer")
 
 
 class TextEncoder:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from flux_ref import parallel, schedule
+from flux_ref import parallel, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import allocate
 from flux_ref.device import Recorder, obstacle
@@ -137,6 +137,8 @@ class Steps:
         A communicator is not let go of while a graph holds it: leaving the group would wait for ever.
         agreed: all ranks close now, so that they can wait for each other.
         """
+        if self.cfg.parallel.compile:
+            regions.permit_compilation()
         if self.recorder is None:
             return
         recorder, self.recorder = self.recorder, None

@@ -52,7 +52,7 @@ class Reporter:
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {world.device.type} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {precision.describe(cfg)}; attention: {world.attention}\n"
+            f"  compute {precision.describe(cfg)}; attention: {parallel.attention_kernel(cfg.parallel, world.device)}\n"
             f"  steps   {graph.manner(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"

@@ -1,4 +1,4 @@
-"""AdamW and gradient clipping on this rank's shards: one collective, one kernel, no host sync."""
+"""AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync."""
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,11 @@ class ShardedAdamW:
             capturable=world.device.type != "cpu",
         )
 
-    def step(self) -> Tensor:
+    def step(self, sound: Tensor | None = None) -> Tensor:
         """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar.
 
         A norm that is not finite changes neither weights nor moments; `step.Health` remembers it.
+        sound: 1, or NaN to have the norm NaN; the same on all ranks.
         """
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
@@ -44,6 +45,7 @@ class ShardedAdamW:
         squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()
+        norm = norm if sound is None else norm * sound
         # The fused kernel divides gradients by the one and does nothing where the other is 1: clipping takes no pass
         # over memory, and the check no host sync. torch.amp.GradScaler speaks to it in the same way.
         self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)

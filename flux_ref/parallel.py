@@ -1,4 +1,6 @@
-"""Processes, devices and sharding: the file that names backends and kinds of devices (of graphs: device.py).
+"""Processes, devices and sharding: the file that names backends and kinds of devices.
+
+Of graphs, device.py does; of the formats and layouts of FP8, precision.py.
 
 Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS and a look at `to_device` and
 `peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
@@ -33,6 +35,7 @@ from flux_ref.model import Flux, initialiser
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
+KERNELS = ("cudnn", "flash", "efficient", "math")  # of attention
 FAST_CUDNN = 91500
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,7 +49,6 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    attention: str  # which kernel; "torch's choice" on the CPU
 
     @property
     def replicas(self) -> int:
@@ -88,7 +90,11 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     else:  # the inner dimension is contiguous: shard inside a node, replicate across
         mesh = init_device_mesh(device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
-    return World(rank, size, device, mesh, choose_attention(cfg.attention, device))
+    if timeout:  # groups of a mesh would have the backend's own
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for group in mesh.get_all_groups():
+            set_timeout(timeout, group)
+    return World(rank, size, device, mesh)
 
 
 def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
@@ -128,22 +134,29 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
-def choose_attention(kind: str, device: torch.device) -> str:
-    """Allow scaled_dot_product_attention one kernel, so that none takes its place unnoticed; returns its name.
+def attention_kernel(cfg: ParallelConfig, device: torch.device) -> str:
+    """The one kernel that the net's attention may use on a GPU; on the CPU torch chooses.
 
-    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention.
+    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention. In fp32, which
+    neither knows, plain products.
     """
     if device.type == "cpu":
         return "torch's choice"
-    if kind == "auto":
-        is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-        kind = "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
+    if cfg.attention != "auto":
+        return cfg.attention
+    if cfg.dtype == "fp32":
+        return "math"
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
+
+
+def allow_attention(*kernels: str) -> None:
+    """Let scaled_dot_product_attention use these kernels alone, in the whole process from here on."""
     switches = torch.backends.cuda  # for ROCm too
-    switches.enable_cudnn_sdp(kind == "cudnn")
-    switches.enable_flash_sdp(kind == "flash")
-    switches.enable_mem_efficient_sdp(kind == "efficient")
-    switches.enable_math_sdp(kind == "math")
-    return kind
+    switches.enable_cudnn_sdp("cudnn" in kernels)
+    switches.enable_flash_sdp("flash" in kernels)
+    switches.enable_mem_efficient_sdp("efficient" in kernels)
+    switches.enable_math_sdp("math" in kernels)
 
 
 def stop() -> None:
@@ -253,6 +266,8 @@ def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 
 def build(cfg: Config, world: World, seed: int | None) -> Flux:
     """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
+    if world.device.type != "cpu":
+        allow_attention(attention_kernel(cfg.parallel, world.device))  # so that none takes its place unnoticed
     with torch.device("meta"):
         net = Flux(cfg.model)
         precision.convert(net, cfg, world.device)

@@ -253,14 +253,17 @@ class Fp8State:
         for linear in self.linears:
             linear.scaling = scaling
 
-    def update(self) -> None:
+    def update(self) -> Tensor | None:
         """Take a step's magnitudes into the history and set the scales of the next; after its last backward.
+
+        Returns 1, or NaN if a magnitude was not finite on any rank: a cast by a remembered scale turns infinity into
+        the largest value, so that no loss would tell. None where casts tell by themselves.
 
         Collective, on the device alone and in place, so a captured graph may hold it. A tensor whose magnitude was 0
         or not finite on any rank keeps its history and scale.
         """
         if not self.amaxes:
-            return
+            return None
         amax = torch.stack(self.amaxes).nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may overlook NaN
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         usable = ((amax > 0) & amax.isfinite())[:, None]
@@ -268,6 +271,7 @@ class Fp8State:
         self.history.copy_(torch.where(usable, rolled, self.history))
         torch._foreach_zero_(self.amaxes)
         self.rescale()
+        return torch.where(amax.isfinite().all(), 1.0, torch.nan)
 
     def rescale(self) -> None:
         """Set the scales from the history; 1 for what has none."""

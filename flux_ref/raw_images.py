@@ -143,7 +143,8 @@ class Folder:
 
     def files(self) -> Files:
         names = []
-        for folder, folders, found in os.walk(self.root):
+        for folder, folders, found in os.walk(self.root, onerror=_fail):
+            found += [name for name in folders if Path(folder, name).is_symlink()]  # not followed, so rejected
             folders[:] = [name for name in folders if not name.startswith(".")]
             names += [os.path.relpath(Path(folder, name), self.root) for name in found if not name.startswith(".")]
         return [_stat(self.root / name, name) for name in sorted(names)]
@@ -203,7 +204,8 @@ class Table:
         if key is not None and (self.uses[key] > 1 or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key)):
             raise Rejected("id is there twice or not of letters, digits, - and _")
         timestep = int(said) if said and re.fullmatch("[0-9]", said) else said
-        return Entry(_open(self._inside(row["image"])), *_checked(row["caption"], timestep), key or "")
+        described = _checked(row["caption"], timestep)
+        return Entry(_open(self._inside(row["image"])), *described, key or "")
 
     def _inside(self, name: str) -> Path:
         try:
@@ -275,6 +277,10 @@ def source(text: str) -> Source:
         if path.suffix != ".tar" or not path.is_file():
             raise Refusal(f"--input: {path} is no file; want a folder, a .tsv table or tars such as x-{{000..137}}.tar")
     return Archives(paths)
+
+
+def _fail(error: OSError) -> None:
+    raise error  # os.walk would pass over a folder that it cannot read
 
 
 def _stat(path: Path, name: str) -> list:

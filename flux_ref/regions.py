@@ -69,6 +69,12 @@ def forbid_recompilation() -> None:
     torch.compiler.set_stance("fail_on_recompile")
 
 
+def permit_compilation() -> None:
+    """As it was before `compile_all` and `forbid_recompilation`."""
+    torch.compiler.set_stance("default")
+    torch._functorch.config.activation_memory_budget = 1.0
+
+
 def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
     """For batches of other shapes, such as those of pictures: run what is compiled as it is written."""
     return torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()

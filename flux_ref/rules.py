@@ -83,6 +83,8 @@ def _validate_memory(cfg) -> None:
         raise Refusal(
             f"parallel.activation_budget={budget} needs parallel.compile=true; without it, set parallel.recompute=block"
         )
+    if cfg.attention in ("cudnn", "flash") and cfg.dtype == "fp32":
+        raise Refusal(f"parallel.attention={cfg.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto")
     if cfg.recompute != "none" and cfg.compile:
         raise Refusal(
             f"parallel.recompute={cfg.recompute} is for parallel.compile=false; with it, set parallel.activation_budget"

@@ -46,7 +46,7 @@ def draw(net: nn.Module, decode: Decoder, val_set: ValSet, empty: Rows, cfg: Con
 
 
 def decoder(cfg: Config) -> Decoder:
-    """From latents to (3, H, W) pictures in [-1, 1]; weights wait in host memory until they are used.
+    """From latents to (3, H, W) pictures in [-1, 1]; weights go to the device with the first.
 
     Raises: Refusal for a file of cfg.sample.vae that is not one.
     """
@@ -59,6 +59,7 @@ def decoder(cfg: Config) -> Decoder:
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
         with torch.no_grad():
             autoencoder.to(z_BCYX.device)
+            parallel.allow_attention(*parallel.KERNELS)  # it computes in fp32
             return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
 
     return decode

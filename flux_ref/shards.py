@@ -6,6 +6,7 @@ uint16, without a batch axis. As every member has a fixed size, sample i of a sh
 and one read puts each payload straight where it belongs.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -191,7 +192,8 @@ class ShardSet:
                 offset, size = (int(part) for part in self.places[shard][position][1])  # T5, 97 % of the sample
             else:
                 offset = position * size
-            os.posix_fadvise(self.descriptors[shard], offset, size, os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # a hint; not every file system takes it
+                os.posix_fadvise(self.descriptors[shard], offset, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
         """Read sample `index` into rows: one C-contiguous uint16 array (bf16 bits) per member.

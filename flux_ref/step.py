@@ -70,8 +70,7 @@ def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, 
         part_loss = (flow.losses(net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
-    net.fp8.update()
-    grad_norm = opt.step()
+    grad_norm = opt.step(net.fp8.update())
     health.update(loss, grad_norm)
     return loss, grad_norm
 

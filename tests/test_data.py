@@ -248,6 +248,22 @@ def test_every_validation_sample_comes_once_with_its_own_timestep(cfg, size, bat
     assert rows["t"].tolist() == [k / 8 for k in VAL_TIMESTEPS]
 
 
+def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
+    """Their weight is 0, but an FP8 scale of the batch would see them."""
+    val_set = opened(ValSet, config.replace(cfg, eval__batch=8))
+    for buffer in val_set.buffers:
+        for tensor in buffer.tensors.values():
+            tensor.fill_(7)
+    feed = val_set.feed(0)
+    for _ in range(val_set.batches):
+        batch = feed.take()
+        last = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+        feed.give_back(batch)
+    feed.close()
+    assert last["weight"].tolist() == [1] * 5 + [0] * 3  # 45 samples
+    assert not any(tensor[5:].any() for tensor in last.values())
+
+
 def test_noise_of_validation_does_not_depend_on_ranks_or_batches(cfg):
     require_equal(val_rows(config.replace(cfg, eval__batch=5), 36, size=3), val_rows(cfg, 36))
 

@@ -386,3 +386,14 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
         steps.train()
     assert replayed == ["train 0"] * 2 + ["train 2"] * 3
     steps.close()
+
+
+def test_once_steps_are_closed_other_code_may_be_compiled(make, monkeypatch):
+    steps = make()
+    steps.cfg = config.replace(steps.cfg, parallel__compile=True)
+    try:
+        torch.compiler.set_stance("fail_on_recompile")
+        steps.close()
+        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+    finally:
+        torch.compiler.set_stance("default")

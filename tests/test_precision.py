@@ -296,7 +296,8 @@ def test_history_and_scales_follow_the_model(values, arch, world):
             value = 0.0 if step < 2 else rng.choice(special) if rng.random() < 0.3 else 10 ** rng.uniform(-12, 4)
             amax.fill_(value)
             model.update(float(torch.tensor(value)))
-        state.update()
+        is_sound = all(amax.isfinite() for amax in state.amaxes)
+        assert state.update().isfinite() == is_sound
         assert [float(scale) for scale in state.scales] == pytest.approx([model.scale for model in models], rel=1e-6)
         assert not any(amax.any() for amax in state.amaxes)
         assert [row[row > 0].tolist() for row in state.history] == [model.past for model in models]
@@ -317,6 +318,25 @@ def test_an_update_waits_for_nothing_and_allocates_no_state(world):
         state.update()
         state.begin(5)
     assert [tensor.data_ptr() for tensor in (*state.amaxes, *state.scales, state.history)] == places
+
+
+def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
+    """A cast turns it into the largest value, and loss and gradients stay finite."""
+    cfg = fp8_config()
+    state, health = lively_state(cfg, world), Health(CPU)
+    batch = synthetic(cfg.model, 12)
+    state.opt.lr.fill_(1e-3)
+    norms, weights = [], []
+    for step in range(4):
+        if step == 2:
+            linear = next(module for module in state.net.modules() if isinstance(module, Fp8Linear))
+            linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
+        state.net.fp8.begin(step)
+        norms.append(float(train_step(state.net, state.opt, batch, health, cfg)[1]))
+        weights.append([parameter.detach().to_local().clone() for parameter in state.net.parameters()])
+    assert [math.isfinite(norm) for norm in norms] == [True, True, False, False]
+    assert all(torch.equal(one, other) for one, other in zip(weights[1], weights[3]))
+    assert health.flags[2] == 2
 
 
 def test_the_first_steps_of_delayed_scaling_are_dynamic():

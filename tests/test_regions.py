@@ -83,3 +83,51 @@ def test_ways_to_save_memory_that_exclude_each_other_are_refused(overrides, word
 def test_pictures_are_drawn_without_the_compiler():
     with regions.uncompiled(config.ParallelConfig(compile=True)):
         assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    "hip, capability, cudnn, dtype, want",
+    [
+        (None, (9, 0), 91600, "bf16", "cudnn"),
+        (None, (10, 0), 91500, "bf16", "cudnn"),
+        (None, (9, 0), 91400, "bf16", "flash"),
+        (None, (8, 0), 91600, "bf16", "flash"),
+        ("7.0", (9, 4), None, "bf16", "flash"),
+        (None, (9, 0), 91600, "fp32", "math"),
+    ],
+)
+def test_the_kernel_of_attention_suits_device_and_dtype(monkeypatch, hip, capability, cudnn, dtype, want):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    cfg = config.ParallelConfig(dtype=dtype)
+    assert parallel.attention_kernel(cfg, torch.device("cuda", 0)) == want
+    assert parallel.attention_kernel(cfg, torch.device("cpu")) == "torch's choice"
+    own = config.ParallelConfig(attention="efficient", dtype=dtype)
+    assert parallel.attention_kernel(own, torch.device("cuda", 0)) == "efficient"
+
+
+def test_one_kernel_is_allowed_and_no_other_in_its_place():
+    switches = torch.backends.cuda
+    states = (
+        switches.cudnn_sdp_enabled,
+        switches.flash_sdp_enabled,
+        switches.mem_efficient_sdp_enabled,
+        switches.math_sdp_enabled,
+    )
+    try:
+        for number, kernel in enumerate(parallel.KERNELS):
+            parallel.allow_attention(kernel)
+            assert [state() for state in states] == [i == number for i in range(4)]
+    finally:
+        parallel.allow_attention(*parallel.KERNELS)
+    assert all(state() for state in states)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_kernel_without_fp32_is_refused_for_it(kernel):
+    with pytest.raises(Refusal, match=f"parallel.attention={kernel} knows no fp32; set parallel.dtype=bf16 or"):
+        config.replace(config.load(MICRO), parallel__attention=kernel)
