@@ -291,7 +291,7 @@ def save_ae(path: Path, sizes: Sizes) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nets(tmp_path_factory) -> Path:
     """t5, clip/text_encoder, FLUX's autoencoder and a small one, all random, and a config; tests must not change it."""
     folder = tmp_path_factory.mktemp("nets")
@@ -432,7 +432,7 @@ def lay_out(folder: Path, with_bad: bool) -> dict[str, str]:
     return reasons | {"13.png": "missing file", "14.png": "missing file"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made(nets, tmp_path_factory):
     """(input, output, reasons, what was printed) of a folder with all that can be wrong."""
     root = tmp_path_factory.mktemp("made")
@@ -726,7 +726,7 @@ def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
 # Ranks and restarts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sets(made, nets) -> Path:
     """The folder of `made`, and beside it a validation set made by two ranks from a table."""
     source, output, _, _ = made
