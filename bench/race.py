@@ -37,8 +37,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
-    if args.compile:
-        overrides = ["--parallel.compile=true", *overrides]
+    overrides = ["--parallel.activation_budget=1.0", f"--parallel.compile={str(args.compile).lower()}", *overrides]
     if args.pair:
         args.config = PAIR
         overrides = [f"--{text}" for text in PAIR_OVERRIDES] + overrides
