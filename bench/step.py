@@ -220,9 +220,9 @@ class MarkedOptimizer:
     def __init__(self, opt: ShardedAdamW, clock: Clock):
         self.opt, self.clock = opt, clock
 
-    def step(self) -> Tensor:
+    def step(self, sound: Tensor | None) -> Tensor:
         self.clock.mark("optimizer")
-        return self.opt.step()
+        return self.opt.step(sound)
 
 
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:

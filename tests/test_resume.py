@@ -438,7 +438,7 @@ def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg, over
 def changed(key: str, value: object) -> object:
     """Another value for a key."""
     if key in rules.CHOICES:
-        return next(choice for choice in rules.CHOICES[key] if choice != value)
+        return next(choice for choice in reversed(rules.CHOICES[key]) if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
