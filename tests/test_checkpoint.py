@@ -35,7 +35,8 @@ from flux_ref.parallel import World
 from flux_ref.step import State
 from flux_ref.storage import Checkpoint
 
-SIZES = (1, 3, 4)  # ranks; 4 are HSDP, 2 replicas x 2 shards
+HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
+SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
 NARROW = narrow_config(Path("unused"))
 WANT = {key: checkpoint_ranks.value(key, shape) for key, shape in checkpoint_ranks.keys(NARROW).items()}
 PARAMETERS = sum(prod(shape) for shape in parameter_table(NARROW.model).values())
@@ -72,15 +73,17 @@ def world() -> World:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> Measured:
+def measured(tmp_path_factory, request) -> Measured:
     """What all world sizes find; they run at once, since each reads what the others have written."""
+    own = [item for item in request.session.items if item.module is request.module]
+    sizes = (1, 3, 4) if any(item.get_closest_marker("slow") for item in own) else (1, 3)
     folder = tmp_path_factory.mktemp("checkpoints")
-    for size in SIZES:
+    for size in sizes:
         (folder / str(size)).mkdir()
     launches = {}
     with ThreadPoolExecutor() as pool:
-        for size in SIZES[1:]:
-            others = [other for other in SIZES if other != size]
+        for size in sizes[1:]:
+            others = [other for other in sizes if other != size]
             call = ("tests/checkpoint_ranks.py", folder, *others)
             launches[size] = pool.submit(script, *call, ranks=size, timeout=180)
         with alone() as world:
@@ -112,7 +115,7 @@ def test_three_ranks_hold_uneven_parts_and_some_none(measured):
 
 
 @pytest.mark.parametrize("writers", SIZES)
-@pytest.mark.parametrize("readers", SIZES[1:])
+@pytest.mark.parametrize("readers", SEVERAL)
 def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, writers, readers):
     found = measured[readers]["reading"][writers]
     assert found["wrong"] == []
@@ -182,13 +185,13 @@ def test_torchs_own_reader_opens_the_folder_without_ranks(measured, writers):
 
 
 @pytest.mark.parametrize("writers", SIZES)
-@pytest.mark.parametrize("readers", SIZES[1:])
+@pytest.mark.parametrize("readers", SEVERAL)
 def test_torchs_own_reader_fills_the_shards_of_any_ranks(measured, writers, readers):
     assert measured[readers]["reading"][writers]["wrong by torch's reader"] == []
 
 
 def test_the_manifest_knows_the_run_and_no_rank(measured):
-    infos = {size: Checkpoint(measured.checkpoint(size)).info for size in SIZES}
+    infos = {size: Checkpoint(measured.checkpoint(size)).info for size in measured.found}
     for size, info in infos.items():
         assert info.pop("world_size") == size
         assert info["config"].pop("parallel.replicate") == (2 if size == 4 else 1 if size > 1 else 0)
@@ -395,7 +398,7 @@ def test_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path,
 # Saves that fail
 
 
-@pytest.mark.parametrize("writers", SIZES[1:])
+@pytest.mark.parametrize("writers", SEVERAL)
 @pytest.mark.parametrize("what", checkpoint_ranks.BREAKS)
 def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers, what):
     found, blamed = measured[writers]["breaking"], checkpoint_ranks.BREAKS[what][2] % writers
@@ -411,7 +414,7 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers, what
     assert not any(others)
 
 
-@pytest.mark.parametrize("writers", SIZES[1:])
+@pytest.mark.parametrize("writers", SEVERAL)
 def test_training_and_saving_go_on_after_saves_that_failed(measured, writers):
     found = measured[writers]["breaking"]
     assert found["finite"] and found["after"]["faults"] == [""] * writers
