@@ -143,7 +143,7 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> Counter:
 def test_a_run_that_is_killed_three_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
     counts = endure(shapes_dir, tmp_path, kills=3, seed=0)
     print(dict(counts))
-    assert counts["save in flight"] > 0 and all(counts[name] > 0 for name in VICTIMS)
+    assert all(counts[name] > 0 for name in VICTIMS)  # so few kills may all miss a save; the hundred may not
 
 
 @pytest.mark.slow
