@@ -11,7 +11,7 @@ import pytest
 from conftest import MICRO, ROOT, data_overrides
 
 from bench import feed, feed_peers, peers, step
-from flux_ref import config, parallel
+from flux_ref import config, flops, parallel
 
 
 def bench(*args: str) -> subprocess.CompletedProcess:
@@ -42,7 +42,7 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
     assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
     tflop = report["tflop"]
-    assert tflop["per_sample"] == pytest.approx(closed_form_tflop(config.load(MICRO).model))
+    assert tflop["per_sample"] == pytest.approx(flops.per_sample(config.load(MICRO).model) / 1e12)
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1
     assert 0 < report["last_loss"] < 10

@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 from conftest import MICRO, ROOT
-from test_bench import closed_form_tflop
 
 from bench import ceiling, kernels, peers, race, step, whole
 from bench.kernels import Span
-from flux_ref import config, flow, parallel
+from flux_ref import config, flops, flow, parallel
 from flux_ref.config import ModelConfig
 from flux_ref.data import synthetic
 from flux_ref.model import parameter_table
@@ -246,7 +245,7 @@ def test_the_whole_models_report_is_whole_and_plausible(tmp_path, capsys):
         assert run["micro_batch"] == rows
         assert run["ms"] == pytest.approx(run["forward"] + run["backward"] + report["optimizer"]["ms"])
         assert run["samples_per_s"] == pytest.approx(rows * 1e3 / run["ms"])
-        assert run["tflop_per_s"] == pytest.approx(closed_form_tflop(SMALL.model) * run["samples_per_s"])
+        assert run["tflop_per_s"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12 * run["samples_per_s"])
         assert 0 < run["share_of_ceiling"] < 1
     assert report["evaluation"][0]["whole_set_s"] == pytest.approx(29_696 / report["evaluation"][0]["samples_per_s"])
     shown = capsys.readouterr().out

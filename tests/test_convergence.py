@@ -87,7 +87,7 @@ def test_bands_that_are_none(tmp_path):
     for name, text in (("a.csv", "global_batch,samples\n1,2\n"), ("b.csv", "\0\0\n1"), ("absent.csv", None)):
         if text is not None:
             (tmp_path / name).write_text(text)
-        with pytest.raises(Refusal, match="is no band|No such file"):
+        with pytest.raises(Refusal, match=r"is no band"):
             convergence.band(tmp_path / name, 512, "")
 
 

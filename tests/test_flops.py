@@ -15,8 +15,8 @@ from flux_ref.model import Flux
     [
         ModelConfig(),
         config.load(ROOT / "configs/tiny.toml").model,
-        ModelConfig(hidden=48, heads=3, double_blocks=2, single_blocks=3, mlp_ratio=3, rope_axes=(4, 6, 6), text_tokens=5,
-                    t5_dim=7, clip_dim=11, latent_channels=2, latent_height=6, latent_width=4),
+        ModelConfig(hidden=48, heads=3, double_blocks=2, single_blocks=3, mlp_ratio=3, rope_axes=(4, 6, 6),
+                    text_tokens=5, t5_dim=7, clip_dim=11, latent_channels=2, latent_height=6, latent_width=4),
     ],
     ids=["schnell", "tiny", "odd"],
 )  # fmt: skip
