@@ -136,19 +136,23 @@ class _Pace:
     """Seconds of the parts of a step."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, slower: float):
-        self.layout, self.footprints, self.machine, self.slower = layout, footprints, machine, slower
+        self.layout, self.machine = layout, machine
         self.gathered, self.reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
         self.kept = not cfg.parallel.reshard_after_forward
+        self.computing = {
+            kind: (slower * machine.seconds(own.forward_work), slower * machine.seconds(own.backward_work))
+            for kind, own in footprints.items()
+        }
 
     def forward(self, unit: Unit) -> float:
         """With the copy of its gathered weights to where layers find them."""
         copied = self.machine.moving(2 * self.gathered * unit.padded)
-        return self.slower * self.machine.seconds(self.footprints[unit.kind].forward_work) + copied
+        return self.computing[unit.kind][0] + copied
 
     def backward(self, unit: Unit) -> float:
         """With the copy of its gradients to where they are reduced, and of its weights if gathered again."""
         moved = (self.gathered + self.reduced) * unit.padded + (0 if self.kept else 2 * self.gathered * unit.padded)
-        return self.slower * self.machine.seconds(self.footprints[unit.kind].backward_work) + self.machine.moving(moved)
+        return self.computing[unit.kind][1] + self.machine.moving(moved)
 
     def gather(self, unit: Unit) -> float:
         return self.machine.ring(self.gathered * unit.padded, self.layout.shards)
@@ -205,8 +209,7 @@ def evaluation(
     """Seconds of the validation of so many samples; rows: those of the footprints."""
     batches = ceil(samples / (machine.gpus * cfg.eval.batch))
     pace = _Pace(cfg, layout, footprints, machine, slower)
-    compute = sum(machine.seconds(footprints[unit.kind].forward_work) for unit in layout.units) * slower
-    compute *= cfg.eval.batch / rows
+    compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
     gathering = sum(map(pace.gather, layout.units))
     if pace.kept:
         return batches * compute + gathering
