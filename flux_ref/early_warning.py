@@ -16,7 +16,7 @@ LEAST_MARGIN = 0.0015  # about two standard deviations of one evaluation's loss 
 BELOW = 0.9  # of the band's lower edge; recipes differ early, so that mere luck is not reported
 RISE = 1.03  # of the best loss so far
 RATE_DROP, RATE_WINDOW, RATE_SPAN = 0.9, 5, 55  # of the rate before; logged steps
-BIAS_EVALUATIONS = 16  # whose mean tells a bias of a thousandth from noise
+BIAS_EVALUATIONS, BIAS_SHARE = 16, 0.75  # whose mean reaches so much of a bias of about a thousandth
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def of_losses(curve: list[tuple[int, float]], band: Band | None, bias: float = m
     for n in range(1, len(curve) + 1):
         for alarm in (
             _outside(curve[:n], band),
-            _rising(curve[:n]),
+            _rising(curve[:n], band),
             _late(curve[:n], band),
             _biased(curve[:n], band, bias),
         ):
@@ -74,7 +74,9 @@ def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     return None
 
 
-def _rising(curve: list[tuple[int, float]]) -> Alarm | None:
+def _rising(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
+    if band is not None:  # which tells a rise from luck
+        return None
     best = min(loss for _, loss in curve)
     recent = [loss for _, loss in curve[-CONFIRM:]]
     if len(curve) > CONFIRM and min(recent) > RISE * best:
@@ -101,7 +103,7 @@ def _biased(curve: list[tuple[int, float]], band: Band | None, bias: float) -> A
     if recent[0][0] < band.samples[-1] / 3:  # before, recipes differ by more
         return None
     above = statistics.fmean(loss - (band.at(samples, "median") - bias) for samples, loss in recent)
-    if above < bias / 2:
+    if above < BIAS_SHARE * bias:
         return None
     return Alarm(
         curve[-1][0],

@@ -158,10 +158,10 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     lines.append(losses + (f"   target {target:g}" if target else ""))
     if last:
         tflop = last["samples_per_s"] * flops.per_sample(one.cfg.model) / one.ranks / 1e12
-        left = "" if one.outcome else f"   left {duration((goal - one.samples) / max(one.rate, 1e-9))}"
+        left = "" if one.outcome else f"   {duration((goal - one.samples) / max(one.rate, 1e-9))} left"
         lines.append(
-            f"  {last['samples_per_s']:.4g} samples/s, {tflop:.3g} TFLOP/s per rank   data wait {last['data_wait']:.1%}"
-            f"   memory {last['peak_memory_gb']:.1f} GB{left}"
+            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank   data wait {last['data_wait']:.1%}"
+            f"   {last['peak_memory_gb']:.1f} GB{left}"
         )
     return [*lines, ""]
 
@@ -208,8 +208,7 @@ def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
     lines = [
         f"{format(labels[i], '7.4f') if i in labels else '':>7} │" + "".join(cells) for i, cells in enumerate(grid)
     ]
-    shaded = f"  ░ {band.source}" if band else ""
-    foot = f"validation loss{shaded}"
+    foot = f"░ {band.source}" if band else "validation loss"
     end = f"{most_x:,.0f} samples"
     lines.append(" " * 8 + "└" + "─" * columns)
     lines.append(" " * 9 + foot + " " * max(1, columns - len(foot) - len(end)) + end)
