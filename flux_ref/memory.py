@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flux_ref import parallel
+from flux_ref import parallel, topology
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.footprint import Footprint, lengths
@@ -66,12 +66,14 @@ def layout(cfg: Config, gpus: int, node: int) -> Layout:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
     try:
         device = torch.device("cpu")
-        world = parallel.World(0, gpus, device, parallel.make_mesh(cfg.parallel, device.type, gpus, min(node, gpus)))
+        nodes = [str(rank // node) for rank in range(gpus)]
+        mesh = parallel.make_mesh(device.type, gpus, topology.replicas(cfg.parallel.replicate, nodes))
+        world = parallel.World(0, gpus, device, mesh, nodes)
         plain = replace(cfg.parallel, compile=False, activation_budget=1.0, separate_reduce_scatter=False)
         with torch.device("meta"):
             net = Flux(cfg.model)
         net = parallel.shard(net, plain, world)
-        shards = world.mesh.size(-1)
+        shards = mesh.size(-1)
         units = []
         for kind in ("double", "single"):
             for length, region in zip(lengths(cfg)[kind], getattr(net, f"{kind}_blocks")):

@@ -10,23 +10,12 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"device", "listing", "rules", "tar_index"},
+    {"listing", "records", "rules", "tar_index", "topology"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {
-        "convergence",
-        "data",
-        "flops",
-        "mllog",
-        "model",
-        "precision",
-        "regions",
-        "run_folder",
-        "shard_check",
-        "shard_writer",
-        "vae",
-    },
-    {"mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "optim", "raw_images", "sample", "hang", "stopping", "weights"},
+    {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
+    | {"shard_check", "shard_writer", "vae"},
+    {"early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
+    {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
@@ -36,6 +25,10 @@ LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in mod
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     "convergence",
+    "early_warning",
+    "records",
+    "topology",
+    "watch",
     "flops",
     "mlcommons",
     "verify",
