@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -241,7 +242,8 @@ def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
     def run(parameters: dict[str, Tensor], *inputs):
         return functional_call(region, parameters, inputs)
 
-    with torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget):
+    budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
+    with budget, patch.object(torch.compiler, "_is_compiling_flag", True):  # which torch.compile sets, too
         compiled = aot_function(
             run, fw_compiler=lambda graph, _: graph.forward, partition_fn=partition, decompositions=select_decomp_table()
         )
