@@ -10,16 +10,16 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"listing", "records", "rules", "tar_index", "topology"},
+    {"hardware", "listing", "records", "rules", "tar_index", "topology"},
     {"config", "flow", "shapes", "shards", "storage"},
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
     {"early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
-    {"cli", "step"},
-    {"checkpoint", "evaluate", "graph", "images", "stage"},
-    {"metrics"},
-    {"train", "eval"},
+    {"encoders", "footprint", "hang", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
+    {"cli", "memory", "step"},
+    {"checkpoint", "evaluate", "graph", "images", "stage", "step_time"},
+    {"metrics", "plan_check"},
+    {"train", "eval", "plan"},
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
@@ -30,6 +30,7 @@ WITHOUT_TORCH = {
     "topology",
     "watch",
     "flops",
+    "hardware",
     "mlcommons",
     "verify",
     "shard_check",
