@@ -18,7 +18,20 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
-from flux_ref import cli, config, convergence, flops, footprint, hardware, memory, rules, schedule, shards, step_time
+from flux_ref import (
+    cli,
+    config,
+    convergence,
+    flops,
+    footprint,
+    hardware,
+    memory,
+    plan_check,
+    rules,
+    schedule,
+    shards,
+    step_time,
+)
 from flux_ref.checkpoint import BYTES_PER_PARAMETER
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
@@ -301,8 +314,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--validate"]:
-        from flux_ref import plan_check
-
         print(plan_check.report(argv[1:]))
         return 0
     args, overrides = parse(argv)
@@ -318,6 +329,7 @@ def main(argv: list[str]) -> int:
 
 def write(path: Path, values: dict) -> None:
     """JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.rename(path)
