@@ -104,12 +104,12 @@ def measure(name: str, out: Path) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = parallel.build(cfg, world, seed=0)
         steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
-        steps.warm_up()
-        for _ in range(STEPS):
+        steps.state.opt.moments()
+        for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):
-                steps.train()
+                task()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
-    own = [float(min(peaks(profiler))), float(grown)]
+    own = [float(min(peaks(profiler)[1:])), float(grown)]
     found = parallel.gather(torch.tensor(own, dtype=torch.float64))
     if world.rank == 0:
         out.write_text(json.dumps({"tensors": max(row[0] for row in found), "resident": max(row[1] for row in found)}))
@@ -119,8 +119,9 @@ def measure(name: str, out: Path) -> int:
 def peaks(profiler: profile) -> list[int]:
     """The most bytes that torch's allocator had handed out at a time, in each step that is marked STEP.
 
-    The profiler does not hear of buffers that threads of gloo free. Memory that is handed out a second time was free;
-    what is not can only raise a count, so that of equal steps the smallest is the nearest.
+    The profiler does not hear of buffers that threads of gloo free. Memory that is handed out a second time was free,
+    and nothing that a step makes outlives it. What else was not heard of can only raise a count, so that of equal
+    steps the smallest is the nearest.
     """
     todo, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
     while todo:
@@ -130,14 +131,17 @@ def peaks(profiler: profile) -> list[int]:
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         elif event.name == STEP:
             events.append((event.start_time_ns, None, 0))
-    live, now, found = {}, 0, []
+    lasting, passing, found = {}, {}, []
+    now = 0
     for _, address, size in sorted(events, key=lambda event: event[0]):
         if address is None:
+            now -= sum(passing.values())
+            passing.clear()
             found.append(now)
             continue
-        now -= live.pop(address, 0)
+        now -= lasting.pop(address, 0) + passing.pop(address, 0)
         if size > 0:
-            live[address] = size
+            (passing if found else lasting)[address] = size
             now += size
         if found:
             found[-1] = max(found[-1], now)

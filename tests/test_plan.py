@@ -133,6 +133,7 @@ def test_fp8_moves_the_linears_of_blocks():
 
 # Memory
 
+ROWS = 24  # per rank: activations outweigh weights
 CASES = {
     "1 rank": (1, 8, {}),
     "8 ranks": (8, 8, {}),
@@ -140,8 +141,9 @@ CASES = {
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
     "recomputed": (8, 8, {"parallel__recompute": "block"}),
     "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__reshard_after_forward": False}),
-    "accumulated": (4, 4, {"train__micro_batch": 4}),
-    "hsdp accumulated": (8, 4, {"train__micro_batch": 4, "parallel__reduce_dtype": "bf16"}),
+    "accumulated": (4, 4, {"train__micro_batch": 12}),
+    "accumulated, few": (4, 4, {"train__micro_batch": 1, "train__global_batch": 8}),
+    "hsdp accumulated": (8, 4, {"train__micro_batch": 1, "train__global_batch": 16, "parallel__reduce_dtype": "bf16"}),
 }
 
 
@@ -149,7 +151,7 @@ CASES = {
 def test_memory_of_a_step_without_peers(name):
     """A real step of rank 0 on real tensors, its collectives answered by nobody, against the plan."""
     gpus, node, values = CASES[name]
-    cfg = wide(**({"train__global_batch": 8 * gpus} | values))
+    cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
     moment = memory.fullest(
         memory.moments(cfg, memory.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows), gpus, rows)
@@ -159,19 +161,20 @@ def test_memory_of_a_step_without_peers(name):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             net = parallel.build(cfg, world, seed=None)
             state, health = State(net, ShardedAdamW(net, cfg.optim, world)), Health(world.device)
+            state.opt.moments()
             batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
             for _ in range(2):
                 with record_function(plan_memory.STEP):
                     train_step(net, state.opt, batch, health, cfg)
     finally:
         parallel.stop()
-    assert moment.total == pytest.approx(plan_memory.peaks(profiler)[1], rel=0.1)
+    assert moment.total == pytest.approx(plan_memory.peaks(profiler)[1], rel=0.03)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", plan_memory.CASES)
 def test_memory_of_real_ranks(name):
-    assert abs(plan_memory.launch(name)["error"]) <= 0.1
+    assert abs(plan_memory.launch(name)["error"]) <= 0.05
 
 
 # Communication
