@@ -86,12 +86,14 @@ def predicted(cfg: Config, ranks: int) -> memory.Moment:
     """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
     layout, traced = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
+    sizes = [parallel.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
     found = []
     for moment in memory.moments(cfg, layout, traced, ranks, rows):
         copy = 0
         if moment.name.startswith("reduction") and layout.shards > 1:
             unit = layout.units[int(moment.name.split()[-1]) - 1]
-            copy = parallel.DTYPES[cfg.parallel.reduce_dtype].itemsize * unit.padded
+            gradients, result = sizes[0] * unit.whole, sizes[1] * unit.padded // layout.shards
+            copy = max(0, sizes[1] * unit.padded + result - max(gradients, result))  # made when gradients are gone
         found.append(memory.Moment(moment.name, moment.parts | {"gloo": copy}))
     return memory.fullest(found)
 

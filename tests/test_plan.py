@@ -171,6 +171,17 @@ def test_memory_of_a_step_without_peers(name):
     assert moment.total == pytest.approx(plan_memory.peaks(profiler)[1], rel=0.03)
 
 
+def test_activations_rise_in_forward_and_fall_in_backward():
+    cfg, gpus = wide(train__global_batch=32), 4
+    layout, traced = memory.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
+    found = {m.name: m.parts["activations"] for m in memory.moments(cfg, layout, traced, gpus, 8)}
+    kept = traced["ends"].saved
+    for i, unit in enumerate(layout.units[:-1], start=1):
+        assert found[f"forward of region {i}"] == found[f"reduction of region {i}"] == kept
+        kept += traced[unit.kind].saved
+        assert found[f"backward of region {i}"] == kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", plan_memory.CASES)
 def test_memory_of_real_ranks(name):
