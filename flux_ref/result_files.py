@@ -1,0 +1,125 @@
+"""Which result files are given, which of them are one system, and what else lies beside them.
+
+The runs in one folder are one system. Of our own runs, which each have a folder, those that lie side by side and whose
+configs differ in nothing but run.* and train.seed are one system, too.
+"""
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+
+RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
+SIZE_LIMIT = 1 << 20  # of the small files that describe a run or a system
+DULL = {"results", "flux1", ""}  # folders of the benchmark's tree that name no system
+
+
+@dataclass
+class Group:
+    """The result files of one system, in the order of their numbers."""
+
+    name: str
+    files: list[Path]
+
+
+@dataclass
+class Records:
+    """What one of our runs has written beside its log; empty for a foreign one."""
+
+    config: dict[str, object] = field(default_factory=dict)  # section.key
+    steps: list[dict] = field(default_factory=list)
+    evaluations: list[dict] = field(default_factory=list)
+
+
+def find(arguments: list[str]) -> list[Group]:
+    """The systems in files and folder trees. Raises: Refusal if an argument holds no result file."""
+    files: dict[Path, Path] = {}
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())
+            if not found:
+                raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give a folder that does, or files")
+        elif path.is_file():
+            found = [path]
+        else:
+            raise Refusal(f"{argument} is not there; give result files or folders that hold some")
+        for own in found:
+            files.setdefault(own.resolve(), own)
+    folders: dict[object, list[Path]] = {}
+    for real, path in files.items():
+        folders.setdefault(_system_of(real), []).append(path)
+    groups = [sorted(group, key=_number) for group in folders.values()]
+    return [Group(name, group) for name, group in zip(_names([group[0] for group in groups]), groups)]
+
+
+def _system_of(path: Path) -> object:
+    """Equal for the files of one system."""
+    config = records(path).config
+    if not config:
+        return path.parent
+    same = {key: value for key, value in config.items() if not key.startswith("run.") and key != "train.seed"}
+    return path.parent.parent, json.dumps(same, sort_keys=True, default=str)
+
+
+def _number(path: Path) -> tuple:
+    """result_2 before result_10, run_2 before run_10."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path)))
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Short names of systems by the folder of a file of each: what tells them apart."""
+    parts = [[part for part in path.resolve().parent.parts if part not in DULL and part != "/"] for path in paths]
+    for own, path in zip(parts, paths):
+        own[:] = own or [path.name]
+    while len(parts) > 1 and all(len(own) > 1 for own in parts) and len({own[0] for own in parts}) == 1:
+        for own in parts:
+            del own[0]
+    return ["/".join(own if len(parts) > 1 else own[-1:]) for own in parts]
+
+
+def records(result: Path) -> Records:
+    """What lies beside a result file of ours. Damaged lines and files are left out: they only feed charts."""
+    folder = result.parent
+    config = folder / "config.toml"
+    if not config.is_file() or config.stat().st_size > SIZE_LIMIT:
+        return Records()
+    try:
+        sections = tomllib.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return Records()
+    flat = {}
+    for section, values in sections.items():
+        flat |= {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+    return Records(flat, _lines(folder / "metrics.jsonl"), _lines(folder / "eval.jsonl"))
+
+
+def _lines(path: Path) -> list[dict]:
+    found = []
+    try:
+        for line in path.open(encoding="utf-8", errors="replace"):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                found.append(record)
+    except OSError:
+        pass
+    return found
+
+
+def system_description(result: Path) -> dict[str, object]:
+    """SUBMITTER/systems/SYSTEM.json of SUBMITTER/results/SYSTEM/BENCHMARK/result_N.txt; {} if there is none."""
+    system = result.resolve().parent.parent
+    path = system.parent.parent / "systems" / f"{system.name}.json"
+    try:
+        if path.is_file() and path.stat().st_size <= SIZE_LIMIT:
+            found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        pass
+    return {}
