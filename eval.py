@@ -24,8 +24,8 @@ from flux_ref.config import Config
 from flux_ref.data import ValSet, allocate
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
+from flux_ref.hang import Watch
 from flux_ref.parallel import World
-from flux_ref.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.KINDS}")
     cfg = config.override(weights.config_of(first, options.config), options.overrides)
-    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
+    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
     paths = parallel.gather_objects(paths)[0]  # training may save and delete while ranks look
     with contextlib.closing(Watch("eval.py", world, parallel.groups(world), cfg.run.hang_s)) as watch:
         records = evaluate(cfg, world, watch, paths, options)

@@ -22,18 +22,18 @@ from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted, Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.graph import Steps
+from flux_ref.hang import Watch
 from flux_ref.metrics import Reporter
 from flux_ref.optim import ShardedAdamW
 from flux_ref.parallel import World
 from flux_ref.step import State
 from flux_ref.stopping import Stopping
 from flux_ref.storage import Checkpoint
-from flux_ref.watch import Watch
 
 
 def main(argv: list[str]) -> int:
     cfg = config.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
-    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # watch.py speaks first
+    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
     rules.validate_world(cfg, world.size)
     parallel.require_same(config.dump(cfg), "config")
     parallel.require_same(parallel.together(lambda: graph.manner(cfg, world.device)), "the manner of steps")

@@ -19,8 +19,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.step import END, Clock, environment, tflop_per_sample
-from flux_ref import cli, config, parallel
+from bench.step import END, Clock, environment
+from flux_ref import cli, config, flops, parallel
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 
@@ -153,7 +153,7 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf
         "micro_batch": micro_batch,
         "dtype": dtype,
         "tflop": tflop,
-        "share_of_step": tflop / (tflop_per_sample(model) * micro_batch),
+        "share_of_step": tflop / (flops.per_sample(model) / 1e12 * micro_batch),
         "products": rows,
         "fp8": kinds if isinstance(kinds, str) else None,
     }

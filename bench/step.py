@@ -26,11 +26,10 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers
-from flux_ref import cli, config, graph, parallel, prepare, rules, schedule
-from flux_ref.config import Config, ModelConfig
+from flux_ref import cli, config, flops, graph, parallel, prepare, rules, schedule
+from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import Steps
@@ -42,7 +41,6 @@ from flux_ref.step import NEVER, Health, State, train_step
 ROOT = Path(__file__).parent.parent
 SPLIT_STEPS, GEMM_REPEATS = 5, 10
 GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
-PASSES = 3  # a backward is two forwards' worth of matrix products: one for the inputs, one for the weights
 END = "end"
 HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
 HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "graph", "fp8")
@@ -148,7 +146,10 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         run.close()
     totals = [sum(step.values()) for step in steps]
     peak_gb = torch.tensor([parallel.peak_memory_gb(world.device)], device=world.device)
-    per_sample, samples_per_s = tflop_per_sample(cfg.model), cfg.train.global_batch * 1e3 * len(totals) / sum(totals)
+    per_sample, samples_per_s = (
+        flops.per_sample(cfg.model) / 1e12,
+        cfg.train.global_batch * 1e3 * len(totals) / sum(totals),
+    )
     achieved, roof = per_sample * samples_per_s / world.size, ceiling(parallel.DTYPES[cfg.parallel.dtype], clock)
     return {
         "steps": args.steps,
@@ -243,15 +244,6 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     after.remove()
     parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
-
-
-def tflop_per_sample(model: ModelConfig) -> float:
-    """1e12 floating-point operations of the matrix products in one sample's forward and backward."""
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        img = torch.empty(1, model.image_tokens, model.packed_channels)
-        txt = torch.empty(1, model.text_tokens, model.t5_dim)
-        Flux(model)(img, txt, torch.empty(1, model.clip_dim), torch.empty(1))
-    return PASSES * counter.get_total_flops() / 1e12
 
 
 def ceiling(dtype: torch.dtype, clock: Clock) -> float:

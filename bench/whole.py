@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling
-from bench.step import END, HARMLESS, Clock, environment, honour, tflop_per_sample
-from flux_ref import cli, config, flow, parallel, precision, regions, schedule
+from bench.step import END, HARMLESS, Clock, environment, honour
+from flux_ref import cli, config, flops, flow, parallel, precision, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
@@ -182,7 +182,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
     """Everything: the optimizer first, whose memory the net then needs."""
     spent = unless_too_large(optimizer, cfg, world, args.ranks, args.steps, clock)
     fresh_peak(world.device)
-    net, runs, per_sample = build(cfg, world.device), [], tflop_per_sample(cfg.model)
+    net, runs, per_sample = build(cfg, world.device), [], flops.per_sample(cfg.model) / 1e12
     for rows in args.micro_batches:
         run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args.steps, clock)
         net.zero_grad(set_to_none=True)

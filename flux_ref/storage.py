@@ -66,7 +66,7 @@ def clean(run: Path) -> None:
 
 
 class Moved:
-    """Bytes that this process has moved between memory and disk; watch.py takes them for a sign of life."""
+    """Bytes that this process has moved between memory and disk; hang.py takes them for a sign of life."""
 
     total = 0
 

@@ -11,9 +11,7 @@ import pytest
 from conftest import MICRO, ROOT, data_overrides
 
 from bench import feed, feed_peers, peers, step
-from flux_ref import config, parallel
-from flux_ref.config import ModelConfig
-from flux_ref.model import parameter_table
+from flux_ref import config, flops, parallel
 
 
 def bench(*args: str) -> subprocess.CompletedProcess:
@@ -25,27 +23,6 @@ def bench(*args: str) -> subprocess.CompletedProcess:
         text=True,
         timeout=120,
     )
-
-
-def closed_form_tflop(model: ModelConfig) -> float:
-    """2 FLOPs per weight and token for every linear, and two products of S x S x D per block for attention."""
-    image, text = model.image_tokens, model.text_tokens
-    tokens = {"img_in": image, "txt_in": text, "img_attn": image, "img_mlp": image, "txt_attn": text, "txt_mlp": text}
-    tokens |= {"linear1": image + text, "linear2": image + text, "linear": image}  # the others see one vector
-    flop = 2 * 2 * (image + text) ** 2 * model.hidden * (model.double_blocks + model.single_blocks)
-    for name, shape in parameter_table(model).items():
-        if len(shape) == 2:
-            flop += 2 * shape[0] * shape[1] * next((tokens[part] for part in name.split(".") if part in tokens), 1)
-    return step.PASSES * flop / 1e12
-
-
-@pytest.mark.parametrize("model", [config.load(MICRO).model, ModelConfig()], ids=["micro", "schnell"])
-def test_flop_count_is_the_closed_form(model):
-    assert step.tflop_per_sample(model) == pytest.approx(closed_form_tflop(model), rel=1e-12)
-
-
-def test_schnell_needs_20_tflop_per_sample():
-    assert closed_form_tflop(ModelConfig()) == pytest.approx(20.4, abs=0.05)
 
 
 def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
@@ -65,7 +42,7 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
     assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
     tflop = report["tflop"]
-    assert tflop["per_sample"] == pytest.approx(closed_form_tflop(config.load(MICRO).model))
+    assert tflop["per_sample"] == pytest.approx(flops.per_sample(config.load(MICRO).model) / 1e12)
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1
     assert 0 < report["last_loss"] < 10

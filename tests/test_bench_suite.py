@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 from conftest import MICRO, ROOT
-from test_bench import closed_form_tflop
 
 from bench import ceiling, kernels, peers, race, step, whole
 from bench.kernels import Span
-from flux_ref import config, flow, parallel
+from flux_ref import config, flops, flow, parallel
 from flux_ref.config import ModelConfig
 from flux_ref.data import synthetic
 from flux_ref.model import parameter_table
@@ -51,8 +50,8 @@ def test_products_are_all_of_a_block_that_sees_tokens(model):
         if "_blocks" in name and len(shape) == 2 and "mod" not in name:
             flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
     found = ceiling.products(model, micro_batch=4)
-    assert sum(p.tflop * p.per_step for p in found) == pytest.approx(step.PASSES * 4 * flop / 1e12)
-    assert sum(p.tflop * p.per_step for p in found) < 4 * closed_form_tflop(model)
+    assert sum(p.tflop * p.per_step for p in found) == pytest.approx(3 * 4 * flop / 1e12)
+    assert sum(p.tflop * p.per_step for p in found) < 4 * flops.per_sample(model) / 1e12
 
 
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
@@ -246,7 +245,7 @@ def test_the_whole_models_report_is_whole_and_plausible(tmp_path, capsys):
         assert run["micro_batch"] == rows
         assert run["ms"] == pytest.approx(run["forward"] + run["backward"] + report["optimizer"]["ms"])
         assert run["samples_per_s"] == pytest.approx(rows * 1e3 / run["ms"])
-        assert run["tflop_per_s"] == pytest.approx(closed_form_tflop(SMALL.model) * run["samples_per_s"])
+        assert run["tflop_per_s"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12 * run["samples_per_s"])
         assert 0 < run["share_of_ceiling"] < 1
     assert report["evaluation"][0]["whole_set_s"] == pytest.approx(29_696 / report["evaluation"][0]["samples_per_s"])
     shown = capsys.readouterr().out

@@ -12,9 +12,21 @@ LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
     {"device", "listing", "rules", "tar_index"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {"data", "mllog", "model", "precision", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
+    {
+        "convergence",
+        "data",
+        "flops",
+        "mllog",
+        "model",
+        "precision",
+        "regions",
+        "run_folder",
+        "shard_check",
+        "shard_writer",
+        "vae",
+    },
     {"mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
+    {"encoders", "optim", "raw_images", "sample", "hang", "stopping", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
@@ -23,6 +35,8 @@ LEVELS = (
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
+    "convergence",
+    "flops",
     "mlcommons",
     "verify",
     "shard_check",

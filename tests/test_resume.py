@@ -29,7 +29,7 @@ from test_mllog import check
 from flux_ref import cli, config, data, draws, rules, run_folder, shards, storage
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.watch import judge
+from flux_ref.hang import judge
 
 BATCH = 12
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
