@@ -123,3 +123,21 @@ def system_description(result: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError):
         pass
     return {}
+
+
+def machine(result: Path, told: dict[str, object]) -> dict[str, str]:
+    """What is known of the system: its description in the benchmark's tree, else what the log itself tells."""
+    found: dict[str, str] = {}
+    for key, value in (system_description(result) | told).items():
+        items = value.items() if isinstance(value, dict) else [(key, value)]
+        found |= {str(name): str(text) for name, text in items if isinstance(text, (str, int, float)) and str(text)}
+    return found
+
+
+def accelerators(machine: dict[str, str]) -> int | None:
+    """How many the system has, all nodes together; of a run of ours, its ranks."""
+    ranks = re.match(r"\d+", machine.get("ranks", ""))
+    try:
+        return int(ranks[0]) if ranks else int(machine["number_of_nodes"]) * int(machine["accelerators_per_node"])
+    except (KeyError, ValueError):
+        return None

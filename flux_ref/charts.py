@@ -1,0 +1,285 @@
+"""The charts of a report: what they show of systems, as drawings."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flux_ref.convergence import Band
+from flux_ref.drawing import SERIES, Drawing
+from flux_ref.result_files import Records
+from flux_ref.score import Run, System
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 400, 70, 24, 30, 50
+ROW, LABELS = 34, 230  # of charts with a row per system
+Curve = list[tuple[float, float]]
+
+
+@dataclass
+class Subject:
+    """A system with its colour, and the records of those of its runs that are ours."""
+
+    system: System
+    colour: str
+    records: dict[str, Records]  # by the path of the result file
+
+    @property
+    def name(self) -> str:
+        return self.system.name
+
+
+def subjects(systems: list[System], records: list[dict[str, Records]]) -> list[Subject]:
+    return [Subject(system, str(i % SERIES), own) for i, (system, own) in enumerate(zip(systems, records))]
+
+
+def short(value: float) -> str:
+    """1,500,000 as 1.5M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round numbers from low to high, about so many."""
+    raw = max(high - low, 1e-12) / about
+    step = 10 ** math.floor(math.log10(raw))
+    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+class Frame:
+    """Axes over a range of values, drawn first; places values."""
+
+    def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], label: str = "training samples"):
+        self.drawing = Drawing(WIDTH, HEIGHT, title)
+        self.x, self.y = x, y
+        for value in ticks(*y):
+            spot = self.at(x[0], value)[1]
+            self.drawing.line([(LEFT, spot), (WIDTH - RIGHT, spot)], "grid", 1)
+            self.drawing.text(LEFT - 8, spot, f"{value:.6g}", anchor="end")
+        for value in ticks(*x, about=8):
+            self.drawing.text(self.at(value, y[0])[0], HEIGHT - BOTTOM + 16, short(value), anchor="middle")
+        self.drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, label, anchor="middle")
+        self.legend_x = LEFT
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        (x0, x1), (y0, y1) = self.x, self.y
+        return (
+            LEFT + (x - x0) / ((x1 - x0) or 1) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - y0) / ((y1 - y0) or 1) * (HEIGHT - BOTTOM - TOP),
+        )
+
+    def curve(self, points: Curve, colour: str, width: float = 1.5, dashed: bool = False) -> None:
+        """A line through values; what lies above or below the axes is cut off."""
+        for piece in _cut(points, *self.y):
+            self.drawing.line([self.at(*point) for point in piece], colour, width, dashed)
+
+    def legend(self, text: str, colour: str, dashed: bool = False) -> None:
+        """The next entry of the line above the axes; left out where there is no room."""
+        length = 30 + 6.7 * len(text)
+        if self.legend_x + length <= WIDTH - RIGHT:
+            line = [(self.legend_x, 12), (self.legend_x + 18, 12)]
+            self.drawing.line(line, colour, 3, dashed)
+            self.drawing.text(self.legend_x + 24, 12, text, "ink")
+        self.legend_x += length + 14
+
+
+def _cut(points: Curve, low: float, high: float) -> list[Curve]:
+    """The pieces of a line between two heights."""
+    pieces: list[Curve] = [[]]
+    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        edges = sorted((edge - y0) / (y1 - y0) for edge in (low, high)) if y1 != y0 else [-1.0, 2.0]
+        outside = y1 == y0 and not low <= y0 <= high
+        begin, end = max(0.0, edges[0]), min(1.0, edges[1])
+        if outside or begin >= end:
+            pieces.append([])
+            continue
+        first, last = ((x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in (begin, end))
+        if pieces[-1] and begin == 0:
+            pieces[-1].append(last)
+        else:
+            pieces.append([first, last])
+    return [piece for piece in pieces if piece]
+
+
+def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | None:
+    """Validation losses of every run over the band of public ones, and the target; the first evaluations may be cut."""
+    runs = [(subject, run) for subject in chosen for run in subject.system.runs if len(run.val_curve) > 1]
+    if not runs:
+        return None
+    values = sorted(loss for _, run in runs for _, loss in run.val_curve)
+    target = next((run.target for _, run in runs if run.target > 0), math.nan)
+    low = min(values[0], target) if target > 0 else values[0]
+    high = values[-1 - len(values) // 30]
+    if band:
+        values = band.high[len(band.high) // 15 :]
+        low, high = min(low, *band.low), max(high, *values)
+    margin = (high - low) * 0.05 or 0.1
+    most = max(run.val_curve[-1][0] for _, run in runs)
+    most = max(most, band.samples[-1]) if band else most
+    frame = Frame(title, (0, most), (low - margin, high + margin))
+    if band:
+        top = frame.y[1]
+        edge = [frame.at(x, min(y, top)) for x, y in zip(band.samples, band.high)]
+        edge += [frame.at(x, min(y, top)) for x, y in reversed(list(zip(band.samples, band.low)))]
+        frame.drawing.area(edge, "band", 0.25, band.source)
+        frame.curve(list(zip(band.samples, band.median)), "band", 1.5)
+        frame.legend(band.source, "band")
+    if target > 0:
+        frame.curve([(0, target), (most, target)], "bad", 1.5, dashed=True)
+        frame.legend(f"target {target:g}", "bad", dashed=True)
+    for subject, run in runs:
+        frame.curve(run.val_curve, subject.colour, 1.3)
+        x, y = run.val_curve[-1]
+        if y <= frame.y[1]:
+            tip = f"{subject.name}, {run.name}: {y:.5f} at {x:,.0f} samples"
+            frame.drawing.dot(*frame.at(x, y), subject.colour, 3, bool(run.faults), tip)
+    for subject in {subject.name: subject for subject, _ in runs}.values():
+        frame.legend(subject.name, subject.colour)
+    return frame.drawing
+
+
+def timestep_curves(evaluations: list[dict]) -> list[Curve]:
+    """Losses at each timestep over samples, from the records of our runs; [] if they tell none."""
+    curves: list[Curve] = []
+    for record in evaluations:
+        samples, values = record.get("samples"), record.get("val_loss_per_timestep")
+        if not isinstance(values, list) or not all(_finite(value) for value in (samples, *values)):
+            continue
+        curves = curves or [[] for _ in values]
+        for curve, value in zip(curves, values):
+            curve.append((samples, value))
+    return [curve for curve in curves if len(curve) > 1]
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def timesteps(subject: Subject, run: Run) -> Drawing | None:
+    """The losses at the eight timesteps of one of our runs."""
+    curves = timestep_curves(subject.records[str(run.log.path)].evaluations)
+    if not curves:
+        return None
+    values = sorted(value for curve in curves for _, value in curve)
+    low, high = values[0], values[-1 - len(values) // 30]
+    margin = (high - low) * 0.05 or 0.1
+    most = max(curve[-1][0] for curve in curves)
+    frame = Frame(f"Validation loss per timestep: {subject.name}", (0, most), (low - margin, high + margin))
+    for k, curve in enumerate(curves):
+        frame.curve(curve, str(k % SERIES), 1.5)
+        frame.legend(f"{k}/{len(curves)}", str(k % SERIES))
+    return frame.drawing
+
+
+def speeds(chosen: list[Subject]) -> Drawing | None:
+    """Training speed between evaluations, as a share of the mean of its run."""
+    runs = [(subject, run) for subject in chosen for run in subject.system.runs if len(run.speeds) > 1]
+    runs = [(subject, run) for subject, run in runs if run.training_throughput]
+    if not runs:
+        return None
+    curves = [
+        (subject, [(x, 100 * speed / run.training_throughput) for x, speed in run.speeds]) for subject, run in runs
+    ]
+    values = [value for _, curve in curves for _, value in curve]
+    span = max(2.0, max(abs(value - 100) for value in values) * 1.1)
+    most = max(curve[-1][0] for _, curve in curves)
+    frame = Frame("Training speed during the run, % of its mean", (0, most), (max(0, 100 - span), 100 + span))
+    for subject, curve in curves:
+        frame.curve(curve, subject.colour, 1)
+    for subject in {subject.name: subject for subject, _ in runs}.values():
+        frame.legend(subject.name, subject.colour)
+    return frame.drawing
+
+
+class Rows:
+    """A row per system over one axis of values."""
+
+    def __init__(self, title: str, chosen: list[Subject], low: float, high: float, unit: str):
+        self.height = 16 + ROW * len(chosen) + 46
+        self.drawing = Drawing(WIDTH, self.height, title)
+        self.low, self.high = low, high
+        bottom = self.height - 44
+        for value in ticks(low, high, 8):
+            self.drawing.line([(self.x(value), 10), (self.x(value), bottom)], "grid", 1)
+            self.drawing.text(self.x(value), bottom + 14, short(value), anchor="middle")
+        self.drawing.text((LABELS + WIDTH - RIGHT) / 2, self.height - 10, unit, anchor="middle")
+        for i, subject in enumerate(chosen):
+            name = subject.name if len(subject.name) <= 32 else "…" + subject.name[-31:]
+            self.drawing.text(LABELS - 12, self.y(i), name, "ink", "end")
+
+    def x(self, value: float) -> float:
+        return LABELS + (value - self.low) / ((self.high - self.low) or 1) * (WIDTH - LABELS - 70)
+
+    def y(self, row: int) -> float:
+        return 16 + ROW * (row + 0.5)
+
+
+def strip(title: str, unit: str, chosen: list[Subject], figure: Callable, mean: Callable, marks: Callable) -> Drawing:
+    """A dot per run, hollow if it does not count or is dropped; a bar for the mean; marks: (value, tip) of lines."""
+    known = [s for s in chosen if any(figure(run) is not None for run in s.system.runs)]
+    if not known:
+        return None
+    values = [figure(run) for s in known for run in s.system.runs if figure(run) is not None]
+    values += [value for s in known for value, _ in marks(s.system)]
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.06 or high * 0.05 or 1
+    rows = Rows(title, known, max(0, low - margin), high + margin, unit)
+    for i, subject in enumerate(known):
+        y = rows.y(i)
+        for value, tip in marks(subject.system):
+            rows.drawing.line([(rows.x(value), y - 13), (rows.x(value), y + 13)], "soft", 1.5, dashed=True)
+            rows.drawing.dot(rows.x(value), y - 13, "soft", 2, tip=tip)
+        own = [run for run in subject.system.runs if figure(run) is not None]
+        counted = sorted((run for run in own if not run.faults), key=figure)
+        failed = len(subject.system.runs) - len(counted)
+        kept = counted[1 : len(counted) - (failed == 0)] if len(counted) > 2 else counted
+        for run in own:
+            tip = f"{subject.name}, {run.name}: {figure(run):,.5g} {unit}"
+            rows.drawing.dot(rows.x(figure(run)), y, subject.colour, 4, run not in kept, tip)
+        if (middle := mean(subject.system)) is not None:
+            rows.drawing.line([(rows.x(middle), y - 11), (rows.x(middle), y + 11)], "ink", 3)
+            rows.drawing.text(WIDTH - 62, y, f"{middle:,.2f}" if middle < 1000 else short(middle), "ink", bold=True)
+    return rows.drawing
+
+
+def throughputs(chosen: list[Subject]) -> Drawing | None:
+    """Samples per second of each system: the whole run as a bar, evaluations left out in a lighter one behind it."""
+    known = [s for s in chosen if s.system.mean("throughput")]
+    if not known:
+        return None
+    pairs = [(s.system.mean("throughput"), s.system.mean("training_throughput")) for s in known]
+    rows = Rows("Throughput", known, 0, max(max(a, b or 0) for a, b in pairs), "samples/s; lighter: evaluations left out")
+    for i, (subject, (whole, training)) in enumerate(zip(known, pairs)):
+        y = rows.y(i) - 9
+        if training:
+            tip = f"{training:,.1f} samples/s without evaluations"
+            rows.drawing.box(rows.x(0), y, rows.x(training) - rows.x(0), 18, subject.colour, tip, 0.4)
+        rows.drawing.box(rows.x(0), y, rows.x(whole) - rows.x(0), 18, subject.colour, f"{whole:,.1f} samples/s")
+        rows.drawing.text(rows.x(max(whole, training or 0)) + 6, y + 9, short(whole), "ink", bold=True)
+    return rows.drawing
+
+
+def time_split(chosen: list[Subject]) -> Drawing | None:
+    """Minutes of initialisation, training and evaluation, means over the runs."""
+    known = [s for s in chosen if s.system.mean("run_s")]
+    if not known:
+        return None
+
+    def parts(system: System) -> list[tuple[str, float, float]]:
+        init, run, evaluation = (system.mean(name) or 0.0 for name in ("init_s", "run_s", "evaluation_s"))
+        return [("initialisation", init, 0.3), ("training", run - evaluation, 1.0), ("evaluation", evaluation, 0.6)]
+
+    most = max(sum(seconds for _, seconds, _ in parts(s.system)) for s in known) / 60
+    title = "Where the time goes"
+    rows = Rows(title, known, 0, most, "minutes: initialisation (not timed), training, evaluation; means over the runs")
+    for i, subject in enumerate(known):
+        begin = 0.0
+        for name, seconds, opacity in parts(subject.system):
+            x, width = rows.x(begin / 60), seconds / 60 / most * (rows.x(most) - rows.x(0))
+            tip = f"{name}: {seconds / 60:.2f} minutes"
+            rows.drawing.box(x, rows.y(i) - 9, max(0, width - 1), 18, subject.colour, tip, opacity)
+            begin += seconds
+        rows.drawing.text(rows.x(begin / 60) + 6, rows.y(i), f"{begin / 60:.4g}", "ink", bold=True)
+    return rows.drawing

@@ -1,0 +1,3 @@
+"""stub"""
+def drawings(s): return {}
+def page(*a): return ""
