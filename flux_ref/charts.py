@@ -1,5 +1,6 @@
 """The charts of a report: what they show of systems, as drawings."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
+def ticks(low: float, high: float, about: int = 8) -> list[float]:
     """Round numbers from low to high, about so many."""
     raw = max(high - low, 1e-12) / about
     step = 10 ** math.floor(math.log10(raw))
@@ -58,7 +59,7 @@ class Frame:
             spot = self.at(x[0], value)[1]
             self.drawing.line([(LEFT, spot), (WIDTH - RIGHT, spot)], "grid", 1)
             self.drawing.text(LEFT - 8, spot, f"{value:.6g}", anchor="end")
-        for value in ticks(*x, about=8):
+        for value in ticks(*x):
             self.drawing.text(self.at(value, y[0])[0], HEIGHT - BOTTOM + 16, short(value), anchor="middle")
         self.drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, label, anchor="middle")
         self.legend_x = LEFT
@@ -88,7 +89,7 @@ class Frame:
 def _cut(points: Curve, low: float, high: float) -> list[Curve]:
     """The pieces of a line between two heights."""
     pieces: list[Curve] = [[]]
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         edges = sorted((edge - y0) / (y1 - y0) for edge in (low, high)) if y1 != y0 else [-1.0, 2.0]
         outside = y1 == y0 and not low <= y0 <= high
         begin, end = max(0.0, edges[0]), min(1.0, edges[1])
@@ -101,6 +102,17 @@ def _cut(points: Curve, low: float, high: float) -> list[Curve]:
         else:
             pieces.append([first, last])
     return [piece for piece in pieces if piece]
+
+
+def _flattened(xs: tuple, ys: tuple, top: float) -> Curve:
+    """A line that runs along `top` where it would be above it."""
+    points = list(zip(xs, ys))
+    crossings = [
+        (x0 + (x1 - x0) * (top - y0) / (y1 - y0), top)
+        for (x0, y0), (x1, y1) in itertools.pairwise(points)
+        if min(y0, y1) < top < max(y0, y1)
+    ]
+    return sorted((x, min(y, top)) for x, y in (*points, *crossings))
 
 
 def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | None:
@@ -121,9 +133,8 @@ def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | No
     frame = Frame(title, (0, most), (low - margin, high + margin))
     if band:
         top = frame.y[1]
-        edge = [frame.at(x, min(y, top)) for x, y in zip(band.samples, band.high)]
-        edge += [frame.at(x, min(y, top)) for x, y in reversed(list(zip(band.samples, band.low)))]
-        frame.drawing.area(edge, "band", 0.25, band.source)
+        edge = [*_flattened(band.samples, band.high, top), *reversed(_flattened(band.samples, band.low, top))]
+        frame.drawing.area([frame.at(*point) for point in edge], "band", 0.25, band.source)
         frame.curve(list(zip(band.samples, band.median)), "band", 1.5)
         frame.legend(band.source, "band")
     if target > 0:
@@ -201,7 +212,7 @@ class Rows:
         self.drawing = Drawing(WIDTH, self.height, title)
         self.low, self.high = low, high
         bottom = self.height - 44
-        for value in ticks(low, high, 8):
+        for value in ticks(low, high):
             self.drawing.line([(self.x(value), 10), (self.x(value), bottom)], "grid", 1)
             self.drawing.text(self.x(value), bottom + 14, short(value), anchor="middle")
         self.drawing.text((LABELS + WIDTH - RIGHT) / 2, self.height - 10, unit, anchor="middle")
@@ -235,9 +246,14 @@ def strip(title: str, unit: str, chosen: list[Subject], figure: Callable, mean: 
         counted = sorted((run for run in own if not run.faults), key=figure)
         failed = len(subject.system.runs) - len(counted)
         kept = counted[1 : len(counted) - (failed == 0)] if len(counted) > 2 else counted
+        placed: list[float] = []
         for run in own:
+            x = rows.x(figure(run))
+            near = sum(abs(x - other) < 6 for other in placed)  # dots side by side, not over each other
+            placed.append(x)
             tip = f"{subject.name}, {run.name}: {figure(run):,.5g} {unit}"
-            rows.drawing.dot(rows.x(figure(run)), y, subject.colour, 4, run not in kept, tip)
+            spot = y + (-1) ** near * ((near + 1) // 2) * 3
+            rows.drawing.dot(x, spot, subject.colour, 4, run not in kept, tip)
         if (middle := mean(subject.system)) is not None:
             rows.drawing.line([(rows.x(middle), y - 11), (rows.x(middle), y + 11)], "ink", 3)
             rows.drawing.text(WIDTH - 62, y, f"{middle:,.2f}" if middle < 1000 else short(middle), "ink", bold=True)
@@ -250,7 +266,9 @@ def throughputs(chosen: list[Subject]) -> Drawing | None:
     if not known:
         return None
     pairs = [(s.system.mean("throughput"), s.system.mean("training_throughput")) for s in known]
-    rows = Rows("Throughput", known, 0, max(max(a, b or 0) for a, b in pairs), "samples/s; lighter: evaluations left out")
+    rows = Rows(
+        "Throughput", known, 0, max(max(a, b or 0) for a, b in pairs), "samples/s; lighter: evaluations left out"
+    )
     for i, (subject, (whole, training)) in enumerate(zip(known, pairs)):
         y = rows.y(i) - 9
         if training:
@@ -272,8 +290,8 @@ def time_split(chosen: list[Subject]) -> Drawing | None:
         return [("initialisation", init, 0.3), ("training", run - evaluation, 1.0), ("evaluation", evaluation, 0.6)]
 
     most = max(sum(seconds for _, seconds, _ in parts(s.system)) for s in known) / 60
-    title = "Where the time goes"
-    rows = Rows(title, known, 0, most, "minutes: initialisation (not timed), training, evaluation; means over the runs")
+    unit = "minutes: pale initialisation (not timed), full training, half evaluation"
+    rows = Rows("Where the time goes", known, 0, most, unit)
     for i, subject in enumerate(known):
         begin = 0.0
         for name, seconds, opacity in parts(subject.system):
@@ -281,5 +299,5 @@ def time_split(chosen: list[Subject]) -> Drawing | None:
             tip = f"{name}: {seconds / 60:.2f} minutes"
             rows.drawing.box(x, rows.y(i) - 9, max(0, width - 1), 18, subject.colour, tip, opacity)
             begin += seconds
-        rows.drawing.text(rows.x(begin / 60) + 6, rows.y(i), f"{begin / 60:.4g}", "ink", bold=True)
+        rows.drawing.text(rows.x(begin / 60) + 6, rows.y(i), f"{subject.system.mean('minutes'):,.2f}", "ink", bold=True)
     return rows.drawing

@@ -4,6 +4,7 @@ Colours are names: a page resolves them by its style, light or dark; a PNG is li
 """
 
 import html
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def _light(colour: str, opacity: float = 1.0) -> tuple[int, ...]:
 
 def _dashes(points: list[tuple[float, float]], on: float = 6, off: float = 5):
     """Pieces of a polyline, drawn and left out by turns; each piece within one of its segments."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
         done = 0.0
         while done < length:

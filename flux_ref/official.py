@@ -116,8 +116,12 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
             said = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
             return Convergence(False, " ".join(said) or f"the official convergence checker stopped: {_named(error)}")
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
+    if len(names) < 3 and message.startswith("RCP"):  # of whose samples the first and the last are left out
+        passed, message = False, f"{len(names)} runs are too few to tell, 3 are needed"
     mean, least = point.get("RCP Mean"), point.get("Min Epochs")
-    return Convergence(bool(passed), message, float(factor), number(mean and float(mean)), number(least and float(least)))
+    return Convergence(
+        bool(passed), message, float(factor), number(mean and float(mean)), number(least and float(least))
+    )
 
 
 @contextlib.contextmanager

@@ -102,7 +102,8 @@ def describe(system: System) -> str:
     machine = result_files.machine(system.runs[0].log.path, system.runs[0].log.system)
     count = result_files.accelerators(machine)
     told = [f"{key.removeprefix('submission_')} {system.value(key)}" for key in score.SHARED[:2]]
-    told += [f"{count} x {machine.get('accelerator_model_name', 'accelerators')}"] if count else []
+    model = machine.get("accelerator_model_name")
+    told += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
     told += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
     lines = [f"{system.name}: {verdict(system)}", *_wrapped(", ".join(told))]
     lines.append(f"  {'run':<22}{'minutes':>9}{'samples':>12}{'samples/s':>11}{'training':>10}{'eval s':>8}{'init':>6}")
@@ -115,7 +116,7 @@ def describe(system: System) -> str:
         )
         more = [f"and {len(run.faults) - 3} more" for _ in run.faults[3:4]]
         lines += [line for fault in (*run.faults[:3], *more) for line in _wrapped(f"  failed: {fault}")]
-    texts = (*results(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons))
+    texts = (*score.checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons))
     return "\n".join((*map(plain, lines), *(line for text in texts for line in _wrapped(text))))
 
 
@@ -128,55 +129,16 @@ def verdict(system: System) -> str:
     return "not a valid result" if system.reasons else "valid result"
 
 
-def results(system: System) -> list[str]:
-    """The official checks and the score, in words."""
-    verdicts = system.verdicts
-    passed = sum(not complaints for complaints in verdicts.compliance)
-    lines = [f"compliance: {passed} of {len(system.runs)} logs"]
-    if verdicts.convergence:
-        known = verdicts.convergence
-        lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
-        text = f"convergence: {'passed' if known.passed else 'failed'} ({known.message})"
-        if known.reference_mean:
-            text += f", reference {known.reference_mean:,.0f} samples, accepted from {known.least_mean:,.0f}"
-        lines.append(text)
-    else:
-        lines[0] += "; open division: seeds and convergence are not checked"
-    minutes = [run.minutes for run in system.counted]
-    if system.olympic_mean_minutes is not None:
-        lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
-        if system.score_minutes is not None:
-            factor = system.score_minutes / system.olympic_mean_minutes
-            lines[-1] += f", normalised by {factor:.4f}: {system.score_minutes:.2f} minutes"
-    if len(minutes) > 1:
-        spread = statistics.stdev(minutes)
-        lines.append(
-            f"spread: {min(minutes):.2f} to {max(minutes):.2f} minutes, standard deviation {spread:.2f}"
-            f" ({100 * spread / statistics.fmean(minutes):.1f} %)"
-        )
-    return lines
-
-
 def summary(systems: list[System]) -> str:
     """A line per system."""
     lines = [f"{'system':<30}{'runs':>6}{'olympic':>10}{'score':>10}{'samples':>12}{'samples/s':>11}"]
     for system in systems:
-        samples = samples_to_converge(system)
         lines.append(
             f"{system.name[-29:]:<30}{f'{len(system.counted)}/{len(system.runs)}':>6}"
             f"{show(system.olympic_mean_minutes):>10}{show(system.score_minutes):>10}"
-            f"{show(samples, ',.0f'):>12}{show(system.mean('throughput'), ',.1f'):>11}"
+            f"{show(system.samples_to_converge, ',.0f'):>12}{show(system.mean('throughput'), ',.1f'):>11}"
         )
     return "\n".join(map(plain, lines))
-
-
-def samples_to_converge(system: System) -> float | None:
-    """As the time, without the best and the worst of ten; the mean of fewer."""
-    samples = [run.samples_to_target for run in system.counted]
-    if not samples or None in samples:
-        return None
-    dropped = len(system.runs) - len(samples)
-    return score.olympic_mean(samples, dropped) if system.olympic_mean_minutes else statistics.fmean(samples)
 
 
 def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:
@@ -202,7 +164,7 @@ def _system(system: System) -> dict[str, object]:
         "score_minutes": system.score_minutes,
         "mean_minutes": statistics.fmean(minutes) if minutes else None,
         "stdev_minutes": statistics.stdev(minutes) if len(minutes) > 1 else None,
-        "samples_to_converge": samples_to_converge(system),
+        "samples_to_converge": system.samples_to_converge,
         "samples_per_s": system.mean("throughput"),
         "samples_per_s_without_evaluation": system.mean("training_throughput"),
         "compliant_logs": sum(not complaints for complaints in system.verdicts.compliance),

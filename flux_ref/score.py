@@ -174,6 +174,14 @@ class System:
             return None
         return self.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
 
+    @property
+    def samples_to_converge(self) -> float | None:
+        """As the time, without the best and the worst of ten; the mean of another number of runs."""
+        samples = [run.samples_to_target for run in self.counted]
+        if not samples or None in samples:
+            return None
+        return olympic_mean(samples, RUNS - len(samples)) if self.olympic_mean_minutes else statistics.fmean(samples)
+
     def value(self, key: str) -> object:
         """What the first log that tells says of a key."""
         return next((value for run in self.runs if (value := run.log.value(key)) is not None), None)
@@ -225,7 +233,7 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
-    if convergence and not convergence.passed:
+    if convergence and not convergence.passed and not convergence.message.endswith("are needed"):
         yield f"convergence: {convergence.message}" + _shortfall(system, convergence)
 
 
@@ -242,8 +250,36 @@ def _mixtures(system: System) -> Iterator[str]:
 
 
 def _shortfall(system: System, convergence: official.Convergence) -> str:
-    samples = [run.samples_to_target for run in system.counted]
-    if convergence.least_mean is None or len(samples) < 3 or None in samples:
+    mean, least = system.samples_to_converge, convergence.least_mean
+    if mean is None or least is None or mean >= least:
         return ""
-    mean = olympic_mean(samples, len(system.runs) - len(samples) if len(system.runs) == RUNS else 0)
-    return f"; {mean:,.0f} samples on average, accepted from {convergence.least_mean:,.0f} on"
+    return f"; {mean:,.0f} samples on average, accepted from {least:,.0f} on"
+
+
+def checks(system: System) -> list[str]:
+    """The official checks and the score, in words."""
+    verdicts = system.verdicts
+    passed = sum(not complaints for complaints in verdicts.compliance)
+    lines = [f"compliance: {passed} of {len(system.runs)} logs"]
+    if verdicts.convergence:
+        known = verdicts.convergence
+        lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
+        text = f"convergence: {'passed' if known.passed else 'failed'} ({known.message})"
+        if known.reference_mean:
+            text += f", reference {known.reference_mean:,.0f} samples, accepted from {known.least_mean:,.0f}"
+        lines.append(text)
+    else:
+        lines[0] += "; open division: seeds and convergence are not checked"
+    minutes = [run.minutes for run in system.counted]
+    if system.olympic_mean_minutes is not None:
+        lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
+        if system.score_minutes is not None:
+            factor = system.score_minutes / system.olympic_mean_minutes
+            lines[-1] += f", normalised by {factor:.4f}: {system.score_minutes:.2f} minutes"
+    if len(minutes) > 1:
+        spread = statistics.stdev(minutes)
+        lines.append(
+            f"spread: {min(minutes):.2f} to {max(minutes):.2f} minutes, standard deviation {spread:.2f}"
+            f" ({100 * spread / statistics.fmean(minutes):.1f} %)"
+        )
+    return lines
