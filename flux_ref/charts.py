@@ -10,7 +10,9 @@ from flux_ref.drawing import SERIES, Drawing
 from flux_ref.result_files import Records
 from flux_ref.score import Run, System
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 400, 70, 24, 30, 50
+WIDTH, PLOT, LEFT, RIGHT, BOTTOM = 860, 320, 70, 24, 50
+LEGEND_ROW, LETTER = 20, 7.6  # height; rough width
+STRETCHES = 150  # of a training curve
 ROW, LABELS = 34, 230  # of charts with a row per system
 Curve = list[tuple[float, float]]
 
@@ -49,26 +51,40 @@ def ticks(low: float, high: float, about: int = 8) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-class Frame:
-    """Axes over a range of values, drawn first; places values."""
+@dataclass(frozen=True)
+class Entry:
+    """Of a legend."""
 
-    def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], label: str = "training samples"):
-        self.drawing = Drawing(WIDTH, HEIGHT, title)
+    text: str
+    colour: str
+    dashed: bool = False
+
+
+class Frame:
+    """Axes over a range of values under a legend, drawn first; places values. x: training samples."""
+
+    def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], legend: list[Entry]):
         self.x, self.y = x, y
+        spots = _flow([30 + LETTER * len(entry.text) for entry in legend])
+        self.top = spots[-1][1] + LEGEND_ROW
+        self.bottom = self.top + PLOT
+        self.drawing = Drawing(WIDTH, self.bottom + BOTTOM, title)
+        for entry, (left, height) in zip(legend, spots):
+            self.drawing.line([(left, height), (left + 18, height)], entry.colour, 3, entry.dashed)
+            self.drawing.text(left + 24, height, entry.text, "ink")
         for value in ticks(*y):
             spot = self.at(x[0], value)[1]
             self.drawing.line([(LEFT, spot), (WIDTH - RIGHT, spot)], "grid", 1)
             self.drawing.text(LEFT - 8, spot, f"{value:.6g}", anchor="end")
         for value in ticks(*x):
-            self.drawing.text(self.at(value, y[0])[0], HEIGHT - BOTTOM + 16, short(value), anchor="middle")
-        self.drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, label, anchor="middle")
-        self.legend_x = LEFT
+            self.drawing.text(self.at(value, y[0])[0], self.bottom + 16, short(value), anchor="middle")
+        self.drawing.text((LEFT + WIDTH - RIGHT) / 2, self.bottom + 38, "training samples", anchor="middle")
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         (x0, x1), (y0, y1) = self.x, self.y
         return (
             LEFT + (x - x0) / ((x1 - x0) or 1) * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - (y - y0) / ((y1 - y0) or 1) * (HEIGHT - BOTTOM - TOP),
+            self.bottom - (y - y0) / ((y1 - y0) or 1) * (self.bottom - self.top),
         )
 
     def curve(self, points: Curve, colour: str, width: float = 1.5, dashed: bool = False) -> None:
@@ -76,14 +92,20 @@ class Frame:
         for piece in _cut(points, *self.y):
             self.drawing.line([self.at(*point) for point in piece], colour, width, dashed)
 
-    def legend(self, text: str, colour: str, dashed: bool = False) -> None:
-        """The next entry of the line above the axes; left out where there is no room."""
-        length = 30 + 6.7 * len(text)
-        if self.legend_x + length <= WIDTH - RIGHT:
-            line = [(self.legend_x, 12), (self.legend_x + 18, 12)]
-            self.drawing.line(line, colour, 3, dashed)
-            self.drawing.text(self.legend_x + 24, 12, text, "ink")
-        self.legend_x += length + 14
+
+def _flow(widths: list[float]) -> list[tuple[float, float]]:
+    """Places of entries of these widths in rows above the axes."""
+    spots, x, y = [], float(LEFT), 12.0
+    for width in widths:
+        if x > LEFT and x + width > WIDTH - RIGHT:
+            x, y = float(LEFT), y + LEGEND_ROW
+        spots.append((x, y))
+        x += width + 14
+    return spots
+
+
+def _names(chosen: list[Subject]) -> list[Entry]:
+    return [Entry(subject.name[-60:], subject.colour) for subject in chosen]
 
 
 def _cut(points: Curve, low: float, high: float) -> list[Curve]:
@@ -130,24 +152,46 @@ def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | No
     margin = (high - low) * 0.05 or 0.1
     most = max(run.val_curve[-1][0] for _, run in runs)
     most = max(most, band.samples[-1]) if band else most
-    frame = Frame(title, (0, most), (low - margin, high + margin))
+    legend = _names([subject for subject in chosen if any(subject is other for other, _ in runs)])
+    legend += [Entry(f"target {target:g}", "bad", True)] if target > 0 else []
+    legend += [Entry(band.source, "band")] if band else []
+    frame = Frame(title, (0, most), (low - margin, high + margin), legend)
     if band:
         top = frame.y[1]
         edge = [*_flattened(band.samples, band.high, top), *reversed(_flattened(band.samples, band.low, top))]
         frame.drawing.area([frame.at(*point) for point in edge], "band", 0.25, band.source)
         frame.curve(list(zip(band.samples, band.median)), "band", 1.5)
-        frame.legend(band.source, "band")
     if target > 0:
         frame.curve([(0, target), (most, target)], "bad", 1.5, dashed=True)
-        frame.legend(f"target {target:g}", "bad", dashed=True)
     for subject, run in runs:
         frame.curve(run.val_curve, subject.colour, 1.3)
         x, y = run.val_curve[-1]
         if y <= frame.y[1]:
             tip = f"{subject.name}, {run.name}: {y:.5f} at {x:,.0f} samples"
             frame.drawing.dot(*frame.at(x, y), subject.colour, 3, bool(run.faults), tip)
-    for subject in {subject.name: subject for subject, _ in runs}.values():
-        frame.legend(subject.name, subject.colour)
+    return frame.drawing
+
+
+def training(chosen: list[Subject]) -> Drawing | None:
+    """Training losses of the first run of each system, each point the mean of a stretch."""
+    curves = []
+    for subject in chosen:
+        run = subject.system.runs[0]
+        points = [(record.get("samples"), record.get("loss")) for record in subject.records[str(run.log.path)].steps]
+        points = sorted(point for point in points or run.train_curve if all(map(_finite, point)))
+        size = -(-len(points) // STRETCHES)
+        groups = [points[i : i + size] for i in range(0, len(points), size or 1)]
+        curves.append((subject, [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]))
+    curves = [(subject, curve) for subject, curve in curves if len(curve) > 1]
+    if not curves:
+        return None
+    values = sorted(y for _, curve in curves for _, y in curve)
+    low, high = values[0], values[-1 - len(values) // 30]
+    margin = (high - low) * 0.05 or 0.1
+    most = max(curve[-1][0] for _, curve in curves)
+    frame = Frame("Training loss", (0, most), (low - margin, high + margin), _names([s for s, _ in curves]))
+    for subject, curve in curves:
+        frame.curve(curve, subject.colour, 1.3)
     return frame.drawing
 
 
@@ -177,10 +221,10 @@ def timesteps(subject: Subject, run: Run) -> Drawing | None:
     low, high = values[0], values[-1 - len(values) // 30]
     margin = (high - low) * 0.05 or 0.1
     most = max(curve[-1][0] for curve in curves)
-    frame = Frame(f"Validation loss per timestep: {subject.name}", (0, most), (low - margin, high + margin))
+    legend = [Entry(f"t = {k}/{len(curves)}", str(k % SERIES)) for k in range(len(curves))]
+    frame = Frame(f"Validation loss per timestep: {subject.name}", (0, most), (low - margin, high + margin), legend)
     for k, curve in enumerate(curves):
         frame.curve(curve, str(k % SERIES), 1.5)
-        frame.legend(f"{k}/{len(curves)}", str(k % SERIES))
     return frame.drawing
 
 
@@ -196,11 +240,10 @@ def speeds(chosen: list[Subject]) -> Drawing | None:
     values = [value for _, curve in curves for _, value in curve]
     span = max(2.0, max(abs(value - 100) for value in values) * 1.1)
     most = max(curve[-1][0] for _, curve in curves)
-    frame = Frame("Training speed during the run, % of its mean", (0, most), (max(0, 100 - span), 100 + span))
+    legend = _names([subject for subject in chosen if any(subject is other for other, _ in curves)])
+    frame = Frame("Training speed during the run, % of its mean", (0, most), (max(0, 100 - span), 100 + span), legend)
     for subject, curve in curves:
         frame.curve(curve, subject.colour, 1)
-    for subject in {subject.name: subject for subject, _ in runs}.values():
-        frame.legend(subject.name, subject.colour)
     return frame.drawing
 
 
@@ -217,7 +260,7 @@ class Rows:
             self.drawing.text(self.x(value), bottom + 14, short(value), anchor="middle")
         self.drawing.text((LABELS + WIDTH - RIGHT) / 2, self.height - 10, unit, anchor="middle")
         for i, subject in enumerate(chosen):
-            name = subject.name if len(subject.name) <= 32 else "…" + subject.name[-31:]
+            name = subject.name if len(subject.name) <= 28 else "..." + subject.name[-25:]
             self.drawing.text(LABELS - 12, self.y(i), name, "ink", "end")
 
     def x(self, value: float) -> float:

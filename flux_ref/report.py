@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     convergence.points(args.ruleset, args.points)  # refuses a file that is none
+    if args.json and not args.json.parent.is_dir():
+        raise Refusal(f"--json={args.json}: there is no folder {args.json.parent}; make it or name another")
     groups = result_files.find(args.paths)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += str(args.points or "official")

@@ -17,8 +17,8 @@ h1{font-size:26px;margin:0}h2{font-size:19px;margin:44px 0 10px}h3{font-size:16p
 p{margin:6px 0}.soft,figcaption,th{color:var(--c-soft)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}
 th{font-weight:500;text-align:left;vertical-align:bottom}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}td.n:last-child,th.n:last-child{padding-right:0}
+th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);overflow-wrap:break-word}
+td:first-child{min-width:150px;overflow-wrap:anywhere}td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}td.n:last-child,th.n:last-child{padding-right:0}
 tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
 .pill{border-radius:9px;padding:1px 9px;font-size:13px;font-weight:600;white-space:nowrap;border:1px solid currentColor}
@@ -27,6 +27,7 @@ figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100
 .big{font-size:30px;font-weight:650;margin:0 0 2px}.facts{display:flex;flex-wrap:wrap;gap:14px 40px;margin:18px 0 8px}
 ul{padding-left:20px;margin:6px 0}summary{cursor:pointer;color:var(--c-soft);margin:8px 0}
 """
+OPENED = 4  # systems up to which the runs are shown at once
 # Heading, attribute of a run, format.
 RUN_COLUMNS = (
     ("minutes", "minutes", ",.2f"),
@@ -51,6 +52,7 @@ def drawings(chosen: list[Subject]) -> dict[str, Drawing]:
         found[f"loss_{i}"] = charts.losses(f"Validation loss at global batch {batch:,}", group, band)
     for i, subject in enumerate(chosen):
         found[f"timesteps_{i}"] = charts.timesteps(subject, subject.system.runs[0])
+    found["training"] = charts.training(chosen)
     found["minutes"] = charts.strip(
         "Time to train", "minutes", chosen, lambda run: run.minutes, lambda s: s.olympic_mean_minutes, lambda s: []
     )
@@ -82,6 +84,7 @@ CAPTIONS = {
     "loss": "A line per run, a dot at its last evaluation (hollow: the run does not count). Grey: lowest, median and"
     " highest loss of public runs of this batch. Those validated with captions dropped, which lifts their losses a"
     " little.",
+    "training": "First run of each system; each point is the mean of a stretch.",
     "timesteps": "First run of the system; t = 0 is data, t = 1 noise.",
     "minutes": f"A dot per run, hollow if it is dropped or does not count. Bar: olympic mean of {RUNS} runs.",
     "samples": "Dashed: the least mean that the official check accepts, and to its right the reference's mean. Bar and"
@@ -105,7 +108,7 @@ def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
             f"<figure><h3>{_text(chart.title)}</h3>{drawing.svg(chart)}<figcaption>{_text(caption)}</figcaption></figure>"
         )
     parts.append("<h2>Runs and official checks</h2>")
-    parts += [_system(subject) for subject in chosen]
+    parts += [_system(subject, len(chosen) <= OPENED) for subject in chosen]
     parts.append("<h2>Configuration</h2>" + _compared(chosen, _settings))
     own = {name for subject in chosen for name, own in subject.records.items() if own.config}
     if own:
@@ -162,7 +165,7 @@ def _reasons(system: System) -> str:
 
 def _comparison(chosen: list[Subject]) -> str:
     head = [("system", False), ("", False)]
-    names = ("accelerators", "batch", "runs", "olympic mean", "factor", "score", "samples/s", "per accelerator")
+    names = ("accelerators", "batch", "runs", "olympic", "factor", "score", "samples/s", "per accelerator")
     rows = []
     for subject in chosen:
         system, count = subject.system, result_files.accelerators(_machine(subject))
@@ -182,7 +185,7 @@ def _comparison(chosen: list[Subject]) -> str:
     return _table([*head, *((name, True) for name in names)], rows)
 
 
-def _system(subject: Subject) -> str:
+def _system(subject: Subject, opened: bool) -> str:
     system = subject.system
     head = [("run", False), *((name, True) for name, _, _ in RUN_COLUMNS), ("seed", True)]
     rows = []
@@ -197,7 +200,7 @@ def _system(subject: Subject) -> str:
         ]
     lines = "".join(f"<p>{_text(line)}</p>" for line in score.checks(system))
     title = f"<h3>{_key(subject)}{_text(subject.name)} {_pill(system)}</h3>"
-    return f"{title}{_reasons(system)}{lines}{_table(head, rows)}"
+    return f"{title}{_reasons(system)}{lines}<details{' open' * opened}><summary>runs</summary>{_table(head, rows)}</details>"
 
 
 def _compared(chosen: list[Subject], what: Callable[[Subject], dict[str, object]]) -> str:
@@ -232,4 +235,9 @@ def _own_config(subject: Subject) -> dict[str, object]:
 
 def _machine(subject: Subject) -> dict[str, str]:
     log = subject.system.runs[0].log
-    return result_files.machine(log.path, log.system)
+    found = result_files.machine(log.path, log.system)
+    steps = subject.records[str(log.path)].steps
+    for key, text in (("peak_memory_gb", "peak memory, GB"), ("data_wait", "share of the time waiting for data")):
+        values = [value for step in steps if (value := number(step.get(key))) is not None]
+        found |= {text: f"{max(values):.3g}"} if values else {}
+    return found

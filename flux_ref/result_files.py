@@ -14,7 +14,7 @@ from flux_ref.errors import Refusal
 
 RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
 SIZE_LIMIT = 1 << 20  # of the small files that describe a run or a system
-DULL = {"results", "flux1", ""}  # folders of the benchmark's tree that name no system
+DULL = {"results", "flux1", "/"}  # folders of the benchmark's tree that name no system
 
 
 @dataclass
@@ -71,14 +71,14 @@ def _number(path: Path) -> tuple:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Short names of systems by the folder of a file of each: what tells them apart."""
-    parts = [[part for part in path.resolve().parent.parts if part not in DULL and part != "/"] for path in paths]
-    for own, path in zip(parts, paths):
-        own[:] = own or [path.name]
-    while len(parts) > 1 and all(len(own) > 1 for own in parts) and len({own[0] for own in parts}) == 1:
-        for own in parts:
-            del own[0]
-    return ["/".join(own if len(parts) > 1 else own[-1:]) for own in parts]
+    """Short names of systems, by the folders of a file of each: SUBMITTER/SYSTEM in the benchmark's tree."""
+    parts = [[part for part in path.resolve().parent.parts if part not in DULL] for path in paths]
+    sizes = [2 if "results" in path.resolve().parent.parts else 1 for path in paths]
+    names = ["/".join(own[-size:]) or path.name for own, size, path in zip(parts, sizes, paths)]
+    while len(set(names)) < len(names) and max(sizes) < max(map(len, parts)):
+        sizes = [size + (names.count(name) > 1) for size, name in zip(sizes, names)]
+        names = ["/".join(own[-size:]) or path.name for own, size, path in zip(parts, sizes, paths)]
+    return names
 
 
 def records(result: Path) -> Records:

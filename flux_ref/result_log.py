@@ -5,6 +5,7 @@ them, several ranks write the same entry, and a run that was killed leaves half 
 cannot is said. Lines are told apart as mlperf-logging's parser does, so that both see the same entries.
 """
 
+import contextlib
 import gzip
 import io
 import json
@@ -61,7 +62,7 @@ def read(path: Path) -> ResultLog:
                 if TOKEN in line:
                     _take(log, number, line, damaged)
                 elif SYSTEM_TOKEN in line and not log.system:
-                    log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])
+                    log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
                 elif (own := OWN_LINE.fullmatch(line.rstrip())) and not log.events:
                     log.system.setdefault(own[1], own[2])
     except (OSError, EOFError, zlib.error) as error:
@@ -97,7 +98,7 @@ def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:
     if not text:
         damaged.append(f"line {number} has an entry that is empty or longer than {LINE_LIMIT:,} characters")
         return
-    entry, rest = _object(text, whole=False)
+    entry, rest = _object(text)
     if not isinstance(entry.get("key"), str):
         damaged.append(f"line {number} has an entry that is cut off or damaged")
         return
@@ -115,19 +116,16 @@ def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:
     )
 
 
-def _object(text: str, whole: bool = True):
-    """The JSON object at the start of a text, {} without one; whole=False: and what follows it."""
-    try:
+def _object(text: str) -> tuple[dict, str]:
+    """The JSON object at the start of a text, {} without one, and what follows it."""
+    with contextlib.suppress(UnicodeError):
         text = text.encode("latin-1").decode("utf-8")  # names beyond ASCII are UTF-8 if they can be
-    except UnicodeError:
-        pass
+    text = text.strip()
     try:
-        found, end = json.JSONDecoder().raw_decode(text.strip())
+        found, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        found, end = {}, 0
-    if not isinstance(found, dict):
-        found = {}
-    return found if whole else (found, text.strip()[end:].strip() if found else "")
+        return {}, ""
+    return (found, text[end:].strip()) if isinstance(found, dict) else ({}, "")
 
 
 def number(value: object) -> float | None:

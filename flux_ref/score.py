@@ -92,7 +92,7 @@ def _clock(run: Run) -> None:
         run.faults.append("run_stop is missing: the run was cut off or still goes on")
         return
     run.status = str(stops[0].metadata.get("status", ""))
-    if any(event.line > stops[0].line for event in run.log.all("run_start")):
+    if any(event.time_ms > stops[0].time_ms for event in run.log.all("run_start")):
         run.faults.append("run_start comes again after run_stop: two runs in one file")
     if run.status != "success":
         reason = str(stops[0].metadata.get("reason", ""))[:120]
@@ -107,15 +107,16 @@ def _clock(run: Run) -> None:
 
 
 def _curves(run: Run) -> None:
-    """Losses, speeds and the time of evaluations, from what happens up to run_stop."""
+    """Losses, speeds and the time of evaluations, from what happens between run_start and run_stop."""
+    start = next((event.line for event in run.log.all("run_start")), 0)
     stop = next((event.line for event in run.log.all("run_stop")), math.inf)
     losses: dict[float, float] = {}
     strange = []
     opened, evaluations, blocks = None, [], []
     for event in run.log.events:
         samples = number(event.metadata.get("samples_count"))
-        if event.line > stop:
-            break
+        if not start < event.line < stop:
+            continue
         if event.key == "eval_start" and opened is None:
             opened = event
             if run.start_ms is not None:
@@ -202,8 +203,8 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     verdicts = official.check(logs, ruleset, points)
     runs = [measure(log) for log in logs]
     for run, complaints in zip(runs, verdicts.compliance):
-        known = bool(run.faults)
-        run.faults += [text for text in complaints if not (known and _says_the_same(text, run.faults))]
+        if run.log.events:
+            run.faults += [text for text in complaints if not _says_the_same(text, run.faults)]
     system = System(name, runs, ruleset, verdicts)
     failed = len(runs) - len(system.counted)
     if len(runs) == RUNS and failed <= 1:
