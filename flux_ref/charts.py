@@ -1,20 +1,17 @@
 """The charts of a report: what they show of systems, as drawings."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flux_ref.axes import WIDTH, Curve, Entry, Frame, Rows, flattened, short
 from flux_ref.convergence import Band
 from flux_ref.drawing import SERIES, Drawing
 from flux_ref.result_files import Records
-from flux_ref.score import Run, System
+from flux_ref.result_log import number
+from flux_ref.score import RUNS, Run, System
 
-WIDTH, PLOT, LEFT, RIGHT, BOTTOM = 860, 320, 70, 24, 50
-LEGEND_ROW, LETTER = 20, 7.6  # height; rough width
 STRETCHES = 150  # of a training curve
-ROW, LABELS = 34, 230  # of charts with a row per system
-Curve = list[tuple[float, float]]
 
 
 @dataclass
@@ -34,107 +31,8 @@ def subjects(systems: list[System], records: list[dict[str, Records]]) -> list[S
     return [Subject(system, str(i % SERIES), own) for i, (system, own) in enumerate(zip(systems, records))]
 
 
-def short(value: float) -> str:
-    """1,500,000 as 1.5M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def ticks(low: float, high: float, about: int = 8) -> list[float]:
-    """Round numbers from low to high, about so many."""
-    raw = max(high - low, 1e-12) / about
-    step = 10 ** math.floor(math.log10(raw))
-    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Of a legend."""
-
-    text: str
-    colour: str
-    dashed: bool = False
-
-
-class Frame:
-    """Axes over a range of values under a legend, drawn first; places values. x: training samples."""
-
-    def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], legend: list[Entry]):
-        self.x, self.y = x, y
-        spots = _flow([30 + LETTER * len(entry.text) for entry in legend])
-        self.top = spots[-1][1] + LEGEND_ROW
-        self.bottom = self.top + PLOT
-        self.drawing = Drawing(WIDTH, self.bottom + BOTTOM, title)
-        for entry, (left, height) in zip(legend, spots):
-            self.drawing.line([(left, height), (left + 18, height)], entry.colour, 3, entry.dashed)
-            self.drawing.text(left + 24, height, entry.text, "ink")
-        for value in ticks(*y):
-            spot = self.at(x[0], value)[1]
-            self.drawing.line([(LEFT, spot), (WIDTH - RIGHT, spot)], "grid", 1)
-            self.drawing.text(LEFT - 8, spot, f"{value:.6g}", anchor="end")
-        for value in ticks(*x):
-            self.drawing.text(self.at(value, y[0])[0], self.bottom + 16, short(value), anchor="middle")
-        self.drawing.text((LEFT + WIDTH - RIGHT) / 2, self.bottom + 38, "training samples", anchor="middle")
-
-    def at(self, x: float, y: float) -> tuple[float, float]:
-        (x0, x1), (y0, y1) = self.x, self.y
-        return (
-            LEFT + (x - x0) / ((x1 - x0) or 1) * (WIDTH - LEFT - RIGHT),
-            self.bottom - (y - y0) / ((y1 - y0) or 1) * (self.bottom - self.top),
-        )
-
-    def curve(self, points: Curve, colour: str, width: float = 1.5, dashed: bool = False) -> None:
-        """A line through values; what lies above or below the axes is cut off."""
-        for piece in _cut(points, *self.y):
-            self.drawing.line([self.at(*point) for point in piece], colour, width, dashed)
-
-
-def _flow(widths: list[float]) -> list[tuple[float, float]]:
-    """Places of entries of these widths in rows above the axes."""
-    spots, x, y = [], float(LEFT), 12.0
-    for width in widths:
-        if x > LEFT and x + width > WIDTH - RIGHT:
-            x, y = float(LEFT), y + LEGEND_ROW
-        spots.append((x, y))
-        x += width + 14
-    return spots
-
-
 def _names(chosen: list[Subject]) -> list[Entry]:
     return [Entry(subject.name[-60:], subject.colour) for subject in chosen]
-
-
-def _cut(points: Curve, low: float, high: float) -> list[Curve]:
-    """The pieces of a line between two heights."""
-    pieces: list[Curve] = [[]]
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        edges = sorted((edge - y0) / (y1 - y0) for edge in (low, high)) if y1 != y0 else [-1.0, 2.0]
-        outside = y1 == y0 and not low <= y0 <= high
-        begin, end = max(0.0, edges[0]), min(1.0, edges[1])
-        if outside or begin >= end:
-            pieces.append([])
-            continue
-        first, last = ((x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in (begin, end))
-        if pieces[-1] and begin == 0:
-            pieces[-1].append(last)
-        else:
-            pieces.append([first, last])
-    return [piece for piece in pieces if piece]
-
-
-def _flattened(xs: tuple, ys: tuple, top: float) -> Curve:
-    """A line that runs along `top` where it would be above it."""
-    points = list(zip(xs, ys))
-    crossings = [
-        (x0 + (x1 - x0) * (top - y0) / (y1 - y0), top)
-        for (x0, y0), (x1, y1) in itertools.pairwise(points)
-        if min(y0, y1) < top < max(y0, y1)
-    ]
-    return sorted((x, min(y, top)) for x, y in (*points, *crossings))
 
 
 def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | None:
@@ -156,9 +54,14 @@ def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | No
     legend += [Entry(f"target {target:g}", "bad", True)] if target > 0 else []
     legend += [Entry(band.source, "band")] if band else []
     frame = Frame(title, (0, most), (low - margin, high + margin), legend)
+    frame.drawing.caption = "A line per run, a dot at its last evaluation, hollow if the run does not count."
     if band:
+        frame.drawing.caption += (
+            " Grey: lowest, median and highest loss of public runs of this batch. They validated with captions dropped,"
+            " which lifts their losses a little."
+        )
         top = frame.y[1]
-        edge = [*_flattened(band.samples, band.high, top), *reversed(_flattened(band.samples, band.low, top))]
+        edge = [*flattened(band.samples, band.high, top), *reversed(flattened(band.samples, band.low, top))]
         frame.drawing.area([frame.at(*point) for point in edge], "band", 0.25, band.source)
         frame.curve(list(zip(band.samples, band.median)), "band", 1.5)
     if target > 0:
@@ -178,7 +81,7 @@ def training(chosen: list[Subject]) -> Drawing | None:
     for subject in chosen:
         run = subject.system.runs[0]
         points = [(record.get("samples"), record.get("loss")) for record in subject.records[str(run.log.path)].steps]
-        points = sorted(point for point in points or run.train_curve if all(map(_finite, point)))
+        points = sorted(point for point in points or run.train_curve if None not in map(number, point))
         size = -(-len(points) // STRETCHES)
         groups = [points[i : i + size] for i in range(0, len(points), size or 1)]
         curves.append((subject, [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]))
@@ -190,6 +93,7 @@ def training(chosen: list[Subject]) -> Drawing | None:
     margin = (high - low) * 0.05 or 0.1
     most = max(curve[-1][0] for _, curve in curves)
     frame = Frame("Training loss", (0, most), (low - margin, high + margin), _names([s for s, _ in curves]))
+    frame.drawing.caption = "First run of each system; each point is the mean of a stretch."
     for subject, curve in curves:
         frame.curve(curve, subject.colour, 1.3)
     return frame.drawing
@@ -200,16 +104,12 @@ def timestep_curves(evaluations: list[dict]) -> list[Curve]:
     curves: list[Curve] = []
     for record in evaluations:
         samples, values = record.get("samples"), record.get("val_loss_per_timestep")
-        if not isinstance(values, list) or not all(_finite(value) for value in (samples, *values)):
+        if not isinstance(values, list) or None in map(number, (samples, *values)):
             continue
         curves = curves or [[] for _ in values]
         for curve, value in zip(curves, values):
             curve.append((samples, value))
     return [curve for curve in curves if len(curve) > 1]
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def timesteps(subject: Subject, run: Run) -> Drawing | None:
@@ -223,6 +123,7 @@ def timesteps(subject: Subject, run: Run) -> Drawing | None:
     most = max(curve[-1][0] for curve in curves)
     legend = [Entry(f"t = {k}/{len(curves)}", str(k % SERIES)) for k in range(len(curves))]
     frame = Frame(f"Validation loss per timestep: {subject.name}", (0, most), (low - margin, high + margin), legend)
+    frame.drawing.caption = "First run of the system; t = 0 is data, t = 1 noise."
     for k, curve in enumerate(curves):
         frame.curve(curve, str(k % SERIES), 1.5)
     return frame.drawing
@@ -242,35 +143,50 @@ def speeds(chosen: list[Subject]) -> Drawing | None:
     most = max(curve[-1][0] for _, curve in curves)
     legend = _names([subject for subject in chosen if any(subject is other for other, _ in curves)])
     frame = Frame("Training speed during the run, % of its mean", (0, most), (max(0, 100 - span), 100 + span), legend)
+    frame.drawing.caption = "From one evaluation to the next; evaluations left out."
     for subject, curve in curves:
         frame.curve(curve, subject.colour, 1)
     return frame.drawing
 
 
-class Rows:
-    """A row per system over one axis of values."""
-
-    def __init__(self, title: str, chosen: list[Subject], low: float, high: float, unit: str):
-        self.height = 16 + ROW * len(chosen) + 46
-        self.drawing = Drawing(WIDTH, self.height, title)
-        self.low, self.high = low, high
-        bottom = self.height - 44
-        for value in ticks(low, high):
-            self.drawing.line([(self.x(value), 10), (self.x(value), bottom)], "grid", 1)
-            self.drawing.text(self.x(value), bottom + 14, short(value), anchor="middle")
-        self.drawing.text((LABELS + WIDTH - RIGHT) / 2, self.height - 10, unit, anchor="middle")
-        for i, subject in enumerate(chosen):
-            name = subject.name if len(subject.name) <= 28 else "..." + subject.name[-25:]
-            self.drawing.text(LABELS - 12, self.y(i), name, "ink", "end")
-
-    def x(self, value: float) -> float:
-        return LABELS + (value - self.low) / ((self.high - self.low) or 1) * (WIDTH - LABELS - 70)
-
-    def y(self, row: int) -> float:
-        return 16 + ROW * (row + 0.5)
+def minutes(chosen: list[Subject]) -> Drawing | None:
+    """How long each run took."""
+    caption = f"A dot per run, hollow if it is dropped or does not count. Bar: olympic mean of {RUNS} runs."
+    return strip(
+        *("Time to train", "minutes", caption, chosen),
+        *(lambda run: run.minutes, lambda system: system.olympic_mean_minutes, lambda system: []),
+    )
 
 
-def strip(title: str, unit: str, chosen: list[Subject], figure: Callable, mean: Callable, marks: Callable) -> Drawing:
+def samples(chosen: list[Subject]) -> Drawing | None:
+    """When each run reached the target, and what the official check holds it against."""
+
+    def marks(system: System) -> list[tuple[float, str]]:
+        known = system.verdicts.convergence
+        if known is None or known.reference_mean is None:
+            return []
+        least, mean = known.least_mean, known.reference_mean
+        return [(least, f"accepted from {least:,.0f}"), (mean, f"the reference's mean, {mean:,.0f}")]
+
+    caption = (
+        "Dashed: the least mean that the official check accepts, and to its right the reference's mean."
+        " Bar and number: the system's mean."
+    )
+    return strip(
+        *("Samples to the target", "samples", caption, chosen),
+        *(lambda run: run.samples_to_target, lambda system: system.samples_to_converge, marks),
+    )
+
+
+def strip(
+    title: str,
+    unit: str,
+    caption: str,
+    chosen: list[Subject],
+    figure: Callable[[Run], float | None],
+    mean: Callable[[System], float | None],
+    marks: Callable[[System], list[tuple[float, str]]],
+) -> Drawing | None:
     """A dot per run, hollow if it does not count or is dropped; a bar for the mean; marks: (value, tip) of lines."""
     known = [s for s in chosen if any(figure(run) is not None for run in s.system.runs)]
     if not known:
@@ -279,7 +195,8 @@ def strip(title: str, unit: str, chosen: list[Subject], figure: Callable, mean: 
     values += [value for s in known for value, _ in marks(s.system)]
     low, high = min(values), max(values)
     margin = (high - low) * 0.06 or high * 0.05 or 1
-    rows = Rows(title, known, max(0, low - margin), high + margin, unit)
+    rows = Rows(title, [s.name for s in known], max(0, low - margin), high + margin, unit)
+    rows.drawing.caption = caption
     for i, subject in enumerate(known):
         y = rows.y(i)
         for value, tip in marks(subject.system):
@@ -287,8 +204,8 @@ def strip(title: str, unit: str, chosen: list[Subject], figure: Callable, mean: 
             rows.drawing.dot(rows.x(value), y - 13, "soft", 2, tip=tip)
         own = [run for run in subject.system.runs if figure(run) is not None]
         counted = sorted((run for run in own if not run.faults), key=figure)
-        failed = len(subject.system.runs) - len(counted)
-        kept = counted[1 : len(counted) - (failed == 0)] if len(counted) > 2 else counted
+        whole = len(counted) == len(subject.system.runs)
+        kept = counted[1 : len(counted) - whole] if subject.system.olympic_mean_minutes else counted
         placed: list[float] = []
         for run in own:
             x = rows.x(figure(run))
@@ -310,7 +227,11 @@ def throughputs(chosen: list[Subject]) -> Drawing | None:
         return None
     pairs = [(s.system.mean("throughput"), s.system.mean("training_throughput")) for s in known]
     rows = Rows(
-        "Throughput", known, 0, max(max(a, b or 0) for a, b in pairs), "samples/s; lighter: evaluations left out"
+        "Throughput",
+        [s.name for s in known],
+        0,
+        max(max(a, b or 0) for a, b in pairs),
+        "samples/s; lighter: evaluations left out",
     )
     for i, (subject, (whole, training)) in enumerate(zip(known, pairs)):
         y = rows.y(i) - 9
@@ -334,7 +255,8 @@ def time_split(chosen: list[Subject]) -> Drawing | None:
 
     most = max(sum(seconds for _, seconds, _ in parts(s.system)) for s in known) / 60
     unit = "minutes: pale initialisation (not timed), full training, half evaluation"
-    rows = Rows("Where the time goes", known, 0, most, unit)
+    rows = Rows("Where the time goes", [s.name for s in known], 0, most, unit)
+    rows.drawing.caption = "Means over the runs; the number is the timed part, training and evaluation."
     for i, subject in enumerate(known):
         begin = 0.0
         for name, seconds, opacity in parts(subject.system):

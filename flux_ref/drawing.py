@@ -38,6 +38,7 @@ class Drawing:
     width: float
     height: float
     title: str
+    caption: str = ""  # for a page to put below it
     marks: list[tuple] = field(default_factory=list)
 
     def line(self, points: list[tuple[float, float]], colour: str, width: float = 1.5, dashed: bool = False) -> None:

@@ -7,7 +7,7 @@ from flux_ref import charts, convergence, drawing, result_files, score
 from flux_ref.charts import Subject
 from flux_ref.drawing import Drawing
 from flux_ref.result_log import number
-from flux_ref.score import RUNS, System
+from flux_ref.score import System
 
 STYLE = """
 *{box-sizing:border-box}
@@ -16,8 +16,8 @@ main{max-width:940px;margin:0 auto;padding:28px 20px 60px}
 h1{font-size:26px;margin:0}h2{font-size:19px;margin:44px 0 10px}h3{font-size:16px;margin:26px 0 6px}
 p{margin:6px 0}.soft,figcaption,th{color:var(--c-soft)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}
-th{font-weight:500;text-align:left;vertical-align:bottom}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);overflow-wrap:break-word}
+th{font-weight:500;text-align:left}tr:first-child th{vertical-align:bottom}
+th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);vertical-align:top;overflow-wrap:break-word}
 td:first-child{min-width:150px;overflow-wrap:anywhere}td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}td.n:last-child,th.n:last-child{padding-right:0}
 tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
@@ -53,46 +53,12 @@ def drawings(chosen: list[Subject]) -> dict[str, Drawing]:
     for i, subject in enumerate(chosen):
         found[f"timesteps_{i}"] = charts.timesteps(subject, subject.system.runs[0])
     found["training"] = charts.training(chosen)
-    found["minutes"] = charts.strip(
-        "Time to train", "minutes", chosen, lambda run: run.minutes, lambda s: s.olympic_mean_minutes, lambda s: []
-    )
-    found["samples"] = charts.strip(
-        "Samples to the target",
-        "samples",
-        chosen,
-        lambda run: run.samples_to_target,
-        lambda s: s.samples_to_converge,
-        _references,
-    )
+    found["minutes"] = charts.minutes(chosen)
+    found["samples"] = charts.samples(chosen)
     found["throughput"] = charts.throughputs(chosen)
     found["time"] = charts.time_split(chosen)
     found["speed"] = charts.speeds(chosen)
     return {name: chart for name, chart in found.items() if chart is not None}
-
-
-def _references(system: System) -> list[tuple[float, str]]:
-    known = system.verdicts.convergence
-    if known is None or known.reference_mean is None:
-        return []
-    return [
-        (known.reference_mean, f"the reference's mean, {known.reference_mean:,.0f}"),
-        (known.least_mean, f"accepted from {known.least_mean:,.0f}"),
-    ]
-
-
-CAPTIONS = {
-    "loss": "A line per run, a dot at its last evaluation (hollow: the run does not count). Grey: lowest, median and"
-    " highest loss of public runs of this batch. Those validated with captions dropped, which lifts their losses a"
-    " little.",
-    "training": "First run of each system; each point is the mean of a stretch.",
-    "timesteps": "First run of the system; t = 0 is data, t = 1 noise.",
-    "minutes": f"A dot per run, hollow if it is dropped or does not count. Bar: olympic mean of {RUNS} runs.",
-    "samples": "Dashed: the least mean that the official check accepts, and to its right the reference's mean. Bar and"
-    " number: the system's mean.",
-    "throughput": "Means over the runs.",
-    "time": "Means over the runs; the number is the timed part, training and evaluation.",
-    "speed": "Between one evaluation and the next.",
-}
 
 
 def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
@@ -102,11 +68,9 @@ def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
     parts = [f"<h1>{_text(title)}</h1><p class=soft>{_text(basis)}</p>"]
     parts.append(_comparison(chosen) if len(systems) > 1 else _headline(systems[0]))
     parts.append("<h2>Charts</h2>")
-    for name, chart in drawn.items():
-        caption = CAPTIONS.get(name.split("_")[0], "")
-        parts.append(
-            f"<figure><h3>{_text(chart.title)}</h3>{drawing.svg(chart)}<figcaption>{_text(caption)}</figcaption></figure>"
-        )
+    for chart in drawn.values():
+        caption = f"<figcaption>{_text(chart.caption)}</figcaption>"
+        parts.append(f"<figure><h3>{_text(chart.title)}</h3>{drawing.svg(chart)}{caption}</figure>")
     parts.append("<h2>Runs and official checks</h2>")
     parts += [_system(subject, len(chosen) <= OPENED) for subject in chosen]
     parts.append("<h2>Configuration</h2>" + _compared(chosen, _settings))
@@ -200,7 +164,8 @@ def _system(subject: Subject, opened: bool) -> str:
         ]
     lines = "".join(f"<p>{_text(line)}</p>" for line in score.checks(system))
     title = f"<h3>{_key(subject)}{_text(subject.name)} {_pill(system)}</h3>"
-    return f"{title}{_reasons(system)}{lines}<details{' open' * opened}><summary>runs</summary>{_table(head, rows)}</details>"
+    table = f"<details{' open' * opened}><summary>runs</summary>{_table(head, rows)}</details>"
+    return f"{title}{_reasons(system)}{lines}{table}"
 
 
 def _compared(chosen: list[Subject], what: Callable[[Subject], dict[str, object]]) -> str:
@@ -209,7 +174,7 @@ def _compared(chosen: list[Subject], what: Callable[[Subject], dict[str, object]
     rows = []
     for key in dict.fromkeys(key for table in tables for key in table):
         values = [table.get(key, "-") for table in tables]
-        differs = " class=differs" if len(set(map(str, values))) > 1 else ""
+        differs = " class=differs" if len({str(table[key]) for table in tables if key in table}) > 1 else ""
         cells = "".join(f"<td{differs}>{_text(str(value)[:200])}</td>" for value in values)
         rows.append(f"<tr><th>{_text(key)}</th>{cells}</tr>")
     if not rows:

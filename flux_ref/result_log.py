@@ -18,6 +18,7 @@ from pathlib import Path
 
 TOKEN, SYSTEM_TOKEN = ":::MLLOG ", ":::SYSJSON "
 LINE_LIMIT = 16_384  # characters; the official parser takes time that grows with the square of an entry's length
+MOST = 1e15  # no count or time of a run is as large
 OWN_LINE = re.compile(r"  (ranks|compute|steps|batch|data) +(\S.*)")  # of metrics.Reporter.introduce
 
 
@@ -108,7 +109,8 @@ def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:
         time_ms = float(entry.get("time_ms"))
     except (TypeError, ValueError, OverflowError):
         time_ms = math.nan
-    if not math.isfinite(time_ms):
+    if not abs(time_ms) < MOST:
+        time_ms = math.nan
         damaged.append(f"line {number} has time_ms={str(entry.get('time_ms'))[:20]}, which is no time")
     metadata = entry.get("metadata")
     log.events.append(
@@ -129,10 +131,7 @@ def _object(text: str) -> tuple[dict, str]:
 
 
 def number(value: object) -> float | None:
-    """A finite number that is not a truth value; None for anything else."""
+    """A number that a run could tell; None for anything else, a truth value too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond any float
-        return None
+    return value if abs(value) < MOST else None

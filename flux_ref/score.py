@@ -20,7 +20,7 @@ SHARED = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One log. What it does not tell is None or empty."""
 
@@ -151,7 +151,7 @@ def _curves(run: Run) -> None:
             done = samples
 
 
-@dataclass
+@dataclass(eq=False)
 class System:
     """What is known of one system. reasons: why it is no valid result; empty if it is one."""
 
