@@ -44,7 +44,7 @@ class Frame:
     def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], legend: list[Entry]):
         self.x, self.y = x, y
         spots = _flow([30 + LETTER * len(entry.text) for entry in legend])
-        self.top = spots[-1][1] + LEGEND_ROW
+        self.top = max((y for _, y in spots), default=0) + LEGEND_ROW
         self.bottom = self.top + PLOT
         self.drawing = Drawing(WIDTH, self.bottom + BOTTOM, title)
         for entry, (left, height) in zip(legend, spots):
@@ -67,7 +67,7 @@ class Frame:
 
     def curve(self, points: Curve, colour: str, width: float = 1.5, dashed: bool = False) -> None:
         """A line through values; what lies above or below the axes is cut off."""
-        for piece in _cut(points, *self.y):
+        for piece in cut(points, *self.y):
             self.drawing.line([self.at(*point) for point in piece], colour, width, dashed)
 
 
@@ -82,7 +82,7 @@ def _flow(widths: list[float]) -> list[tuple[float, float]]:
     return spots
 
 
-def _cut(points: Curve, low: float, high: float) -> list[Curve]:
+def cut(points: Curve, low: float, high: float) -> list[Curve]:
     """The pieces of a line between two heights."""
     pieces: list[Curve] = [[]]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):

@@ -58,7 +58,7 @@ def find(arguments: list[str]) -> list[Group]:
 
 def _system_of(path: Path) -> object:
     """Equal for the files of one system."""
-    config = records(path).config
+    config = _config(path.parent)
     if not config:
         return path.parent
     same = {key: value for key, value in config.items() if not key.startswith("run.") and key != "train.seed"}
@@ -83,18 +83,25 @@ def _names(paths: list[Path]) -> list[str]:
 
 def records(result: Path) -> Records:
     """What lies beside a result file of ours. Damaged lines and files are left out: they only feed charts."""
-    folder = result.parent
-    config = folder / "config.toml"
-    if not config.is_file() or config.stat().st_size > SIZE_LIMIT:
+    config = _config(result.parent)
+    if not config:
         return Records()
+    return Records(config, _lines(result.with_name("metrics.jsonl")), _lines(result.with_name("eval.jsonl")))
+
+
+def _config(folder: Path) -> dict[str, object]:
+    """The resolved config of one of our runs, by section.key; {} without one."""
+    path = folder / "config.toml"
     try:
-        sections = tomllib.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return Records()
+        if not path.is_file() or path.stat().st_size > SIZE_LIMIT:
+            return {}
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        return {}
     flat = {}
     for section, values in sections.items():
         flat |= {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
-    return Records(flat, _lines(folder / "metrics.jsonl"), _lines(folder / "eval.jsonl"))
+    return flat
 
 
 def _lines(path: Path) -> list[dict]:

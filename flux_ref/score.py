@@ -91,6 +91,7 @@ def _clock(run: Run) -> None:
     if not stops:
         run.faults.append("run_stop is missing: the run was cut off or still goes on")
         return
+    run.samples = number(stops[0].metadata.get("samples_count"))
     run.status = str(stops[0].metadata.get("status", ""))
     if any(event.time_ms > stops[0].time_ms for event in run.log.all("run_start")):
         run.faults.append("run_start comes again after run_stop: two runs in one file")
@@ -103,7 +104,6 @@ def _clock(run: Run) -> None:
         run.faults.append("run_stop is not later than run_start")
         return
     run.start_ms, run.stop_ms = starts[-1].time_ms, stops[0].time_ms
-    run.samples = number(stops[0].metadata.get("samples_count"))
 
 
 def _curves(run: Run) -> None:
