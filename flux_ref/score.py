@@ -230,7 +230,8 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
     if failed > 1 or failed == len(system.runs):
         bad = [run for run in system.runs if run.faults]
         names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
-        yield f"{failed} runs failed, 1 may: {names}" if len(system.runs) > 1 else bad[0].faults[0]
+        first = bad[0].faults[0]
+        yield f"{failed} runs failed, 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence

@@ -9,9 +9,9 @@ from conftest import ROOT
 # Imports go to lower levels only. Levels 0 and 1 are arithmetic, files and the objective; 2 and 3 the network,
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
-    {"errors", "schedule", "draws", "latents", "pictures"},
-    {"device", "listing", "rules", "tar_index"},
-    {"config", "flow", "shapes", "shards", "storage"},
+    {"drawing", "errors", "schedule", "draws", "latents", "pictures", "result_log"},
+    {"axes", "device", "listing", "official", "result_files", "rules", "tar_index"},
+    {"config", "flow", "score", "shapes", "shards", "storage"},
     {
         "convergence",
         "data",
@@ -25,9 +25,9 @@ LEVELS = (
         "shard_writer",
         "vae",
     },
-    {"mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "optim", "raw_images", "sample", "hang", "stopping", "weights"},
-    {"cli", "step"},
+    {"charts", "mlcommons", "names", "parallel", "prepare", "verify"},
+    {"encoders", "optim", "raw_images", "report_html", "sample", "hang", "stopping", "weights"},
+    {"cli", "report", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
     {"train", "eval"},
@@ -35,7 +35,16 @@ LEVELS = (
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
+    "axes",
+    "charts",
     "convergence",
+    "drawing",
+    "official",
+    "report",
+    "report_html",
+    "result_files",
+    "result_log",
+    "score",
     "flops",
     "mlcommons",
     "verify",
