@@ -15,7 +15,20 @@ import contextlib
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, cli, config, graph, parallel, prepare, rules, run_folder, sample, schedule, weights
+from flux_ref import (
+    checkpoint,
+    cli,
+    config,
+    convergence,
+    graph,
+    parallel,
+    prepare,
+    rules,
+    run_folder,
+    sample,
+    schedule,
+    weights,
+)
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
@@ -40,10 +53,11 @@ def main(argv: list[str]) -> int:
     parallel.together(lambda: world.rank or prepare.ensure(cfg))
     train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
+    band = parallel.together(lambda: convergence.of_config(cfg))
     restarted = parallel.is_restarted()
     claimed = parallel.together(lambda: None if world.rank else run_folder.claim(cfg, restarted))
     fresh, start = parallel.gather_objects(claimed and (claimed.fresh, claimed.start))[0]
-    reporter = Reporter(cfg, world)
+    reporter = Reporter(cfg, world, band)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
         with (

@@ -103,6 +103,7 @@ class EvalConfig:
     target: float = 0.586  # stop once the validation loss is at most this; 0: never
     batch: int = 32  # samples per forward on one rank
     noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
+    band: str = "public"  # losses to compare with: the public runs', a .csv of own (convergence.py); "": none
     permuted_captions: bool = False  # in eval.py and at the end: also the loss with captions exchanged
 
 
@@ -195,7 +196,8 @@ TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() 
 # What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
 MAY_DIFFER = (
     *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
-    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.permuted_captions"),
+    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),
+    *("eval.batch", "eval.band", "eval.permuted_captions"),
     *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
     *(key for key in TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
 )

@@ -3,33 +3,32 @@
 The points are those of mlperf-logging's own files, per ruleset. The losses (public_curves.csv) are quartiles of the
 160 result files of MLPerf Training v5.1 (github.com/mlcommons/training_results_v5.1, Apache-2.0). Those runs validated
 with captions dropped, so their losses lie above a correct run's by what `bias` returns.
+
+    python -m flux_ref.convergence RUN [RUN ...] > own.csv        a band of your own runs, for eval.band
 """
 
 import bisect
 import csv
 import json
 import math
+import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlperf_logging import rcp_checker
 
-from flux_ref.config import Config, ModelConfig
+from flux_ref.config import Config, ModelConfig, load
 from flux_ref.errors import Refusal
+from flux_ref.records import records
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 TARGET = 0.586
 UNBIASED = "6.0.0"  # the first ruleset whose points were taken without captions dropped in validation
-COLUMNS = (
-    "global_batch",
-    "samples",
-    "runs",
-    "val_loss_min",
-    "val_loss_p25",
-    "val_loss_median",
-    "val_loss_p75",
-    "val_loss_max",
+HEADER = (
+    *("global_batch", "lr", "warmup_steps", "samples", "runs"),
+    *("val_loss_min", "val_loss_p25", "val_loss_median", "val_loss_p75", "val_loss_max"),
 )
 PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
 LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
@@ -149,10 +148,10 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
 def _rows(path: Path) -> list[dict[str, float]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return [{name: float(row[name]) for name in COLUMNS} for row in csv.DictReader(file)]
+            return [{name: float(row[name]) for name in HEADER} for row in csv.DictReader(file)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal(
-            f"{path} is no band ({type(error).__name__}: {error}); it wants the columns {', '.join(COLUMNS)}"
+            f"{path} is no band ({type(error).__name__}: {error}); it wants the columns {', '.join(HEADER)}"
         ) from None
 
 
@@ -178,6 +177,18 @@ def _pooled(rows: list[dict[str, float]], source: str) -> Band:
     )
 
 
+def of_config(cfg: Config) -> Band | None:
+    """The band that eval.band names; None if there is none for this config. Raises: Refusal."""
+    if cfg.eval.band == "public":
+        return public_band(cfg.train.global_batch) if is_benchmark(cfg) else None
+    return band(Path(cfg.eval.band), cfg.train.global_batch, cfg.eval.band) if cfg.eval.band else None
+
+
+def is_benchmark(cfg: Config) -> bool:
+    """Whether public runs are of this model and target."""
+    return cfg.model == ModelConfig() and cfg.eval.target == TARGET
+
+
 def bias(global_batch: int) -> float:
     """How far the public band lies above runs that validate without dropping captions.
 
@@ -190,7 +201,7 @@ def bias(global_batch: int) -> float:
 
 def unlike_reference(cfg: Config) -> list[str]:
     """What in a config of the benchmark's model differs from all that is known to converge; one line each."""
-    if cfg.model != ModelConfig() or cfg.eval.target != TARGET:
+    if not is_benchmark(cfg):
         return []
     batch, lr, found = cfg.train.global_batch, cfg.optim.lr, points(cfg.mllog.ruleset)
     batches = [point.global_batch for point in found]
@@ -226,3 +237,40 @@ def unlike_reference(cfg: Config) -> list[str]:
             f" {longest / 2:.0f} steps of this batch"
         )
     return complaints
+
+
+def of_runs(folders: list[Path]) -> list[dict[str, object]]:
+    """The rows of a band of own runs that converged. Raises: Refusal."""
+    losses: dict[tuple, list[float]] = {}
+    for folder in folders:
+        cfg = load(folder / "config.toml")
+        key = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
+        evaluations = records(folder / "eval.jsonl")
+        if not evaluations:
+            raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
+        for record in evaluations:
+            losses.setdefault((*key, record["samples"]), []).append(record["val_loss"])
+    rows = []
+    for key, own in sorted(losses.items()):
+        first, median, third = statistics.quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
+        rows.append(dict(zip(HEADER, (*key, len(own), min(own), first, median, third, max(own)))))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0].startswith("-"):
+        print(__doc__)
+        return 0
+    try:
+        rows = of_runs([Path(name) for name in argv])
+    except Refusal as error:
+        print(f"convergence: {error}", file=sys.stderr)
+        return error.exit_code
+    writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""Recording device work as graphs: the second file, after parallel.py, that names a kind of device.
+"""Recording device work as graphs, and kernels of attention: the second file that names a kind of device.
 
-parallel.py is what every accelerator needs. Streams, graphs and their memory are not: a port may leave this file
-with an `obstacle` for every device, and all steps run eagerly.
+parallel.py is what every accelerator needs. Graphs are not: a port may leave this file with an `obstacle` for every
+device, and all steps run eagerly.
 """
 
 import os
@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 import torch
 
+from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 REGISTER = "NCCL_GRAPH_REGISTER"
 HIP_SINCE = (2, 12)
+KERNELS = ("cudnn", "flash", "efficient", "math")  # of attention
+FAST_CUDNN = 91500
 
 
 def guard_expandable() -> None:
@@ -74,3 +77,33 @@ class Recorder:
     def synchronize(self) -> None:
         """sync: until the device has done all that it was given."""
         torch.cuda.synchronize(self.device)
+
+
+def attention_kernel(cfg: ParallelConfig, device: torch.device) -> str:
+    """The one kernel that the net's attention may use on a GPU; on the CPU torch chooses.
+
+    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention. In fp32, which
+    neither knows, plain products.
+    """
+    if device.type == "cpu":
+        return "torch's choice"
+    if cfg.attention != "auto":
+        return cfg.attention
+    if cfg.dtype == "fp32":
+        return "math"
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
+
+
+def allow_attention(*kernels: str) -> None:
+    """Let scaled_dot_product_attention use these kernels alone, in the whole process from here on."""
+    switches = torch.backends.cuda  # for ROCm too
+    switches.enable_cudnn_sdp("cudnn" in kernels)
+    switches.enable_flash_sdp("flash" in kernels)
+    switches.enable_mem_efficient_sdp("efficient" in kernels)
+    switches.enable_math_sdp("math" in kernels)
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a device, such as "NVIDIA H200"."""
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,26 +14,32 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, graph, parallel, pictures, precision, schedule
+from flux_ref import config, convergence, early_warning, graph, parallel, pictures, precision, schedule, topology
 from flux_ref.config import Config
+from flux_ref.convergence import Band
 from flux_ref.data import Feed, TrainSet, rank_slice
-from flux_ref.errors import Fault, Refusal
+from flux_ref.device import attention_kernel, device_name
+from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
 from flux_ref.mllog import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.parallel import World
+from flux_ref.records import records, rewrite, write_whole
 from flux_ref.step import NEVER, Health, State
 
 
 class Reporter:
     """Terminal, metrics.jsonl, eval.jsonl and loss.png of one run; on ranks above 0 it only computes."""
 
-    def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world, self.folder = cfg, world, config.run_dir(cfg)
+    def __init__(self, cfg: Config, world: World, band: Band | None):
+        """band: what validation losses are held against."""
+        self.cfg, self.world, self.band, self.folder = cfg, world, band, config.run_dir(cfg)
         self.speaks = world.rank == 0
         self.log = BenchmarkLog(self.folder / "result_0.txt" if self.speaks else None)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
+        self.recent: list[dict] = []  # the last logged steps
+        self.is_slow = False
         self.bar: tqdm | None = None
         self._mark(0, 0.0)
 
@@ -47,18 +55,23 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        mesh = " x ".join(f"{size} {name}" for name, size in zip(world.mesh.mesh_dim_names, world.mesh.shape))
+        mesh = topology.describe(world.replicas, world.nodes)
+        found = environment(world)
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {world.device.type} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {precision.describe(cfg)}; attention: {parallel.attention_kernel(cfg.parallel, world.device)}\n"
+            f"  ranks   {world.size} x {found['device']} ({mesh}), torch {torch.__version__}\n"
+            f"  compute {precision.describe(cfg)}; attention: {attention_kernel(cfg.parallel, world.device)}\n"
             f"  steps   {graph.manner(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
             f"  run     {self.folder}"
         )
+        for complaint in convergence.unlike_reference(cfg):
+            self.say(f"warning: {complaint}")
+        if self.speaks:
+            write_whole(self.folder / "environment.json", json.dumps(found, indent=2) + "\n")
 
     def resume(self, step: int, samples: int) -> None:
         """Take up the records of the run so far, up to the checkpoint it goes on from. Collective. Raises: Refusal.
@@ -127,9 +140,17 @@ class Reporter:
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
+        self._look_at_rate(record)
         self.train_curve.append((state.samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
         self._mark(state.samples, feed.wait_s)
+
+    def _look_at_rate(self, record: dict) -> None:
+        self.recent = [*self.recent, record][-early_warning.RATE_SPAN :]
+        alarm = early_warning.of_last_rate(self.recent)
+        if alarm and not self.is_slow:
+            self.say(f"warning: samples {alarm.samples:,}: {alarm.text}")
+        self.is_slow = alarm is not None
 
     def require_healthy(self, health: Health) -> None:
         """Collective. sync. Raises: Fault, on every rank, if a loss or a norm since the run began was not finite."""
@@ -161,6 +182,9 @@ class Reporter:
             f"samples {samples:>10,}  validation loss {result.loss:.4f} +- {result.stderr:.4f}"
             f" over {result.count:,} samples in {seconds:.1f} s{target}"
         )
+        for alarm in early_warning.of_losses(self.val_curve, self.band, convergence.bias(self.cfg.train.global_batch)):
+            if alarm.samples == samples:
+                self.say(f"{alarm.level}: {alarm.text}")
         self._chart()
         # Evaluations do not count in the training rate.
         self.since = (self.since[0] + time.perf_counter() - begin, *self.since[1:])
@@ -189,9 +213,7 @@ class Reporter:
                 "val_loss": self.val_curve[-1][1],
                 "not_a_timed_result": self.log.flaw,
             }
-            partial = self.folder / ".outcome.json"
-            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            partial.replace(self.folder / "outcome.json")
+            write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
@@ -243,28 +265,24 @@ def table(result: Validation) -> str:
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
 
 
-def records(path: Path, samples: int) -> list[dict]:
-    """The records of a .jsonl file up to `samples`.
-
-    Raises: Refusal for a damaged line, unless it is the last: a run that was killed may have left half a line.
-    """
-    if not path.exists():
-        return []
-    kept = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if record["samples"] <= samples:
-                kept.append(record)
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise Refusal(f"{path} line {number} is damaged; mend it or set run.dir to another folder") from None
-    return kept
+def environment(world: World) -> dict[str, object]:
+    """What a run runs on, as environment.json has it."""
+    nodes = list(dict.fromkeys(world.nodes))
+    return {
+        "ranks": world.size,
+        "nodes": [node.partition("#")[0] for node in nodes],
+        "device": device_name(world.device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
 
 
-def rewrite(path: Path, kept: list[dict]) -> None:
-    """Cut off what came after these records."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    partial.replace(path)
+def commit() -> str:
+    """The commit of this code, "+" with changes that are not in it; "" outside a repository."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -40,6 +40,8 @@ def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tenso
 def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
     """Rotate each pair of neighbouring features (2r, 2r + 1) by its angle; fp32 in and out."""
     x_BHSR2 = x_BHSK.unflatten(-1, (-1, 2))
+    if not torch.compiler.is_compiling():  # one kernel; the compiler fuses real arithmetic only. The same bits on a CPU
+        return torch.view_as_real(torch.view_as_complex(x_BHSR2) * torch.view_as_complex(rope_SR2)).flatten(-2)
     cos_SR, sin_SR = rope_SR2.unbind(-1)
     even_BHSR, odd_BHSR = x_BHSR2.unbind(-1)
     rotated = (cos_SR * even_BHSR - sin_SR * odd_BHSR, sin_SR * even_BHSR + cos_SR * odd_BHSR)

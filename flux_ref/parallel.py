@@ -25,18 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flux_ref import draws, precision, regions
+from flux_ref import draws, precision, regions, topology
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.data import Batch, Feed
-from flux_ref.device import guard_expandable
+from flux_ref.device import allow_attention, attention_kernel, guard_expandable
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, initialiser
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
-TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
-KERNELS = ("cudnn", "flash", "efficient", "math")  # of attention
-FAST_CUDNN = 91500
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -49,6 +47,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    nodes: list[str]  # the node of each rank
 
     @property
     def replicas(self) -> int:
@@ -71,7 +70,6 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     if "RANK" in os.environ and missing:
         raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
@@ -83,9 +81,9 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         reason = str(error).splitlines()[0]
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise Refusal(f"cannot form the process group at {address}: {reason}; is the port in use?") from None
-    replicate = cfg.replicate or max(1, size // node_size)
-    if size % replicate:
-        raise Refusal(f"parallel.replicate={replicate} does not divide the {size} ranks")
+    # torchrun numbers its nodes; names can be the same on all, in containers.
+    nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
+    replicate = topology.replicas(cfg.replicate, nodes)
     if replicate == 1:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     else:  # the inner dimension is contiguous: shard inside a node, replicate across
@@ -94,7 +92,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in mesh.get_all_groups():
             set_timeout(timeout, group)
-    return World(rank, size, device, mesh)
+    return World(rank, size, device, mesh, nodes)
 
 
 def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
@@ -132,31 +130,6 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
-
-
-def attention_kernel(cfg: ParallelConfig, device: torch.device) -> str:
-    """The one kernel that the net's attention may use on a GPU; on the CPU torch chooses.
-
-    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention. In fp32, which
-    neither knows, plain products.
-    """
-    if device.type == "cpu":
-        return "torch's choice"
-    if cfg.attention != "auto":
-        return cfg.attention
-    if cfg.dtype == "fp32":
-        return "math"
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
-
-
-def allow_attention(*kernels: str) -> None:
-    """Let scaled_dot_product_attention use these kernels alone, in the whole process from here on."""
-    switches = torch.backends.cuda  # for ROCm too
-    switches.enable_cudnn_sdp("cudnn" in kernels)
-    switches.enable_flash_sdp("flash" in kernels)
-    switches.enable_mem_efficient_sdp("efficient" in kernels)
-    switches.enable_math_sdp("math" in kernels)
 
 
 def stop() -> None:

@@ -18,7 +18,9 @@ p{margin:6px 0}.soft,figcaption,th{color:var(--c-soft)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}
 th{font-weight:500;text-align:left}tr:first-child th{vertical-align:bottom}
 th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);vertical-align:top;overflow-wrap:break-word}
-td:first-child{min-width:150px;overflow-wrap:anywhere}td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}td.n:last-child,th.n:last-child{padding-right:0}
+td:first-child{min-width:150px;overflow-wrap:anywhere}
+td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}
+td.n:last-child,th.n:last-child{padding-right:0}
 tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
 .pill{border-radius:9px;padding:1px 9px;font-size:13px;font-weight:600;white-space:nowrap;border:1px solid currentColor}

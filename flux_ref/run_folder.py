@@ -15,8 +15,10 @@ from typing import IO
 from flux_ref import config, storage
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
+from flux_ref.records import write_whole
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png", "outcome.json")
+RUN_FILES = ("config.toml", "environment.json", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png")
+RUN_FILES += ("outcome.json",)
 RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
@@ -49,10 +51,8 @@ def claim(cfg: Config, restarted: bool) -> Claim:
             _leave(folder, made)
             raise
         storage.clean(folder)
-        partial = folder / ".config.toml"
         own = config.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
-        partial.write_text(config.dump(own), encoding="utf-8")
-        partial.replace(folder / "config.toml")
+        write_whole(folder / "config.toml", config.dump(own))
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
     fresh = start is None and not any((folder / name).exists() for name in RECORDS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flux_ref import draws, latents, parallel, pictures, regions, shapes, shards, vae
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
+from flux_ref.device import KERNELS, allow_attention
 from flux_ref.parallel import World
 
 Decoder = Callable[[Tensor], list[np.ndarray]]
@@ -59,7 +60,7 @@ def decoder(cfg: Config) -> Decoder:
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
         with torch.no_grad():
             autoencoder.to(z_BCYX.device)
-            parallel.allow_attention(*parallel.KERNELS)  # it computes in fp32
+            allow_attention(*KERNELS)  # it computes in fp32
             return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
 
     return decode

@@ -241,7 +241,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
     cfg = config.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
-    reporter = Reporter(cfg, world)
+    reporter = Reporter(cfg, world, None)
     reporter.begin(0, evaluates=False)
     net = lively_net(cfg, world)
     state = State(net, ShardedAdamW(net, cfg.optim, world))

@@ -258,7 +258,7 @@ def test_full_width_blocks_agree_with_diffusers():
     assert_parity(ours, theirs)
 
 
-def test_rope_is_a_complex_rotation_at_every_position_up_to_64():
+def test_rope_is_a_complex_rotation_at_every_position_up_to_64(monkeypatch):
     """A second implementation: features (2r, 2r + 1) as one complex number times e^(i * position * omega_r)."""
     axes, theta = (16, 56, 56), 10_000
     position = torch.arange(65, dtype=torch.float64)
@@ -277,6 +277,8 @@ def test_rope_is_a_complex_rotation_at_every_position_up_to_64():
     assert rope_SR2.shape == (65, 64, 2) and rope_SR2.dtype == torch.float32
     rotated_BHSK = model.apply_rope(x_BHSK, rope_SR2)
     torch.testing.assert_close(rotated_BHSK.double(), expected_BHSK, rtol=0, atol=2e-6)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(model.apply_rope(x_BHSK, rope_SR2), rotated_BHSK)  # what the compiler is given
 
 
 def test_text_sits_at_the_origin_and_image_tokens_at_row_and_column():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import MICRO
 
-from flux_ref import config, parallel, regions
+from flux_ref import config, device, parallel, regions
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.optim import ShardedAdamW
@@ -104,10 +104,10 @@ def test_the_kernel_of_attention_suits_device_and_dtype(monkeypatch, hip, capabi
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     cfg = config.ParallelConfig(dtype=dtype)
-    assert parallel.attention_kernel(cfg, torch.device("cuda", 0)) == want
-    assert parallel.attention_kernel(cfg, torch.device("cpu")) == "torch's choice"
+    assert device.attention_kernel(cfg, torch.device("cuda", 0)) == want
+    assert device.attention_kernel(cfg, torch.device("cpu")) == "torch's choice"
     own = config.ParallelConfig(attention="efficient", dtype=dtype)
-    assert parallel.attention_kernel(own, torch.device("cuda", 0)) == "efficient"
+    assert device.attention_kernel(own, torch.device("cuda", 0)) == "efficient"
 
 
 def test_one_kernel_is_allowed_and_no_other_in_its_place():
@@ -119,11 +119,11 @@ def test_one_kernel_is_allowed_and_no_other_in_its_place():
         switches.math_sdp_enabled,
     )
     try:
-        for number, kernel in enumerate(parallel.KERNELS):
-            parallel.allow_attention(kernel)
+        for number, kernel in enumerate(device.KERNELS):
+            device.allow_attention(kernel)
             assert [state() for state in states] == [i == number for i in range(4)]
     finally:
-        parallel.allow_attention(*parallel.KERNELS)
+        device.allow_attention(*device.KERNELS)
     assert all(state() for state in states)
 
 
