@@ -37,7 +37,7 @@ def _names(chosen: list[Subject]) -> list[Entry]:
 
 def losses(title: str, chosen: list[Subject], band: Band | None) -> Drawing | None:
     """Validation losses of every run over the band of public ones, and the target; the first evaluations may be cut."""
-    runs = [(subject, run) for subject in chosen for run in subject.system.runs if len(run.val_curve) > 1]
+    runs = [(subject, run) for subject in chosen for run in subject.system.runs if run.val_curve]
     if not runs:
         return None
     values = sorted(loss for _, run in runs for _, loss in run.val_curve)

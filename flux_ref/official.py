@@ -20,15 +20,19 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 from flux_ref.result_log import ResultLog, number
 
 BENCHMARK = "flux1"
+LEAST_RUNS = 3  # for a mean without the first and the last
 # The compliance checker runs the code of a rule file whose name it puts together from these values.
 SAFE = {"submission_division": ("closed", "open"), "submission_benchmark": (BENCHMARK,)}
 
 
 @dataclass
 class Convergence:
-    """What the convergence checker says. factor multiplies the time; means are in samples, None if not told."""
+    """What the convergence checker says; passed is None if it cannot tell.
 
-    passed: bool
+    factor multiplies the time; means are in samples, None if not told.
+    """
+
+    passed: bool | None
     message: str
     factor: float = 1.0
     reference_mean: float | None = None
@@ -116,8 +120,10 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
             said = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
             return Convergence(False, " ".join(said) or f"the official convergence checker stopped: {_named(error)}")
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
-    if len(names) < 3 and message.startswith("RCP"):  # of whose samples the first and the last are left out
-        passed, message = False, f"{len(names)} runs are too few to tell, 3 are needed"
+    if len(names) < LEAST_RUNS:
+        passed, message = None, f"takes {LEAST_RUNS} runs"
+    else:
+        passed = bool(passed)
     mean, least = point.get("RCP Mean"), point.get("Min Epochs")
     return Convergence(
         bool(passed), message, float(factor), number(mean and float(mean)), number(least and float(least))

@@ -17,6 +17,7 @@ from pathlib import Path
 from flux_ref import convergence, result_files, result_log, rules, score
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
+from flux_ref.records import write_whole
 from flux_ref.result_files import Records
 from flux_ref.score import Run, System
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if len(systems) > 1:
         print(f"\n{summary(systems)}")
     if args.json:
-        write(args.json, json.dumps(figures(systems, args), indent=1, allow_nan=False) + "\n")
+        write_whole(args.json, json.dumps(figures(systems, args), indent=1, allow_nan=False) + "\n")
     _page(systems, records, basis, args.out)
     print(f"\npage: {args.out / 'report.html'}")
     return INVALID if any(system.reasons for system in systems) else 0
@@ -80,14 +81,7 @@ def _page(systems: list[System], records: list[dict[str, Records]], basis: str, 
     drawn = report_html.drawings(subjects)
     for name, chart in drawn.items():
         drawing.png(chart, out / f"{name}.png")
-    write(out / "report.html", report_html.page(subjects, drawn, basis))
-
-
-def write(path: Path, text: str) -> None:
-    """All of a file or nothing."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(out / "report.html", report_html.page(subjects, drawn, basis))
 
 
 def show(value: float | None, form: str = ",.2f") -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from flux_ref import charts, convergence, drawing, result_files, score
 from flux_ref.charts import Subject
+from flux_ref.config import ModelConfig
 from flux_ref.drawing import Drawing
 from flux_ref.result_log import number
 from flux_ref.score import System
@@ -49,8 +50,7 @@ def drawings(chosen: list[Subject]) -> dict[str, Drawing]:
         batch = number(subject.system.value("global_batch_size"))
         batches.setdefault(int(batch or 0), []).append(subject)
     for i, (batch, group) in enumerate(sorted(batches.items())):
-        ours = any(run.target == convergence.TARGET for subject in group for run in subject.system.runs)
-        band = convergence.public_band(batch) if ours else None
+        band = convergence.public_band(batch) if any(map(_full_size, group)) else None
         found[f"loss_{i}"] = charts.losses(f"Validation loss at global batch {batch:,}", group, band)
     for i, subject in enumerate(chosen):
         found[f"timesteps_{i}"] = charts.timesteps(subject, subject.system.runs[0])
@@ -61,6 +61,12 @@ def drawings(chosen: list[Subject]) -> dict[str, Drawing]:
     found["time"] = charts.time_split(chosen)
     found["speed"] = charts.speeds(chosen)
     return {name: chart for name, chart in found.items() if chart is not None}
+
+
+def _full_size(subject: Subject) -> bool:
+    """Whether it trains the benchmark's model to its target, as far as is known."""
+    hidden = _own_config(subject).get("model.hidden", ModelConfig.hidden)
+    return hidden == ModelConfig.hidden and any(run.target == convergence.TARGET for run in subject.system.runs)
 
 
 def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
@@ -116,6 +122,10 @@ def _headline(system: System) -> str:
     facts = [
         ("score, minutes", _number(system.score_minutes, ",.2f")),
         ("olympic mean, minutes", _number(system.olympic_mean_minutes, ",.2f")),
+    ]
+    if system.olympic_mean_minutes is None:
+        facts = [("minutes, mean of the runs", _number(system.mean("minutes"), ",.2f"))]
+    facts += [
         ("samples/s", _number(system.mean("throughput"), ",.0f")),
         ("runs that count", f"{len(system.counted)} of {len(system.runs)}"),
     ]

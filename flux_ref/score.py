@@ -235,7 +235,7 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
-    if convergence and not convergence.passed and not convergence.message.endswith("are needed"):
+    if convergence and convergence.passed is False:
         yield f"convergence: {convergence.message}" + _shortfall(system, convergence)
 
 
@@ -266,7 +266,8 @@ def checks(system: System) -> list[str]:
     if verdicts.convergence:
         known = verdicts.convergence
         lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
-        text = f"convergence: {'passed' if known.passed else 'failed'} ({known.message})"
+        word = {True: "passed", False: "failed", None: "not told"}[known.passed]
+        text = f"convergence: {word} ({known.message})"
         if known.reference_mean:
             text += f", reference {known.reference_mean:,.0f} samples, accepted from {known.least_mean:,.0f}"
         lines.append(text)
