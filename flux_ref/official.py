@@ -125,9 +125,7 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
     else:
         passed = bool(passed)
     mean, least = point.get("RCP Mean"), point.get("Min Epochs")
-    return Convergence(
-        bool(passed), message, float(factor), number(mean and float(mean)), number(least and float(least))
-    )
+    return Convergence(passed, message, float(factor), number(mean and float(mean)), number(least and float(least)))
 
 
 @contextlib.contextmanager
