@@ -112,7 +112,7 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
                 return Convergence(False, f"{names[path]} stops the official convergence checker: {_named(error)}")
         file = stack.enter_context(points.open(encoding="utf-8")) if points else None
         records.clear()
-        try:
+        try:  # with set_scaling=False it would remove /scaling.json
             passed, message, factor = rcp_checker.check_directory(
                 str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
             )

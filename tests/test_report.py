@@ -106,6 +106,23 @@ def test_throughput_by_closed_form(tmp_path):
     assert len(run.train_curve) == 20
 
 
+def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
+    """One before run_start is a warm-up; a second value for the same samples is another rank's."""
+    log = MadeLog(3, evaluations=5)
+    at = [entry[0] for entry in log.entries].index("run_start")
+    early = [list(entry) for entry in log.entries if entry[0] in ("eval_start", "eval_stop", "eval_accuracy")][:3]
+    for entry in early:
+        entry[4] = log.entries[at][4] - 1000
+    log.entries[at:at] = early
+    again = [list(entry) for entry in log.entries if entry[0] == "eval_accuracy"][2]
+    plain = score.measure(result_log.read(MadeLog(3, evaluations=5).write(tmp_path / "plain.txt")))
+    again[1] = 0.1
+    log.entries.insert(len(log.entries) - 1, again)
+    found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
+    assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
+    assert found.speeds == plain.speeds
+
+
 def test_olympic_mean():
     assert score.olympic_mean([*range(10)]) == sum(range(1, 9)) / 8
     assert score.olympic_mean([*range(9)], dropped=1) == sum(range(1, 9)) / 8
@@ -125,13 +142,20 @@ def test_report_of_a_valid_system(capsys, results, tmp_path):
 
 def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
     """mlperf-logging writes logs and scaling.json where it can, and talks through the root logger."""
+    from mlperf_logging.compliance_checker import mlp_compliance
+    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
+
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    before = [*logging.getLogger().handlers], logging.getLogger().level
-    files = sorted(tmp_path.rglob("*"))
-    judged(results)
+    root, folders = logging.getLogger(), []
+    monkeypatch.setattr(root, "level", logging.ERROR)
+    monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
+    monkeypatch.setattr(RCP_Checker, "_reset_results_scaling", lambda self, folder: folders.append(folder))
+    before, files = [*root.handlers], sorted(tmp_path.rglob("*"))
+    assert judged(results).reasons == []
     assert sorted(tmp_path.rglob("*")) == files
-    assert ([*logging.getLogger().handlers], logging.getLogger().level) == before
+    assert (root.handlers, root.level) == (before, logging.ERROR)
+    assert folders and "" not in folders  # it removes scaling.json in that folder, in / for an empty one
 
 
 # ----------------------------------------------------------------------------------------------- tolerant in reading
