@@ -211,7 +211,7 @@ def strip(
             x = rows.x(figure(run))
             near = sum(abs(x - other) < 6 for other in placed)  # dots side by side, not over each other
             placed.append(x)
-            tip = f"{subject.name}, {run.name}: {figure(run):,.5g} {unit}"
+            tip = f"{subject.name}, {run.name}: {figure(run):{',.0f' if figure(run) > 1000 else ',.2f'}} {unit}"
             spot = y + (-1) ** near * ((near + 1) // 2) * 3
             rows.drawing.dot(x, spot, subject.colour, 4, run not in kept, tip)
         if (middle := mean(subject.system)) is not None:

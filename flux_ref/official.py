@@ -56,7 +56,7 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
         verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
         division = {log.value("submission_division") for log in logs if log.events} - {None, "closed"}
         if not division:
-            names = {str(path): log.path.name for path, log in zip(paths, logs)}
+            names = {str(path): log.name for path, log in zip(paths, logs)}
             verdicts.seeds = _seeds(names, ruleset)
             verdicts.convergence = _convergence(folder, names, ruleset, points)
     return verdicts

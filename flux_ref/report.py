@@ -88,6 +88,10 @@ def show(value: float | None, form: str = ",.2f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def _tail(text: str, most: int) -> str:
+    return text if len(text) <= most else "..." + text[3 - most :]
+
+
 def plain(text: str) -> str:
     """Foreign text for a terminal: no control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)
@@ -105,9 +109,9 @@ def describe(system: System) -> str:
     lines.append(f"  {'run':<22}{'minutes':>9}{'samples':>12}{'samples/s':>11}{'training':>10}{'eval s':>8}{'init':>6}")
     for run in system.runs:
         init = None if run.init_s is None else run.init_s / 60
-        samples = run.samples_to_target if not run.faults else run.samples
+        name = _tail(run.name, 21)
         lines.append(
-            f"  {run.name[-21:]:<22}{show(run.minutes):>9}{show(samples, ',.0f'):>12}{show(run.throughput, ',.1f'):>11}"
+            f"  {name:<22}{show(run.minutes):>9}{show(run.samples, ',.0f'):>12}{show(run.throughput, ',.1f'):>11}"
             f"{show(run.training_throughput, ',.1f'):>10}{show(run.evaluation_s, ',.0f'):>8}{show(init, '.1f'):>6}"
         )
         more = [f"and {len(run.faults) - 3} more" for _ in run.faults[3:4]]
@@ -130,7 +134,7 @@ def summary(systems: list[System]) -> str:
     lines = [f"{'system':<30}{'runs':>6}{'olympic':>10}{'score':>10}{'samples':>12}{'samples/s':>11}"]
     for system in systems:
         lines.append(
-            f"{system.name[-29:]:<30}{f'{len(system.counted)}/{len(system.runs)}':>6}"
+            f"{_tail(system.name, 29):<30}{f'{len(system.counted)}/{len(system.runs)}':>6}"
             f"{show(system.olympic_mean_minutes):>10}{show(system.score_minutes):>10}"
             f"{show(system.samples_to_converge, ',.0f'):>12}{show(system.mean('throughput'), ',.1f'):>11}"
         )

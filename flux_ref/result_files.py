@@ -5,6 +5,7 @@ configs differ in nothing but run.* and train.seed are one system, too.
 """
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ def find(arguments: list[str]) -> list[Group]:
     for real, path in files.items():
         folders.setdefault(_system_of(real), []).append(path)
     groups = [sorted(group, key=_number) for group in folders.values()]
-    return [Group(name, group) for name, group in zip(_names([group[0] for group in groups]), groups)]
+    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups]
+    return [Group(name, group) for name, group in zip(_names(homes), groups)]
 
 
 def _system_of(path: Path) -> object:
@@ -70,14 +72,14 @@ def _number(path: Path) -> tuple:
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path)))
 
 
-def _names(paths: list[Path]) -> list[str]:
-    """Short names of systems, by the folders of a file of each: SUBMITTER/SYSTEM in the benchmark's tree."""
-    parts = [[part for part in path.resolve().parent.parts if part not in DULL] for path in paths]
-    sizes = [2 if "results" in path.resolve().parent.parts else 1 for path in paths]
-    names = ["/".join(own[-size:]) or path.name for own, size, path in zip(parts, sizes, paths)]
+def _names(folders: list[Path]) -> list[str]:
+    """Short names of systems, by the folder of each: SUBMITTER/SYSTEM in the benchmark's tree."""
+    parts = [[part for part in folder.parts if part not in DULL] or [str(folder)] for folder in folders]
+    sizes = [2 if "results" in folder.parts else 1 for folder in folders]
+    names = ["/".join(own[-size:]) for own, size in zip(parts, sizes)]
     while len(set(names)) < len(names) and max(sizes) < max(map(len, parts)):
         sizes = [size + (names.count(name) > 1) for size, name in zip(sizes, names)]
-        names = ["/".join(own[-size:]) or path.name for own, size, path in zip(parts, sizes, paths)]
+        names = ["/".join(own[-size:]) for own, size in zip(parts, sizes)]
     return names
 
 

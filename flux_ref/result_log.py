@@ -41,6 +41,7 @@ class ResultLog:
     numbers: list[int] = field(default_factory=list)  # of these lines
     problems: list[str] = field(default_factory=list)
     system: dict[str, object] = field(default_factory=dict)  # what the log says of the machine
+    name: str = ""  # among the logs of its system
 
     def all(self, key: str) -> list[Event]:
         return [event for event in self.events if event.key == key]
@@ -52,7 +53,7 @@ class ResultLog:
 
 def read(path: Path) -> ResultLog:
     """Everything that can be read of a log; what could not is in its problems. Raises nothing for any content."""
-    log = ResultLog(path)
+    log = ResultLog(path, name=path.name)
     damaged: list[str] = []
     try:
         with path.open("rb") as file:

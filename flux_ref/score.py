@@ -39,7 +39,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.log.path.name
+        return self.log.name
 
     @property
     def minutes(self) -> float | None:
@@ -200,6 +200,9 @@ def olympic_mean(values: list[float], dropped: int = 0) -> float:
 
 def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = None) -> System:
     """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
+    if len({log.name for log in logs}) < len(logs):  # runs of ours, each result_0.txt of a folder
+        for log in logs:
+            log.name = f"{log.path.parent.name}/{log.path.name}"
     verdicts = official.check(logs, ruleset, points)
     runs = [measure(log) for log in logs]
     for run, complaints in zip(runs, verdicts.compliance):

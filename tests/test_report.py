@@ -260,6 +260,10 @@ BROKEN = {
     "deep": (rewrite(lambda raw: raw + b":::MLLOG " + b"[" * 10_000 + b"\n"), "cut off or damaged"),
     "colour after it": (rewrite(lambda raw: raw.replace(b"}\n", b"}\x1b[0m\n")), "goes on after its entry"),
     "a huge entry": (huge_entry, "longer than 16,384 characters"),
+    "an entry far along its line": (
+        rewrite(lambda raw: raw + b"x" * 16_380 + b':::MLLOG {"key": "a"}\n'),
+        "longer than 16",
+    ),
     "broken gzip": (rewrite(lambda raw: gzip.compress(raw)[:-2000]), "cannot be read to its end"),
     "another benchmark": (replaced('"value": "flux1"', '"value": "bert"'), "submission_benchmark is 'bert'"),
     "metadata is null": (
@@ -434,7 +438,10 @@ def test_our_runs_side_by_side(tmp_path):
         own_run(tmp_path / f"seed_{seed}", seed)
     own_run(tmp_path / "other", 0, train__global_batch=24)
     groups = result_files.find([str(tmp_path)])
-    assert sorted(len(group.files) for group in groups) == [1, 3]
+    assert {group.name: len(group.files) for group in groups} == {"other": 1, tmp_path.name: 3}
+    logs = [result_log.read(path) for path in next(group.files for group in groups if len(group.files) == 3)]
+    names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
+    assert names == [f"seed_{seed}/result_0.txt" for seed in range(3)]
     found = result_files.machine(groups[0].files[0], result_log.read(groups[0].files[0]).system)
     assert result_files.accelerators(found) == 2
 
