@@ -160,8 +160,8 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
         tflop = last["samples_per_s"] * flops.per_sample(one.cfg.model) / one.ranks / 1e12
         left = "" if one.outcome else f"   {duration((goal - one.samples) / max(one.rate, 1e-9))} left"
         lines.append(
-            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank   data wait {last['data_wait']:.1%}"
-            f"   {last['peak_memory_gb']:.1f} GB{left}"
+            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank"
+            f"   data wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB{left}"
         )
     return [*lines, ""]
 
