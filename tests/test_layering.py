@@ -15,7 +15,7 @@ LEVELS = (
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
     {"early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
+    {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "tensorboard", "watch", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
