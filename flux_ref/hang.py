@@ -83,9 +83,9 @@ class Watch:
         try:
             return ask()
         except (RuntimeError, OSError):  # the store lives in torchrun
-            host = os.uname().nodename
             self._leave(
-                f"{self.name}: rank {self.world.rank} on {host} no longer reaches the launcher's store on rank 0's node",
+                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
+                " which is on the first node",
                 speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # this node may hear of nothing else
             )
 

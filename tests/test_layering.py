@@ -15,7 +15,8 @@ LEVELS = (
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
     {"charts", "early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "hang", "optim", "raw_images", "report_html", "sample", "stopping", "watch", "weights"},
+    {"encoders", "hang", "optim", "raw_images", "report_html", "sample", "stopping"}
+    | {"tensorboard", "watch", "weights"},
     {"cli", "report", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
