@@ -332,11 +332,13 @@ def test_two_unconverged_runs_are_too_many(results):
     "change, says",
     [
         (lambda log: log.change("seed", 101), "already logs the same seed"),
+        (lambda log: log.change("seed", 5, file=[]), "the official seed checker stopped: TypeError"),
+        (lambda log: log.change("submission_division", ["open"]), "mixed submission_division"),
         (lambda log: log.change("global_batch_size", 2048), "mixed global_batch_size: 1024 in result_0.txt ..., 2048"),
         (lambda log: log.change("submission_platform", "8xOTHER"), "mixed submission_platform"),
         (lambda log: log.change("submission_org", "Another"), "mixed submission_org"),
     ],
-    ids=["doubled seed", "mixed batch", "two systems", "two submitters"],
+    ids=["doubled seed", "odd seed", "odd division", "mixed batch", "two systems", "two submitters"],
 )
 def test_runs_that_do_not_belong_together(tmp_path, change, says):
     made_logs.system(tmp_path, 3)
@@ -449,7 +451,7 @@ def test_our_runs_side_by_side(tmp_path):
 def test_report_of_our_runs(capsys, tmp_path):
     own_run(tmp_path / "runs" / "mine", 0)
     with (tmp_path / "runs" / "mine" / "eval.jsonl").open("a") as file:
-        file.write('{"samples": "x", "val_loss_per_timestep": [null]}\n{"half')
+        file.write('{"samples": "x", "val_loss_per_timestep": [null]}\n[1]\n{"half')
     code, text, figures = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
     assert figures["systems"][0]["runs"][0]["samples"] == 100
