@@ -19,6 +19,7 @@ from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
 from flux_ref.records import write_whole
 from flux_ref.result_files import Records
+from flux_ref.result_log import printable
 from flux_ref.score import Run, System
 
 INVALID = 1  # exit code
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"--json={args.json}: there is no folder {args.json.parent}; make it or name another")
     groups = result_files.find(args.paths)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
-    basis += str(args.points or "official")
+    basis += printable(args.points or "official")
     print(basis)
     systems, records = [], []
     for group in groups:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_whole(args.json, json.dumps(figures(systems, args), indent=1, allow_nan=False) + "\n")
     _page(systems, records, basis, args.out)
-    print(f"\npage: {args.out / 'report.html'}")
+    print(f"\npage: {printable(args.out / 'report.html')}")
     return INVALID if any(system.reasons for system in systems) else 0
 
 
@@ -92,11 +93,6 @@ def _tail(text: str, most: int) -> str:
     return text if len(text) <= most else "..." + text[3 - most :]
 
 
-def plain(text: str) -> str:
-    """Foreign text for a terminal: no control characters."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def describe(system: System) -> str:
     """One system for the terminal: its runs, the official checks, the result."""
     machine = result_files.machine(system.runs[0].log.path, system.runs[0].log.system)
@@ -117,12 +113,14 @@ def describe(system: System) -> str:
         more = [f"and {len(run.faults) - 3} more" for _ in run.faults[3:4]]
         lines += [line for fault in (*run.faults[:3], *more) for line in _wrapped(f"  failed: {fault}")]
     texts = (*score.checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons))
-    return "\n".join((*map(plain, lines), *(line for text in texts for line in _wrapped(text))))
+    return "\n".join((*map(printable, lines), *(line for text in texts for line in _wrapped(text))))
 
 
 def _wrapped(text: str) -> list[str]:
     """A text of any length in lines of a terminal."""
-    return textwrap.wrap(plain(text), COLUMNS, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+    return textwrap.wrap(
+        printable(text), COLUMNS, initial_indent="  ", subsequent_indent="      ", break_long_words=False
+    )
 
 
 def verdict(system: System) -> str:
@@ -138,7 +136,7 @@ def summary(systems: list[System]) -> str:
             f"{show(system.olympic_mean_minutes):>10}{show(system.score_minutes):>10}"
             f"{show(system.samples_to_converge, ',.0f'):>12}{show(system.mean('throughput'), ',.1f'):>11}"
         )
-    return "\n".join(map(plain, lines))
+    return "\n".join(map(printable, lines))
 
 
 def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:

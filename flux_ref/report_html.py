@@ -7,7 +7,7 @@ from flux_ref import charts, convergence, drawing, result_files, score
 from flux_ref.charts import Subject
 from flux_ref.config import ModelConfig
 from flux_ref.drawing import Drawing
-from flux_ref.result_log import number
+from flux_ref.result_log import number, printable
 from flux_ref.score import System
 
 STYLE = """
@@ -95,9 +95,8 @@ def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
 
 
 def _text(value: object) -> str:
-    """Any text, safe in HTML and in UTF-8."""
-    text = str(value).encode("utf-8", "replace").decode("utf-8")
-    return html.escape("".join(c if c.isprintable() else " " for c in text))
+    """Any text, safe in HTML."""
+    return html.escape(printable(value))
 
 
 def _number(value: float | None, form: str) -> str:

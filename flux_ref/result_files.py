@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flux_ref.errors import Refusal
+from flux_ref.result_log import printable
 
 RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
 SIZE_LIMIT = 1 << 20  # of the small files that describe a run or a system
@@ -80,7 +81,7 @@ def _names(folders: list[Path]) -> list[str]:
     while len(set(names)) < len(names) and max(sizes) < max(map(len, parts)):
         sizes = [size + (names.count(name) > 1) for size, name in zip(sizes, names)]
         names = ["/".join(own[-size:]) for own, size in zip(parts, sizes)]
-    return names
+    return [printable(name) for name in names]
 
 
 def records(result: Path) -> Records:

@@ -53,7 +53,7 @@ class ResultLog:
 
 def read(path: Path) -> ResultLog:
     """Everything that can be read of a log; what could not is in its problems. Raises nothing for any content."""
-    log = ResultLog(path, name=path.name)
+    log = ResultLog(path, name=printable(path.name))
     damaged: list[str] = []
     try:
         with path.open("rb") as file:
@@ -129,6 +129,11 @@ def _object(text: str) -> tuple[dict, str]:
     except (ValueError, RecursionError):
         return {}, ""
     return (found, text[end:].strip()) if isinstance(found, dict) else ({}, "")
+
+
+def printable(text: object) -> str:
+    """Foreign text for a terminal, a page or a picture: no control characters, nothing that UTF-8 cannot hold."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def number(value: object) -> float | None:

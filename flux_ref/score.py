@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flux_ref import official
-from flux_ref.result_log import ResultLog, number
+from flux_ref.result_log import ResultLog, number, printable
 
 RUNS = 10  # of a submission; the best and the worst are dropped
 # In all runs of one system the same.
@@ -202,7 +202,7 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
     if len({log.name for log in logs}) < len(logs):  # runs of ours, each result_0.txt of a folder
         for log in logs:
-            log.name = f"{log.path.parent.name}/{log.path.name}"
+            log.name = printable(f"{log.path.parent.name}/{log.path.name}")
     verdicts = official.check(logs, ruleset, points)
     runs = [measure(log) for log in logs]
     for run, complaints in zip(runs, verdicts.compliance):

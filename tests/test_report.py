@@ -522,7 +522,7 @@ class Page(html.parser.HTMLParser):
 def test_page_is_closed_and_safe(capsys, tmp_path):
     """Whatever a log says, nothing is loaded, run or left open."""
     evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp;"
-    folder = tmp_path / "<b>'\"&"
+    folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
     made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
     (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
     code, text, _ = run_report(capsys, folder, out=tmp_path / "out")
@@ -570,6 +570,7 @@ def test_axes():
     assert frame.at(5, 0.5) == ((x0 + x1) / 2, (y0 + y1) / 2) and y1 < y0
     assert axes.cut([(0, 2), (2, 0), (4, 2)], 0, 1) == [[(1, 1), (2, 0), (3, 1)]]
     assert axes.cut([(0, 3), (1, 3)], 0, 1) == []
+    assert axes.cut([(0, 0.25), (1, 0.5), (2, 0.75)], 0, 1) == [[(0, 0.25), (1, 0.5), (2, 0.75)]]
     assert axes.flattened((0, 2), (2, 0), 1) == [(0, 1), (1, 1), (2, 0)]
 
 
