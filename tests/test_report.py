@@ -152,7 +152,7 @@ def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
     monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
     monkeypatch.setattr(RCP_Checker, "_reset_results_scaling", lambda self, folder: folders.append(folder))
     before, files = [*root.handlers], sorted(tmp_path.rglob("*"))
-    assert judged(results).reasons == []
+    assert [run.faults for run in judged(results).runs] == [[]] * 10
     assert sorted(tmp_path.rglob("*")) == files
     assert (root.handlers, root.level) == (before, logging.ERROR)
     assert folders and "" not in folders  # it removes scaling.json in that folder, in / for an empty one
@@ -544,11 +544,12 @@ def test_one_drawing_makes_an_svg_and_a_png(tmp_path):
 
     own = drawing.Drawing(100, 60, "A <title>")
     own.box(10, 10, 30, 20, "0")
+    own.box(10, 35, 30, 10, "ink", opacity=0.5)
     own.line([(50, 20), (90, 20)], "bad", 4)
     own.dot(70, 45, "1", 6)
     own.text(5, 55, "a < b", "ink")
     text = drawing.svg(own)
-    assert "a &lt; b" in text and "A &lt;title&gt;" in text and text.count("<polygon") == 1
+    assert "a &lt; b" in text and "A &lt;title&gt;" in text and text.count("<polygon") == 2
     drawing.png(own, tmp_path / "a.png")
     image = Image.open(tmp_path / "a.png")
     assert image.size == (200, 188)
@@ -557,6 +558,7 @@ def test_one_drawing_makes_an_svg_and_a_png(tmp_path):
         return "#{:02x}{:02x}{:02x}".format(*image.getpixel((2 * x, 2 * (y + 34))))
 
     assert pixel(25, 20) == drawing.COLOURS["0"][0] and pixel(70, 20) == drawing.COLOURS["bad"][0]
+    assert int(pixel(25, 40)[1:3], 16) == pytest.approx((0xFF + int(drawing.COLOURS["ink"][0][1:3], 16)) / 2, abs=2)
     assert pixel(70, 45) == drawing.COLOURS["1"][0] and pixel(95, 50) == drawing.COLOURS["paper"][0]
 
 
