@@ -70,7 +70,7 @@ def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     if excess and (excess[-1] > FAR or (len(excess) == CONFIRM and min(excess) > 1)):
         return Alarm(last, "high", f"{seen}: check learning rate, warm-up, data and their scale")
     if len(low) == CONFIRM and all(low):
-        return Alarm(last, "low", f"{seen}: check the scale of the latents and the validation set")
+        return Alarm(last, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate")
     return None
 
 
