@@ -6,6 +6,7 @@ munged, slurmctld and one slurmd per node run from files in one folder, on ports
 behind. A node's processes know it by SLURMD_NODENAME; all nodes share the file system and the processors.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -207,7 +208,5 @@ def titles() -> list[tuple[int, str]]:
 
 
 def kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
