@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 
-SLOW_DISK = 0.25  # share of the median; disks vary more than devices
+DISK = 0.25  # of --slow: disks vary more than devices
 FREE = 0.9  # share of a device's memory that must be free
 
 
@@ -114,7 +114,7 @@ def judge(verdict: Verdict, found: dict[int, Found], args: argparse.Namespace) -
         for way in ("write", "read"):
             speeds = {n: one.facts["disks"][name].get(way) for n, one in found.items()}
             speeds = {node: speed for node, speed in speeds.items() if speed is not None}
-            verdict.fast(f"disk {name}: {way}s", "MB/s", speeds, SLOW_DISK, "look at what else uses it")
+            verdict.fast(f"disk {name}: {way}s", "MB/s", speeds, DISK * args.slow, "look at what else uses it")
     remedy = "look at temperature, power limit and clocks of its devices"
     verdict.fast("multiplies at", "TFLOP/s", {n: one.least("tflops") for n, one in sound.items()}, args.slow, remedy)
     remedy = "look at the links between its devices"
