@@ -40,7 +40,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 SlurmctldTimeout=30
-SlurmdTimeout=10
+SlurmdTimeout={missed_after_s}
 InactiveLimit=0
 KillWait=5
 MinJobAge=300
@@ -82,8 +82,9 @@ def free_ports(count: int) -> list[int]:
 class Cluster:
     """The cluster; commands are run with its configuration."""
 
-    def __init__(self, folder: Path, nodes: list[str]):
-        self.folder, self.nodes = folder, nodes
+    def __init__(self, folder: Path, nodes: list[str], missed_after_s: int = 10):
+        """missed_after_s: Slurm takes a node for dead that has been silent for so long."""
+        self.folder, self.nodes, self.missed_after_s = folder, nodes, missed_after_s
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TIME_FORMAT": "%s"}
         self.daemons: dict[str, subprocess.Popen] = {}
 
@@ -95,7 +96,8 @@ class Cluster:
         key.chmod(0o600)
         port, *ports = free_ports(1 + len(self.nodes))
         host, own = socket.gethostname().split(".")[0], address()
-        lines = [CONF.format(folder=self.folder, host=host, address=own, port=port)]
+        known = {"folder": self.folder, "host": host, "address": own, "port": port}
+        lines = [CONF.format(**known, missed_after_s=self.missed_after_s)]
         lines += [
             f"NodeName={node} NodeHostname={host} NodeAddr={own} Port={number} CPUs=1 RealMemory=1000 State=UNKNOWN"
             for node, number in zip(self.nodes, ports)

@@ -9,12 +9,12 @@ from conftest import ROOT
 # Imports go to lower levels only. Levels 0 and 1 are arithmetic, files and the objective; 2 and 3 the network,
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
-    {"errors", "schedule", "draws", "latents", "pictures"},
-    {"device", "listing", "rules", "tar_index"},
+    {"errors", "schedule", "draws", "latents", "node_facts", "pictures", "verdict"},
+    {"device", "listing", "preflight", "rules", "tar_index"},
     {"config", "flow", "shapes", "shards", "storage"},
     {"data", "mllog", "model", "precision", "regions", "run_folder", "shard_check", "shard_writer", "vae"},
     {"mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
+    {"encoders", "fitness", "optim", "raw_images", "sample", "stopping", "watch", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
     {"metrics"},
@@ -38,6 +38,8 @@ WITHOUT_TORCH = {
     "tar_index",
     "mllog",
     "prepare",
+    "node_facts",
+    "verdict",
 }
 FILES = {path.stem: path for path in [*(ROOT / "flux_ref").glob("*.py"), ROOT / "train.py", ROOT / "eval.py"]}
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}

