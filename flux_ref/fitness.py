@@ -43,7 +43,7 @@ def multiply(device: torch.device) -> float:
 
 
 def all_reduce(device: torch.device) -> float:
-    """GB/s that a rank moves: 2 (n - 1) / n of the bytes over the time (NCCL tests' bus bandwidth); 0 for one rank.
+    """GB/s that a rank moves: 2 (n - 1) / n of the bytes over the time, the bus bandwidth; 0 for one rank.
 
     Raises: RuntimeError if the sum is wrong.
     """

@@ -13,6 +13,7 @@ are not (the last line lists them), 2 the arguments make no sense.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from flux_ref.verdict import Found, Verdict, judge
 
 PINGS = 5
 POLL_S = 0.005
+LINGER_S = 5.0  # lets processes that have lost another end by themselves
 
 
 class Node:
@@ -108,27 +110,33 @@ class Node:
         if group is None:
             return
         first, size, name = group.index(self.number) * self.gpus, len(group) * self.gpus, f"{turn}/{group}"
-        processes = []
-        for gpu in range(self.gpus):
-            own = (first + gpu, size, gpu, self.address, name)
-            command = [sys.executable, "-m", "flux_ref.fitness", *map(str, own)]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        deadline = time.monotonic() + self.wait_s
-        found, problems = [], []
-        for gpu, process in enumerate(processes):
-            try:
-                output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                problems.append(f"device {gpu} hangs for {self.wait_s:g} s")
-                continue
-            if process.returncode:
-                problems.append(f"device {gpu}: {(errors.split(chr(10)) or [''])[-1]}")
-            else:
-                found.append(json.loads(output.splitlines()[-1]))
+        own = [(first + gpu, size, gpu, self.address, name) for gpu in range(self.gpus)]
+        found = measured([[sys.executable, "-m", "flux_ref.fitness", *map(str, args)] for args in own], self.wait_s)
+        self.tell(f"turn/{turn}/{self.number}", found)
+
+
+def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:
+    """What processes of fitness.py, one per device, have found, or the problem of one that did not."""
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        processes = [subprocess.Popen(command, stdout=file, stderr=file) for command, file in zip(commands, files)]
+        deadline = time.monotonic() + wait_s
+        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+            if any(codes):  # the others may wait for it
+                deadline = min(deadline, time.monotonic() + LINGER_S)
+            time.sleep(POLL_S)
         for process in processes:
             process.kill()
             process.wait()
-        self.tell(f"turn/{turn}/{self.number}", {"problem": problems[0]} if problems else {"devices": found})
+        for file in files:
+            file.seek(0)
+        last = [(file.read().strip().splitlines() or [""])[-1] for file in files]
+    for device, code in enumerate(codes):
+        if code:
+            return {"problem": f"device {device}: exit code {code}: {last[device]}"}
+    if None in codes:
+        return {"problem": f"device {codes.index(None)} hangs for {wait_s:g} s"}
+    return {"devices": [json.loads(line) for line in last]}
 
 
 class Leader:

@@ -159,6 +159,28 @@ def test_disk(tmp_path):
     assert node_facts.disk(Path("/dev/full").parent / "nothing")["problem"]
 
 
+# Measurements
+
+
+def python(*programs: str, wait_s: float = 20) -> dict:
+    return preflight.measured([[sys.executable, "-c", program] for program in programs], wait_s)
+
+
+def test_what_processes_find_is_their_last_line():
+    one, two = "print('noise'); print('{\"tflops\": 1}')", "print('{\"tflops\": 2}')"
+    assert python(one, two) == {"devices": [{"tflops": 1}, {"tflops": 2}]}
+
+
+def test_a_process_that_fails_is_blamed_not_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(preflight, "LINGER_S", 0.2)
+    found = python("import time; time.sleep(100)", "raise RuntimeError('fell off the bus')")
+    assert found == {"problem": "device 1: exit code 1: RuntimeError: fell off the bus"}
+
+
+def test_a_process_that_hangs_is_killed():
+    assert python("print('{}')", "import time; time.sleep(100)", wait_s=1) == {"problem": "device 1 hangs for 1 s"}
+
+
 # Arguments
 
 
