@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import sys
 from pathlib import Path
 
@@ -105,14 +104,18 @@ def submit(cluster, shapes_dir, tmp_path):
 
 
 def planted(folder: Path, node: str, command: str) -> str:
-    """A PATH on which `python` runs a shell command first, on one node only."""
-    stand_in = folder / "bin" / "python"
-    stand_in.parent.mkdir()
-    stand_in.write_text(
-        f'#!/bin/bash\nif [[ $SLURMD_NODENAME == {node} ]]; then {command}; fi\nexec {sys.executable} "$@"\n'
-    )
-    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    return f"{stand_in.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """A PATH on which python and torchrun ($real) run a shell command first, on one node only."""
+    (folder / "bin").mkdir()
+    for name, real in {"python": sys.executable, "torchrun": Path(sys.executable).parent / "torchrun"}.items():
+        lines = ("#!/bin/bash", f"real={real}", f"[[ $SLURMD_NODENAME != {node} ]] || {command}", 'exec $real "$@"')
+        (folder / "bin" / name).write_text("\n".join(lines) + "\n")
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def mounted(what: str) -> str:
+    """A shell command that goes on in a file system of its own, with something mounted."""
+    return f'exec unshare -m bash -c \'mount {what}; exec "$@"\' - $real "$@"'
 
 
 # Runs
@@ -136,12 +139,13 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
 
 
 def test_ranks_are_numbered_by_node(submit, cluster):
-    job = submit(*LONG, GPUS_PER_NODE="2")
+    job = submit(*LONG, GPUS_PER_NODE="2", FABRIC="roce", NCCL_IB_TC="96")
     job.until(lambda: job.trained() > 0)
     ranks = {rank: env for rank, (_, env) in job.ranks().items()}
     nodes = {rank: env["SLURMD_NODENAME"] for rank, env in ranks.items()}
     assert nodes == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
     assert {env["MASTER_ADDR"] for env in ranks.values()} == {slurm_cluster.address()}
+    assert {(env["NCCL_IB_TC"], env["NCCL_IB_QPS_PER_CONNECTION"]) for env in ranks.values()} == {("96", "4")}
 
 
 def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
@@ -154,6 +158,32 @@ def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
     assert (job.results / "seeds.txt").read_text() == "41\n42\n"
     other = submit(*SHORT, NEXP="3")
     assert "seeds.txt is for 2 runs, NEXP=3" in other.wait("FAILED")
+
+
+def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shapes_dir):
+    """Node n2 has another disk under the same path."""
+    disk, other = tmp_path / "disk", tmp_path / "other"
+    disk.mkdir()
+    other.mkdir()
+    job = submit(
+        *SHORT,
+        *data_overrides(disk / "set"),
+        PATH=planted(tmp_path, "n2", mounted(f"--bind {other} {disk}")),
+        STAGE=f"{shapes_dir} {disk / 'set'}",
+        VERIFY=f"{disk / 'set'} --config={MICRO}",
+    )
+    job.wait()
+    assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
+    job.require_whole(3)
+
+
+def test_data_that_is_damaged_ends_the_job(submit, tmp_path, shapes_dir):
+    copy = shutil.copytree(shapes_dir, tmp_path / "copy")
+    (shard, *_) = sorted((copy / "val").glob("*.tar"))
+    os.truncate(shard, 5000)
+    job = submit(*SHORT, VERIFY=f"{copy} --config={MICRO}")
+    assert "the data set is damaged, see" in job.wait("FAILED")
+    assert shard.name in (job.results / "logs" / "verify.log").read_text()
 
 
 def test_a_refusal_ends_the_job_at_once(submit):
@@ -223,28 +253,28 @@ def test_a_run_that_breaks_again_and_again_ends_the_job(submit):
     assert "ends: more than 1 faults" in said
 
 
-def test_a_node_that_dies_is_replaced_by_slurm(submit, cluster):
+def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
     job = submit(*LONG)
     job.until(lambda: job.trained() > 60)
     cluster.kill_node("n2")
     try:
         job.wait()
         assert job.started_on() == ["n1 n2", "n1 n3"]
+        assert "since the last start n2 is down* (Not responding)" in (job.results / "faults.txt").read_text()
         job.require_whole(300)
     finally:
         cluster.start_node("n2")
         cluster.until(lambda: cluster.state("n2") == "idle")
 
 
-def test_a_node_that_dies_is_named_and_left_out_before_slurm_misses_it(tmp_path, shapes_dir):
+def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tmp_path, shapes_dir):
     with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=600) as cluster:
-        job = Job(cluster, tmp_path, shapes_dir, *LONG, PREFLIGHT=TOLERANT)
-        job.until(lambda: job.trained() > 60)
         cluster.kill_node("n2")
+        job = Job(cluster, tmp_path, shapes_dir, *SHORT, PREFLIGHT=TOLERANT)
         job.wait()
         assert job.started_on() == ["n1 n2", "n1 n3"]
-        assert "bad nodes n2" in (job.results / "faults.txt").read_text()
-        job.require_whole(300)
+        assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
+        job.require_whole(3)
 
 
 # Preflight
@@ -254,7 +284,7 @@ def test_a_node_that_dies_is_named_and_left_out_before_slurm_misses_it(tmp_path,
     "command,complaint",
     [
         (
-            'exec unshare -m bash -c \'mount -t tmpfs -o size=1m none {disk}; exec {python} "$@"\' - "$@"',
+            mounted("-t tmpfs -o size=1m none {disk}"),
             "preflight: n2: disk {disk}: No space left on device; mend it or name another folder",
         ),
         ("export PYTHONPATH={late}", r"preflight: n2: its clock is \+30.0 s off node 0's; start its time service"),
@@ -267,7 +297,7 @@ def test_preflight_finds_a_bad_node_and_the_job_goes_on_without(submit, tmp_path
     disk.mkdir()
     late.mkdir()
     (late / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 30\n")
-    names = {"disk": disk, "late": late, "python": sys.executable}
+    names = {"disk": disk, "late": late}
     for name, value in names.items():
         command = command.replace(f"{{{name}}}", str(value))
         complaint = complaint.replace(f"{{{name}}}", str(value))
