@@ -14,21 +14,20 @@ import torch.distributed as dist
 
 from flux_ref import parallel
 
-TIMES = 5  # the best counts: what disturbs makes slower, never faster
-ROWS = {True: 8192, False: 512}  # of the matrices, on an accelerator and on the CPU
+TIMES = 50
+ROWS = {True: 16384, False: 512}  # of the matrices, on an accelerator and on the CPU
 BYTES = {True: 256 << 20, False: 4 << 20}  # summed
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of a piece of work, after one that does not count. sync."""
-    spans = []
-    for _ in range(1 + TIMES):
+    """The mean time of a piece of work over a second or so, in which a device that is too hot slows down. sync."""
+    for count in (1, TIMES):  # the first does not count
         begin = time.perf_counter()
-        work()
+        for _ in range(count):
+            work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        spans.append(time.perf_counter() - begin)
-    return min(spans[1:])
+    return (time.perf_counter() - begin) / TIMES
 
 
 def multiply(device: torch.device) -> float:
