@@ -268,9 +268,12 @@ def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
 
 
 def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tmp_path, shapes_dir):
-    with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=600) as cluster:
+    """The job starts again only once Slurm has given the node up: it waits for all nodes to end their part."""
+    with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=60) as cluster:
         cluster.kill_node("n2")
         job = Job(cluster, tmp_path, shapes_dir, *SHORT, PREFLIGHT=TOLERANT)
+        job.until(lambda: "requeued without n2" in job.said)
+        assert cluster.state("n2") != "down*"
         job.wait()
         assert job.started_on() == ["n1 n2", "n1 n3"]
         assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
