@@ -9,13 +9,13 @@ from conftest import ROOT
 # Imports go to lower levels only. Levels 0 and 1 are arithmetic, files and the objective; 2 and 3 the network,
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
-    {"drawing", "errors", "schedule", "draws", "latents", "pictures", "result_log"},
-    {"axes", "listing", "official", "records", "result_files", "rules", "tar_index", "topology"},
+    {"drawing", "draws", "errors", "latents", "node_facts", "pictures", "result_log", "schedule", "verdict"},
+    {"axes", "listing", "official", "preflight", "records", "result_files", "rules", "tar_index", "topology"},
     {"config", "flow", "score", "shapes", "shards", "storage"},
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
     {"charts", "early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
-    {"encoders", "hang", "optim", "raw_images", "report_html", "sample", "stopping"}
+    {"encoders", "fitness", "hang", "optim", "raw_images", "report_html", "sample", "stopping"}
     | {"tensorboard", "watch", "weights"},
     {"cli", "report", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
@@ -55,6 +55,8 @@ WITHOUT_TORCH = {
     "tar_index",
     "mllog",
     "prepare",
+    "node_facts",
+    "verdict",
 }
 FILES = {path.stem: path for path in [*(ROOT / "flux_ref").glob("*.py"), ROOT / "train.py", ROOT / "eval.py"]}
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
