@@ -13,7 +13,7 @@ from conftest import ROOT
 LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
 TUNE = LAUNCH / "tune_node.sh"
-SCRIPTS = [LAUNCH / "slurm.sbatch", TUNE, *sorted((LAUNCH / "env").glob("*.sh"))]
+SCRIPTS = [LAUNCH / "slurm.sbatch", LAUNCH / "one_node.sh", TUNE, *sorted((LAUNCH / "env").glob("*.sh"))]
 OLD = {
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
     "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "schedutil",
