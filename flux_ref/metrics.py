@@ -24,6 +24,7 @@ from flux_ref.evaluate import Validation
 from flux_ref.mllog import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.parallel import World
+from flux_ref.progress import progress
 from flux_ref.records import records, rewrite, write_whole
 from flux_ref.step import NEVER, Health, State
 
@@ -92,14 +93,12 @@ class Reporter:
         total = (
             schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
         )
-        self.bar = tqdm(
+        self.bar = progress(
             total=total,
             initial=samples,
             unit=" samples",
             unit_scale=True,
             disable=not self.speaks,
-            dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10,  # a log file wants fewer lines
         )
         self._mark(samples, 0.0)
         if not evaluates:

@@ -35,8 +35,7 @@ if [[ -n ${STAGE:-} ]]; then
   python -m flux_ref.prepare stage $STAGE || die "staging failed"
 fi
 if [[ -n ${VERIFY:-} ]]; then
-  # shellcheck disable=SC2086 # several arguments
-  python -m flux_ref.prepare verify --fast $VERIFY || die "the data set is damaged"
+  python -m flux_ref.prepare verify "$VERIFY" --fast --config "$config" || die "the data set is damaged"
 fi
 
 for ((run = 0; run < ${NEXP:-1}; run++)); do

@@ -9,7 +9,18 @@ from conftest import ROOT
 # Imports go to lower levels only. Levels 0 and 1 are arithmetic, files and the objective; 2 and 3 the network,
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
-    {"drawing", "draws", "errors", "latents", "node_facts", "pictures", "result_log", "schedule", "verdict"},
+    {
+        "drawing",
+        "draws",
+        "errors",
+        "latents",
+        "node_facts",
+        "pictures",
+        "progress",
+        "result_log",
+        "schedule",
+        "verdict",
+    },
     {"axes", "listing", "official", "preflight", "records", "result_files", "rules", "tar_index", "topology"},
     {"config", "flow", "score", "shapes", "shards", "storage"},
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
@@ -56,6 +67,7 @@ WITHOUT_TORCH = {
     "mllog",
     "prepare",
     "node_facts",
+    "progress",
     "verdict",
 }
 FILES = {path.stem: path for path in [*(ROOT / "flux_ref").glob("*.py"), ROOT / "train.py", ROOT / "eval.py"]}
