@@ -203,6 +203,8 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(submit, cluste
     job.until(lambda: "requeued" in job.said)
     saved = job.trained()
     assert f"step_{saved:09d}" in os.listdir(job.results / "run_0" / "checkpoints")
+    log = (job.results / "logs" / "run_0.0.log").read_text()
+    assert "exitcode  : 138 " in log  # torchrun did not end before its ranks had
     job.wait()
     assert cluster.job(job.number)["Restarts"] == "1" and len(job.started_on()) == 2
     assert f"from step {saved} " in (job.results / "result_0.txt").read_text()
