@@ -18,7 +18,7 @@ LEVELS = (
     {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "tensorboard", "watch", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
-    {"metrics"},
+    {"metrics", "tables"},
     {"train", "eval"},
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
