@@ -12,10 +12,10 @@ from flux_ref.config import ModelConfig
 class Op(NamedTuple):
     """An operation at one place of the net. All but `times` is of one occurrence; sizes are in elements.
 
-    moved: activations read and written per sample, each input and each output once, as if every operation were one
-    kernel; weights: read in forward and moved in backward per pass, whatever its samples. Biases, vectors of one row per
-    sample beside tokens, and one number per token (of norms and attention) are left out.
+    moved: activations read and written per sample, each input and each output once, as if an operation were one kernel.
+    weights: those read in forward and, with their gradients, moved in backward; per pass, whatever its samples.
     kept: what backward reads of it per sample and no operation before has kept already.
+    Left out: biases, vectors of one row per sample beside tokens, one number per token (of norms and attention).
     """
 
     part: str

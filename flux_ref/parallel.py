@@ -215,7 +215,7 @@ def last_collective() -> str:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place; every rank ends with rank 0's bits, so that all decide alike."""
+    """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
     dist.all_reduce(tensor)
     dist.broadcast(tensor, src=0)
     return tensor
@@ -255,7 +255,7 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
 def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
 
-    Master weights stay fp32; each unit is gathered in cfg.dtype and its gradients reduced in cfg.reduce_dtype.
+    numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)
     net.single_blocks = regions.regions(net.single_blocks, cfg)

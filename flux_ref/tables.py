@@ -1,7 +1,7 @@
 """What a port needs as tables, made from the code at the benchmark's shape.
 
-    python -m flux_ref.tables                 all of them, as docs/tables.md holds them
-    python -m flux_ref.tables NAME            one: parameters, operations, activations, communication, log
+    python -m flux_ref.tables                 all but the last, as docs/tables.md holds them
+    python -m flux_ref.tables NAME            one: parameters, operations, activations, communication, log, decisions
 
 Needs no device and allocates no weights.
 Exit codes: 0 done, 2 refused.
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from flux_ref import cli, config, flops, memory, names, precision, step_time
+from flux_ref import cli, config, decisions, flops, memory, names, precision, step_time
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.mllog import BenchmarkLog
@@ -26,7 +26,8 @@ BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 TRAINING, VALIDATION = 1_099_776, 29_696  # samples
 RANKS, NODE = (8, 64, 512), 8
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
-ITEM = DTYPES[BENCHMARK.parallel.dtype].itemsize
+DTYPE, REDUCE = BENCHMARK.parallel.dtype, BENCHMARK.parallel.reduce_dtype
+ITEM = DTYPES[DTYPE].itemsize
 MB, GB, GFLOP = 1e6, 1e9, 1e9
 
 
@@ -59,9 +60,9 @@ def parameters() -> str:
     header = "name | >tensors | shape | dtype | start | decay | FP8 | shard axis | in diffusers"
     return f"""{len(shapes)} tensors, {total:,} parameters; * is the number of a block.
 
-dtype: of the master weight, its moments and its gradient on shards; products see it in {BENCHMARK.parallel.dtype}, or in
+dtype: of the master weight, its moments and its gradient on shards; products see it in {DTYPE}, or in
 FP8 where asked for. start: normal with this standard deviation, uniform between minus and plus this; a function of
-(seed, name, element). A weight is (outputs, inputs); its axis 0 is split over the ranks of a replica as torch.chunk does.
+(seed, name, element). A weight is (outputs, inputs); its axis 0 is split over a replica's ranks as torch.chunk does.
 
 {markdown(header, rows)}"""
 
@@ -106,9 +107,9 @@ def operations() -> str:
         " | >forward weights MB | >backward weights MB"
     )
     tflop = flops.per_sample(BENCHMARK.model) / 1e12
-    return f"""{tflop:.4g} TFLOP per training sample. GFLOP and MB are per sample and occurrence, MB of weights per pass whatever its
-samples. Bytes are those of one kernel per operation, in {BENCHMARK.parallel.dtype}: each input read once, each output
-written once; flux_ref/flops.py says what is left out.
+    return f"""{tflop:.4g} TFLOP per training sample. GFLOP and MB are per sample and occurrence, MB of weights
+per pass whatever its samples. Bytes are those of one kernel per operation, in {DTYPE}: each input read once, each
+output written once; flux_ref/flops.py says what is left out.
 
 {markdown(header, rows)}"""
 
@@ -124,8 +125,8 @@ def activations() -> str:
         size = sum(ITEM * op.times * op.kept for op in found if op.part == part)
         rows.append([f"all {part}", "", "", "", f"{size / MB:,.1f}"])
     size = sum(ITEM * op.times * op.kept for op in found)
-    return f"""{size / GB:.3g} GB per sample of a micro-batch if each operation is one kernel, nothing is kept twice and nothing is
-computed again, in {BENCHMARK.parallel.dtype}.
+    return f"""{size / GB:.3g} GB per sample of a micro-batch if each operation is one kernel, nothing is kept
+twice and nothing is computed again, in {DTYPE}.
 
 torch.compile keeps attention's output once more per block, eager steps also what lies inside of norms;
 `python -m flux_ref.plan` counts both, and recomputation.
@@ -151,19 +152,19 @@ def communication() -> str:
         "ranks | replicas x shards | >padding | >all-gather | >all-gather, weights kept | >reduce-scatter"
         " | >all-reduce of replicas"
     )
-    gathered, reduced = (DTYPES[t].itemsize for t in (BENCHMARK.parallel.dtype, BENCHMARK.parallel.reduce_dtype))
+    gathered, reduced = ITEM, DTYPES[REDUCE].itemsize
     return f"""GB that a rank sends in rings, and receives, per optimizer step of one micro-batch.
 
 n ranks hold a copy together, r copies; m micro-batches; W elements of all parameters with the padding that makes the
-n shards of each equal, E those outside of blocks; {gathered} bytes gathered (parallel.dtype={BENCHMARK.parallel.dtype}), \
-{reduced} reduced (parallel.reduce_dtype={BENCHMARK.parallel.reduce_dtype}; 2 with bf16).
+n shards of each equal, E those outside of blocks; {gathered} bytes gathered (parallel.dtype={DTYPE}),
+{reduced} reduced (parallel.reduce_dtype={REDUCE}; 2 with bf16).
 
 | collective | when | bytes |
 | --- | --- | --- |
-| all-gather | forward and backward of each region, once for what is outside | m * {gathered} * (2 W - E) * (n - 1) / n |
+| all-gather | forward and backward of each region, once outside of them | m * {gathered} * (2 W - E) * (n - 1) / n |
 | the same with parallel.reshard_after_forward=false | forward | m * {gathered} * W * (n - 1) / n |
 | reduce-scatter | backward of each region, each micro-batch | m * {reduced} * W * (n - 1) / n |
-| all-reduce over the copies of a shard (HSDP) | backward of the last micro-batch | 2 * {reduced} * W / n * (r - 1) / r |
+| all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {reduced} * W / n * (r - 1) / r |
 | all-reduce of the gradient norm | once | one fp32 number |
 
 parallel.replicate=0, one copy per node of {NODE} ranks; beyond one node also parallel.replicate=1:
@@ -184,8 +185,8 @@ def log() -> str:
         value = "" if event["value"] is None else f"`{json.dumps(event['value'])}`"
         marks = ["yes" if event["key"] in keys[ruleset] else "" for ruleset in RULESETS]
         rows.append([f"`{event['key']}`", event["event_type"], value, extra, *marks])
-    return f"""The lines of a run in their order; from block_start to eval_stop they repeat. Values are those of {BENCHMARK.name}
-on {RANKS[0]} ranks. cache_clear comes with data.evict=true only. A run that goes on from a checkpoint adds
+    return f"""The lines of a run in their order; from block_start to eval_stop they repeat. Values are those of
+{BENCHMARK.name} on {RANKS[0]} ranks. cache_clear comes with data.evict=true only. A run from a checkpoint adds
 `resumed_from_step`, one from given weights `init_weights`, both before init_stop; both end as aborted.
 evaluation_frequency is rounded up to whole steps from 6.1.0 on.
 
@@ -211,16 +212,28 @@ def _events(ruleset: str) -> list[dict]:
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
 
 
+def tagged() -> str:
+    """The lines of the code that carry a tag, by tag."""
+    found = [each for path in decisions.sources() for each in decisions.decisions(path)]
+    rows = []
+    for each in sorted(found, key=lambda each: decisions.TAGS.index(each.tag)):
+        code = f"`{each.code.rstrip(':,')}`: " if each.code else ""
+        rows.append([each.tag, f"`{each.file}`", f"`{each.place}`" if each.place else "", code + each.text])
+    return markdown("tag | file | in | what", ([str(cell).replace("|", "\\|") for cell in row] for row in rows))
+
+
 TABLES = {
     "parameters": ("Parameters", parameters),
     "operations": ("Operations and bytes", operations),
     "activations": ("Activations kept for backward", activations),
     "communication": ("Communication", communication),
     "log": ("Keys of the benchmark's log", log),
+    "decisions": ("Decisions in the code", tagged),
 }
+PAGE = [name for name in TABLES if name != "decisions"]  # which PORTING.md holds
 
 
-def page(wanted: Iterable[str] = TABLES) -> str:
+def page(wanted: Iterable[str] = PAGE) -> str:
     """The tables of these names, each under its heading."""
     return "\n\n".join(f"## {TABLES[name][0]}\n\n{TABLES[name][1]()}" for name in wanted) + "\n"
 
@@ -228,7 +241,9 @@ def page(wanted: Iterable[str] = TABLES) -> str:
 def main(argv: list[str]) -> int:
     unknown = [name for name in argv if name not in TABLES]
     if unknown or len(argv) > 1:
-        raise Refusal(f"{' '.join(argv)!r} is not one table; give one of {', '.join(TABLES)}, or nothing for all")
+        raise Refusal(
+            f"{' '.join(argv)!r} is not one table; give one of {', '.join(TABLES)}, or none for docs/tables.md"
+        )
     intro = "# Tables\n\nPrinted by `python -m flux_ref.tables`; a test holds them equal.\n\n"
     print(page(argv) if argv else intro + page(), end="")
     return 0

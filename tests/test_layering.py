@@ -9,7 +9,7 @@ from conftest import ROOT
 # Imports go to lower levels only. Levels 0 and 1 are arithmetic, files and the objective; 2 and 3 the network,
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
-    {"errors", "schedule", "draws", "latents", "pictures"},
+    {"decisions", "errors", "schedule", "draws", "latents", "pictures"},
     {"listing", "records", "rules", "tar_index", "topology"},
     {"config", "flow", "shapes", "shards", "storage"},
     {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
@@ -25,6 +25,7 @@ LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in mod
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     "convergence",
+    "decisions",
     "early_warning",
     "records",
     "topology",

@@ -27,8 +27,8 @@ def printed():
 def page(printed):
     """The tables by name."""
     sections = printed.split("\n## ")[1:]
-    assert [text.splitlines()[0] for text in sections] == [heading for heading, _ in tables.TABLES.values()]
-    return dict(zip(tables.TABLES, sections))
+    assert [text.splitlines()[0] for text in sections] == [tables.TABLES[name][0] for name in tables.PAGE]
+    return dict(zip(tables.PAGE, sections))
 
 
 def rows(text, columns):
