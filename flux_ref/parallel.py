@@ -36,6 +36,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RC
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
+# A new one also needs a place in rules.CHOICES and mllog.PRECISION_NAMES.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -255,6 +256,8 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
 def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
 
+    Weights are gathered, and gradients of each micro-batch reduced, among the ranks of a replica; the shards are summed
+    over replicas with a step's last micro-batch only (step.train_step).
     numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)
