@@ -112,7 +112,9 @@ class Reporter:
         self.since = (time.perf_counter(), samples, wait_s)
 
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
-        """Report one training step. Collective. sync: the one host read of the training loop.
+        """Report one training step. Collective.
+
+        sync: the training loop reads the device here and for evaluations only, not in the steps between.
 
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
@@ -152,7 +154,10 @@ class Reporter:
         self.is_slow = alarm is not None
 
     def require_healthy(self, health: Health) -> None:
-        """Collective. sync. Raises: Fault, on every rank, if a loss or a norm since the run began was not finite."""
+        """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
+
+        sync: the host waits for the device.
+        """
         complaint = blame(parallel.gather(health.flags[1:]), self.cfg.train.global_batch)
         if complaint:
             raise Fault(complaint)
