@@ -2,9 +2,11 @@
 
 A thread on every rank tells the others, through the store that torchrun keeps, how far its rank has come. When no
 rank has moved for run.hang_s seconds, the ranks that fell behind are named and the job ends; torchrun --max-restarts
-then brings it back from the last checkpoint.
+then brings it back from the last checkpoint. Should the thread itself stand still, because something holds Python's
+lock, a timer that needs no lock ends the process after DEAD_MAN times as long.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ from flux_ref.errors import Fault
 from flux_ref.parallel import World
 
 LINGER_S = 3.0  # lets the one rank that speaks be first
+DEAD_MAN = 3  # the store may take twice run.hang_s to fail
 
 
 class Watch:
@@ -45,9 +48,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self.closed.wait(self.period):
+            faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True)
             self._tell()
             if self._still_s() > self.limit_s:
                 self._judge()
+        faulthandler.cancel_dump_traceback_later()
 
     def _still_s(self) -> float:
         return time.monotonic() - self.since
@@ -79,7 +84,9 @@ class Watch:
             return ask()
         except (RuntimeError, OSError):  # the store lives in torchrun
             self._leave(
-                f"{self.name}: rank {self.world.rank} has lost the launcher's store", speaks=self.world.rank == 0
+                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
+                " which is on the first node",
+                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # this node may hear of nothing else
             )
 
     def _judge(self) -> None:
@@ -96,6 +103,7 @@ class Watch:
             self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
 
     def _leave(self, message: str, speaks: bool) -> None:
+        faulthandler.dump_traceback_later(2 * LINGER_S, exit=True)  # whatever holds Python's lock by then
         if speaks:
             print(message, file=sys.stderr, flush=True)
         else:

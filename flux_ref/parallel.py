@@ -36,6 +36,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RC
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
+# A new one also needs a place in rules.CHOICES and mllog.PRECISION_NAMES.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -215,7 +216,7 @@ def last_collective() -> str:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place; every rank ends with rank 0's bits, so that all decide alike."""
+    """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
     dist.all_reduce(tensor)
     dist.broadcast(tensor, src=0)
     return tensor
@@ -255,7 +256,9 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
 def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
 
-    Master weights stay fp32; each unit is gathered in cfg.dtype and its gradients reduced in cfg.reduce_dtype.
+    Weights are gathered, and gradients of each micro-batch reduced, among the ranks of a replica; the shards are summed
+    over replicas with a step's last micro-batch only (step.train_step).
+    numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)
     net.single_blocks = regions.regions(net.single_blocks, cfg)

@@ -9,6 +9,7 @@ Reads what a run's folder holds, and changes nothing. --every S: seconds between
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -24,7 +25,7 @@ from flux_ref.records import records
 
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"
-MOST_COLUMNS, CHART_ROWS = 100, 12
+LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 60, 100, 12
 USUAL = 50  # logged steps whose median rate is the usual one
 SILENT = 5  # times the usual time between two records
 
@@ -81,7 +82,7 @@ class Look:
         pause_s = max((record.get("seconds", 0.0) for record in self.evaluations), default=0.0)
         if self.silent_s > SILENT * usual_s + 2 * pause_s + 10:
             return f"silent for {duration(self.silent_s)}", RED
-        return "training", BOLD
+        return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
 
 
 def look(folder: Path) -> Look:
@@ -145,7 +146,9 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     state, colour = one.state
     goal, why = one.goal
     share = one.samples / goal
-    head = f"{mark} {one.folder}"[: width - len(state) - 2]
+    room = width - len(state) - 4
+    name = str(one.folder)
+    head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # its end tells runs apart
     lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour, coloured)]
     count = f"{share:4.0%}  {one.samples:,} of {goal:,.0f} samples ({why})"
     lines.append(f"  {bar(share, max(8, width - len(count) - 4))}  {count}")
@@ -158,10 +161,9 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     lines.append(losses + (f"   target {target:g}" if target else ""))
     if last:
         tflop = last["samples_per_s"] * flops.per_sample(one.cfg.model) / one.ranks / 1e12
-        left = "" if one.outcome else f"   {duration((goal - one.samples) / max(one.rate, 1e-9))} left"
         lines.append(
-            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank   data wait {last['data_wait']:.1%}"
-            f"   {last['peak_memory_gb']:.1f} GB{left}"
+            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank"
+            f"   data wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
         )
     return [*lines, ""]
 
@@ -220,7 +222,7 @@ def follow(folders: list[Path], every_s: float) -> None:
     sys.stdout.write("\x1b[2J")
     while True:
         looks = [look(folder) for folder in folders]
-        width = min(MOST_COLUMNS, os.get_terminal_size().columns)
+        width = max(LEAST_COLUMNS, min(MOST_COLUMNS, shutil.get_terminal_size().columns))
         text = panel(looks, width, "NO_COLOR" not in os.environ)
         sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J")
         sys.stdout.flush()

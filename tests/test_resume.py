@@ -12,6 +12,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ import killing
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, data_overrides, require_identical, trained
+from conftest import MICRO, ROOT, data_overrides, require_identical, trained
 from killing import Job, lines, require_equal_runs, trained_on
 from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from test_mllog import check
@@ -714,6 +716,27 @@ def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
     place = r"(start-up|the end of step \d+|validation batch \d+ after step \d+)"
     last = rf"rank {rank} hangs: frozen or gone, last seen at {place} after collective \d+.*;"
     assert re.fullmatch(rf"{last} the others wait in collective \d+ \([^()]+ of \[.*\]\) at {place}", line), line
+
+
+LOCKED = """
+import ctypes, sys, time
+from flux_ref import cli, config, hang, parallel
+world = parallel.start(config.ParallelConfig())
+watch = hang.Watch("train.py", world, parallel.groups(world), 1.0)
+if sys.argv[1] == "closed":
+    watch.close()
+time.sleep(0.5)
+ctypes.PyDLL(None).sleep(6)  # holds Python's lock
+cli.leave(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state, code", [("watched", 1), ("closed", 0)])
+def test_a_process_whose_interpreter_is_locked_ends_and_shows_where(state, code):
+    done = subprocess.run([sys.executable, "-c", LOCKED, state], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert ('File "<string>", line 9' in done.stderr) == (code == 1), done.stderr
 
 
 @pytest.mark.slow
