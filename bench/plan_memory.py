@@ -4,7 +4,7 @@
     python -m bench.plan_memory --only "eager, 1 rank"
 
 Each case runs in processes of its own. Measured are the tensors' bytes: all that torch's allocator hands out and takes
-back, by torch.profiler's memory events from before the net is built, inside of compiled code and kernels, too.
+back, by torch.profiler's memory events from before the net is built, inside of compiled code, kernels and gloo, too.
 Exit codes: 0 done, 2 refused, 3 a case broke.
 """
 
@@ -20,12 +20,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.step import ROOT, device_name, git
 from flux_ref import cli, config, footprint, memory, parallel
 from flux_ref.config import Config
-from flux_ref.data import synthetic
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import Steps
 from flux_ref.optim import ShardedAdamW
@@ -33,7 +33,13 @@ from flux_ref.step import State
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (
-    *("--model.hidden=512", "--model.heads=4", "--model.rope_axes=[16,56,56]", "--model.double_blocks=3", "--model.single_blocks=6"),
+    *(
+        "--model.hidden=512",
+        "--model.heads=4",
+        "--model.rope_axes=[16,56,56]",
+        "--model.double_blocks=3",
+        "--model.single_blocks=6",
+    ),
     *("--model.text_tokens=64", "--model.latent_height=16", "--model.latent_width=16"),
     *("--train.synthetic_steps=1", "--eval.batch=4", "--parallel.compile=false", "--parallel.activation_budget=1.0"),
 )
@@ -66,6 +72,7 @@ CASES = {  # name: (ranks, overrides)
     "eager, regions of 2, 3 ranks": (3, (RESHARDED, "--train.micro_batch=4", "--parallel.region_blocks=2")),
 }
 CONFIG = "configs/schnell_gbs512.toml"
+STEP, STEPS = "a step to be measured", 3
 
 
 def overrides(name: str) -> list[str]:
@@ -76,33 +83,71 @@ def overrides(name: str) -> list[str]:
 
 
 def predicted(cfg: Config, ranks: int) -> memory.Moment:
+    """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
-    layout, found = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
-    return memory.fullest(memory.moments(cfg, layout, found, ranks, rows))
+    layout, traced = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
+    sizes = [parallel.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
+    found = []
+    for moment in memory.moments(cfg, layout, traced, ranks, rows):
+        copy = 0
+        if moment.name.startswith("reduction") and layout.shards > 1:
+            unit = layout.units[int(moment.name.split()[-1]) - 1]
+            gradients, result = sizes[0] * unit.whole, sizes[1] * unit.padded // layout.shards
+            copy = max(0, sizes[1] * unit.padded + result - max(gradients, result))  # made when gradients are gone
+        found.append(memory.Moment(moment.name, moment.parts | {"gloo": copy}))
+    return memory.fullest(found)
 
 
 def measure(name: str, out: Path) -> int:
-    """One rank of a case: two steps and a validation batch, the profiler watching. Rank 0 writes what it finds."""
+    """One rank of a case: warm-up and STEPS steps, the profiler watching. Rank 0 writes what all find."""
     cfg = config.load(CONFIG, overrides(name))
     world = parallel.start(cfg.parallel)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = parallel.build(cfg, world, seed=0)
         steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
-        steps.warm_up()
-        for key, tensor in synthetic(cfg.model, len(steps.train_batch["t"])).items():
-            steps.train_batch[key].copy_(tensor)
-        steps.train()
+        steps.state.opt.moments()
+        for task in (steps.warm_up, *STEPS * (steps.train,)):
+            with record_function(STEP):
+                task()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    found = parallel.gather(torch.tensor([float(peak), float(grown)], dtype=torch.float64))
+    own = [float(min(peaks(profiler)[1:])), float(grown)]
+    found = parallel.gather(torch.tensor(own, dtype=torch.float64))
     if world.rank == 0:
         out.write_text(json.dumps({"tensors": max(row[0] for row in found), "resident": max(row[1] for row in found)}))
     return 0
+
+
+def peaks(profiler: profile) -> list[int]:
+    """The most bytes that torch's allocator had handed out at a time, in each step that is marked STEP.
+
+    The profiler does not hear of buffers that threads of gloo free. Memory that is handed out a second time was free,
+    and nothing that a step makes outlives it. What else was not heard of can only raise a count, so that of equal
+    steps the smallest is the nearest.
+    """
+    todo, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while todo:
+        event = todo.pop()
+        todo.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == STEP:
+            events.append((event.start_time_ns, None, 0))
+    lasting, passing, found = {}, {}, []
+    now = 0
+    for _, address, size in sorted(events, key=lambda event: event[0]):
+        if address is None:
+            now -= sum(passing.values())
+            passing.clear()
+            found.append(now)
+            continue
+        now -= lasting.pop(address, 0) + passing.pop(address, 0)
+        if size > 0:
+            (passing if found else lasting)[address] = size
+            now += size
+        if found:
+            found[-1] = max(found[-1], now)
+    return found
 
 
 def launch(name: str) -> dict:

@@ -7,7 +7,6 @@ those of the CPU; a GPU's eager RMSNorm is one operation and keeps less.
 """
 
 import dataclasses
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -164,11 +163,9 @@ class Live(TorchDispatchMode):
 
     def above(self, task: Callable[[], object]) -> tuple[object, int, int]:
         """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile)."""
-        gc.collect()
         before = self.peak = self.now
         result = task()
         most = self.peak - before
-        gc.collect()
         return result, self.now - before, most
 
 
@@ -245,7 +242,10 @@ def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
     budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
     with budget, patch.object(torch.compiler, "_is_compiling_flag", True):  # which torch.compile sets, too
         compiled = aot_function(
-            run, fw_compiler=lambda graph, _: graph.forward, partition_fn=partition, decompositions=select_decomp_table()
+            run,
+            fw_compiler=lambda graph, _: graph.forward,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
         )
         compiled(dict(region.named_parameters()), *inputs)
     forward, backward = map(Fused, graphs)

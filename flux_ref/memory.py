@@ -156,10 +156,11 @@ class _Step:
     def _reduce(self, i: int) -> None:
         """Its weights and activations are gone; its gradients are copied for reduction."""
         waiting = self.regions[i : i + self.in_flight]
-        result = self.gathered * self.regions[i].whole + self.reduced * self._shards([self.regions[i]])
+        # They are let go of before the result is made.
+        own = max(self.gathered * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
         self._note(
             f"reduction of region {i + 1}",
-            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + result,
+            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + own,
             gathered=self._gathered(range(i)) if self.kept else self._gathered([]) + self._flat(i - 1),
             activations=self.ends + sum(self.saved[:i]),
             working=self.stream,

@@ -13,11 +13,25 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
-from flux_ref import cli, config, convergence, flops, footprint, hardware, memory, rules, schedule, shards, step_time
+from flux_ref import (
+    cli,
+    config,
+    convergence,
+    flops,
+    footprint,
+    hardware,
+    memory,
+    plan_check,
+    rules,
+    schedule,
+    shards,
+    step_time,
+)
 from flux_ref.checkpoint import BYTES_PER_PARAMETER
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
@@ -234,11 +248,11 @@ def table(plan: Plan) -> str:
     ]
     lines += [f"  {part:<20}{gb(size)}  {size / total:4.0%}" for part, size in plan.moment.parts.items()]
     lines += [
-        f"  {'tensors':<20}{gb(total)}        {plan.in_graph / GB:.1f} GB of it in the graph's pool, if captured",
-        f"  {'card':<20}{gb(plan.total)}  of {plan.card / GB:g} GB, with margin and context (hardware.toml)",
+        f"  {'all tensors':<20}{gb(total)}        {plan.in_graph / GB:.1f} GB of it in the pool of graphs",
+        f"  {'on the card':<20}{gb(plan.total)}  of {plan.card / GB:g} GB, with assumed margin and context",
         f"  largest micro-batch that fits: {plan.largest_rows}",
-        f"step {times.step * 1e3:.0f} ms = {times.compute * 1e3:.0f} compute ({times.optimizer * 1e3:.1f} optimizer)"
-        f" + {times.exposed * 1e3:.0f} waiting for communication",
+        f"step {times.step * 1e3:.0f} ms: {times.compute * 1e3:.0f} compute, {times.optimizer * 1e3:.1f} of it the"
+        f" optimizer; {times.exposed * 1e3:.0f} waiting for links",
     ]
     names = (("all_gather", "gather weights"), ("reduce_scatter", "reduce gradients"), ("all_reduce", "sum replicas"))
     for name, words in names:
@@ -248,30 +262,38 @@ def table(plan: Plan) -> str:
     if times.communication:
         lines.append(f"  {max(0.0, hidden) / times.communication:.0%} of communication hides behind compute")
     lines.append(
-        f"{plan.samples_per_s:,.0f} samples/s, {plan.samples_per_s / plan.gpus:.1f} per GPU, MFU {plan.mfu:.1%} of bf16;"
-        f" evaluation {plan.evaluation:.1f} s"
+        f"{plan.samples_per_s:,.0f} samples/s, {plan.samples_per_s / plan.gpus:.1f} per GPU, MFU {plan.mfu:.0%} of"
+        f" bf16; an evaluation {plan.evaluation:.1f} s"
     )
     if plan.train is None:
-        lines.append("time to target: unknown; no reference convergence point covers this model and batch")
+        lines.append("time to target: unknown; no reference convergence point is like this")
     else:
         cost = f", cost {plan.cost:,.0f}" if plan.cost else ""
         lines.append(
-            f"to {convergence.TARGET}: {plan.samples / 1e6:.2f} M samples (reference), {plan.evaluations} evaluations:"
-            f" {plan.train / 60:.1f} min, {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}"
+            f"to {convergence.TARGET}: {plan.samples / 1e6:.2f} M samples (reference), {plan.evaluations} evaluations"
         )
+        lines.append(f"  {plan.train / 60:.1f} min, {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}")
     lines += [
         f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",
         f"checkpoint {plan.checkpoint / GB:.0f} GB: {plan.checkpoint_copy:.1f} s stop, {plan.checkpoint_write:.0f} s"
         " behind the training",
         f"initialisation {plan.init:.0f} s and compilation, which is not counted",
-        f"compute from {plan.calibrated or 'shares of peak figures; --validate tells how far off they are'}",
+        f"compute: {plan.calibrated or 'from shares of peak figures; --validate tells how far off'}",
     ]
-    return "\n".join(lines + [f"WARNING {text}" for text in plan.warnings])
+    lines += [f"WARNING {text}" for text in plan.warnings]
+    return "\n".join(part for text in lines for part in wrap(text))
+
+
+def wrap(text: str) -> list[str]:
+    """A line in pieces of 80 columns."""
+    return textwrap.wrap(text, 80, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True) or [""]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("plan", usage="see --help", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        "plan", usage="see --help", add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("config", nargs="?", default="")
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--gpu", default="")
@@ -292,8 +314,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--validate"]:
-        from flux_ref import plan_check
-
         print(plan_check.report(argv[1:]))
         return 0
     args, overrides = parse(argv)
@@ -309,6 +329,7 @@ def main(argv: list[str]) -> int:
 
 def write(path: Path, values: dict) -> None:
     """JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.rename(path)

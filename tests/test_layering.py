@@ -37,6 +37,7 @@ WITHOUT_TORCH = {
     "early_warning",
     "errors",
     "flops",
+    "hardware",
     "listing",
     "mlcommons",
     "mllog",
