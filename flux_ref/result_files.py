@@ -4,6 +4,7 @@ The runs in one folder are one system. Of our own runs, which each have a folder
 configs differ in nothing but run.* and train.seed are one system, too.
 """
 
+import filecmp
 import json
 import os
 import re
@@ -43,6 +44,7 @@ def find(arguments: list[str]) -> list[Group]:
         path = Path(argument)
         if path.is_dir():
             found = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())
+            found = [own for own in found if not _is_gathered(own)]
             if not found:
                 raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give a folder that does, or files")
         elif path.is_file():
@@ -57,6 +59,13 @@ def find(arguments: list[str]) -> list[Group]:
     groups = [sorted(group, key=_number) for group in folders.values()]
     homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups]
     return [Group(name, group) for name, group in zip(_names(homes), groups)]
+
+
+def _is_gathered(path: Path) -> bool:
+    """Whether this is the copy that launch/ makes of run_N/result_0.txt, beside which there is more to read."""
+    number = re.fullmatch(r"result_(\d+)\.txt", path.name)
+    origin = path.parent / f"run_{number[1]}" / "result_0.txt" if number else path
+    return origin != path and origin.is_file() and filecmp.cmp(path, origin, shallow=False)
 
 
 def _system_of(path: Path) -> object:

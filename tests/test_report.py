@@ -6,6 +6,7 @@ import html.parser
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -446,6 +447,17 @@ def test_our_runs_side_by_side(tmp_path):
     assert names == [f"seed_{seed}/result_0.txt" for seed in range(3)]
     found = result_files.machine(groups[0].files[0], result_log.read(groups[0].files[0]).system)
     assert result_files.accelerators(found) == 2
+
+
+def test_what_launch_gathers_counts_once(tmp_path):
+    for run in range(2):
+        own_run(tmp_path / f"run_{run}", run)
+        shutil.copy(tmp_path / f"run_{run}" / "result_0.txt", tmp_path / f"result_{run}.txt")
+    (group,) = result_files.find([str(tmp_path)])
+    assert [path.parent.name for path in group.files] == ["run_0", "run_1"]
+    with (tmp_path / "result_1.txt").open("a") as file:
+        file.write("another run's\n")
+    assert sum(len(group.files) for group in result_files.find([str(tmp_path)])) == 3
 
 
 def test_report_of_our_runs(capsys, tmp_path):
