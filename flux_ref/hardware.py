@@ -70,6 +70,12 @@ def load(name: str, file: Path | None = None) -> tuple[Gpu, Assumed]:
     return _build(Gpu, tree["gpu"][name], f"gpu.{name}"), _build(Assumed, tree["assumed"], "assumed")
 
 
+def of_device(device: str) -> Gpu | None:
+    """The card of the table that a device names itself after, as "NVIDIA H200" does; None for any other."""
+    known = [name for name in _read(TABLE)["gpu"] if name in device.lower()]
+    return load(max(known, key=len))[0] if known else None
+
+
 def _refuse_unknown(names, known, file: Path, what: str) -> None:
     for name in names:
         if name not in known:

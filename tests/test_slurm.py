@@ -170,7 +170,7 @@ def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shape
         *data_overrides(disk / "set"),
         PATH=planted(tmp_path, "n2", mounted(f"--bind {other} {disk}")),
         STAGE=f"{shapes_dir} {disk / 'set'}",
-        VERIFY=f"{disk / 'set'} --config={MICRO}",
+        VERIFY=str(disk / "set"),
     )
     job.wait()
     assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
@@ -181,7 +181,7 @@ def test_data_that_is_damaged_ends_the_job(submit, tmp_path, shapes_dir):
     copy = shutil.copytree(shapes_dir, tmp_path / "copy")
     (shard, *_) = sorted((copy / "val").glob("*.tar"))
     os.truncate(shard, 5000)
-    job = submit(*SHORT, VERIFY=f"{copy} --config={MICRO}")
+    job = submit(*SHORT, VERIFY=str(copy))
     assert "the data set is damaged, see" in job.wait("FAILED")
     assert shard.name in (job.results / "logs" / "verify.log").read_text()
 
