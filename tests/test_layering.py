@@ -10,20 +10,22 @@ from conftest import ROOT
 # the loader and what shards them; above are the parts of a run. A new module gets a level here.
 LEVELS = (
     {"errors", "schedule", "draws", "latents", "pictures"},
-    {"listing", "records", "rules", "tar_index", "topology"},
+    {"golden_places", "listing", "records", "rules", "tar_index", "topology"},
     {"config", "flow", "shapes", "shards", "storage"},
-    {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
+    {"convergence", "data", "device", "flops", "golden", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
-    {"early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
+    {"early_warning", "golden_hooks", "mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "hang", "optim", "raw_images", "sample", "stopping", "tensorboard", "watch", "weights"},
     {"cli", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage"},
-    {"metrics"},
+    {"golden_values", "metrics"},
     {"train", "eval"},
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
+    "golden",
+    "golden_places",
     "convergence",
     "early_warning",
     "records",
