@@ -14,6 +14,7 @@ import importlib
 import json
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
@@ -150,6 +151,7 @@ def differs(yours: np.ndarray, golden: np.ndarray, atol: float, rtol: float) -> 
 
 def compare(golden: Golden, value: Value, dtype: str, yours: np.ndarray) -> Difference | None:
     """One value of a dump; dtype: as the file has it."""
+    yours = yours.reshape(()) if not value.shape and yours.shape == (1,) else yours
     if list(yours.shape) != value.shape:
         want = golden.file.read(value.name)
         turned = " (it is the transposed)" if yours.ndim == 2 and np.array_equal(yours.T, want) else ""
@@ -209,7 +211,7 @@ def resemblances(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarr
     if want.dtype.kind != "f" or want.size < 2:
         return
     factor = float((yours * want).sum() / max((want * want).sum(), 1e-300))
-    if same(yours, factor * want):
+    if abs(factor - 1) > 1e-3 and same(yours, factor * want):
         yield "yours is the golden value negated" if abs(factor + 1) < 1e-3 else f"yours is {factor:.6g} x golden"
         return
     for axis in range(want.ndim):
@@ -233,6 +235,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(printable, names[:SHOWN])) + rest
 
 
+def _grouped(missing: list[str], golden: Golden) -> list[str]:
+    """The names, those of a section of which nothing is there as one."""
+    sizes = Counter(_section(value.name) for value in golden.values if not value.given)
+    absent = Counter(map(_section, missing))
+    whole = {section for section in absent if absent[section] == sizes[section] > 1}
+    shown = (f"{_section(name)}.* ({sizes[_section(name)]})" if _section(name) in whole else name for name in missing)
+    return list(dict.fromkeys(shown))
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def report(golden: Golden, dump: dict[str, tuple[str, np.ndarray]], extra: list[str]) -> tuple[int, int]:
     """Print what was found; returns how many places differ and are missing. dump: dtype and array by name."""
     compared = [value for value in golden.values if value.name in dump]
@@ -252,7 +267,7 @@ def report(golden: Golden, dump: dict[str, tuple[str, np.ndarray]], extra: list[
         if causes := golden_places.place(first.name).causes:
             print("  known causes:\n" + "".join(f"    - {cause}\n" for cause in causes), end="")
         print(f"  after it, {len(found) - 1} of {len(compared) - len(before) - 1} differ")
-    for title, names in (("missing", missing), ("unknown", [printable(name) for name in extra])):
+    for title, names in (("missing", _grouped(missing, golden)), ("unknown", [printable(name) for name in extra])):
         if names:
             print(f"\n{title}:\n" + textwrap.fill(", ".join(names), 118, initial_indent="  ", subsequent_indent="  "))
     return len(found), len(missing)

@@ -43,8 +43,13 @@ CPU = torch.device("cpu")
 SEED = 0  # of the inputs
 STEPS = 3
 VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wrong order show
-# Inputs are uniform in -width .. width; powers of two keep them exact in every arithmetic.
-WIDTHS = {"t5": 2.0, "clip": 2.0, "mean": 4.0, "logvar": 2.0, "bias": 0.25, "scale": 0.25, "x": 8.0, "grad": 2.0**-7}
+# Inputs are uniform in -width .. width; powers of two keep them exact in every arithmetic. What norms see is small,
+# so that their epsilons show. A weight that is not here has the width at which linears keep magnitudes.
+WIDTHS = {
+    **{"t5": 2.0, "clip": 2.0, "mean": 4.0, "logvar": 2.0, "x": 8.0, "grad": 2.0**-7},
+    **{"img_in.weight": 2.0**-5, "txt_in.weight": 2.0**-5, "img_in.bias": 2.0**-4, "txt_in.bias": 2.0**-4},
+    **{"qkv.weight": 2.0**-6, "qkv.bias": 2.0**-6, "bias": 0.25, "scale": 0.25},
+}
 # Largest magnitudes of input and gradient in six steps; 0 leaves history and scale as they were.
 AMAXES = ((3, 0.5), (12, 0.25), (5, 0), (4, 2.0**-70), (6, 2.0**-71), (7, 2.0**-72))
 WHOLE = (  # parameters of which gradients, moments and weights are kept whole; of the others, norms
@@ -88,7 +93,8 @@ def inputs(cfg: Config) -> dict[str, np.ndarray]:
     for name, shape in shapes.items():
         count = int(np.prod(shape))
         u = draws.uniform(draws.words(SEED, draws.INIT, count, sample=draws.name_key(name))).reshape(shape)
-        width = WIDTHS.get(name.rpartition(".")[2]) or 2.0 ** -round(np.log2(shape[1]) / 2)
+        width = next((WIDTHS[end] for end in WIDTHS if name.endswith("." + end)), None)
+        width = width or 2.0 ** -round(np.log2(shape[1]) / 2)
         found[name] = ((2 * u - 1) * width + name.endswith(".scale")).astype(np.float32)
         if not name.startswith("weights."):
             found[name] = torch.from_numpy(found[name]).bfloat16().float().numpy()
