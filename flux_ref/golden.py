@@ -15,10 +15,12 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from flux_ref.errors import Refusal
 FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 VALUES, INDEX, CONFIG = "golden.safetensors", "index.json", "config.toml"
 HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_AXES = 8
 SHOWN = 20  # names of a list
 DTYPES = {  # of safetensors; bf16 and FP8 are read as bits
     **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "BOOL": np.bool_},
@@ -74,7 +77,9 @@ class TensorFile:
                     raise ValueError("its header is cut short")
                 header = json.loads(file.read(length))
             self.start = 8 + length
-            self.entries = {name: self._entry(name, entry, size) for name, entry in header.items() if name[:2] != "__"}
+            self.entries = {
+                name: self._entry(name, entry, size) for name, entry in header.items() if name != "__metadata__"
+            }
         except OSError as error:
             raise Refusal(f"{path}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -84,8 +89,9 @@ class TensorFile:
     def _entry(self, name: str, entry: dict, size: int) -> tuple[str, tuple[int, ...], int]:
         """(dtype, shape, first byte)."""
         dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)) or dtype not in DTYPES:
-            raise ValueError(f"{printable(name)} has dtype {dtype!r} and shape {shape}")
+        counts = all(type(number) is int and number >= 0 for number in (*shape, first, last))
+        if not counts or len(shape) > MOST_AXES or dtype not in DTYPES:
+            raise ValueError(f"{printable(name)} has dtype {printable(str(dtype))} and shape {printable(str(shape))}")
         if last - first != prod(shape) * np.dtype(DTYPES[dtype]).itemsize or self.start + last > size:
             raise ValueError(f"the bytes of {printable(name)} are not all there")
         return dtype, shape, self.start + first
@@ -135,6 +141,14 @@ class Golden:
 # Comparing
 
 
+class Yours(NamedTuple):
+    """A value to be compared; dtype: as a file has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
 @dataclass(frozen=True)
 class Difference:
     """A place where a dump is off; lines: how, for people."""
@@ -144,41 +158,45 @@ class Difference:
 
 
 def differs(yours: np.ndarray, golden: np.ndarray, atol: float, rtol: float) -> np.ndarray:
-    """Where it is off; NaN always is."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return ~(np.abs(yours - golden) <= atol + rtol * np.abs(golden))
+    """Where it is off."""
+    if atol == rtol == 0:
+        return yours != golden  # also of integers, whose differences wrap around
+    return ~(np.abs(yours - golden) <= atol + rtol * np.abs(golden))
 
 
-def compare(golden: Golden, value: Value, dtype: str, yours: np.ndarray) -> Difference | None:
-    """One value of a dump; dtype: as the file has it."""
-    yours = yours.reshape(()) if not value.shape and yours.shape == (1,) else yours
-    if list(yours.shape) != value.shape:
-        want = golden.file.read(value.name)
+def compare(golden: Golden, value: Value, given: Yours) -> Difference | None:
+    """One value of a dump; it is read only if it has as many elements as it should."""
+    if prod(given.shape) != prod(value.shape):
+        return Difference(value, [f"its shape is {list(given.shape)}, want {value.shape}"])
+    yours, want = given.read(), golden.file.read(value.name)
+    yours = yours.reshape(()) if yours.shape == (1,) else yours  # some frameworks have no scalars
+    if yours.shape != want.shape:
         turned = " (it is the transposed)" if yours.ndim == 2 and np.array_equal(yours.T, want) else ""
         return Difference(value, [f"its shape is {list(yours.shape)}, want {value.shape}{turned}"])
-    if dtype not in ACCEPTED[value.dtype]:
-        return Difference(value, [f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"])
-    want = golden.file.read(value.name)
-    if want.dtype.kind in "iub":
-        wrong = yours.astype(want.dtype) != want
-        if not wrong.any():
-            return None
-        at = np.unravel_index(np.argmax(wrong), wrong.shape)
-        line = f"{wrong.sum()} of {wrong.size} differ, first at {_place(at)}: yours {yours[at]}, golden {want[at]}"
-        return Difference(value, [line, *resemblances(golden, value, yours, want)])
-    yours, want = yours.astype(np.float64), want.astype(np.float64)
+    if given.dtype not in ACCEPTED[value.dtype]:
+        return Difference(value, [f"its dtype is {given.dtype}, want {' or '.join(ACCEPTED[value.dtype])}"])
+    if want.dtype.kind == "f":
+        yours, want = yours.astype(np.float64), want.astype(np.float64)
+        if not np.isfinite(yours).all():
+            return Difference(value, [f"{(~np.isfinite(yours)).sum()} of its {yours.size} elements are not finite"])
+    else:
+        yours, want = (array.astype(np.int64 if want.dtype == bool else want.dtype) for array in (yours, want))
     wrong = differs(yours, want, value.atol, value.rtol)
     if not wrong.any():
         return None
-    if not np.isfinite(yours).all():
-        return Difference(value, [f"{(~np.isfinite(yours)).sum()} of its {yours.size} elements are not finite"])
-    return Difference(value, [*_distance(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)])
+    how = _distance(golden, value, yours, want, wrong) if want.dtype.kind == "f" else _count(yours, want, wrong)
+    return Difference(value, [*how, *resemblances(golden, value, yours, want)])
+
+
+def _count(yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
+    at = np.unravel_index(np.argmax(wrong), wrong.shape)
+    return [f"{wrong.sum()} of {wrong.size} differ, first at {_place(at)}: yours {yours[at]}, golden {want[at]}"]
 
 
 def _distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
     far = np.abs(yours - want)
     at = np.unravel_index(np.argmax(far), far.shape)
-    tolerance = f"{value.atol:.1e}" if value.atol else f"{value.rtol:.1e} of each"
+    tolerance = f"{value.atol:.1e}" if value.atol else f"{value.rtol:.1e} of each" if value.rtol else "0"
     lines = [
         f"max |difference| {far[at]:.3g} at {_place(at)}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
         f"relative to the largest magnitude {far[at] / max(np.abs(want).max(), 1e-300):.3g};"
@@ -235,6 +253,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(printable, names[:SHOWN])) + rest
 
 
+def of_array(array: np.ndarray) -> Yours:
+    return Yours(NAMES[array.dtype], array.shape, lambda: array)
+
+
 def _grouped(missing: list[str], golden: Golden) -> list[str]:
     """The names, those of a section of which nothing is there as one."""
     sizes = Counter(_section(value.name) for value in golden.values if not value.given)
@@ -248,11 +270,11 @@ def _section(name: str) -> str:
     return name.partition(".")[0]
 
 
-def report(golden: Golden, dump: dict[str, tuple[str, np.ndarray]], extra: list[str]) -> tuple[int, int]:
-    """Print what was found; returns how many places differ and are missing. dump: dtype and array by name."""
+def report(golden: Golden, dump: dict[str, Yours], extra: list[str]) -> tuple[int, int]:
+    """Print what was found; returns how many places differ and are missing."""
     compared = [value for value in golden.values if value.name in dump]
     missing = [value.name for value in golden.values if value.name not in dump and not value.given]
-    found = [difference for value in compared if (difference := compare(golden, value, *dump[value.name]))]
+    found = [difference for value in compared if (difference := compare(golden, value, dump[value.name]))]
     print(f"{len(compared)} places compared, {len(found)} differ, {len(missing)} missing, {len(extra)} unknown")
     if found:
         first = found[0].value
@@ -283,13 +305,13 @@ def check(folder: Path, dump: Path | None) -> int:
     if dump is None:
         values = importlib.import_module("flux_ref.golden_values")
         recorded = values.record(config.load(folder / CONFIG), golden.given())
-        found = {name: (NAMES[value.array.dtype], value.array) for name, value in recorded.items()}
+        found = {name: of_array(value.array) for name, value in recorded.items()}
         return 1 if any(report(golden, found, extra := sorted(found.keys() - names))) or extra else 0
     file = TensorFile(dump)
     known = [name for name in file.entries if name in names]
     if not known:
         raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {folder / INDEX}; see there")
-    found = {name: (file.entries[name][0], file.read(name)) for name in known}
+    found = {name: Yours(*file.entries[name][:2], partial(file.read, name)) for name in known}
     differ, _ = report(golden, found, [name for name in file.entries if name not in names])
     return 1 if differ else 0
 
@@ -304,13 +326,13 @@ def write(folder: Path) -> int:
         kind = golden_places.place(name).kind
         about = (golden_places.meaning(name), *kind.tolerances(array), kind.why)
         entries.append(asdict(Value(name, list(array.shape), dtype, golden_places.is_given(name), *about)))
-    partial = {name: folder / f".{name}.partial" for name in (VALUES, INDEX)}
-    write_tensors(partial[VALUES], {name: value.array for name, value in recorded.items()})
+    unfinished = {name: folder / f".{name}.partial" for name in (VALUES, INDEX)}
+    write_tensors(unfinished[VALUES], {name: value.array for name, value in recorded.items()})
     parameters = [name.removeprefix("weights.") for name in recorded if name.startswith("weights.")]
-    head = {"sha256": hashlib.sha256(partial[VALUES].read_bytes()).hexdigest(), "parameters": parameters}
+    head = {"sha256": hashlib.sha256(unfinished[VALUES].read_bytes()).hexdigest(), "parameters": parameters}
     lines = ",\n".join(json.dumps(entry) for entry in entries)
-    partial[INDEX].write_text(json.dumps(head)[:-1] + f', "values": [\n{lines}\n]}}\n')
-    for name, path in partial.items():
+    unfinished[INDEX].write_text(json.dumps(head)[:-1] + f', "values": [\n{lines}\n]}}\n')
+    for name, path in unfinished.items():
         path.rename(folder / name)
     print(f"{folder}: {len(entries)} values, {(folder / VALUES).stat().st_size / 1e3:.0f} kB")
     return 0
