@@ -92,7 +92,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1  # on every parameter
+    weight_decay: float = 0.1  # spec: on every parameter
     clip_norm: float = 1.0
 
 
@@ -100,7 +100,7 @@ class OptimConfig:
 class EvalConfig:
     every_samples: int = 262_144  # spec: rounded up to whole steps
     at_start: bool = False  # also before the first step
-    target: float = 0.586  # stop once the validation loss is at most this; 0: never
+    target: float = 0.586  # spec: stop once the validation loss is at most this; 0: never
     batch: int = 32  # samples per forward on one rank
     noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
     band: str = "public"  # losses to compare with: the public runs', a .csv of own (convergence.py); "": none

@@ -213,7 +213,7 @@ class TrainSet:
 
 
 class ValSet:
-    """The validation samples of one rank: every sample once over all ranks, padding with weight 0."""
+    """The validation samples of one rank. spec: every sample once over all ranks; padding has weight 0."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         self.cfg, self.rank, self.size = cfg, rank, size

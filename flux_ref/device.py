@@ -75,7 +75,7 @@ class Recorder:
         return graph
 
     def synchronize(self) -> None:
-        """sync: until the device has done all that it was given."""
+        """sync: the host waits until the device has done all that it was given."""
         torch.cuda.synchronize(self.device)
 
 

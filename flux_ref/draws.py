@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# port: these numbers are part of the definition of a run.
+# port: the streams' numbers are part of the definition of a run.
 ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT, SYNTHETIC, SAMPLING, WORDS, JITTER = range(11)
 
 

@@ -1,7 +1,7 @@
 """Telling early, from what a run has written down, that it will not reach the target or has become slow.
 
 Losses are held against a band of runs that converged (convergence.py). Only what no such run did counts: twice in a
-row, as single evaluations stray, or once by far.
+row, as single evaluations stray, or once by far, or a little at four in a row.
 """
 
 import math
@@ -12,6 +12,7 @@ from flux_ref.convergence import Band
 
 CONFIRM = 2  # evaluations in a row that must agree
 FAR = 3  # times the margin: needs no confirmation
+LASTS, ABOVE = 4, 1.25  # evaluations in a row that lie so much further above the median than any run did
 LEAST_MARGIN = 0.0015  # about two standard deviations of one evaluation's loss in the public runs
 BELOW = 0.9  # of the band's lower edge; recipes differ early, so that mere luck is not reported
 RISE = 1.03  # of the best loss so far
@@ -63,14 +64,19 @@ def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     last, loss = curve[-1]
     recent = [(samples, own) for samples, own in curve[-CONFIRM:] if samples >= band.samples[0]]
     excess = [(own - band.at(samples, "median")) / _margin(band, samples) for samples, own in recent]
+    reach = [
+        ABOVE * max(band.at(samples, "high") - band.at(samples, "median"), LEAST_MARGIN / 2) for samples, _ in curve
+    ]
+    lasts = [own > band.at(samples, "median") + most for (samples, own), most in zip(curve, reach)][-LASTS:]
     low = [own < BELOW * band.at(samples, "low") for samples, own in recent]
     seen = (
         f"validation loss {loss:.4f}; {band.source} had {band.at(last, 'low'):.4f} to {band.at(last, 'high'):.4f} here"
     )
-    if excess and (excess[-1] > FAR or (len(excess) == CONFIRM and min(excess) > 1)):
+    confirmed = len(excess) == CONFIRM and min(excess) > 1
+    if excess and (excess[-1] > FAR or confirmed or (len(lasts) == LASTS and all(lasts))):
         return Alarm(last, "high", f"{seen}: check learning rate, warm-up, data and their scale")
     if len(low) == CONFIRM and all(low):
-        return Alarm(last, "low", f"{seen}: check the scale of the latents and the validation set")
+        return Alarm(last, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate")
     return None
 
 

@@ -53,6 +53,7 @@ def validation_loss(
     finally:
         feed.close()
         parallel.reshard(net)  # also when told to stop: a checkpoint is taken of shards
+    # sync: once per evaluation.
     return summarise(parallel.all_reduce(sums).tolist(), samples)
 
 

@@ -4,6 +4,8 @@
     velocity = noise - latent                 what the network predicts
     sampling walks t from 1 to 0
 
+port: others run time the other way, or call the noise x_0.
+
 Training and validation call the same `losses`; they differ only in where t and the noise come from.
 """
 

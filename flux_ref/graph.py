@@ -123,7 +123,7 @@ class Steps:
         self.graphs[name] = self.recorder.capture(work)
 
     def _settle(self) -> None:
-        """Bring the net to where a step begins, and all ranks to a halt."""
+        """Bring the net to where a step begins, and all ranks to a halt. sync: before the clock starts."""
         net = self.state.net
         parallel.reshard(net)
         require_settled(net)

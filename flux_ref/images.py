@@ -39,6 +39,7 @@ from flux_ref.config import Config, ModelConfig, ParallelConfig
 from flux_ref.encoders import Encoders
 from flux_ref.errors import Fault, Refusal
 from flux_ref.parallel import World
+from flux_ref.progress import progress
 from flux_ref.raw_images import Candidate, Files, Part, Rejected
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shard_writer import PER_SHARD, ShardWriter, key_of, npy_blob, shard_path
@@ -95,7 +96,9 @@ class Job:
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Of rank 0's share."""
         share = f", rank 0 of {self.world.size}" if self.world.size > 1 else ""
-        return tqdm(total=total, desc=f"{what} {self.args.split}{share}", unit=" images", disable=self.world.rank > 0)
+        return progress(
+            total=total, desc=f"{what} {self.args.split}{share}", unit=" images", disable=self.world.rank > 0
+        )
 
 
 def run(args: argparse.Namespace) -> int:

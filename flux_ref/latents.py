@@ -10,10 +10,11 @@ SCALE, SHIFT = 0.3611, 0.1159  # BFL flux, autoencoder of FLUX.1: latent = SCALE
 
 
 def sample(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:
-    """Draw the latent from the autoencoder's posterior and bring it to about unit variance, in fp32.
+    """Draw the latent from the autoencoder's posterior and bring it to about unit variance: (B, C, Y, X) fp32.
 
     mean, logvar: as the encoder gave them, any float dtype; eps: N(0, 1).
-    Source:       MLPerf reference, FLUX.1 preprocessed data; the reference does this in bf16.
+    Source:       MLPerf reference, FLUX.1 preprocessed data.
+    numerics: fp32, where the reference has bf16.
     """
     z_BCYX = mean_BCYX.float() + torch.exp(0.5 * logvar_BCYX.float()) * eps_BCYX
     return SCALE * (z_BCYX - SHIFT)
@@ -27,7 +28,7 @@ def unscale(latent_BCYX: Tensor) -> Tensor:
 def pack(latent_BCYX: Tensor) -> Tensor:
     """Fold each 2 x 2 patch into one token: (B, C, Y, X) -> (B, Y/2 * X/2, 4 * C).
 
-    Tokens run row by row, features are ordered (C, dy, dx); Y and X are even.
+    port: tokens run row by row, features are ordered (C, dy, dx); Y and X are even.
     Source: BFL flux, sampling.prepare; released weights depend on the order.
     """
     B, C, Y, X = latent_BCYX.shape

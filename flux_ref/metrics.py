@@ -24,6 +24,7 @@ from flux_ref.evaluate import Validation
 from flux_ref.mllog import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.parallel import World
+from flux_ref.progress import progress
 from flux_ref.records import records, rewrite, write_whole
 from flux_ref.step import NEVER, Health, State
 
@@ -92,14 +93,12 @@ class Reporter:
         total = (
             schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
         )
-        self.bar = tqdm(
+        self.bar = progress(
             total=total,
             initial=samples,
             unit=" samples",
             unit_scale=True,
             disable=not self.speaks,
-            dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10,  # a log file wants fewer lines
         )
         self._mark(samples, 0.0)
         if not evaluates:
@@ -113,7 +112,9 @@ class Reporter:
         self.since = (time.perf_counter(), samples, wait_s)
 
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
-        """Report one training step. Collective. sync: the one host read of the training loop.
+        """Report one training step. Collective.
+
+        sync: the training loop reads the device here and for evaluations only, not in the steps between.
 
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
@@ -153,7 +154,10 @@ class Reporter:
         self.is_slow = alarm is not None
 
     def require_healthy(self, health: Health) -> None:
-        """Collective. sync. Raises: Fault, on every rank, if a loss or a norm since the run began was not finite."""
+        """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
+
+        sync: the host waits for the device.
+        """
         complaint = blame(parallel.gather(health.flags[1:]), self.cfg.train.global_batch)
         if complaint:
             raise Fault(complaint)

@@ -29,11 +29,11 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from tqdm import tqdm
 
 from flux_ref import config, shards
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
+from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shard_writer import PER_SHARD, ShardWriter, key_of, shard_path
 from flux_ref.shards import NPY_HEADER, Layout, npy_header
@@ -117,7 +117,7 @@ def _pyarrow() -> ModuleType:
 def _inspect(source: Path, split: str, layout: Layout, expect: int) -> list[ArrowFile]:
     """The files of a folder, after a look at the columns, rows and timesteps of each. Raises: Refusal."""
     files, first, timesteps = [], 0, Counter()
-    for path in tqdm(_paths(source), desc=f"counting {source.name}", unit=" files", leave=False):
+    for path in progress(_paths(source), desc=f"counting {source.name}", unit=" files", leave=False):
         rows = 0
         for batch in _batches(path):
             timesteps.update(_timesteps(batch, split, path, rows))
@@ -298,7 +298,7 @@ def _write_missing(job: Job, workers: int) -> None:
     """Raises: Refusal; Fault; KeyboardInterrupt, once no process is at work any more."""
     missing = job.missing()
     todo = sum(len(job.samples(shard)) for shard in missing)
-    bar = tqdm(total=job.count, initial=job.count - todo, desc=f"converting {job.split}", unit=" samples")
+    bar = progress(total=job.count, initial=job.count - todo, desc=f"converting {job.split}", unit=" samples")
     spawn = multiprocessing.get_context("spawn")
     written, stop = spawn.RawArray("q", 1 + max(missing, default=0)), spawn.RawValue("b")
     pool = ProcessPoolExecutor(workers, spawn, _start_process, (written, stop))

@@ -91,7 +91,7 @@ class BenchmarkLog:
         compute = PRECISION_NAMES[cfg.parallel.dtype]
         reduce = PRECISION_NAMES[cfg.parallel.reduce_dtype]
         return {
-            "lowest_numerical_precision_in_linear": compute,
+            "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
             "lowest_numerical_precision_in_attn": compute,
             "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
             "tensor_parallelism": 1,

@@ -20,7 +20,7 @@ from flux_ref.latents import image_positions
 # D hidden (3072) = H heads (24) x K head dim (128)  R = K / 2 rotated pairs  M = mlp_ratio * D
 # P packed latent channels (64)  E T5 features (4096)  V CLIP features (768)  W wave features (256)
 TIME_WAVES = 256
-NORM_EPS = 1e-6
+NORM_EPS = 1e-6  # numerics: of all norms, under the root; libraries have other defaults
 
 
 def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tensor:
@@ -38,7 +38,10 @@ def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tenso
 
 
 def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring features (2r, 2r + 1) by its angle; fp32 in and out."""
+    """Rotate each pair of features by its angle; fp32 in and out.
+
+    port: pairs are neighbours, (2r, 2r + 1), where other models pair r with r + K / 2.
+    """
     x_BHSR2 = x_BHSK.unflatten(-1, (-1, 2))
     if not torch.compiler.is_compiling():  # one kernel; the compiler fuses real arithmetic only. The same bits on a CPU
         return torch.view_as_real(torch.view_as_complex(x_BHSR2) * torch.view_as_complex(rope_SR2)).flatten(-2)
@@ -49,7 +52,7 @@ def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
 
 
 def attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
-    """Full attention without a mask (padding of the text takes part, spec): (B, S, D).
+    """Full attention: (B, S, D). spec: without a mask, so padding of the text takes part.
 
     q, k: fp32 after their norm; v: the activations' dtype, which attention computes in.
     """
@@ -60,7 +63,7 @@ def attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, rope_SR2: Tensor) 
 
 
 def time_waves(t_B: Tensor) -> Tensor:
-    """Sinusoidal embedding of 1000 * t: (B, W) fp32, cosines first.
+    """Sinusoidal embedding of 1000 * t: (B, W) fp32. port: all cosines first, then all sines.
 
     Source: BFL flux, timestep_embedding.
     """
@@ -77,7 +80,7 @@ def modulate(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, fp32 whatever the input; the parameter is called `scale` as in BFL's files."""
+    """x / rms(x) * scale; the parameter is called `scale` as in BFL's files. numerics: fp32 in and out of any input."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -141,11 +144,12 @@ class SelfAttention(nn.Module):
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(B, S, 3 * D), features ordered (q|k|v, head, dim) -> q, k, v of (B, H, S, K)."""
+    """(B, S, 3 * D) -> q, k, v of (B, H, S, K). port: features are ordered (q|k|v, head, dim)."""
     return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
+    """(B, S, D) -> (B, S, D) by way of M features. port: GELU by its tanh formula, here and in single blocks."""
     inner = cfg.mlp_ratio * cfg.hidden
     return nn.Sequential(nn.Linear(cfg.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, cfg.hidden))
 
@@ -182,7 +186,10 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """One joint stream; attention and MLP side by side, sharing the first and the last linear."""
+    """One joint stream; attention and MLP side by side, sharing the first and the last linear.
+
+    port: linear1's outputs are ordered (q|k|v, MLP), linear2's inputs (attention, MLP).
+    """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -262,6 +269,7 @@ class Flux(nn.Module):
 def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
     """How a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
 
+    spec: modulation and head start at 0, biases too.
     Source: MLPerf reference, torchtitan experiments/flux, init_weights.
     """
     if name.endswith(".scale"):

@@ -69,7 +69,7 @@ def _parts(name: str, rows: int, hidden: int) -> list[Part]:
         stem = ("transformer_blocks." if block == "double_blocks" else "single_transformer_blocks.") + number + "."
         names = DOUBLE if block == "double_blocks" else SINGLE
     to = names[module]
-    if module == "final_layer.adaLN_modulation.1":  # BFL: shift, scale; diffusers: scale, shift
+    if module == "final_layer.adaLN_modulation.1":  # port: BFL shift, scale; diffusers scale, shift
         return [Part(f"{to}.{kind}", hidden, hidden), Part(f"{to}.{kind}", 0, hidden)]
     if isinstance(to, str):
         return [Part(f"{stem}{to}.{kind}", 0, rows)]

@@ -8,7 +8,7 @@ from flux_ref.config import OptimConfig
 from flux_ref.parallel import World, named_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 class ShardedAdamW:
@@ -41,7 +41,7 @@ class ShardedAdamW:
         """
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
-        # Replicas hold equal gradients; summing over all ranks gives all of them the same bits of the norm.
+        # numerics: replicas hold equal gradients; summing over all ranks gives them the same bits of the norm.
         squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()

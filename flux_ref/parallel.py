@@ -36,6 +36,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RC
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
+# A new one also needs a place in rules.CHOICES and mllog.PRECISION_NAMES.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -78,21 +79,23 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise Refusal(f"cannot form the process group at {address}: {reason}; is the port in use?") from None
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
+        raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
-    replicate = topology.replicas(cfg.replicate, nodes)
-    if replicate == 1:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    else:  # the inner dimension is contiguous: shard inside a node, replicate across
-        mesh = init_device_mesh(device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(device.type, size, topology.replicas(cfg.replicate, nodes))
     if timeout:  # groups of a mesh would have the backend's own
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in mesh.get_all_groups():
             set_timeout(timeout, group)
     return World(rank, size, device, mesh, nodes)
+
+
+def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
+    """All ranks as shards of one copy, or as (replicate, shard): shard inside a node, replicate across."""
+    if replicate == 1:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
 
 
 def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
@@ -213,7 +216,7 @@ def last_collective() -> str:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place; every rank ends with rank 0's bits, so that all decide alike."""
+    """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
     dist.all_reduce(tensor)
     dist.broadcast(tensor, src=0)
     return tensor
@@ -253,7 +256,9 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
 def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
 
-    Master weights stay fp32; each unit is gathered in cfg.dtype and its gradients reduced in cfg.reduce_dtype.
+    Weights are gathered, and gradients of each micro-batch reduced, among the ranks of a replica; the shards are summed
+    over replicas with a step's last micro-batch only (step.train_step).
+    numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)
     net.single_blocks = regions.regions(net.single_blocks, cfg)
@@ -367,6 +372,5 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cpu":
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
     return torch.get_device_module(device).max_memory_allocated(device) / 1e9

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from flux_ref import config, draws, schedule, shapes, shard_writer, shards, tar_index
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault, Refusal
+from flux_ref.progress import progress
 from flux_ref.shard_writer import Sample
 
 
@@ -41,7 +41,7 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
 
 def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[Sample]:
     encoded = {d: shapes.encode_caption(d.caption, model.text_tokens, model.t5_dim, model.clip_dim) for d in drawings}
-    for i in tqdm(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
+    for i in progress(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         dx, dy = shapes.JITTER * (2 * draws.uniform(draws.words(0, draws.JITTER, 2, sample=i, epoch=split)) - 1)
         picture = shapes.draw(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
@@ -87,7 +87,7 @@ def run_index(args: argparse.Namespace) -> int:
     if not paths:
         raise Refusal(f"{args.folder} holds no *.tar shard")
     samples = 0
-    for path in tqdm(paths, unit=" shards", leave=False):
+    for path in progress(paths, unit=" shards", leave=False):
         try:
             places = tar_index.walk(path, layout.payload_bytes)
         except tar_index.NotOurs as error:

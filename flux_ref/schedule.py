@@ -25,7 +25,10 @@ def evaluates(samples: int, every_samples: int, max_samples: int, global_batch: 
 
 
 def lr(step: int, peak: float, warmup_steps: int) -> float:
-    """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant."""
+    """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant.
+
+    spec: the first step has peak / warmup_steps, not 0.
+    """
     return peak * min(1.0, (step + 1) / max(1, warmup_steps))
 
 

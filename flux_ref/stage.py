@@ -37,10 +37,10 @@ from typing import IO
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from flux_ref import cli, parallel
 from flux_ref.errors import Fault, Refusal
+from flux_ref.progress import progress
 
 STREAMS = 8
 CHUNK = 16 << 20  # bytes; a stream holds one
@@ -320,7 +320,7 @@ def move(streams: list[Stream], rank: int, nodes: int) -> None:
     for stream in streams:
         stream.start()
     working = True
-    with tqdm(total=total, desc="staging", unit="B", unit_scale=True, leave=False, disable=rank > 0) as bar:
+    with progress(total=total, desc="staging", unit="B", unit_scale=True, leave=False, disable=rank > 0) as bar:
         while working:
             working = any(stream.is_alive() for stream in streams)
             bar.update(sum(stream.passed for stream in streams) - bar.n)

@@ -81,7 +81,7 @@ def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> 
         losses = flow.losses(net, batch, parallel.DTYPES[cfg.parallel.dtype]).double()
         weight = batch["weight"].double()
         rows = torch.stack((weight, weight * losses, weight * losses.square()))
-        # A product with a one-hot matrix sums in a fixed order, which scattered adds on a GPU do not.
+        # numerics: a product with a one-hot matrix sums in a fixed order, which scattered adds on a GPU do not.
         one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
         sums += rows @ one_hot.double()
 
@@ -110,7 +110,7 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
             parallel.reshard(state.net)
     state.opt.reset()
     state.net.fp8.reset()
-    if health.flags[1:].max() != NEVER:
+    if health.flags[1:].max() != NEVER:  # sync: before the clock starts
         raise Fault(
             "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"
         )

@@ -21,12 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from flux_ref import config, shard_check, shards
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.listing import META
+from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.shard_check import SHOWN, Job, Problems, Report
 from flux_ref.shards import Layout
@@ -110,7 +110,7 @@ def _look(jobs: list[Job], workers: int) -> list[Report]:
     """What the files hold, in their order. Raises: Refusal if a process died; KeyboardInterrupt."""
     total = sum(job.path.stat().st_size for job in jobs if job.path.is_file())
     quiet = all(job.fast for job in jobs)
-    with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         if workers == 1 or quiet or len(jobs) < 2:
             return [shard_check.check(job, bar.update) for job in jobs]
         spawn = multiprocessing.get_context("spawn")

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import config, convergence, early_warning, flops
+from flux_ref import config, convergence, early_warning, flops, hardware
 from flux_ref.config import Config
 from flux_ref.convergence import Band
 from flux_ref.early_warning import Alarm
@@ -38,6 +38,7 @@ class Look:
     cfg: Config
     band: Band | None
     ranks: int
+    device: str
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]
     outcome: str  # how it ended; "" while it has not
@@ -89,14 +90,15 @@ def look(folder: Path) -> Look:
     """Read a run's folder. Raises: Refusal if it holds none."""
     if not (folder / "config.toml").is_file():
         raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
-    cfg = config.load(folder / "config.toml")
+    cfg, environment = config.load(folder / "config.toml"), _object(folder / "environment.json")
     paths = [folder / name for name in ("metrics.jsonl", "eval.jsonl")]
     written = max([path.stat().st_mtime for path in paths if path.exists()] or [time.time()])
     return Look(
         folder,
         cfg,
         convergence.of_config(cfg),
-        int(_object(folder / "environment.json").get("ranks", 1)),
+        int(environment.get("ranks", 1)),
+        str(environment.get("device", "")),
         records(paths[0]),
         records(paths[1]),
         str(_object(folder / "outcome.json").get("outcome", "")),
@@ -161,9 +163,11 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     lines.append(losses + (f"   target {target:g}" if target else ""))
     if last:
         tflop = last["samples_per_s"] * flops.per_sample(one.cfg.model) / one.ranks / 1e12
+        gpu = hardware.of_device(one.device)
+        mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
         lines.append(
-            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank"
-            f"   data wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
+            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
+            f"   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
         )
     return [*lines, ""]
 

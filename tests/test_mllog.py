@@ -87,6 +87,14 @@ def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg, compute, reduce, c
     assert values["lowest_numerical_precision_in_comm"] == comm
 
 
+def test_linears_in_fp8_are_disclosed(tmp_path, cfg):
+    own = config.replace(cfg, fp8__recipe="delayed", mllog__ruleset="6.1.0")
+    values = {event["key"]: event["value"] for event in write_log(tmp_path / "result_0.txt", own)}
+    assert values["lowest_numerical_precision_in_linear"] == "fp8"
+    assert values["lowest_numerical_precision_in_attn"] == "bfloat16"
+    assert check(tmp_path / "result_0.txt", "6.1.0")[0]
+
+
 def test_order_and_outcome(tmp_path, cfg):
     """Init before run, blocks and evaluations alternate, status and reason at the end."""
     events = write_log(tmp_path / "log", cfg, success=False)

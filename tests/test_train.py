@@ -15,7 +15,7 @@ from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 
 FILES = [
-    *(".lock", "checkpoints", "config.toml", "eval.jsonl", "loss.png"),
+    *(".lock", "checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
 ]
 

@@ -30,7 +30,7 @@ def put(tmp_path):
         overrides = ["--optim.lr=1.85e-4", "--optim.warmup_steps=0"]
         cfg = config.load(ROOT / "configs/schnell_gbs1024.toml", overrides)
         (folder / "config.toml").write_text(config.dump(cfg))
-        (folder / "environment.json").write_text(json.dumps({"ranks": ranks}))
+        (folder / "environment.json").write_text(json.dumps({"ranks": ranks, "device": "NVIDIA GB200"}))
         band = convergence.public_band(BATCH)
         steps = [
             {"samples": at, "loss": 0.6, "samples_per_s": 1600.0, "data_wait": 0.01, "peak_memory_gb": 120.25}
@@ -65,7 +65,7 @@ def test_a_run_under_way(put):
     median = convergence.public_band(BATCH).at(4_980_736, "median")
     assert f"validation {median:.4f} at 4,980,736" in text and "target 0.586" in text
     # 1600 samples/s of 20.42 TFLOP over 32 ranks
-    assert "1,600 samples/s   1,021 TFLOP/s per rank   data wait 1.0%   120.2 GB\n" in text
+    assert "1,600 samples/s   1,021 TFLOP/s per rank (MFU 41%)   wait 1.0%   120.2 GB\n" in text
     assert "░ public MLPerf v5.1 runs at batch 1024" in text and text.count("●") >= 12 and "╌" in text
     assert "warning" not in text
 

@@ -1,0 +1,143 @@
+"""Reading a benchmark log of any submitter: result_N.txt, plain or gzipped.
+
+A foreign log is a whole terminal's output: launchers put ranks before lines, progress bars and colours lie between
+them, several ranks write the same entry, and a run that was killed leaves half a line. What can be read is read, what
+cannot is said. Lines are told apart as mlperf-logging's parser does, so that both see the same entries.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOKEN, SYSTEM_TOKEN = ":::MLLOG ", ":::SYSJSON "
+LINE_LIMIT = 16_384  # characters; the official parser takes time that grows with the square of an entry's length
+MOST = 1e15  # no count or time of a run is as large
+OWN_LINE = re.compile(r"  (ranks|compute|steps|batch|data) +(\S.*)")  # of metrics.Reporter.introduce
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry. line counts from 1 in the file; time_ms is since 1970, NaN if it was no number."""
+
+    line: int
+    time_ms: float
+    key: str
+    value: object
+    metadata: dict
+
+
+@dataclass
+class ResultLog:
+    path: Path
+    events: list[Event] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # those with an entry, as they stand; what the checkers look at
+    numbers: list[int] = field(default_factory=list)  # of these lines
+    problems: list[str] = field(default_factory=list)
+    system: dict[str, object] = field(default_factory=dict)  # what the log says of the machine
+    name: str = ""  # among the logs of its system
+
+    def all(self, key: str) -> list[Event]:
+        return [event for event in self.events if event.key == key]
+
+    def value(self, key: str) -> object:
+        """Of the first such entry; None without one."""
+        return next((event.value for event in self.events if event.key == key), None)
+
+
+def read(path: Path) -> ResultLog:
+    """Everything that can be read of a log; what could not is in its problems. Raises nothing for any content."""
+    log = ResultLog(path, name=printable(path.name))
+    damaged: list[str] = []
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            stream = gzip.GzipFile(fileobj=file) if packed else file
+            for number, line in _lines(io.TextIOWrapper(stream, encoding="latin-1")):
+                if TOKEN in line:
+                    _take(log, number, line, damaged)
+                elif SYSTEM_TOKEN in line and not log.system:
+                    log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
+                elif (own := OWN_LINE.fullmatch(line.rstrip())) and not log.events:
+                    log.system.setdefault(own[1], own[2])
+    except (OSError, EOFError, zlib.error) as error:
+        log.problems.append(f"cannot be read to its end: {getattr(error, 'strerror', None) or error}")
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if damaged[1:] else ""
+        log.problems.append(f"{damaged[0]}{more}")
+    if not log.events and not log.problems:
+        log.problems.append("holds no :::MLLOG entry" if path.stat().st_size else "is empty")
+    return log
+
+
+def _lines(text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+    """Numbered lines. Of one beyond the limit only the token is left, if it was in it."""
+    number = 1
+    while piece := text.readline(LINE_LIMIT):
+        if len(piece) < LINE_LIMIT or piece.endswith("\n"):
+            yield number, piece
+        else:
+            found, tail = TOKEN in piece, piece
+            while not tail.endswith("\n") and (piece := text.readline(LINE_LIMIT)):
+                tail = tail[-len(TOKEN) :] + piece
+                found = found or TOKEN in tail
+            if found:
+                yield number, f"{TOKEN}\n"
+        number += 1
+
+
+def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:
+    log.lines.append(line)
+    log.numbers.append(number)
+    text = line.rpartition(TOKEN)[2].strip()
+    if not text:
+        damaged.append(f"line {number} has an entry that is empty or longer than {LINE_LIMIT:,} characters")
+        return
+    entry, rest = _object(text)
+    if not isinstance(entry.get("key"), str):
+        damaged.append(f"line {number} has an entry that is cut off or damaged")
+        return
+    if rest:
+        damaged.append(f"line {number} goes on after its entry with {rest[:20]!r}")
+    try:
+        time_ms = float(entry.get("time_ms"))
+    except (TypeError, ValueError, OverflowError):
+        time_ms = math.nan
+    if not abs(time_ms) < MOST:
+        time_ms = math.nan
+        damaged.append(f"line {number} has time_ms={str(entry.get('time_ms'))[:20]}, which is no time")
+    metadata = entry.get("metadata")
+    log.events.append(
+        Event(number, time_ms, entry["key"], entry.get("value"), metadata if isinstance(metadata, dict) else {})
+    )
+
+
+def _object(text: str) -> tuple[dict, str]:
+    """The JSON object at the start of a text, {} without one, and what follows it."""
+    with contextlib.suppress(UnicodeError):
+        text = text.encode("latin-1").decode("utf-8")  # names beyond ASCII are UTF-8 if they can be
+    text = text.strip()
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}, ""
+    return (found, text[end:].strip()) if isinstance(found, dict) else ({}, "")
+
+
+def printable(text: object) -> str:
+    """Foreign text for a terminal, a page or a picture: no control characters, nothing that UTF-8 cannot hold."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+def number(value: object) -> float | None:
+    """A number that a run could tell; None for anything else, a truth value too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < MOST else None

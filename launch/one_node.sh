@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# What slurm.sbatch does, on one machine without Slurm: check it, stage and verify the data, train NEXP times, score.
+#
+#   NEXP=10 launch/one_node.sh configs/schnell_gbs512.toml [--section.key=value]
+#
+# From the root of the repository. Variables as in slurm.sbatch: NEXP (1), SEED (drawn once), RESULTS (results/<config>),
+# GPUS_PER_NODE (all; 1 on the CPU), PREFLIGHT="arguments" or off, STAGE="SRC DST", VERIFY=DIR. And REPORT="arguments" of
+# flux_ref.report, or off. The same command again skips what is done and goes on with the rest.
+set -euo pipefail
+
+say() { printf '%(%F %T)T %s\n' -1 "$*"; }
+die() { say "ends: $*"; exit 1; }
+
+[[ -f train.py && $# -gt 0 ]] || die "run from the root of the repository, with a config; see the head of this file"
+config=$1
+shift
+results=${RESULTS:-results/$(basename "$config" .toml)}
+gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
+mkdir -p "$results/logs"
+
+if [[ ! -e $results/seeds.txt ]]; then
+  first=${SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
+  seq "$first" "$((first + ${NEXP:-1} - 1))" >"$results/.seeds.txt"
+  mv "$results/.seeds.txt" "$results/seeds.txt"
+fi
+mapfile -t seeds <"$results/seeds.txt"
+((${#seeds[@]} == ${NEXP:-1})) || die "$results/seeds.txt is for ${#seeds[@]} runs, NEXP=${NEXP:-1}; set another RESULTS"
+
+if [[ ${PREFLIGHT:-} != off ]]; then
+  # shellcheck disable=SC2086 # several arguments
+  python -m flux_ref.preflight --gpus "$gpus" ${PREFLIGHT:-} || die "this machine is unfit"
+fi
+if [[ -n ${STAGE:-} ]]; then
+  # shellcheck disable=SC2086 # two folders
+  python -m flux_ref.prepare stage $STAGE || die "staging failed"
+fi
+if [[ -n ${VERIFY:-} ]]; then
+  python -m flux_ref.prepare verify "$VERIFY" --fast --config "$config" || die "the data set is damaged"
+fi
+
+for ((run = 0; run < ${NEXP:-1}; run++)); do
+  if [[ ! -e $results/run_$run/outcome.json ]]; then
+    say "run $run of ${NEXP:-1}, seed ${seeds[run]}: $results/logs/run_$run.log"
+    torchrun --standalone --nproc-per-node "$gpus" --max-restarts 3 train.py "$config" "$@" \
+      --run.dir="$results/run_$run" --train.seed="${seeds[run]}" >>"$results/logs/run_$run.log" 2>&1 ||
+      die "run $run failed: $(grep -a 'train.py: ' "$results/logs/run_$run.log" | tail -n 1), see $results/logs/run_$run.log"
+  fi
+  cp "$results/run_$run/result_0.txt" "$results/.result_$run.txt"
+  mv "$results/.result_$run.txt" "$results/result_$run.txt"
+  say "run $run is done: $(cat "$results/run_$run/outcome.json")"
+done
+if [[ ${REPORT:-} != off ]]; then
+  # shellcheck disable=SC2086 # several arguments
+  python -m flux_ref.report "$results" --out "$results/report" ${REPORT:-}
+fi

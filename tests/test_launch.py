@@ -1,0 +1,153 @@
+"""The scripts and files in launch/: tuning a node, what shell and YAML say of them, and what its README promises."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+LAUNCH = ROOT / "launch"
+README = (LAUNCH / "README.md").read_text()
+TUNE = LAUNCH / "tune_node.sh"
+SCRIPTS = [LAUNCH / "slurm.sbatch", LAUNCH / "one_node.sh", TUNE, *sorted((LAUNCH / "env").glob("*.sh"))]
+OLD = {
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "schedutil",
+    "sys/devices/system/cpu/cpu0/cpuidle/state1/disable": "0",
+    "sys/devices/system/cpu/cpu0/cpuidle/state2/disable": "0",
+    "proc/sys/kernel/numa_balancing": "1",
+    "proc/sys/kernel/nmi_watchdog": "1",
+    "proc/sys/kernel/randomize_va_space": "2",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    "proc/sys/vm/drop_caches": "0",
+}
+NEW = OLD | {
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
+    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance",
+    "sys/devices/system/cpu/cpu0/cpuidle/state2/disable": "1",
+    "proc/sys/kernel/numa_balancing": "0",
+    "proc/sys/kernel/nmi_watchdog": "0",
+    "proc/sys/kernel/randomize_va_space": "0",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always",
+    "proc/sys/vm/drop_caches": "3",
+}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A folder with the files of a machine that has no setting for transparent_hugepage/defrag."""
+    for name, text in OLD.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    return tmp_path
+
+
+def tune(machine: Path, *args: str, code: int = 0) -> str:
+    env = {"ROOT": str(machine), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([TUNE, *args], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def contents(machine: Path) -> dict[str, str]:
+    return {name: (machine / name).read_text().strip() for name in OLD}
+
+
+def test_tuning_says_what_it_would_do_and_does_nothing(machine):
+    said = tune(machine)
+    assert contents(machine) == OLD and not (machine / "run").exists()
+    assert re.search(r"scaling_governor: 1 x powersave, 1 x schedutil -> performance  \(.+\)", said)
+    assert "defrag: not on this machine -> madvise" in said and len(said.splitlines()) == 8
+
+
+def test_tuning_is_applied_and_restored(machine):
+    tune(machine, "--apply")
+    assert contents(machine) == NEW
+    assert "is tuned already" in tune(machine, "--apply", code=2)  # which would save the new values as the old
+    tune(machine, "--restore")
+    one_word = {"sys/kernel/mm/transparent_hugepage/enabled": "madvise", "proc/sys/vm/drop_caches": "3"}
+    assert contents(machine) == OLD | one_word  # the kernel itself adds the brackets
+    assert "nothing was tuned" in tune(machine, "--restore", code=2)
+    tune(machine, "--apply")
+    assert contents(machine) == NEW
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="writes to a setting of the kernel, which refuses the value")
+def test_a_setting_that_the_kernel_refuses_is_said_and_the_others_are_set(machine):
+    refused = machine / "proc/sys/kernel/numa_balancing"
+    refused.unlink()
+    refused.symlink_to("/proc/sys/net/ipv4/ip_default_ttl")  # 1 to 255
+    said = tune(machine, "--apply", code=3)
+    assert "numa_balancing does not take 0" in said
+    assert (machine / "proc/sys/kernel/nmi_watchdog").read_text() == "0\n"
+
+
+def test_an_unknown_argument_shows_the_usage(machine):
+    assert "--restore" in tune(machine, "--help", code=2) and contents(machine) == OLD
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(path):
+    done = subprocess.run(["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash(path):
+    assert subprocess.run(["bash", "-n", path], timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((LAUNCH / "env").glob("*.sh")), ids=lambda path: path.name)
+def test_every_variable_has_a_reason(path):
+    """Each paragraph that sets one begins with a comment."""
+    paragraphs = path.read_text().strip().split("\n\n")
+    assert all(paragraph.startswith("# ") for paragraph in paragraphs)
+    assert all(paragraph.count("export") <= 1 for paragraph in paragraphs if "# export" not in paragraph)
+
+
+def torchrun_options(text: str) -> set[str]:
+    """The names of torchrun's own options, before the script."""
+    (command,) = re.findall(r"torchrun (.*?) train\.py", " ".join(text.split()))
+    return set(re.findall(r"--[a-z-]+", command))
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
+def test_kubernetes_files_start_what_the_readme_starts(name):
+    job = yaml.safe_load((LAUNCH / "kubernetes" / f"{name}.yaml").read_text())
+    if name == "jobset":
+        (own,) = job["spec"]["replicatedJobs"]
+        spec = own["template"]["spec"]
+        assert spec["parallelism"] == spec["completions"] == 8
+        templates = [spec["template"]]
+    else:
+        kinds = job["spec"]["pytorchReplicaSpecs"]
+        assert kinds["Master"]["replicas"] + kinds["Worker"]["replicas"] == 8
+        templates = [kind["template"] for kind in kinds.values()]
+    (static,) = re.findall(r"```\n(torchrun [^`]*--node-rank[^`]*)```", README)
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        (command,) = container["args"]
+        assert torchrun_options(command) == torchrun_options(static)
+        assert "--nnodes 8 --nproc-per-node 8" in command
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        (config,) = re.findall(r"configs/\S+\.toml", command)
+        assert (ROOT / config).exists()
+
+
+def test_what_is_untested_says_so():
+    for path in [*(LAUNCH / "kubernetes").iterdir(), *(LAUNCH / "docker").iterdir()]:
+        assert path.read_text().startswith("# UNTESTED"), path
+        assert path.name in README
+
+
+def test_the_readme_names_every_variable_of_the_script():
+    script = (LAUNCH / "slurm.sbatch").read_text()
+    documented = set(re.findall(r"^#   ([A-Z_]+)=", script, re.M))
+    used = set(re.findall(r"\$\{([A-Z_]+):[-?+]", script)) - {"SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"}
+    assert used - {"CONTAINER_MOUNTS", "GLOO_SOCKET_IFNAME"} == documented
+    assert not [name for name in documented if f"`{name}" not in README]

@@ -1,0 +1,322 @@
+"""launch/slurm.sbatch on a Slurm cluster of three nodes, real daemons on one machine: what it runs and recovers.
+
+The faults are real, too: ranks and whole nodes are killed, a disk is too small, a time limit runs out. What makes a
+node unfit is planted from outside, by a stand-in for the node's python that comes first in PATH.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from conftest import MICRO, ROOT, data_overrides
+from slurm_cluster import Cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(slurm_cluster.lacking()), reason=slurm_cluster.lacking()),
+]
+SHORT = ("--train.max_samples=36",)
+LONG = ("--train.max_samples=3600", "--eval.every_samples=3600", "--checkpoint.every_samples=600")  # 300 steps
+TOLERANT = "--slow 0.02 --wait 90"  # of three nodes that share two cores
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", ["n1", "n2", "n3"]) as cluster:
+        yield cluster
+
+
+class Job:
+    """A job of launch/slurm.sbatch."""
+
+    def __init__(self, cluster: Cluster, folder: Path, data: Path, *overrides: str, args: tuple = (), **env: str):
+        """args: of sbatch."""
+        self.cluster, self.results, self.log = cluster, folder / "results", folder / "job.log"
+        own = {"GPUS_PER_NODE": "1", "RESULTS": str(self.results), "PREFLIGHT": "off", "OMP_NUM_THREADS": "1"}
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", f"--chdir={ROOT}", *args]
+        config = (str(MICRO), *data_overrides(data), *overrides)
+        out = cluster.run(*command, str(ROOT / "launch" / "slurm.sbatch"), *config, **(path | own | env))
+        self.number = int(out)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def everything(self) -> str:
+        """What there is to see when a test fails."""
+        logs = [f"== {path}\n{path.read_text()[-2000:]}" for path in sorted(self.results.glob("logs/*"))]
+        return f"{self.cluster.job(self.number)}\n{self.said}\n" + "\n".join(logs)
+
+    def state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
+
+    def until(self, condition, timeout: float = 150) -> None:
+        """Wait for something that comes before the job ends."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.cluster.until(lambda: condition() or self.state() in ended, timeout, self.everything)
+        assert condition(), self.everything()
+
+    def trained(self, run: int = 0) -> int:
+        path = self.results / f"run_{run}" / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def wait(self, state: str = "COMPLETED") -> str:
+        self.until(lambda: self.state() == state, timeout=300)
+        return self.said
+
+    def started_on(self) -> list[str]:
+        """The nodes of each start."""
+        return re.findall(r"start \d+: 2 nodes \((.*)\)", self.said)
+
+    def require_whole(self, steps: int, run: int = 0) -> None:
+        """Every step was recorded once, in order, and the run has its end."""
+        lines = (self.results / f"run_{run}" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+        assert (self.results / f"result_{run}.txt").read_text().count('"key": "run_stop"') >= 1
+
+    def ranks(self) -> dict[int, tuple[int, dict[str, str]]]:
+        """{rank: (process, its environment)}"""
+        number = {"SLURM_JOB_ID": str(self.number), "SLURM_CONF": self.cluster.env["SLURM_CONF"]}
+        own = [(pid, env) for pid, env in slurm_cluster.environments() if number.items() <= env.items()]
+        return {int(env["RANK"]): (pid, env) for pid, env in own if "LOCAL_RANK" in env}
+
+
+@pytest.fixture
+def submit(cluster, shapes_dir, tmp_path):
+    """Submits jobs and cancels what is left of them."""
+    jobs = []
+
+    def start(*overrides: str, **more: object) -> Job:
+        jobs.append(Job(cluster, tmp_path, shapes_dir, *overrides, **more))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        cluster.run("scancel", str(job.number))
+    cluster.until(lambda: not cluster.run("squeue", "-h"))
+
+
+def planted(folder: Path, node: str, command: str) -> str:
+    """A PATH on which python and torchrun ($real) run a shell command first, on one node only."""
+    (folder / "bin").mkdir()
+    for name, real in {"python": sys.executable, "torchrun": Path(sys.executable).parent / "torchrun"}.items():
+        lines = ("#!/bin/bash", f"real={real}", f"[[ $SLURMD_NODENAME != {node} ]] || {command}", 'exec $real "$@"')
+        (folder / "bin" / name).write_text("\n".join(lines) + "\n")
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def mounted(what: str) -> str:
+    """A shell command that goes on in a file system of its own, with something mounted."""
+    return f'exec unshare -m bash -c \'mount {what}; exec "$@"\' - $real "$@"'
+
+
+# Runs
+
+
+def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
+    job = submit(*SHORT, NEXP="3", PREFLIGHT=TOLERANT)
+    said = job.wait()
+    assert job.started_on() == ["n1 n2"] and "preflight: 2 nodes are fit" in said
+    seeds = [int(line) for line in (job.results / "seeds.txt").read_text().split()]
+    assert len(set(seeds)) == 3
+    for run, seed in enumerate(seeds):
+        text = (job.results / f"result_{run}.txt").read_text()
+        events = [
+            json.loads(line.partition(":::MLLOG ")[2]) for line in text.splitlines() if line.startswith(":::MLLOG")
+        ]
+        assert [event["value"] for event in events if event["key"] == "seed"] == [seed]
+        assert "ranks   2 x cpu (2 replicate x 1 shard)" in text  # the framework's own lines, too
+        job.require_whole(3, run)
+    assert (job.results / "faults.txt").read_text() == ""
+
+
+def test_ranks_are_numbered_by_node(submit, cluster):
+    job = submit(*LONG, GPUS_PER_NODE="2", FABRIC="roce", NCCL_IB_TC="96")
+    job.until(lambda: job.trained() > 0)
+    ranks = {rank: env for rank, (_, env) in job.ranks().items()}
+    nodes = {rank: env["SLURMD_NODENAME"] for rank, env in ranks.items()}
+    assert nodes == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    assert {env["MASTER_ADDR"] for env in ranks.values()} == {slurm_cluster.address()}
+    assert {(env["NCCL_IB_TC"], env["NCCL_IB_QPS_PER_CONNECTION"]) for env in ranks.values()} == {("96", "4")}
+
+
+def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
+    job = submit(*SHORT, SEED="41", NEXP="2")
+    job.wait()
+    assert (job.results / "seeds.txt").read_text() == "41\n42\n"
+    again = submit(*SHORT, NEXP="2")  # the same RESULTS: nothing is left to do
+    said = again.wait()
+    assert ", seed " not in said.split(f"job {again.number}")[1] and "all 2 runs are done" in said
+    assert (job.results / "seeds.txt").read_text() == "41\n42\n"
+    other = submit(*SHORT, NEXP="3")
+    assert "seeds.txt is for 2 runs, NEXP=3" in other.wait("FAILED")
+
+
+def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shapes_dir):
+    """Node n2 has another disk under the same path."""
+    disk, other = tmp_path / "disk", tmp_path / "other"
+    disk.mkdir()
+    other.mkdir()
+    job = submit(
+        *SHORT,
+        *data_overrides(disk / "set"),
+        PATH=planted(tmp_path, "n2", mounted(f"--bind {other} {disk}")),
+        STAGE=f"{shapes_dir} {disk / 'set'}",
+        VERIFY=str(disk / "set"),
+    )
+    job.wait()
+    assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
+    job.require_whole(3)
+
+
+def test_data_that_is_damaged_ends_the_job(submit, tmp_path, shapes_dir):
+    copy = shutil.copytree(shapes_dir, tmp_path / "copy")
+    (shard, *_) = sorted((copy / "val").glob("*.tar"))
+    os.truncate(shard, 5000)
+    job = submit(*SHORT, VERIFY=str(copy))
+    assert "the data set is damaged, see" in job.wait("FAILED")
+    assert shard.name in (job.results / "logs" / "verify.log").read_text()
+
+
+def test_a_refusal_ends_the_job_at_once(submit):
+    job = submit("--optim.lr=-1")
+    said = job.wait("FAILED")
+    assert "exit code 2: train.py: optim.lr=-1" in said and "run 0 was refused" in said
+    assert len(list(job.results.glob("logs/run_0.*"))) == 1
+
+
+# Going on
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(submit, cluster):
+    job = submit(*LONG)
+    job.until(lambda: job.trained() > 20)
+    cluster.run("scancel", "--signal=USR1", "--batch", str(job.number))
+    job.until(lambda: "requeued" in job.said)
+    saved = job.trained()
+    assert f"step_{saved:09d}" in os.listdir(job.results / "run_0" / "checkpoints")
+    log = (job.results / "logs" / "run_0.0.log").read_text()
+    assert "exitcode  : 138 " in log  # torchrun did not end before its ranks had
+    job.wait()
+    assert cluster.job(job.number)["Restarts"] == "1" and len(job.started_on()) == 2
+    assert f"from step {saved} " in (job.results / "result_0.txt").read_text()
+    assert len((job.results / "seeds.txt").read_text().split()) == 1
+    job.require_whole(300)
+
+
+def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluster):
+    job = submit(*LONG)
+    job.until(lambda: "run 0, seed" in job.said)
+    cluster.run("scancel", "--signal=USR1", "--batch", str(job.number))
+    job.until(lambda: "requeued" in job.said)
+    job.wait()
+    job.require_whole(300)
+
+
+def test_a_time_limit_is_outlived(submit, cluster):
+    """Slurm's smallest grain is a minute, and it may signal up to one early."""
+    steps = 4000
+    args = ("--time=2", "--signal=B:USR1@60")
+    job = submit(f"--train.max_samples={12 * steps}", f"--eval.every_samples={12 * steps}", args=args)
+    job.until(lambda: "requeued" in job.said, timeout=150)
+    assert job.trained() > 0
+    job.until(lambda: len(job.started_on()) == 2)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+    job.wait()
+    job.require_whole(steps)
+
+
+# Faults
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(submit):
+    job = submit(*LONG)
+    job.until(lambda: job.trained() > 60)
+    slurm_cluster.kill(job.ranks()[1][0])
+    job.wait()
+    (fault,) = (job.results / "faults.txt").read_text().splitlines()
+    assert re.search(r"run 0: n2, rank 1, exit code -9: ", fault)
+    assert job.started_on() == ["n1 n2"]  # in the same allocation
+    job.require_whole(300)
+
+
+def test_a_run_that_breaks_again_and_again_ends_the_job(submit):
+    job = submit("--optim.lr=1e15", "--train.max_samples=120", FAULTS="1")
+    said = job.wait("FAILED")
+    assert len(re.findall(r"run 0: n\d, rank \d, exit code 3: .*not finite", said)) >= 2
+    assert "ends: more than 1 faults" in said
+
+
+def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
+    job = submit(*LONG)
+    job.until(lambda: job.trained() > 60)
+    cluster.kill_node("n2")
+    try:
+        job.wait()
+        assert job.started_on() == ["n1 n2", "n1 n3"]
+        assert "since the last start n2 is down* (Not responding)" in (job.results / "faults.txt").read_text()
+        job.require_whole(300)
+    finally:
+        cluster.start_node("n2")
+        cluster.until(lambda: cluster.state("n2") == "idle")
+
+
+def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tmp_path, shapes_dir):
+    """The job starts again only once Slurm has given the node up: it waits for all nodes to end their part."""
+    with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=60) as cluster:
+        cluster.kill_node("n2")
+        job = Job(cluster, tmp_path, shapes_dir, *SHORT, PREFLIGHT=TOLERANT)
+        job.until(lambda: "requeued without n2" in job.said)
+        assert cluster.state("n2") != "down*"
+        job.wait()
+        assert job.started_on() == ["n1 n2", "n1 n3"]
+        assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
+        job.require_whole(3)
+
+
+# Preflight
+
+
+@pytest.mark.parametrize(
+    "command,complaint",
+    [
+        (
+            mounted("-t tmpfs -o size=1m none {disk}"),
+            "preflight: n2: disk {disk}: No space left on device; mend it or name another folder",
+        ),
+        ("export PYTHONPATH={late}", r"preflight: n2: its clock is \+30.0 s off node 0's; start its time service"),
+        ("sleep 1000", r"preflight: n2: has not come within 20 s; is it up"),
+    ],
+    ids=["disk", "clock", "absent"],
+)
+def test_preflight_finds_a_bad_node_and_the_job_goes_on_without(submit, tmp_path, command, complaint):
+    disk, late = tmp_path / "disk", tmp_path / "late"
+    disk.mkdir()
+    late.mkdir()
+    (late / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 30\n")
+    names = {"disk": disk, "late": late}
+    for name, value in names.items():
+        command = command.replace(f"{{{name}}}", str(value))
+        complaint = complaint.replace(f"{{{name}}}", str(value))
+    options = f"--slow 0.02 --disk {disk} --free 0.01 --wait {20 if 'sleep' in command else 90}"
+    job = submit(*SHORT, PATH=planted(tmp_path, "n2", command), PREFLIGHT=options)
+    said = job.wait()
+    assert re.search(complaint, said), said
+    assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
+    assert job.started_on() == ["n1 n2", "n1 n3"]
+    job.require_whole(3)
+
+
+def test_the_cluster_leaves_nothing_behind(tmp_path):
+    with Cluster(tmp_path / "cluster", ["a"]) as cluster:
+        assert cluster.processes()
+    assert not cluster.processes()
+    shutil.rmtree(tmp_path / "cluster")
