@@ -1,12 +1,15 @@
 """Every random number of a run, against a second implementation of its definition; and the run's arithmetic."""
 
+import hashlib
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
-from flux_ref import draws, schedule
+from flux_ref import draws, golden, schedule
 
 SHAPE = (2, 4, 6)
 MASK = 2**64 - 1
@@ -263,3 +266,148 @@ def test_validation_times_are_k_eighths():
         0.75,
         0.875,
     ]
+
+
+# docs/draws.md, written down a second time, without flux_ref.draws: many samples at once
+
+ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT = range(7)
+PAGE = (ROOT / "docs" / "draws.md").read_text()
+
+
+def product(a: int, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """High and low words of a * b, by halves of 32 bits."""
+    half, low = np.uint64(32), np.uint64(2**32 - 1)
+    a1, a0, b1, b0 = np.uint64(a >> 32), np.uint64(a % 2**32), b >> half, b & low
+    middle = a1 * b0 + (a0 * b0 >> half)
+    cross = a0 * b1 + (middle & low)
+    return a1 * b1 + (middle >> half) + (cross >> half), np.uint64(a) * b
+
+
+def blocks(seed: int, stream: int, block: np.ndarray, sample: np.ndarray, epoch: int) -> np.ndarray:
+    """Blocks of four words, (..., 4), for arrays of block numbers and samples."""
+    shape = np.broadcast_shapes(np.shape(block), np.shape(sample))
+    c0, c1, c2, c3 = (np.broadcast_to(np.asarray(c, np.uint64), shape) for c in (block, sample, epoch, 0))
+    c0, k0, k1 = c0 + np.uint64(1), seed, stream
+    for _ in range(10):
+        (high0, low0), (high1, low1) = product(0xD2E7470EE14C6C93, c0), product(0xCA5A826395121157, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
+    return np.stack((c0, c1, c2, c3), axis=-1)
+
+
+def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int = 0) -> np.ndarray:
+    """Words start .. start + count of each sample: (..., count)."""
+    first, end = start // 4, (start + count + 3) // 4
+    block = np.array(range(first, end), np.uint64)
+    found = blocks(seed, stream, block, np.asarray(sample, np.uint64)[..., None], epoch)
+    return found.reshape(*found.shape[:-2], -1)[..., start - 4 * first :][..., :count]
+
+
+def uniform_of(word: np.ndarray) -> np.ndarray:
+    return np.float32((word // 2**40).astype(np.float64) / 2**24)
+
+
+def normal_of(word: np.ndarray) -> np.ndarray:
+    a, b = ((word[..., i::2] // 2**11).astype(np.float64) for i in (0, 1))
+    radius, angle = np.sqrt(-2 * np.log((a + 1) / 2**53)), 2 * np.pi * (b / 2**53)
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
+    return pairs.reshape(*word.shape).astype(np.float32)
+
+
+def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.ndarray:
+    return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
+
+
+def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
+
+
+def key_of(name: str) -> int:
+    return sum(byte << 8 * i for i, byte in enumerate(hashlib.sha256(name.encode()).digest()[:8]))
+
+
+def test_the_second_implementation_agrees_with_the_papers():
+    sample = np.array([3, 2**63 + 5, MASK], np.uint64)
+    found = words_of(25952, NOISE, sample, 2**40 + 1, 9, start=4 * 2**32)
+    for row, number in zip(found, sample.tolist()):
+        expected = [philox_4x64_10((25952, NOISE), (2**32 + 1 + w // 4, number, 2**40 + 1, 0))[w % 4] for w in range(9)]
+        assert row.tolist() == expected
+
+
+def test_golden_draws_follow_the_page():
+    """What ports are given to compare themselves with, from the second implementation alone."""
+    read = golden.Golden(golden.FOLDER).file.read
+    same = np.testing.assert_array_equal
+    same(read("draws.words.0"), words_of(0, ORDER, 0, 0, 8))
+    same(read("draws.words.1"), words_of(25952, NOISE, 1_099_775, 23, 8))
+    same(read("draws.words.2"), words_of(2**63 - 1, SCALARS, 5, 2**40, 8))
+    same(read("draws.words.3"), words_of(7, INIT, key_of("img_in.weight"), 0, 8, start=4 * 2**32))
+    same(read("draws.words.4"), words_of(1, VAL_NOISE, 29_695, 25_165_824, 8, start=400))
+    same(read("draws.uniform"), uniform_of(read("draws.words.1")))
+    same(read("draws.normal"), normal_of(read("draws.words.1")))
+    assert read("draws.name_key") == key_of("img_in.weight")
+    seed, shape = 25969, (7, 6, 10)
+    for epoch in range(2):
+        same(read(f"draws.order.{epoch}"), order_of(seed, epoch, 50))
+    drop, t = uniform_of(words_of(seed, SCALARS, np.arange(50), 1, 2)).T
+    same(read("draws.drop"), drop < 0.1)
+    same(read("draws.t"), t)
+    for name, stream, epoch in (
+        *(("latent_eps", LATENT, 1), ("noise", NOISE, 1)),
+        *(("val_latent_eps", VAL_LATENT, 262_144), ("val_noise", VAL_NOISE, 262_144)),
+    ):
+        same(read(f"draws.{name}"), normals_of(seed, stream, 3, epoch, 420).reshape(shape))
+    u = uniform_of(words_of(seed, INIT, key_of("img_in.weight"), 0, 112))
+    same(read("init.img_in.weight").ravel(), (2 * u - 1) * np.float32(math.sqrt(6 / (28 + 24))))
+    drawn = normals_of(seed, INIT, key_of("time_in.in_layer.weight"), 0, 1024)
+    same(read("init.time_in.in_layer.weight").ravel(), drawn * np.float32(0.02))
+    u = uniform_of(words_of(0, INIT, key_of("weights.img_in.weight"), 0, 24 * 28))
+    same(read("weights.img_in.weight").ravel(), (2 * u - 1) / 32)
+
+
+def test_numbers_of_the_page_are_true():
+    words = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([0-9a-f ]{67}) \|$", PAGE, re.M)
+    assert len(words) == 4
+    for *numbers, hexadecimal in words:
+        seed, stream, sample, epoch, start = map(int, numbers)
+        assert hexadecimal.split() == [f"{w:016x}" for w in words_of(seed, stream, sample, epoch, 4, start).tolist()]
+    drawn = re.findall(r"^\| (\d+) \| (yes|no) \| ([0-9.]+) \| ([-0-9. ]+) \| ([-0-9. ]+) \|$", PAGE, re.M)
+    assert len(drawn) == 3
+    for sample, drop, t, eps, noise in drawn:
+        scalars = uniform_of(words_of(25952, SCALARS, int(sample), 2, 2))
+        assert (drop == "yes") == (scalars[0] < 0.1) and float(t) == pytest.approx(scalars[1], abs=1e-8)
+        for stream, text in ((LATENT, eps), (NOISE, noise)):
+            assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, int(sample), 2, 4), abs=1e-7)
+    flat = " ".join(PAGE.split())
+    for epoch in range(2):
+        assert f"epoch {epoch} is {' '.join(map(str, order_of(25952, epoch, 10)))}" in flat
+    eps, noise = re.search(r"sample 29695: eps ([-0-9. ]+), noise ([-0-9. ]+)\.", flat).groups()
+    for stream, text in ((VAL_LATENT, eps), (VAL_NOISE, noise)):
+        assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, 29_695, 262_144, 4), abs=1e-7)
+    assert str(key_of("img_in.weight")) in PAGE
+
+
+def test_streams_of_the_page_are_the_codes():
+    numbered = {"ORDER": 0, "SCALARS": 1, "LATENT": 2, "NOISE": 3, "INIT": 6}
+    for name, number in numbered.items():
+        assert f"| {name} | {number} |" in PAGE and getattr(draws, name) == number
+    assert "| VAL_LATENT, VAL_NOISE | 4, 5 |" in PAGE and "| SYNTHETIC, SAMPLING, WORDS, JITTER | 7 to 10 |" in PAGE
+
+
+@pytest.mark.slow
+def test_a_million_samples_have_the_same_draws():
+    """Over eight epochs of the benchmark's training set: order, drop and t of a million, noise of some."""
+    seed, count, rng = 25953, 1_099_776, np.random.default_rng(0)
+    for epoch in range(0, 24, 3):
+        order = draws.order(seed, epoch, count)
+        np.testing.assert_array_equal(order, order_of(seed, epoch, count))
+        samples = order[rng.integers(0, count - 125_000) :][:125_000]
+        drop, t = uniform_of(words_of(seed, SCALARS, samples, epoch, 2)).T
+        ours = [draws.train_draw(seed, epoch, sample, (1, 1, 2), 0.1) for sample in samples.tolist()]
+        np.testing.assert_array_equal([draw.drop_caption for draw in ours], drop < 0.1)
+        np.testing.assert_array_equal(np.array([draw.t for draw in ours], np.float32), t)
+        np.testing.assert_array_equal([draw.noise.ravel() for draw in ours], normals_of(seed, NOISE, samples, epoch, 2))
+        for sample in samples[:20].tolist():
+            draw = draws.train_draw(seed, epoch, sample, (16, 32, 32), 0.1)
+            for stream, array in ((LATENT, draw.latent_eps), (NOISE, draw.noise)):
+                np.testing.assert_array_equal(array.ravel(), normals_of(seed, stream, sample, epoch, 16_384))

@@ -11,17 +11,17 @@ from conftest import ROOT
 LEVELS = (
     {"decisions", "drawing", "draws", "errors", "latents", "node_facts", "pictures", "progress", "result_log"}
     | {"schedule", "verdict"},
-    {"axes", "hardware", "listing", "official", "preflight", "records", "result_files", "rules", "tar_index"}
-    | {"topology"},
+    {"axes", "golden_places", "hardware", "listing", "official", "preflight", "records", "result_files", "rules"}
+    | {"tar_index", "topology"},
     {"config", "flow", "score", "shapes", "shards", "storage"},
-    {"convergence", "data", "device", "flops", "mllog", "model", "precision", "regions", "run_folder"}
+    {"convergence", "data", "device", "flops", "golden", "mllog", "model", "precision", "regions", "run_folder"}
     | {"shard_check", "shard_writer", "vae"},
-    {"charts", "early_warning", "mlcommons", "names", "parallel", "prepare", "verify"},
+    {"charts", "early_warning", "golden_hooks", "mlcommons", "names", "parallel", "prepare", "verify"},
     {"encoders", "fitness", "footprint", "hang", "optim", "raw_images", "report_html", "sample", "stopping"}
     | {"tensorboard", "watch", "weights"},
     {"cli", "memory", "report", "step"},
     {"checkpoint", "evaluate", "graph", "images", "stage", "step_time"},
-    {"metrics", "plan_check", "tables"},
+    {"golden_values", "metrics", "plan_check", "tables"},
     {"eval", "plan", "train"},
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
