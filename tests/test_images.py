@@ -739,6 +739,7 @@ def sets(made, nets) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_same_bytes_as_one(made, sets, nets, tmp_path):
     source, _, _, _ = made
     assert prepare.main(make(nets, source.parent / "val.tsv", tmp_path, "--per-shard", 3, split="val")) == 0

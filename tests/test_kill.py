@@ -140,6 +140,7 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> Counter:
     return siege.counts
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_three_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
     counts = endure(shapes_dir, tmp_path, kills=3, seed=0)
     print(dict(counts))

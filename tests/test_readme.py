@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import pytest
 from conftest import ROOT
 
 from flux_ref import run_folder
@@ -21,9 +22,16 @@ def test_every_config_is_listed():
     }
 
 
-def test_linked_files_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize(
+    "page", ["README.md", "PORTING.md", "docs/guide.md", "docs/architecture.md", "launch/README.md"]
+)
+def test_linked_files_and_sections_exist(page):
+    folder = (ROOT / page).parent
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        assert (folder / target).exists(), target
+        if anchor:
+            heads = re.findall(r"(?m)^#+ (.*)", (folder / target).read_text())
+            assert anchor in {head.lower().replace(" ", "-") for head in heads}, anchor
 
 
 def test_run_files_are_described():
