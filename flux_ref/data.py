@@ -94,6 +94,7 @@ class Feed:
         """The next batch; give it back when its content has been copied or the copy is enqueued.
 
         idle: whether the device has run out of work; only then does waiting count.
+        Raises:  what a reading thread raised.
         """
         while self._ready.empty() and not idle():
             time.sleep(2e-4)

@@ -26,7 +26,7 @@ def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0
 
 
 def uniform(word: np.ndarray) -> np.ndarray:
-    """[0, 1) as float32 on a grid of 2**-24, so that rounding can never give 1."""
+    """uint64 words to [0, 1) as float32, on a grid of 2**-24, so that rounding can never give 1."""
     return ((word >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 
 

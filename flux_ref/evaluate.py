@@ -58,7 +58,11 @@ def validation_loss(
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:
-    """From per-timestep counts, sums and sums of squares over all ranks to means and standard errors."""
+    """From per-timestep counts, sums and sums of squares over all ranks to means and standard errors.
+
+    sums: (3, 8); samples: of training so far.
+    Raises: Fault for a timestep without samples or a loss that is not finite.
+    """
     losses, variances = [], []
     for timestep, (count, total, squares) in enumerate(zip(*sums)):
         if count == 0:

@@ -113,12 +113,14 @@ class BenchmarkLog:
         self._start(constants.BLOCK_START, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
+        """samples: of training so far."""
         if self.in_block:
             self._end(constants.BLOCK_STOP, samples_count=samples)
             self.in_block = False
         self._start(constants.EVAL_START, samples_count=samples)
 
     def eval_stop(self, samples: int, loss: float) -> None:
+        """loss: the validation loss after so many training samples."""
         self._event(constants.EVAL_ACCURACY, loss, samples_count=samples)
         self._end(constants.EVAL_STOP, samples_count=samples)
 

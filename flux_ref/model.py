@@ -99,6 +99,7 @@ class QKNorm(nn.Module):
         self.key_norm = RMSNorm(head_dim)
 
     def forward(self, q_BHSK: Tensor, k_BHSK: Tensor) -> tuple[Tensor, Tensor]:
+        """Any dtype in, fp32 out."""
         return self.query_norm(q_BHSK), self.key_norm(k_BHSK)
 
 
@@ -111,6 +112,7 @@ class MLPEmbedder(nn.Module):
         self.out_layer = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, in_dim) -> (B, D)."""
         return self.out_layer(F.silu(self.in_layer(x)))
 
 
@@ -123,6 +125,7 @@ class Modulation(nn.Module):
         self.lin = nn.Linear(hidden, parts * hidden)
 
     def forward(self, vec_BD: Tensor) -> tuple[Tensor, ...]:
+        """Of a double block: shift, scale and gate of attention, then of the MLP."""
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
 
 
@@ -167,6 +170,7 @@ class DoubleBlock(nn.Module):
         self.txt_mlp = mlp(cfg)
 
     def forward(self, streams: tuple[Tensor, Tensor], vec_BD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
+        """streams: image (B, N, D) and text (B, T, D); returns both. rope: fp32, text first."""
         img_BND, txt_BTD = streams
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
@@ -201,6 +205,7 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
+        """x: text first; returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
         q_BHSK, k_BHSK, v_BHSK = split_heads(qkv, self.heads)
@@ -219,6 +224,7 @@ class LastLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(cfg.hidden, 2 * cfg.hidden))
 
     def forward(self, img_BND: Tensor, vec_BD: Tensor) -> Tensor:
+        """The velocity of the image tokens: (B, N, P)."""
         shift_B1D, scale_B1D = self.adaLN_modulation(vec_BD)[:, None, :].chunk(2, dim=-1)
         return self.linear(modulate(img_BND, shift_B1D, scale_B1D))
 

@@ -28,6 +28,7 @@ class Region(nn.Module):
         self.recompute = recompute
 
     def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
+        """As its blocks: streams is a pair of tensors (double blocks) or one (single blocks)."""
         if self.recompute == "region":
             return again(self._run, streams, vec_BD, rope_SR2)
         return self._run(streams, vec_BD, rope_SR2)

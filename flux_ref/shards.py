@@ -48,10 +48,12 @@ class Layout:
 
     @cached_property
     def payload_bytes(self) -> dict[str, int]:
+        """Of each member's array, without its .npy header."""
         return {name: 2 * prod(self.shapes[name]) for name in MEMBERS}
 
     @cached_property
     def stride(self) -> int:
+        """Bytes of one sample in a shard, tar headers and padding included."""
         return 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + size) for size in self.payload_bytes.values())
 
 

@@ -46,6 +46,7 @@ class Health:
         self.flags.fill_(NEVER)[0] = step
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Take in one step. loss, grad_norm: scalars on the device; the host does not wait."""
         bad = ~torch.stack((loss, grad_norm)).isfinite()
         first = bad & (self.flags[1:] == NEVER)
         self.flags[1:] = torch.where(first, self.flags[0], self.flags[1:])

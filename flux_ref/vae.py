@@ -132,6 +132,7 @@ class Encoder(nn.Module):
         self.conv_out = conv3(maps[-1], 2 * sizes.latent_channels)
 
     def forward(self, pixels_B3HW: Tensor) -> Tensor:
+        """Pixels in [-1, 1] to mean and logarithm of the variance: (B, 2 * C, H / 8, W / 8)."""
         x_BKYX = self.mid(self.down(self.conv_in(pixels_B3HW)))
         return self.conv_out(F.silu(self.norm_out(x_BKYX)))
 
@@ -152,6 +153,7 @@ class Decoder(nn.Module):
         self.conv_out = conv3(maps[0], 3)
 
     def forward(self, z_BCYX: Tensor) -> Tensor:
+        """Latents of the autoencoder's own scale to pixels about [-1, 1]: (B, 3, 8 * Y, 8 * X)."""
         x = self.mid(self.conv_in(z_BCYX))
         for step in reversed(self.up):
             x = step(x)
