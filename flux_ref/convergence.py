@@ -184,6 +184,11 @@ def of_config(cfg: Config) -> Band | None:
     return band(Path(cfg.eval.band), cfg.train.global_batch, cfg.eval.band) if cfg.eval.band else None
 
 
+def bias_of_config(cfg: Config) -> float:
+    """`bias` of the band of a config; NaN for a band of own runs."""
+    return bias(cfg.train.global_batch) if cfg.eval.band == "public" else math.nan
+
+
 def is_benchmark(cfg: Config) -> bool:
     """Whether public runs are of this model and target."""
     return cfg.model == ModelConfig() and cfg.eval.target == TARGET
@@ -245,6 +250,8 @@ def of_runs(folders: list[Path]) -> list[dict[str, object]]:
     for folder in folders:
         cfg = load(folder / "config.toml")
         key = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
+        if not (folder / "outcome.json").exists():
+            raise Refusal(f"{folder} has not ended; only runs that converged make a band, leave it out")
         evaluations = records(folder / "eval.jsonl")
         if not evaluations:
             raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")

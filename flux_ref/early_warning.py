@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from flux_ref.convergence import Band
 
-CONFIRM = 2  # evaluations in a row that must agree
-FAR = 3  # times the margin: needs no confirmation
-LASTS, ABOVE = 4, 1.25  # evaluations in a row that lie so much further above the median than any run did
-LEAST_MARGIN = 0.0015  # about two standard deviations of one evaluation's loss in the public runs
-BELOW = 0.9  # of the band's lower edge; recipes differ early, so that mere luck is not reported
+# A loss is too high so many times the band's reach above its median: once, at two evaluations in a row, at four.
+FAR, WIDE, ABOVE = 6.0, 2.0, 1.25
+CONFIRM, LASTS = 2, 4
+LEAST_REACH = 0.00075  # about the standard deviation of one evaluation's loss in the public runs
+BELOW, FAR_BELOW = 0.9, 0.75  # too low: of the band's lower edge, at two in a row or once; recipes differ early
 RISE = 1.03  # of the best loss so far
 RATE_DROP, RATE_WINDOW, RATE_SPAN = 0.9, 5, 55  # of the rate before; logged steps
 BIAS_EVALUATIONS, BIAS_SHARE = 16, 0.75  # whose mean reaches so much of a bias of about a thousandth
@@ -30,7 +30,7 @@ class Alarm:
 
     @property
     def level(self) -> str:
-        return "note" if self.kind == "biased" else "warning"
+        return "note" if self.kind in ("biased", "late") else "warning"
 
 
 def of_losses(curve: list[tuple[int, float]], band: Band | None, bias: float = math.nan) -> list[Alarm]:
@@ -39,45 +39,40 @@ def of_losses(curve: list[tuple[int, float]], band: Band | None, bias: float = m
     bias: how far the band lies above runs validated without dropped captions; NaN: not known.
     """
     found: list[Alarm] = []
+    before: set[str] = set()
     for n in range(1, len(curve) + 1):
-        for alarm in (
-            _outside(curve[:n], band),
-            _rising(curve[:n], band),
-            _late(curve[:n], band),
-            _biased(curve[:n], band, bias),
-        ):
-            if alarm and alarm.kind not in {other.kind for other in found}:
+        own = curve[:n]
+        now = [_outside(own, band), _rising(own, band), _late(own, band), _biased(own, band, bias)]
+        for alarm in now:
+            told = alarm and alarm.level == "note" and alarm.kind in {other.kind for other in found}
+            if alarm and alarm.kind not in before and not told:
                 found.append(alarm)
+        before = {alarm.kind for alarm in now if alarm}
     return found
 
 
-def _margin(band: Band, samples: int) -> float:
-    """How far above the median a loss may lie: twice what the public runs show, and no less than noise."""
-    return max(
-        2 * (band.at(samples, "high") - band.at(samples, "median")), 4 * band.at(samples, "spread"), LEAST_MARGIN
-    )
-
-
 def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
-    if band is None:
+    recent = [(samples, loss) for samples, loss in curve[-LASTS:] if band and samples >= band.samples[0]]
+    if not recent or recent[-1] != curve[-1]:
         return None
     last, loss = curve[-1]
-    recent = [(samples, own) for samples, own in curve[-CONFIRM:] if samples >= band.samples[0]]
-    excess = [(own - band.at(samples, "median")) / _margin(band, samples) for samples, own in recent]
-    reach = [
-        ABOVE * max(band.at(samples, "high") - band.at(samples, "median"), LEAST_MARGIN / 2) for samples, _ in curve
-    ]
-    lasts = [own > band.at(samples, "median") + most for (samples, own), most in zip(curve, reach)][-LASTS:]
-    low = [own < BELOW * band.at(samples, "low") for samples, own in recent]
-    seen = (
-        f"validation loss {loss:.4f}; {band.source} had {band.at(last, 'low'):.4f} to {band.at(last, 'high'):.4f} here"
-    )
-    confirmed = len(excess) == CONFIRM and min(excess) > 1
-    if excess and (excess[-1] > FAR or confirmed or (len(lasts) == LASTS and all(lasts))):
+    low, high = band.at(last, "low"), band.at(last, "high")
+    seen = f"validation loss {loss:.4f}; {band.source} had {low:.4f} to {high:.4f} here"
+    above = [(own - band.at(samples, "median")) / _reach(band, samples, spreads=2) for samples, own in recent]
+    lasts = [(own - band.at(samples, "median")) / _reach(band, samples, spreads=0) for samples, own in recent]
+    below = [own / band.at(samples, "low") for samples, own in recent]
+    few = above[-CONFIRM:]
+    if above[-1] > FAR or (min(few) > WIDE and len(few) == CONFIRM) or (min(lasts) > ABOVE and len(lasts) == LASTS):
         return Alarm(last, "high", f"{seen}: check learning rate, warm-up, data and their scale")
-    if len(low) == CONFIRM and all(low):
+    if below[-1] < FAR_BELOW or (max(below[-CONFIRM:]) < BELOW and len(few) == CONFIRM):
         return Alarm(last, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate")
     return None
+
+
+def _reach(band: Band, samples: int, spreads: int) -> float:
+    """How far above the median the band's runs come; no less than so many of its spreads, nor than noise comes."""
+    highest = band.at(samples, "high") - band.at(samples, "median")
+    return max(highest, spreads * band.at(samples, "spread"), LEAST_REACH)
 
 
 def _rising(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:

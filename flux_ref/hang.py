@@ -20,7 +20,8 @@ from flux_ref import parallel, storage
 from flux_ref.errors import Fault
 from flux_ref.parallel import World
 
-LINGER_S = 3.0  # lets the one rank that speaks be first
+LINGER_S = 3.0  # at least so long the silent ranks let the one that speaks be first
+SILENT = {"beat": 0, "still": 0.0, "collectives": 0, "last": "", "place": "start-up"}
 DEAD_MAN = 3  # the store may take twice run.hang_s to fail
 
 
@@ -31,6 +32,7 @@ class Watch:
         """groups: those whose collectives count; limit_s: 0 watches nothing."""
         self.name, self.world, self.limit_s = name, world, limit_s
         self.period = min(5.0, limit_s / 20)
+        self.linger_s = max(LINGER_S, 2 * self.period)  # ranks reach their verdicts so far apart
         self.store = dist.PrefixStore("watch", parallel.store_clone())
         self.groups = groups
         self.place, self.marks, self.beat = "start-up", 0, 0
@@ -76,8 +78,11 @@ class Watch:
         self._with_store(lambda: self.store.set(str(self.world.rank), json.dumps(record)))
 
     def _heard(self) -> list[dict]:
-        keys = [str(rank) for rank in range(self.world.size)]
-        return [json.loads(text) for text in self._with_store(lambda: self.store.multi_get(keys))]
+        return [self._with_store(lambda rank=rank: self._told(str(rank))) for rank in range(self.world.size)]
+
+    def _told(self, rank: str) -> dict:
+        """What a rank told last; one that has not spoken yet is still at its start, and must not be waited for."""
+        return json.loads(self.store.get(rank)) if self.store.check([rank]) else dict(SILENT)
 
     def _with_store(self, ask: Callable[[], object]) -> object:
         try:
@@ -103,11 +108,11 @@ class Watch:
             self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
 
     def _leave(self, message: str, speaks: bool) -> None:
-        faulthandler.dump_traceback_later(2 * LINGER_S, exit=True)  # whatever holds Python's lock by then
+        faulthandler.dump_traceback_later(2 * self.linger_s, exit=True)  # whatever holds Python's lock by then
         if speaks:
             print(message, file=sys.stderr, flush=True)
         else:
-            time.sleep(LINGER_S)
+            time.sleep(self.linger_s)
         os._exit(Fault.exit_code)
 
 

@@ -186,7 +186,7 @@ class Reporter:
             f"samples {samples:>10,}  validation loss {result.loss:.4f} +- {result.stderr:.4f}"
             f" over {result.count:,} samples in {seconds:.1f} s{target}"
         )
-        for alarm in early_warning.of_losses(self.val_curve, self.band, convergence.bias(self.cfg.train.global_batch)):
+        for alarm in early_warning.of_losses(self.val_curve, self.band, convergence.bias_of_config(self.cfg)):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
         self._chart()

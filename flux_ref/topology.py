@@ -15,9 +15,10 @@ def replicas(wanted: int, nodes: list[str]) -> int:
             raise Refusal(f"parallel.replicate={wanted} does not divide the {len(nodes)} ranks")
         return wanted
     runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
-    if len(runs) > len(set(nodes)):
+    again = next((node for i, (node, _) in enumerate(runs) if node in [other for other, _ in runs[:i]]), None)
+    if again is not None:
         raise Refusal(
-            f"the ranks of a node do not follow each other ({' '.join(nodes)}), so a replica per node is impossible;"
+            f"the ranks of {again} do not follow each other, so a replica per node is impossible;"
             " start with torchrun or number the ranks node by node"
         )
     if len({count for _, count in runs}) > 1:
@@ -30,7 +31,7 @@ def describe(count: int, nodes: list[str]) -> str:
     """What the mesh is, in words."""
     size = len(nodes) // count
     spans = {len(set(nodes[first : first + size])) for first in range(0, len(nodes), size)}
-    where = "one node" if spans == {1} else f"{max(spans)} nodes"
+    where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
     if count == 1:
         return f"one replica sharded over {where}"
     return f"{count} replicas, each sharded over {size} ranks of {where}"

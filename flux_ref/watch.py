@@ -9,6 +9,7 @@ Reads what a run's folder holds, and changes nothing. --every S: seconds between
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -25,8 +26,9 @@ from flux_ref.records import records
 
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"
-LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 60, 100, 12
+LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 80, 100, 12
 USUAL = 50  # logged steps whose median rate is the usual one
+TAIL = 65_536  # bytes of a log that hold its end
 SILENT = 5  # times the usual time between two records
 
 
@@ -69,7 +71,7 @@ class Look:
 
     @property
     def alarms(self) -> list[Alarm]:
-        bias = convergence.bias(self.cfg.train.global_batch)
+        bias = convergence.bias_of_config(self.cfg)
         return early_warning.of_losses(self.curve, self.band, bias) + early_warning.of_rates(self.steps)
 
     @property
@@ -101,7 +103,7 @@ def look(folder: Path) -> Look:
         str(environment.get("device", "")),
         records(paths[0]),
         records(paths[1]),
-        str(_object(folder / "outcome.json").get("outcome", "")),
+        str(_object(folder / "outcome.json").get("outcome", "")) or broken_off(folder / "result_0.txt"),
         time.time() - written,
     )
 
@@ -111,6 +113,19 @@ def _object(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise Refusal(f"{path} is damaged ({error})") from None
+
+
+def broken_off(log: Path) -> str:
+    """How a run ended that has no outcome, from the end of its log; "" while it goes on."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        text = file.read().decode(errors="replace")
+    last = max(text.rfind(f'"key": "{key}"') for key in ("init_start", "run_start", "block_start", "eval_start"))
+    stop = text.rfind('"key": "run_stop"')
+    reason = re.search(r'"reason": ("(?:[^"\\]|\\.)*")', text[stop:]) if stop > last else None
+    return f"ended: {json.loads(reason[1])}"[:40] if reason else ""
 
 
 def duration(seconds: float) -> str:
@@ -228,6 +243,7 @@ def follow(folders: list[Path], every_s: float) -> None:
         looks = [look(folder) for folder in folders]
         width = max(LEAST_COLUMNS, min(MOST_COLUMNS, shutil.get_terminal_size().columns))
         text = panel(looks, width, "NO_COLOR" not in os.environ)
+        text = "\n".join(text.split("\n")[: shutil.get_terminal_size().lines - 1])  # more would scroll
         sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J")
         sys.stdout.flush()
         if all(one.outcome for one in looks):
@@ -244,6 +260,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", type=float, default=2.0, metavar="S")
     args = parser.parse_args(argv)
     try:
+        if not args.every > 0:
+            raise Refusal(f"--every={args.every:g} must be above 0")
         if len(args.runs) > len(MARKS):
             raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
         if args.once or not sys.stdout.isatty():

@@ -4,7 +4,7 @@
 #   NEXP=10 launch/one_node.sh configs/schnell_gbs512.toml [--section.key=value]
 #
 # From the root of the repository. Variables as in slurm.sbatch: NEXP (1), SEED (drawn once), RESULTS (results/<config>),
-# GPUS_PER_NODE (all; 1 on the CPU), PREFLIGHT="arguments" or off, STAGE="SRC DST", VERIFY=DIR. And REPORT="arguments" of
+# GPUS_PER_NODE (all; 1 on the CPU), PREFLIGHT="arguments" or off, STAGE="SRC DST", VERIFY=DIR. And SCORE="arguments" of
 # flux_ref.report, or off. The same command again skips what is done and goes on with the rest.
 set -euo pipefail
 
@@ -17,6 +17,8 @@ shift
 results=${RESULTS:-results/$(basename "$config" .toml)}
 gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
 mkdir -p "$results/logs"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'exit 143' TERM
 
 if [[ ! -e $results/seeds.txt ]]; then
   first=${SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
@@ -40,16 +42,21 @@ fi
 
 for ((run = 0; run < ${NEXP:-1}; run++)); do
   if [[ ! -e $results/run_$run/outcome.json ]]; then
-    say "run $run of ${NEXP:-1}, seed ${seeds[run]}: $results/logs/run_$run.log"
+    attempt=0
+    while [[ -e $results/logs/run_$run.$attempt.log ]]; do attempt=$((attempt + 1)); done
+    log=$results/logs/run_$run.$attempt.log
+    say "run $run of ${NEXP:-1}, seed ${seeds[run]}: $log"
     torchrun --standalone --nproc-per-node "$gpus" --max-restarts 3 train.py "$config" "$@" \
-      --run.dir="$results/run_$run" --train.seed="${seeds[run]}" >>"$results/logs/run_$run.log" 2>&1 ||
-      die "run $run failed: $(grep -a 'train.py: ' "$results/logs/run_$run.log" | tail -n 1), see $results/logs/run_$run.log"
+      --run.dir="$results/run_$run" --train.seed="${seeds[run]}" >"$log" 2>&1 &
+    wait $! || die "run $run failed: $(grep -a 'train.py: ' "$log" | tail -n 1), see $log"
   fi
   cp "$results/run_$run/result_0.txt" "$results/.result_$run.txt"
   mv "$results/.result_$run.txt" "$results/result_$run.txt"
   say "run $run is done: $(cat "$results/run_$run/outcome.json")"
+  ! grep -q '"not_a_timed_result": "[^"]' "$results/run_$run/outcome.json" ||
+    say "run $run is no timed result; to repeat it, delete $results/run_$run and give the same command again"
 done
-if [[ ${REPORT:-} != off ]]; then
+if [[ ${SCORE:-} != off ]]; then
   # shellcheck disable=SC2086 # several arguments
-  python -m flux_ref.report "$results" --out "$results/report" ${REPORT:-}
+  python -m flux_ref.report "$results" --out "$results/report" ${SCORE:-} || (($? == 1)) # 1: the report says what is not valid
 fi

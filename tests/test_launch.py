@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import MICRO, ROOT, data_overrides
 
 LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
@@ -151,3 +152,30 @@ def test_the_readme_names_every_variable_of_the_script():
     used = set(re.findall(r"\$\{([A-Z_]+):[-?+]", script)) - {"SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"}
     assert used - {"CONTAINER_MOUNTS", "GLOO_SOCKET_IFNAME"} == documented
     assert not [name for name in documented if f"`{name}" not in README]
+
+
+@pytest.mark.slow
+def test_one_node_runs_what_is_left_and_scores(tmp_path, shapes_dir):
+    results = tmp_path / "results"
+    env = os.environ | {
+        "NEXP": "2",
+        "SEED": "7",
+        "RESULTS": str(results),
+        "PREFLIGHT": "off",
+        "VERIFY": str(shapes_dir),
+    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [LAUNCH / "one_node.sh", str(MICRO), *data_overrides(shapes_dir), "--train.max_samples=24"]
+
+    def run() -> str:
+        done = subprocess.run(command, cwd=ROOT, env=env | {"PATH": path}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = run()
+    assert (results / "seeds.txt").read_text() == "7\n8\n" and "2 runs; the rules ask for 10" in said
+    assert "train.seed = 8" in (results / "run_1" / "config.toml").read_text()
+    assert (results / "result_1.txt").read_bytes() == (results / "run_1" / "result_0.txt").read_bytes()
+    shutil.rmtree(results / "run_1")
+    again = run()
+    assert "run 0 of 2" not in again and "run 1 of 2, seed 8" in again

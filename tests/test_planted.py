@@ -53,4 +53,4 @@ def band(trained, tmp_path_factory) -> convergence.Band:
 )  # both of the last two learn faster here: outside the band all the same
 def test_a_planted_defect_leaves_the_band(defect, seen, band, trained):
     curve = [(record["samples"], record["val_loss"]) for record in records(trained(defect, 21) / "eval.jsonl")]
-    assert [alarm.kind for alarm in early_warning.of_losses(curve, band)] == seen
+    assert sorted({alarm.kind for alarm in early_warning.of_losses(curve, band)}) == seen
