@@ -50,7 +50,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self.closed.wait(self.period):
-            faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True)
+            faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True, file=sys.__stderr__)
             self._tell()
             if self._still_s() > self.limit_s:
                 self._judge()
@@ -108,7 +108,8 @@ class Watch:
             self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
 
     def _leave(self, message: str, speaks: bool) -> None:
-        faulthandler.dump_traceback_later(2 * self.linger_s, exit=True)  # whatever holds Python's lock by then
+        # Whatever holds Python's lock by then.
+        faulthandler.dump_traceback_later(2 * self.linger_s, exit=True, file=sys.__stderr__)
         if speaks:
             print(message, file=sys.stderr, flush=True)
         else:

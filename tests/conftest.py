@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from flux_ref import config, prepare, storage
+
+# A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
