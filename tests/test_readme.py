@@ -12,7 +12,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_file_map_is_complete():
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "flux_ref").glob("*.py")} - {"flux_ref/__init__.py"}
+    sources = {str(path.relative_to(ROOT)) for name in ("flux_ref", "examples") for path in (ROOT / name).glob("*.py")}
+    sources -= {"flux_ref/__init__.py"}
     assert sources | {"train.py", "eval.py"} == set(re.findall(r"^\| `([a-z_/]+\.py)` \|", README, re.M))
 
 
