@@ -24,7 +24,8 @@ def test_every_config_is_listed():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "PORTING.md", "docs/guide.md", "docs/architecture.md", "launch/README.md"]
+    "page",
+    ["README.md", "PORTING.md", "docs/guide.md", "docs/architecture.md", "docs/arithmetic.md", "launch/README.md"],
 )
 def test_linked_files_and_sections_exist(page):
     folder = (ROOT / page).parent
