@@ -1,4 +1,8 @@
-"""The validation loss: every sample once at any world size, the same number on every rank."""
+"""The validation loss: every sample once at any world size, the same number on every rank.
+
+Rows that only fill a batch have weight 0 (data.ValSet) and timestep sums count weights (step.validation_step), so they
+are in no mean. Sums are reduced to rank 0's bits (parallel.all_reduce): all ranks see the target reached, or none.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -198,6 +198,7 @@ class Reporter:
         return reached
 
     def _reaches(self, loss: float) -> bool:
+        """Alike on every rank, for the loss has the same bits on all."""
         return self.cfg.eval.target > 0 and loss <= self.cfg.eval.target
 
     def conclude(self, state: State, reached: bool) -> None:

@@ -275,6 +275,8 @@ class Flux(nn.Module):
 def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
     """How a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
 
+    parallel.materialise draws the values, element by element, so that every number of ranks starts from the same.
+
     spec: modulation and head start at 0, biases too.
     Source: MLPerf reference, torchtitan experiments/flux, init_weights.
     """

@@ -11,6 +11,9 @@ needs no state and no communication, and its price is one more read of the weigh
 Without gradients (validation, pictures) scales are dynamic under both recipes, too: the loss is then a function of
 weights and data alone, and nothing that is remembered can move.
 
+Another precision, such as MXFP8, needs a recipe in rules.CHOICES, its casts and products here (`_scale`, `scaled_mm`),
+a line in `describe`, and its name in the log (mllog.py).
+
 port: a quantisation scale is largest FP8 value / largest magnitude; the products take its reciprocal.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
 Engine documents it.

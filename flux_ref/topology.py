@@ -1,4 +1,8 @@
-"""Which ranks share a node, and what follows for sharding."""
+"""Which ranks share a node, and what follows for sharding.
+
+With 64 nodes of 8 ranks the mesh is 64 x 8, (replicate, shard): ranks 0 to 7, one node, are the first replica.
+parallel.py makes the mesh; weights are gathered along its second dimension, gradients also summed along the first.
+"""
 
 from itertools import groupby
 
