@@ -2,6 +2,7 @@
 
 Global position p of a run is sample order(epoch)[p % n] of epoch p // n. Step k covers the positions
 k * global_batch .. (k + 1) * global_batch, and rank r its r-th slice; nothing else decides who sees what.
+A run that goes on begins at position `samples`, which its checkpoint holds; no other state of reading is kept.
 Threads read samples and make their draws straight into pinned host buffers, off the training thread.
 """
 

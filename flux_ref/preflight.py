@@ -8,6 +8,8 @@ first each node alone, then all pairs of neighbours on a ring. A node is slow if
 good one between two slow ones, so suspects are paired once more, with nodes that are not. Each measurement is made by
 processes of its own (fitness.py), which are killed if they hang: a device or a link that is dead ends no other test.
 
+What makes a node unfit is in verdict.py. launch/slurm.sbatch requeues the job without it, launch/one_node.sh stops.
+
 Prints a line per node, then a line per complaint: which node, what, what to do. Exit codes: 0 all nodes are fit, 3 some
 are not (the last line lists them), 2 the arguments make no sense.
 """

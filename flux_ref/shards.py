@@ -2,7 +2,14 @@
 
 A sample is five tar members in this order: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
 KEY.logvar.bytes. The json holds {"key", "timestep": 0..7 or null}; each .bytes is a .npy blob of bf16 bits as
-uint16, without a batch axis. As every member has a fixed size, sample i of a shard begins at i * stride,
+uint16, without a batch axis. Of FLUX.1-schnell, in bytes:
+
+    json               512 tar header + 512 the text, filled up with zeros
+    each of the four   512 tar header + 128 .npy header + payload, filled up to a multiple of 512
+    payload            t5 2,097,152 (256 x 4096)   clip 1,536 (768)   mean, logvar 32,768 each (16 x 32 x 32)
+    sample             2,169,344, without a gap to the next
+
+As every member has a fixed size, sample i of a shard begins at i * stride,
 and one read puts each payload straight where it belongs.
 """
 
