@@ -12,8 +12,8 @@ Without gradients (validation, pictures) scales are dynamic under both recipes, 
 weights and data alone, and nothing that is remembered can move.
 
 Another precision, such as MXFP8, needs a recipe in rules.CHOICES, its casts and products here (`_scale`, `scaled_mm`),
-a line in `describe`, its name in the log (mllog.py), and what it costs (footprint.py, plan.py). Scales per block instead
-of one per tensor change `Fp8Linear` and its autograd function, and which widths rules.py allows.
+a line in `describe`, its name in the log (mllog.py), and what it costs (footprint.py, plan.py). Scales per block
+instead of one per tensor change `Fp8Linear` and its autograd function, and which widths rules.py allows.
 
 port: a quantisation scale is largest FP8 value / largest magnitude; the products take its reciprocal.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
