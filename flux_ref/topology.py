@@ -38,4 +38,6 @@ def describe(count: int, nodes: list[str]) -> str:
     where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
     if count == 1:
         return f"one replica sharded over {where}"
+    if size == 1:
+        return f"{count} replicas, each on one rank"
     return f"{count} replicas, each sharded over {size} ranks of {where}"

@@ -133,7 +133,7 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
             json.loads(line.partition(":::MLLOG ")[2]) for line in text.splitlines() if line.startswith(":::MLLOG")
         ]
         assert [event["value"] for event in events if event["key"] == "seed"] == [seed]
-        assert "ranks   2 x cpu (2 replicate x 1 shard)" in text  # the framework's own lines, too
+        assert "ranks   2 x cpu (2 replicas, each on one rank)" in text  # the framework's own lines, too
         job.require_whole(3, run)
     assert (job.results / "faults.txt").read_text() == ""
 

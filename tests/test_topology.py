@@ -21,7 +21,7 @@ def on(*counts: int) -> list[str]:
         (on(8, 8, 8, 8), 2, 2, "2 replicas, each sharded over 16 ranks of 2 nodes"),
         (on(8), 2, 2, "2 replicas, each sharded over 4 ranks of one node"),
         (on(2, 4), 2, 2, "2 replicas, each sharded over 3 ranks of 1 or 2 nodes"),
-        (on(1, 1, 1), 0, 3, "3 replicas, each sharded over 1 ranks of one node"),
+        (on(1, 1, 1), 0, 3, "3 replicas, each on one rank"),
     ],
 )
 def test_replicas_and_what_they_are(nodes, wanted, count, words):
