@@ -20,7 +20,7 @@ from pathlib import Path
 from mlperf_logging import rcp_checker
 
 from flux_ref.config import Config, ModelConfig, load
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, attempt
 from flux_ref.records import records
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
@@ -268,11 +268,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print(__doc__)
         return 0
-    try:
-        rows = of_runs([Path(name) for name in argv])
-    except Refusal as error:
-        print(f"convergence: {error}", file=sys.stderr)
-        return error.exit_code
+    return attempt("convergence", lambda: write([Path(name) for name in argv]))
+
+
+def write(folders: list[Path]) -> int:
+    rows = of_runs(folders)  # before the first line, so that a refused band is no file
     writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

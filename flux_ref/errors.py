@@ -3,6 +3,8 @@
 alone: only this rank knows, so it has to speak for itself; otherwise rank 0 does.
 """
 
+import sys
+from collections.abc import Callable
 from signal import Signals
 
 
@@ -35,3 +37,17 @@ class Interrupted(Exception):
         super().__init__(f"stopped by {Signals(signal).name}")
         self.signal = signal
         self.exit_code = 128 + signal
+
+
+def attempt(name: str, task: Callable[[], int]) -> int:
+    """The exit code of a command that needs no torch; what ends it early is one line. cli.run does so for ranks."""
+    try:
+        return task()
+    except (Refusal, Fault) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return Refusal.exit_code
+    except KeyboardInterrupt:
+        return 130

@@ -11,7 +11,7 @@ import numpy as np
 
 from flux_ref import config, draws, schedule, shapes, shard_writer, shards, tar_index
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Refusal, attempt
 from flux_ref.progress import progress
 from flux_ref.shard_writer import Sample
 
@@ -122,16 +122,7 @@ def main(argv: list[str]) -> int:
             arguments, task = find()
             arguments(command)
     args = parser.parse_args(argv)
-    try:
-        return task(args)
-    except (Refusal, Fault) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return Refusal.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return attempt("prepare", lambda: task(args))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flux_ref import convergence, result_files, result_log, rules, score
 from flux_ref.config import MllogConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, attempt
 from flux_ref.records import write_whole
 from flux_ref.result_files import Records
 from flux_ref.result_log import printable
@@ -36,16 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder for report.html and its PNGs")
     parser.add_argument("--json", type=Path, help="write all figures to this file, too")
     args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except Refusal as error:
-        print(f"report: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return Refusal.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return attempt("report", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

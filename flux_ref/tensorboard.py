@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, attempt
 from flux_ref.records import records
 
 FOLDER = "tensorboard"
@@ -47,12 +47,12 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print(__doc__)
         return 0
-    try:
-        for name in argv:
-            print(f"{write(Path(name)):,} figures in {Path(name) / FOLDER}")
-    except Refusal as error:
-        print(f"tensorboard: {error}", file=sys.stderr)
-        return error.exit_code
+    return attempt("tensorboard", lambda: write_all([Path(name) for name in argv]))
+
+
+def write_all(runs: list[Path]) -> int:
+    for run in runs:
+        print(f"{write(run):,} figures in {run / FOLDER}")
     return 0
 
 

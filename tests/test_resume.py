@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import killing
 import numpy as np
@@ -31,7 +32,7 @@ from test_mllog import check
 from flux_ref import cli, config, data, draws, rules, run_folder, shards, storage
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.hang import judge
+from flux_ref.hang import Watch, judge
 
 BATCH = 12
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
@@ -669,6 +670,15 @@ def test_nobody_is_blamed_when_all_wait_in_the_same_place():
     blamed, message = judge(before, after, 6.0)
     assert blamed == [] and message.startswith("all ranks have waited 6 s in collective 90")
     assert "the network or a device hangs" in message
+
+
+def test_a_rank_that_never_spoke_is_named_and_not_waited_for():
+    watch = object.__new__(Watch)
+    watch.store, watch.world = torch.distributed.HashStore(), SimpleNamespace(rank=0, size=2)
+    watch.store.set("0", json.dumps(told(1, 9.0, 90)))
+    before = watch._heard()
+    watch.store.set("0", json.dumps(told(5, 9.0, 90)))
+    assert judge(before, watch._heard(), 6.0)[0] == [1]
 
 
 @pytest.mark.parametrize("mover", [0, 1])

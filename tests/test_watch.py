@@ -76,6 +76,16 @@ def test_states(put):
     assert "starting" in shown(put("new", 0))
 
 
+def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
+    folder = put("run", 1_000_000)
+    stop = ':::MLLOG {"key": "run_stop", "metadata": {"reason": "loss is not \\"finite\\""}}\n'
+    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_start"}\n' + stop)
+    assert 'ended: loss is not "finite"' in shown(folder)
+    with (folder / "result_0.txt").open("a") as log:
+        log.write(':::MLLOG {"key": "init_start"}\n')
+    assert "training, " in shown(folder)
+
+
 def test_alarms_are_told(put):
     text = shown(put("bad", 2_000_000, factor=1.05))
     assert "● warning at 524,288 samples: validation loss" in text
