@@ -8,19 +8,17 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from bench.step import END, Clock, environment
-from flux_ref import cli, config, flops, parallel
+from flux_ref import cli, config, flops, parallel, records
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 
@@ -187,7 +185,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser("bench.ceiling", usage="see --help", add_help=False, exit_on_error=False)
     parser.add_argument("--config", default="configs/tiny.toml")
     parser.add_argument("--micro-batches", type=sizes, default=[8])
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     try:
         return parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -203,10 +201,7 @@ def main(argv: list[str]) -> int:
     report["command"] = report["command"].replace("bench.step", "bench.ceiling")
     report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
-        print(table(report))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        records.show(table(report), report, args.json)
     return 0
 
 

@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from bench.peers import quartiles
 from bench.step import Clock, environment, run_steps
-from flux_ref import cli, config, parallel, rules, storage
+from flux_ref import cli, config, parallel, records, rules, storage
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
@@ -45,7 +44,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.every < 1 or args.rounds < 2 or args.saves < 2:
         raise Refusal(f"--every={args.every} must be at least 1, --rounds={args.rounds} and --saves={args.saves} 2")
@@ -66,10 +65,7 @@ def main(argv: list[str]) -> int:
         report |= Bench(config.replace(cfg, run__dir=folder), world, args).measure()
         parallel.gather_objects(None)  # no rank takes its folder away before all are done
     if world.rank == 0:
-        print(table(report))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        records.show(table(report), report, args.json)
     return 0
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from bench.step import ROOT, device_name, git
-from flux_ref import cli, config, storage
+from flux_ref import cli, config, records, storage
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.model import parameter_table
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.export", usage="see --help", add_help=False, allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args = parser.parse_args(argv)
     if not STATUS.exists():
         raise Refusal(f"peak memory is read from {STATUS}, which only Linux has")
@@ -69,10 +69,7 @@ def main(argv: list[str]) -> int:
         if free < 3 * size_of(model):
             raise Refusal(f"{folder} has {free / 1e9:.3g} GB free, want {3 * size_of(model) / 1e9:.3g}; set --folder")
         report = environment(model, argv) | measure(model, Path(folder))
-    print(table(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    records.show(table(report), report, args.json)
     return 0
 
 

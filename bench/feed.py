@@ -12,7 +12,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import json
 import os
 import platform
 import resource
@@ -36,7 +35,7 @@ from bench import feed_peers
 from bench.checkpoint import rss_mb
 from bench.peers import quartiles
 from bench.step import device_name, git
-from flux_ref import cli, config, draws, shard_writer, shards
+from flux_ref import cli, config, draws, records, shard_writer, shards
 from flux_ref.config import Config
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
@@ -57,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
     parser.add_argument("--config", help="whose model's sizes to use (default: FLUX.1-schnell's)")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args = parser.parse_args(argv)
     if args.samples < 2 * BATCH or args.samples % BATCH or args.rounds < 2 or min(args.workers) < 1:
         raise Refusal(
@@ -82,10 +81,7 @@ def main(argv: list[str]) -> int:
         make(root, cfg, args.samples)
         report = environment(argv, root) | {"sample_bytes": stride, "samples": args.samples, "batch": BATCH}
         report |= Race(root, cfg, args).run()
-    print(table(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    records.show(table(report), report, args.json)
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from bench.step import Clock, build, environment, run_steps
-from flux_ref import cli, config, parallel, rules
+from flux_ref import cli, config, parallel, records, rules
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.graph import Steps
@@ -182,7 +182,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -201,10 +201,7 @@ def main(argv: list[str]) -> int:
     report["command"] = report["command"].replace("bench.step", "bench.kernels")
     report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
     if world.rank == 0:
-        print(table(report))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        records.show(table(report), report, args.json)
     return 0
 
 

@@ -24,7 +24,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.step import ROOT, device_name, git
-from flux_ref import cli, config, footprint, memory, parallel
+from flux_ref import cli, config, footprint, memory, parallel, records
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.graph import Steps
@@ -178,7 +178,7 @@ def launch(name: str) -> dict:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.plan_memory", add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     parser.add_argument("--only")
     try:
         args = parser.parse_args(argv)
@@ -202,18 +202,17 @@ def main(argv: list[str]) -> int:
         "config": CONFIG,
         "cases": [],
     }
-    print(f"{'case':<40}{'measured':>9}{'plan':>8}{'error':>7}{'resident':>9}  MB")
-    for name in [args.only] if args.only else CASES:
-        case = launch(name)
-        report["cases"].append(case)
-        print(
-            f"{name:<40}{case['measured'] / 1e6:>9.0f}{case['predicted'] / 1e6:>8.0f}{case['error']:>+7.1%}"
-            f"{case['resident_growth'] / 1e6:>9.0f}",
-            flush=True,
-        )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    with records.text_beside(args.json):
+        print(f"{'case':<40}{'measured':>9}{'plan':>8}{'error':>7}{'resident':>9}  MB")
+        for name in [args.only] if args.only else CASES:
+            case = launch(name)
+            report["cases"].append(case)
+            print(
+                f"{name:<40}{case['measured'] / 1e6:>9.0f}{case['predicted'] / 1e6:>8.0f}{case['error']:>+7.1%}"
+                f"{case['resident_growth'] / 1e6:>9.0f}",
+                flush=True,
+            )
+    records.give(report, args.json)
     return 0
 
 

@@ -11,13 +11,11 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 from bench import peers
 from bench.step import Clock, environment
-from flux_ref import cli, config, parallel
+from flux_ref import cli, config, parallel, records
 from flux_ref.errors import Fault, Refusal
 
 PAIR = "configs/schnell_gbs512.toml"
@@ -33,7 +31,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--pair", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -60,10 +58,7 @@ def main(argv: list[str]) -> int:
             report["peers"][name] = peers.race(name, cfg, clock, args.steps, args.warmup)
         except (Refusal, Fault) as error:
             report["refused"][name] = str(error)
-    print(table(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    records.show(table(report), report, args.json)
     if not report["peers"]:
         raise Refusal("; ".join(report["refused"].values()))
     return 0

@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import json
 import os
 import platform
 import re
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bench import peers
-from flux_ref import cli, config, flops, graph, parallel, prepare, rules, schedule
+from flux_ref import cli, config, flops, graph, parallel, prepare, records, rules, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
@@ -89,7 +88,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--synthetic", action="store_true")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -109,10 +108,7 @@ def main(argv: list[str]) -> int:
     gc.collect()  # the sharded net, before the peers need its memory
     report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
     if world.rank == 0:
-        print(table(report))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        records.show(table(report), report, args.json)
     return 0
 
 

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.step import ROOT, git
-from flux_ref import cli
+from flux_ref import cli, records
 from flux_ref.errors import Fault, Refusal
 
 LEAST_S = 15.0  # a variant is not begun with less time left
@@ -245,7 +245,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and overrides for every variant. Raises: Refusal."""
     parser = argparse.ArgumentParser("bench.sweep", usage="see --help", add_help=False, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--continue", action="store_true", dest="goes_on")
@@ -253,8 +253,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv)
     if not args.minutes > 0:
         raise Refusal(f"--minutes={args.minutes} must be greater than 0")
-    if args.goes_on and not args.json:
-        raise Refusal("--continue needs --json FILE, the report that is to be completed")
+    if args.goes_on and args.json in (None, records.STDOUT):
+        raise Refusal("--continue needs --json=FILE.json, the report that is to be completed")
     names = [variant.name for variant in variants(args.small)]
     unknown = [name for name in args.only if name not in names]
     if unknown:
@@ -296,15 +296,15 @@ def main(argv: list[str]) -> int:
     report["runs"] = [known[variant.name] for variant in wanted if variant.name in known]
 
     def done(record: dict) -> None:
-        print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
+        with records.text_beside(args.json):
+            print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
         report["runs"].append(record)
         report["device"] = next((run["report"]["device"] for run in report["runs"] if "report" in run), "unknown")
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        if args.json != records.STDOUT:  # a call that is cut short keeps what it has
+            records.give(report, args.json)
 
     sweep([variant for variant in wanted if variant.name not in known], args.minutes, done)
-    print(table(report))
+    records.show(table(report), report, args.json)
     broken = [record["name"] for record in report["runs"] if record["status"] == "failed"]
     if broken:
         raise Fault(f"failed: {', '.join(broken)}; the report holds what they printed last", alone=True)

@@ -5,7 +5,7 @@
 
 --hardware FILE      figures of your own over those of flux_ref/hardware.toml, which lists the GPUs and their sources
 --calibrate FILE     compute times from a report of bench.whole or bench.sweep instead of shares of peak figures
---json FILE          all figures
+--json[=FILE.json]   all figures, printed in place of the table or written beside it
 Exit codes: 0 done, 2 refused.
 """
 
@@ -27,6 +27,7 @@ from flux_ref import (
     hardware,
     memory,
     plan_check,
+    records,
     rules,
     schedule,
     shards,
@@ -300,7 +301,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--price-per-gpu-hour", type=float, default=0.0)
     parser.add_argument("--hardware", type=Path)
     parser.add_argument("--calibrate", type=Path)
-    parser.add_argument("--json", type=Path)
+    records.json_option(parser)
     try:
         args, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -321,18 +322,8 @@ def main(argv: list[str]) -> int:
     gpu, assumed = hardware.load(args.gpu, args.hardware)
     measured = hardware.calibration(args.calibrate) if args.calibrate else []
     plan = make(cfg, args.gpu, args.gpus, gpu, assumed, measured, args.price_per_gpu_hour)
-    print(table(plan))
-    if args.json:
-        write(args.json, asdict(plan) | {"assumed": asdict(assumed), "overrides": overrides})
+    records.show(table(plan), asdict(plan) | {"assumed": asdict(assumed), "overrides": overrides}, args.json)
     return 0
-
-
-def write(path: Path, values: dict) -> None:
-    """JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Exit code: 0 every system is a valid result, 1 one is not (the reasons are said)
 """
 
 import argparse
-import json
 import statistics
 import sys
 import textwrap
@@ -17,7 +16,7 @@ from pathlib import Path
 from flux_ref import convergence, result_files, result_log, rules, score
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal, attempt
-from flux_ref.records import write_whole
+from flux_ref.records import give, json_option, text_beside, write_whole
 from flux_ref.result_files import Records
 from flux_ref.result_log import printable
 from flux_ref.score import Run, System
@@ -34,15 +33,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ruleset", choices=rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder for report.html and its PNGs")
-    parser.add_argument("--json", type=Path, help="write all figures to this file, too")
+    json_option(parser)
     args = parser.parse_args(argv)
     return attempt("report", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
+    with text_beside(args.json):
+        systems = tell(args)
+    give(figures(systems, args), args.json)
+    return INVALID if any(system.reasons for system in systems) else 0
+
+
+def tell(args: argparse.Namespace) -> list[System]:
+    """Judge all systems, print what is found as it is found, and draw the page. Raises: Refusal."""
     convergence.points(args.ruleset, args.points)  # refuses a file that is none
-    if args.json and not args.json.parent.is_dir():
-        raise Refusal(f"--json={args.json}: there is no folder {args.json.parent}; make it or name another")
     groups = result_files.find(args.paths)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += printable(args.points or "official")
@@ -58,11 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"no log could be read; {first.log.path} {first.faults[0]}")
     if len(systems) > 1:
         print(f"\n{summary(systems)}")
-    if args.json:
-        write_whole(args.json, json.dumps(figures(systems, args), indent=1, allow_nan=False) + "\n")
     _page(systems, records, basis, args.out)
     print(f"\npage: {printable(args.out / 'report.html')}")
-    return INVALID if any(system.reasons for system in systems) else 0
+    return systems
 
 
 def _page(systems: list[System], records: list[dict[str, Records]], basis: str, out: Path) -> None:

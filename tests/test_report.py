@@ -481,6 +481,14 @@ def test_system_description_of_the_benchmarks_tree(tmp_path):
     assert result_files.accelerators(found) == 72 and found["nccl"] == "2.28"
 
 
+def test_bare_json_is_all_that_comes_on_stdout(capsys, tmp_path):
+    path = MadeLog().write(tmp_path / "result_0.txt")
+    code, _, figures = run_report(capsys, path, out=tmp_path / "out")
+    assert report.main([str(path), f"--out={tmp_path}/out", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == figures and "page: " in err
+
+
 @pytest.mark.parametrize(
     "make, says",
     [
@@ -488,7 +496,6 @@ def test_system_description_of_the_benchmarks_tree(tmp_path):
         (lambda folder: [folder], "holds no result_*.txt"),
         (lambda folder: [rewritten(folder / "result_0.txt", b"\x00" * 100)], "no log could be read"),
         (lambda folder: [MadeLog().write(folder / "result_0.txt"), f"--points={folder}/x"], "reference convergence"),
-        (lambda folder: [MadeLog().write(folder / "result_0.txt"), f"--json={folder}/x/y"], "there is no folder"),
     ],
 )
 def test_refusals(capsys, tmp_path, make, says):
