@@ -112,10 +112,9 @@ def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options
             record["captions_permuted"] = permuted.loss
             say(f"with captions permuted among the samples: {permuted.loss:.4f}")
         if pictured:
-            watch.at("the pictures")
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(sample.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"])))
+            say(sample.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"]), watch.at))
         records.append(record)
     return records
 

@@ -134,9 +134,7 @@ class Run:
             self.reporter.say(f"with captions permuted among the samples: {loss:.4f}")
         self.steps.close(agreed=True)  # drawing wants its memory
         if cfg.sample.count:
-            path = self.reporter.folder / "samples" / f"{state.samples:09d}.png"
-            empty = self.train_set.empty
-            self.reporter.say(sample.draw(state.net, self.decode, self.val_set, empty, cfg, self.world, path))
+            self.draw()
         self.reporter.conclude(state, reached)
 
     def train(self) -> bool:
@@ -201,6 +199,13 @@ class Run:
             self.saver.save(self.state, self.reporter.skipped(self.train_set))
             if finish:
                 self.saver.finish()
+
+    def draw(self) -> None:
+        """Pictures of what the net has learnt. Collective."""
+        path = self.reporter.folder / "samples" / f"{self.state.samples:09d}.png"
+        state, empty = self.state, self.train_set.empty
+        line = sample.draw(state.net, self.decode, self.val_set, empty, self.cfg, self.world, path, self.watch.at)
+        self.reporter.say(line)
 
     def alive(self, place: str) -> None:
         """Between two units of work. Collective. Raises: Interrupted."""

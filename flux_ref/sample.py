@@ -30,15 +30,25 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
 
 
-def draw(net: nn.Module, decode: Decoder, val_set: ValSet, empty: Rows, cfg: Config, world: World, path: Path) -> str:
+def draw(
+    net: nn.Module,
+    decode: Decoder,
+    val_set: ValSet,
+    empty: Rows,
+    cfg: Config,
+    world: World,
+    path: Path,
+    at: Callable[[str], None],
+) -> str:
     """Draw pictures from captions into a grid; returns a line that says where. Collective, rank 0 writes.
 
-    empty: the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
-    first cfg.sample.count stored with the validation set.
+    empty:   the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
+             first cfg.sample.count stored with the validation set.
+    at:      told before each sampling step where this rank is.
     """
     texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
     with regions.uncompiled(cfg.parallel):
-        z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device)
+        z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device, at)
     if world.rank == 0:
         pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
     is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
@@ -81,7 +91,14 @@ def preview(z_BCYX: Tensor) -> Tensor:
     return torch.nn.functional.interpolate(rgb_BRYX, scale_factor=8)
 
 
-def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, device: torch.device) -> Tensor:
+def draw_latents(
+    net: nn.Module,
+    texts: list[Rows],
+    empty: Rows,
+    cfg: Config,
+    device: torch.device,
+    at: Callable[[str], None] = lambda place: None,
+) -> Tensor:
     """One latent per text: (B, C, Y, X) fp32, at the autoencoder's scale. Collective over all ranks.
 
     texts, empty: {"t5", "clip"} as bf16 bits in uint16.
@@ -95,7 +112,8 @@ def draw_latents(net: nn.Module, texts: list[Rows], empty: Rows, cfg: Config, de
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
     schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
     with torch.no_grad():
-        for t, t_next in pairwise(schedule):
+        for step, (t, t_next) in enumerate(pairwise(schedule)):
+            at(f"sampling step {step}")
             velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
             if cfg.sample.guidance != 1.0:
                 free_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)

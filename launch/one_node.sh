@@ -4,8 +4,8 @@
 #   NEXP=10 launch/one_node.sh configs/schnell_gbs512.toml [--section.key=value]
 #
 # From the root of the repository. Variables as in slurm.sbatch: NEXP (1), SEED (drawn once), RESULTS (results/<config>),
-# GPUS_PER_NODE (all; 1 on the CPU), PREFLIGHT="arguments" or off, STAGE="SRC DST", VERIFY=DIR. And SCORE="arguments" of
-# flux_ref.report, or off. The same command again skips what is done and goes on with the rest.
+# GPUS_PER_NODE (all; 1 on the CPU), PREFLIGHT="arguments" or off, STAGE="SRC DST", VERIFY=DIR, SCORE="arguments" or off.
+# The same command again skips what is done and goes on with the rest.
 set -euo pipefail
 
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
@@ -58,5 +58,6 @@ for ((run = 0; run < ${NEXP:-1}; run++)); do
 done
 if [[ ${SCORE:-} != off ]]; then
   # shellcheck disable=SC2086 # several arguments
-  python -m flux_ref.report "$results" --out "$results/report" ${SCORE:-} || (($? == 1)) # 1: the report says what is not valid
+  python -m flux_ref.report "$results" --out "$results/report" ${SCORE:-} ||
+    (($? == 1)) # the report says what is not valid
 fi

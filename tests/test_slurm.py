@@ -38,7 +38,8 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, data: Path, *overrides: str, args: tuple = (), **env: str):
         """args: of sbatch."""
         self.cluster, self.results, self.log = cluster, folder / "results", folder / "job.log"
-        own = {"GPUS_PER_NODE": "1", "RESULTS": str(self.results), "PREFLIGHT": "off", "OMP_NUM_THREADS": "1"}
+        own = {"GPUS_PER_NODE": "1", "RESULTS": str(self.results), "PREFLIGHT": "off", "SCORE": "off"}
+        own["OMP_NUM_THREADS"] = "1"
         path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", f"--chdir={ROOT}", *args]
         config = (str(MICRO), *data_overrides(data), *overrides)
@@ -122,7 +123,7 @@ def mounted(what: str) -> str:
 
 
 def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
-    job = submit(*SHORT, NEXP="3", PREFLIGHT=TOLERANT)
+    job = submit(*SHORT, NEXP="3", PREFLIGHT=TOLERANT, SCORE="--ruleset 6.0.0")
     said = job.wait()
     assert job.started_on() == ["n1 n2"] and "preflight: 2 nodes are fit" in said
     seeds = [int(line) for line in (job.results / "seeds.txt").read_text().split()]
@@ -136,6 +137,8 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
         assert "ranks   2 x cpu (2 replicas, each on one rank)" in text  # the framework's own lines, too
         job.require_whole(3, run)
     assert (job.results / "faults.txt").read_text() == ""
+    assert "ruleset 6.0.0" in said and "seeds: all different" in said and "not a valid result" in said
+    assert (job.results / "report" / "report.html").is_file()
 
 
 def test_ranks_are_numbered_by_node(submit, cluster):
@@ -210,6 +213,22 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(submit, cluste
     assert f"from step {saved} " in (job.results / "result_0.txt").read_text()
     assert len((job.results / "seeds.txt").read_text().split()) == 1
     job.require_whole(300)
+
+
+def test_a_node_that_is_drained_is_left_out_when_the_job_is_told_to_stop(submit, cluster):
+    """Slurm lets a job that runs there go on."""
+    job = submit(*LONG)
+    job.until(lambda: job.trained() > 20)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=drain", "Reason=memory errors")
+    try:
+        cluster.run("scancel", "--signal=USR1", "--batch", str(job.number))
+        job.wait()
+        assert job.started_on() == ["n1 n2", "n1 n3"]
+        assert "since the last start n2 is drained (memory errors)" in (job.results / "faults.txt").read_text()
+        job.require_whole(300)
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=resume")
+        cluster.until(lambda: cluster.state("n2") == "idle")
 
 
 def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluster):
