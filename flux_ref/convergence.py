@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from mlperf_logging import rcp_checker
@@ -132,10 +133,8 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
         return None
     i = bisect.bisect_left(batches, global_batch)
     if batches[i] == global_batch:
-        return _pooled(
-            [row for row in rows if row["global_batch"] == global_batch], f"{source} at batch {global_batch}"
-        )
-    ends = [_pooled([row for row in rows if row["global_batch"] == batch], "") for batch in batches[i - 1 : i + 1]]
+        return pooled([row for row in rows if row["global_batch"] == global_batch], f"{source} at batch {global_batch}")
+    ends = [pooled([row for row in rows if row["global_batch"] == batch], "") for batch in batches[i - 1 : i + 1]]
     share = math.log(global_batch / batches[i - 1]) / math.log(batches[i] / batches[i - 1])
     grid = [samples for samples in ends[1].samples if samples >= ends[0].samples[0]]
     curves = {
@@ -155,7 +154,7 @@ def _rows(path: Path) -> list[dict[str, float]]:
         ) from None
 
 
-def _pooled(rows: list[dict[str, float]], source: str) -> Band:
+def pooled(rows: list[dict[str, float]], source: str) -> Band:
     """One band of all rows of a batch, whatever their learning rates."""
     at: dict[int, list[dict]] = {}
     for row in rows:
@@ -246,7 +245,7 @@ def unlike_reference(cfg: Config) -> list[str]:
 
 def of_runs(folders: list[Path]) -> list[dict[str, object]]:
     """The rows of a band of own runs that converged. Raises: Refusal."""
-    losses: dict[tuple, list[float]] = {}
+    curves: dict[tuple, list] = {}
     for folder in folders:
         cfg = load(folder / "config.toml")
         key = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
@@ -255,12 +254,19 @@ def of_runs(folders: list[Path]) -> list[dict[str, object]]:
         evaluations = records(folder / "eval.jsonl")
         if not evaluations:
             raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
-        for record in evaluations:
-            losses.setdefault((*key, record["samples"]), []).append(record["val_loss"])
+        curves.setdefault(key, []).append([(record["samples"], record["val_loss"]) for record in evaluations])
+    return [row for key, own in sorted(curves.items()) for row in quartile_rows(key, own)]
+
+
+def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
+    """The rows of a band. recipe: global batch, learning rate, warm-up steps; curves: (samples, loss) of each run."""
+    losses: dict[float, list[float]] = {}
+    for samples, loss in chain.from_iterable(curves):
+        losses.setdefault(samples, []).append(loss)
     rows = []
-    for key, own in sorted(losses.items()):
+    for samples, own in sorted(losses.items()):
         first, median, third = statistics.quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
-        rows.append(dict(zip(HEADER, (*key, len(own), min(own), first, median, third, max(own)))))
+        rows.append(dict(zip(HEADER, (*recipe, samples, len(own), min(own), first, median, third, max(own)))))
     return rows
 
 

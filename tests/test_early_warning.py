@@ -1,12 +1,15 @@
 """Alarms: none for runs that converged, one each for planted defects; the counts over real runs are in README."""
 
 import csv
+import json
 import math
 import random
 
 import pytest
 from conftest import ROOT
+from made_logs import MadeLog
 
+from bench import alarms
 from flux_ref import config, convergence, early_warning
 from flux_ref.convergence import Band
 from flux_ref.early_warning import of_last_rate, of_losses, of_rates
@@ -135,3 +138,29 @@ def test_a_rate_that_falls_and_stays_is_told_once():
 def test_a_slow_beginning_is_forgotten():
     records = rated([50.0] * 5 + [100.0] * 60)
     assert all(of_last_rate(records[:n][-early_warning.RATE_SPAN :]) is None for n in range(len(records)))
+
+
+def test_public_logs_are_counted_by_system_against_all_and_against_the_others(tmp_path, capsys):
+    median = dict(public_curve(1024, "median"))
+    for system, lift in {"good": 0.0, "slow": 0.03}.items():
+        for run in range(2):
+            log = MadeLog(run, batch=1024)
+            for k, (samples, loss) in enumerate(list(median.items())[:32]):
+                log.change("eval_accuracy", loss + lift, which=k, samples_count=samples)
+            log.write(tmp_path / system / f"result_{run}.txt")
+    broken = MadeLog(5, batch=1024).change("run_stop", status="aborted")
+    broken.write(tmp_path / "good" / "result_2.txt")
+    assert alarms.main([str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    good, slow = json.loads(out)["systems"]
+    known = {"global_batch": 1024, "runs": 2}
+    assert good.items() >= (known | {"system": "good", "warned": 0, "warned_by_others": 0}).items()
+    assert slow.items() >= (known | {"system": "slow", "warned": 2, "warned_by_others": 2}).items()
+    assert "2 of 4" in err.splitlines()[-1]
+
+
+def test_a_system_alone_at_its_batch_has_no_others(tmp_path, capsys):
+    MadeLog(batch=4096).write(tmp_path / "result_0.txt")
+    assert alarms.main([str(tmp_path), "--json"]) == 0
+    (only,) = json.loads(capsys.readouterr().out)["systems"]
+    assert only["warned_by_others"] is None
