@@ -90,7 +90,7 @@ class Run:
     ):
         """Everything that comes before the clock starts. start: where a run that is not fresh goes on."""
         self.cfg, self.world, self.train_set, self.val_set, self.reporter = cfg, world, train_set, val_set, reporter
-        self.watch, self.stopping = watch, Stopping()
+        self.watch, self.stopping = watch, Stopping(2 * cfg.run.hang_s)  # hang.py speaks first
         watch.groups.append(self.stopping.group)
         drawn = cfg.sample.count and world.rank == 0
         self.decode = parallel.together(lambda: sample.decoder(cfg) if drawn else None)

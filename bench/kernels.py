@@ -38,7 +38,7 @@ CLASSES = (
     ("optimizer", r"adam|optimizer|lpnorm|foreach_norm"),
     ("gemm", r"^triton_(tem|mm)"),
     ("elementwise", r"^triton_|cpp_fused|compiledfunction|torch-compiled region"),
-    ("attention", r"attention|flash|fmha|sdpa|attn|^bwd_kernel_|^bwd_preprocess"),
+    ("attention", r"attention|flash|fmha|sdpa|attn|cudnn::fusion|^bwd_kernel_|^bwd_preprocess"),
     ("gemm", r"gemm|cutlass|nvjet|cublas|splitk|^cijk_|xmma|mkldnn|aten::(mm|addmm|bmm|baddbmm|linear|_scaled_mm)"),
     ("copy", r"memcpy|memset|copy|_cast|catarray|chunk_cat|fill|::cat$|::to$|::zero_$|::contiguous|::clone"),
     ("elementwise", r"elementwise|reduce|norm|softmax|gelu|silu|multi_tensor|aten::"),

@@ -30,6 +30,7 @@ from flux_ref import cli, records
 from flux_ref.errors import Fault, Refusal
 
 LEAST_S = 15.0  # a variant is not begun with less time left
+ABORT_S = 3.0  # for writing down where it was
 PACKAGES = ("torch", "triton", "diffusers", "torchtitan", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 FULL, MICRO = "configs/schnell_gbs512.toml", "tests/micro.toml"
 COLUMNS = ("samples/s", "ms", "TFLOP/s", "of ceiling", "GB")
@@ -63,6 +64,7 @@ def variants(small: bool) -> list[Variant]:
     micros, larger, evals = ("2,4", "4", "8") if small else ("8,16", "16,32", "32,64")
     plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
     compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
+    most = "--parallel.activation_budget=0.6"  # the least at which FP8 recomputes no product: it keeps smaller inputs
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
     dynamic, delayed = "--fp8.recipe=dynamic", ("--fp8.recipe=delayed", "--fp8.dynamic_steps=0")
 
@@ -89,7 +91,7 @@ def variants(small: bool) -> list[Variant]:
         part("compiled k=2", compiled, "--parallel.region_blocks=2"),
         part("compiled k=4", compiled, "--parallel.region_blocks=4"),
         part("compiled graph fp8", compiled, graph, *delayed),
-        whole("compiled fp8", larger, compiled, half, dynamic),
+        whole("compiled fp8", larger, compiled, most, dynamic),
         whole("compiled budget 0.5", larger, compiled, half),
         part("compiled budget 0.5", compiled, half),
         Variant("peers eager", "bench.race", (*config, *pair, *times, *batch(usual), *plain)),
@@ -110,6 +112,7 @@ def run(variant: Variant, timeout_s: float) -> dict:
         process = subprocess.Popen(
             [sys.executable, *variant.words, "--json", str(path)],
             cwd=ROOT,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -118,19 +121,28 @@ def run(variant: Variant, timeout_s: float) -> dict:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return record | {"status": "out of time", "seconds": timeout_s, "line": f"ended after {timeout_s:.0f} s"}
+            process.send_signal(signal.SIGABRT)  # it says where it is
+            time.sleep(ABORT_S)
+            os.killpg(process.pid, signal.SIGKILL)
+            late = {"status": "out of time", "seconds": timeout_s, "line": f"ended after {timeout_s:.0f} s"}
+            return record | late | {"output": tail(process.communicate()[0])}
         finally:
-            if process.poll() is None:  # also when we are told to stop; compilers work in children
+            if process.poll() is None:  # when we are told to stop; compilers work in children
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         record["seconds"] = time.monotonic() - begin
         if process.returncode == 0 and path.exists():
             return record | {"status": "done", "report": json.loads(path.read_text())}
-    lines = [line for line in output.splitlines() if line.strip()]
+    lines = tail(output)
     own = [line for line in lines if line.startswith(f"{variant.module}: ")]  # a backend may write after it
     status = "refused" if process.returncode == Refusal.exit_code else "failed"
     line = (own or lines or [f"exit code {process.returncode}"])[-1]
-    return record | {"status": status, "line": line, "output": lines[-20:]}
+    return record | {"status": status, "line": line, "output": lines}
+
+
+def tail(output: str) -> list[str]:
+    """The last lines; a compiler gives its reason far above its end."""
+    return [line for line in output.splitlines() if line.strip()][-300:]
 
 
 def sweep(wanted: list[Variant], minutes: float, done: Callable[[dict], None]) -> None:
@@ -266,13 +278,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def earlier(path: Path, commit: str | None) -> dict[str, dict]:
-    """What a report holds of variants that need not run again, by name. Raises: Refusal if of another commit."""
+    """The records of a report, by name. Raises: Refusal if it is of another commit."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())
     if report["commit"] != commit:
         raise Refusal(f"{path} is of commit {report['commit']}, this is {commit}; delete it or give another --json")
-    return {record["name"]: record for record in report["runs"] if record["status"] in ("done", "refused")}
+    return {record["name"]: record for record in report["runs"]}
+
+
+def device_of(runs: list[dict]) -> str:
+    return next((run["report"]["device"] for run in runs if "report" in run), "unknown")
 
 
 def main(argv: list[str]) -> int:
@@ -289,21 +305,24 @@ def main(argv: list[str]) -> int:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
         "versions": versions(),
-        "device": "unknown",
         "runs": [],
     }
     known = earlier(args.json, report["commit"]) if args.goes_on else {}
-    report["runs"] = [known[variant.name] for variant in wanted if variant.name in known]
+    had = {name for name, record in known.items() if record["status"] in ("done", "refused")}
+    report["runs"] = [known[variant.name] for variant in wanted if variant.name in had]
+    report["device"] = device_of(report["runs"])
+    left = [variant for variant in wanted if variant.name not in had]
+    left.sort(key=lambda variant: known.get(variant.name, {}).get("status") in ("failed", "out of time"))  # those last
 
     def done(record: dict) -> None:
         with records.text_beside(args.json):
             print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
         report["runs"].append(record)
-        report["device"] = next((run["report"]["device"] for run in report["runs"] if "report" in run), "unknown")
+        report["device"] = device_of(report["runs"])
         if args.json != records.STDOUT:  # a call that is cut short keeps what it has
             records.give(report, args.json)
 
-    sweep([variant for variant in wanted if variant.name not in known], args.minutes, done)
+    sweep(left, args.minutes, done)
     records.show(table(report), report, args.json)
     broken = [record["name"] for record in report["runs"] if record["status"] == "failed"]
     if broken:

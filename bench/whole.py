@@ -27,6 +27,7 @@ from bench.step import END, HARMLESS, Clock, environment, honour
 from flux_ref import cli, config, flops, flow, parallel, precision, regions, schedule
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
+from flux_ref.device import allow_attention_of
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
@@ -67,6 +68,7 @@ def require(cfg: Config, world: World) -> None:
 
 def build(cfg: Config, device: torch.device) -> Flux:
     """The unsharded net in regions as training has them, random weights in the compute dtype."""
+    allow_attention_of(cfg, device)
     with torch.device("meta"):
         net = Flux(cfg.model).to(parallel.DTYPES[cfg.parallel.dtype])
         precision.convert(net, cfg, device)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-from flux_ref.config import ParallelConfig
+from flux_ref.config import Config
 from flux_ref.errors import Fault
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 REGISTER = "NCCL_GRAPH_REGISTER"
 HIP_SINCE = (2, 12)
 KERNELS = ("cudnn", "flash", "efficient", "math")  # of attention
-FAST_CUDNN = 91500
+FAST_CUDNN = 91501  # 9.15.1
 
 
 def guard_expandable() -> None:
@@ -79,20 +79,27 @@ class Recorder:
         torch.cuda.synchronize(self.device)
 
 
-def attention_kernel(cfg: ParallelConfig, device: torch.device) -> str:
+def attention_kernel(cfg: Config, device: torch.device) -> str:
     """The one kernel that the net's attention may use on a GPU; on the CPU torch chooses.
 
-    auto: cuDNN's on Hopper and later, the fastest there from 9.15 on; else, and on AMD, flash attention. In fp32, which
-    neither knows, plain products.
+    auto: cuDNN's on Hopper and later, the fastest there from 9.15.1 on; else, and on AMD, flash attention. In fp32,
+    which neither knows, plain products.
     """
     if device.type == "cpu":
         return "torch's choice"
-    if cfg.attention != "auto":
-        return cfg.attention
-    if cfg.dtype == "fp32":
+    if cfg.parallel.attention != "auto":
+        return cfg.parallel.attention
+    if cfg.parallel.dtype == "fp32":
         return "math"
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return "cudnn" if is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN else "flash"
+    is_fast = is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN
+    return "cudnn" if is_fast and _suits_cudnn(cfg) else "flash"
+
+
+def _suits_cudnn(cfg: Config) -> bool:
+    """torch refuses it in deterministic mode, and from 2.15 on where gradients of odd halves of 128 rows may be NaN."""
+    rows = cfg.model.text_tokens + cfg.model.image_tokens
+    return cfg.model.head_dim >= 64 and rows % 128 != 64 and not torch.are_deterministic_algorithms_enabled()
 
 
 def allow_attention(*kernels: str) -> None:
@@ -102,6 +109,11 @@ def allow_attention(*kernels: str) -> None:
     switches.enable_flash_sdp("flash" in kernels)
     switches.enable_mem_efficient_sdp("efficient" in kernels)
     switches.enable_math_sdp("math" in kernels)
+
+
+def allow_attention_of(cfg: Config, device: torch.device) -> None:
+    """Let a config's own kernel be used alone, so that none takes its place unnoticed; on the CPU all."""
+    allow_attention(*(KERNELS if device.type == "cpu" else [attention_kernel(cfg, device)]))
 
 
 def device_name(device: torch.device) -> str:

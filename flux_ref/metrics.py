@@ -62,7 +62,7 @@ class Reporter:
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {found['device']} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {precision.describe(cfg)}; attention: {attention_kernel(cfg.parallel, world.device)}\n"
+            f"  compute {precision.describe(cfg)}; attention: {attention_kernel(cfg, world.device)}\n"
             f"  steps   {graph.manner(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"

@@ -1,5 +1,7 @@
 """AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +34,8 @@ class ShardedAdamW:
             fused=True,
             capturable=world.device.type != "cpu",
         )
+        # Eager steps are no mistake; every rank would warn of them.
+        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     def step(self, sound: Tensor | None = None) -> Tensor:
         """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar.

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from flux_ref import draws, precision, regions, topology
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.data import Batch, Feed
-from flux_ref.device import allow_attention, attention_kernel, guard_expandable
+from flux_ref.device import allow_attention_of, guard_expandable
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, initialiser
 
@@ -242,8 +242,7 @@ def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 
 def build(cfg: Config, world: World, seed: int | None) -> Flux:
     """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
-    if world.device.type != "cpu":
-        allow_attention(attention_kernel(cfg.parallel, world.device))  # so that none takes its place unnoticed
+    allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
         precision.convert(net, cfg, world.device)
@@ -330,9 +329,13 @@ class _Copied:
         self.event.synchronize()
 
 
-def host_group(name: str) -> dist.ProcessGroup:
-    """One more group of all ranks, for host tensors, so that it may be used beside the others. Collective."""
-    return dist.new_group(backend=BACKENDS["cpu"], group_desc=name)
+def host_group(name: str, timeout_s: float = 0.0) -> dist.ProcessGroup:
+    """One more group of all ranks, for host tensors, so that it may be used beside the others. Collective.
+
+    timeout_s: for one collective, 0 for the backend's own.
+    """
+    timeout = timedelta(seconds=timeout_s) if timeout_s else None
+    return dist.new_group(backend=BACKENDS["cpu"], timeout=timeout, group_desc=name)
 
 
 def copied(device: torch.device) -> _Copied | None:

@@ -143,7 +143,8 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_MN):
         x8_MK, weight_NK, scale_x, scale_w, scale_g = ctx.saved_tensors
-        rule = ctx.arith.row_times_column
+        # Inductor knows no other layout, whatever the device would take (torch 2.11 to 2.15).
+        rule = ctx.arith.row_times_column or torch.compiler.is_compiling()
         grad_MN = grad_MN.contiguous()
         scale_g = _scale(grad_MN, ctx.arith.gradient, ctx.exponent, ctx.amax_g, scale_g)
         g8_MN = cast(grad_MN, scale_g, ctx.arith.gradient)

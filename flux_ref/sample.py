@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flux_ref import draws, latents, parallel, pictures, regions, shapes, shards, vae
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
-from flux_ref.device import KERNELS, allow_attention
 from flux_ref.parallel import World
 
 Decoder = Callable[[Tensor], list[np.ndarray]]
+
+# Kernels of attention for the autoencoder; the net's own may know no fp32.
+IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
@@ -68,9 +71,8 @@ def decoder(cfg: Config) -> Decoder:
     autoencoder = vae.load(Path(cfg.sample.vae))
 
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(IN_FP32):
             autoencoder.to(z_BCYX.device)
-            allow_attention(*KERNELS)  # it computes in fp32
             return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
 
     return decode

@@ -14,10 +14,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what torchrun passes on, and what 
 class Stopping:
     """Takes SIGTERM and SIGUSR1 from the moment it is made; `check` tells when they are acted upon."""
 
-    def __init__(self):
-        """Collective."""
+    def __init__(self, timeout_s: float = 0.0):
+        """Collective. timeout_s: for the others' word, 0 for the backend's own."""
         self.signal = 0
-        self.group = parallel.host_group("stop")
+        self.group = parallel.host_group("stop", timeout_s)
         self.asked: tuple[torch.Tensor, dist.Work] | None = None
         for number in SIGNALS:
             signal.signal(number, self._take)

@@ -17,6 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +52,14 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException:  # also when the test's own time is up
         process.terminate()  # torchrun then ends its ranks, which a kill would leave behind
         process.communicate(timeout=30)
         raise

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from conftest import ROOT, require_identical, trained
+from conftest import PYTHONPATH, ROOT, require_identical, trained
 
 from flux_ref import cli, graph, storage
 from flux_ref.errors import Refusal
@@ -42,7 +42,7 @@ class Job:
         if ranks:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        own = {TOKEN: self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+        own = {TOKEN: self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **env}
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*launcher, str(ROOT / path), *map(str, args)],

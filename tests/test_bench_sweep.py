@@ -50,7 +50,7 @@ def test_what_becomes_of_a_variant_is_in_its_record(tmp_path, monkeypatch):
         "refused": "print('refused: unknown key graph.enabled', file=sys.stderr); print('noise'); sys.exit(2)",
         "broken": "raise ValueError('as it happens')",
         "silent": "",
-        "slow": "time.sleep(60)",
+        "slow": "print('begun', flush=True); time.sleep(60)",
         "late": "",
     }
     wanted, records = scripted(monkeypatch, tmp_path, sources), []
@@ -65,6 +65,7 @@ def test_what_becomes_of_a_variant_is_in_its_record(tmp_path, monkeypatch):
     assert found["good"]["report"] == REPORT and found["good"]["command"] == "python -m good"
     assert found["refused"]["line"] == "refused: unknown key graph.enabled"
     assert found["broken"]["line"] == "ValueError: as it happens" and "Traceback" in found["broken"]["output"][0]
+    assert found["slow"]["output"][0] == "begun" and any('slow.py", line' in line for line in found["slow"]["output"])
     assert found["silent"]["line"] == "exit code 0" and found["late"]["line"] == "the time was up"
 
 
@@ -136,13 +137,15 @@ def test_one_call_of_the_script_stays_below_ten_minutes(argv, calls, tmp_path):
     """With a `timeout` that only says what it was asked."""
     (tmp_path / "timeout").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "timeout").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": "elsewhere"}
+    out = tmp_path / "elsewhere"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
     done = subprocess.run([ROOT / "bench" / "gpu.sh", *argv], env=env, capture_output=True, text=True, timeout=20)
     words = [line.split() for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and [line[5] for line in words] == list(calls), done.stdout
-    assert sum(int(line[1]) + int(line[2]) for line in words) < 600
+    assert done.returncode == 0 and [line[line.index("-m") + 1] for line in words] == list(calls), done.stdout
+    limits = [int(line[line.index("--kill-after") + n]) for line in words for n in (1, 2)]
+    assert sum(limits) < 600
     minutes = float(words[-1][words[-1].index("--minutes") + 1])
-    assert 60 * minutes < int(words[-1][2]) and "elsewhere/sweep.json" in words[-1]
+    assert 60 * minutes < limits[-1] and f"{out}/sweep.json" in words[-1]
     assert ("--continue" in words[-1]) == ("--small" in words[-1]) == bool(argv)
 
 

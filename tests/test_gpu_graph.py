@@ -65,6 +65,17 @@ def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, 
     assert found["results"][0] != found["results"][-1]
 
 
+def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
+    """cuDNN's attention, which real runs have on Hopper, takes heads of this size."""
+    torch.use_deterministic_algorithms(False)
+    sizes = {"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24)}
+    cfg = config.replace(micro, **(ON | sizes))
+    want, found = history(config.replace(cfg, graph__enabled="off"), world), history(cfg, world)
+    assert found["captured"] and found["flags"] == want["flags"]
+    for key in ("results", "validations"):
+        assert torch.allclose(torch.tensor(found[key]), torch.tensor(want[key]), rtol=2e-2), key
+
+
 def test_a_capture_executes_nothing(micro, world):
     steps = make(micro, world)
     before, flags = everything(steps.state), steps.health.flags.clone()

@@ -597,13 +597,15 @@ def test_tokens_of_a_micro_batch_are_counted():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @torch._inductor.config.patch(emulate_precision_casts=True)
-def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
+def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it(arch):
+    """Also for devices that take every layout, of which Inductor knows one."""
     torch._dynamo.reset()
     found = []
     for compiles in (False, True):
         torch.manual_seed(1)
-        linear = Fp8Linear(nn.Linear(96, 64).bfloat16(), Fp8Config(recipe="delayed"), arithmetic("cpu"))
+        linear = Fp8Linear(nn.Linear(96, 64).bfloat16(), Fp8Config(recipe="delayed"), arithmetic(arch))
         linear.scaling = "delayed"
         linear.scale_x.fill_(100.0)
         linear.scale_g.fill_(9000.0)

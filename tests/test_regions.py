@@ -10,6 +10,8 @@ from flux_ref.errors import Refusal
 from flux_ref.optim import ShardedAdamW
 from flux_ref.step import Health, State, train_step
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
 
 @pytest.fixture
 def world():
@@ -92,8 +94,8 @@ def test_pictures_are_drawn_without_the_compiler():
     "hip, capability, cudnn, dtype, want",
     [
         (None, (9, 0), 91600, "bf16", "cudnn"),
-        (None, (10, 0), 91500, "bf16", "cudnn"),
-        (None, (9, 0), 91400, "bf16", "flash"),
+        (None, (10, 0), 91501, "bf16", "cudnn"),
+        (None, (9, 0), 91500, "bf16", "flash"),
         (None, (8, 0), 91600, "bf16", "flash"),
         ("7.0", (9, 4), None, "bf16", "flash"),
         (None, (9, 0), 91600, "fp32", "math"),
@@ -103,11 +105,43 @@ def test_the_kernel_of_attention_suits_device_and_dtype(monkeypatch, hip, capabi
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    cfg = config.ParallelConfig(dtype=dtype)
-    assert device.attention_kernel(cfg, torch.device("cuda", 0)) == want
-    assert device.attention_kernel(cfg, torch.device("cpu")) == "torch's choice"
-    own = config.ParallelConfig(attention="efficient", dtype=dtype)
-    assert device.attention_kernel(own, torch.device("cuda", 0)) == "efficient"
+    cfg = config.replace(config.Config(), parallel__dtype=dtype)
+    assert device.attention_kernel(cfg, CUDA) == want
+    assert device.attention_kernel(cfg, CPU) == "torch's choice"
+    own = config.replace(cfg, parallel__attention="efficient")
+    assert device.attention_kernel(own, CUDA) == "efficient"
+
+
+@pytest.mark.parametrize(
+    "base, tokens, is_deterministic, want",
+    [
+        (config.Config(), 512, False, "cudnn"),
+        (config.Config(), 512, True, "flash"),
+        (config.Config(), 320, False, "flash"),
+        (config.load(MICRO), 6, False, "flash"),
+    ],
+    ids=["schnell", "deterministic", "rows", "small heads"],
+)
+def test_cudnn_is_kept_from_what_it_or_torch_refuses(monkeypatch, base, tokens, is_deterministic, want):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    cfg = config.replace(base, parallel__dtype="bf16", model__text_tokens=tokens)
+    assert device.attention_kernel(cfg, CUDA) == want
+
+
+def test_a_net_on_the_cpu_may_use_every_kernel_again():
+    """One on a GPU in the same process may have left only its own, which the CPU lacks."""
+    cfg = config.load(MICRO)
+    device.allow_attention("cudnn")
+    world = parallel.start(cfg.parallel)
+    try:
+        parallel.build(cfg, world, seed=1)
+        switches = torch.backends.cuda
+        assert switches.cudnn_sdp_enabled() and switches.flash_sdp_enabled() and switches.math_sdp_enabled()
+    finally:
+        parallel.stop()
+        device.allow_attention(*device.KERNELS)
 
 
 def test_one_kernel_is_allowed_and_no_other_in_its_place():
