@@ -87,6 +87,7 @@ def main(argv: list[str]) -> int:
 def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options: Options) -> list[dict]:
     """One record per set of weights. Collective."""
     say = print if world.rank == 0 and not options.json else lambda line: None
+    parallel.together(lambda: weights.open_source(paths[0], cfg.model))  # a file that is none is named before the data
     val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
     parallel.together(val_set.open)
     pictured = bool(cfg.sample.count or cfg.sample.captions)

@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
             report["peers"][name] = peers.race(name, cfg, clock, args.steps, args.warmup)
         except (Refusal, Fault) as error:
             report["refused"][name] = str(error)
-    records.show(table(report), report, args.json)
     if not report["peers"]:
         raise Refusal("; ".join(report["refused"].values()))
+    records.show(table(report), report, args.json)
     return 0
 
 

@@ -96,7 +96,10 @@ def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
 
 
 def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:
-    """Split [FILE] [--section.key=value ...]."""
+    """Split [FILE] [--section.key=value ...]. Raises: Refusal for a word at another place."""
+    late = next((text for text in argv[1:] if not text.startswith("-")), None)
+    if late is not None:
+        raise Refusal(f"{late!r} is no option; the file or folder comes first, options are --section.key=value")
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     return default, argv

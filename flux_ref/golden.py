@@ -127,11 +127,12 @@ class Golden:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             digest = hashlib.sha256((folder / VALUES).read_bytes()).hexdigest()
             self.parameters, self.values = index["parameters"], [Value(**entry) for entry in index["values"]]
+            is_whole = index["sha256"] == digest
         except OSError as error:
             raise Refusal(f"{folder / INDEX}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"{folder / INDEX} is no index of golden values: {error}") from None
-        if index["sha256"] != digest:
+        if not is_whole:
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
 
     def given(self) -> dict[str, np.ndarray]:

@@ -109,6 +109,8 @@ def _build(kind: type, figures: dict, where: str) -> object:
         else:
             fits = type(value) in ((int, float) if want is float else (int,)) and 0 <= value < math.inf
             fits = fits and (value > 0 or name in ("fp8_tflops", "margin", "outside_gb", "hop_us"))
+        if name.endswith("_share") and not (fits and 0.001 <= value <= 1):
+            raise Refusal(f"{where}.{name}={value!r} is a share; give a number from 0.001 to 1")
         if not fits:
             raise Refusal(f"{where}.{name}={value!r} is not a positive {'text' if want is str else 'number'}")
     return kind(**figures)
@@ -121,14 +123,7 @@ def calibration(file: Path) -> list[Calibration]:
         reports = [run["report"] for run in report["runs"] if run.get("module") == "bench.whole" and "report" in run]
         reports = reports or [report]
         found = [
-            Calibration(
-                f"{file.name}, commit {(part['commit'] or 'unknown')[:12]}",
-                part["device"],
-                run["micro_batch"],
-                float(run["forward"]) / 1e3,
-                float(run["backward"]) / 1e3,
-                part["config"],
-            )
+            _measured(f"{file.name}, commit {(part['commit'] or 'unknown')[:12]}", part["device"], part["config"], run)
             for part in reports
             for run in part["runs"]
             if "forward" in run and "failed" not in run
@@ -142,3 +137,13 @@ def calibration(file: Path) -> list[Calibration]:
     if not found:
         raise Refusal(f"--calibrate {file} holds no finished run of bench.whole; python -m bench.whole measures one")
     return found
+
+
+def _measured(source: str, device: str, config: dict[str, object], run: dict) -> Calibration:
+    """Raises: ValueError for figures that cannot have been measured; KeyError; TypeError."""
+    rows, times = run["micro_batch"], (float(run["forward"]) / 1e3, float(run["backward"]) / 1e3)
+    if type(rows) is not int or rows < 1 or not isinstance(config, dict):
+        raise ValueError(f"micro_batch={rows!r}, config={config!r:.20}")
+    if not all(0 < time < math.inf for time in times):
+        raise ValueError(f"forward and backward take {times[0]:g} and {times[1]:g} s")
+    return Calibration(source, device, rows, *times, config)

@@ -45,6 +45,7 @@ GB = 1e9
 VALIDATION, TRAINING = 29_696, 1_099_776  # samples of the benchmark
 INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is looked at
+MOST_GPUS = 16_384  # a plan lists all ranks
 SAME = ("parallel.compile", "parallel.activation_budget", "parallel.recompute", "parallel.dtype", "fp8.recipe")
 
 
@@ -306,8 +307,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         args, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise Refusal(f"{error}; see --help") from None
-    if not args.config or args.gpus < 1 or not args.gpu:
-        raise Refusal("a plan needs CONFIG, --gpus N of at least 1 and --gpu NAME; see --help")
+    if not args.config or not 1 <= args.gpus <= MOST_GPUS or not args.gpu:
+        raise Refusal(f"a plan needs CONFIG, --gpus N from 1 to {MOST_GPUS} and --gpu NAME; see --help")
     if not 0 <= args.price_per_gpu_hour < math.inf:
         raise Refusal(f"--price-per-gpu-hour={args.price_per_gpu_hour} must be a number that is not negative")
     return args, overrides

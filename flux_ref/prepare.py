@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cfg = config.load(args.config)
-    train, val = args.train or cfg.data.train_count, args.val or cfg.data.val_count
+    train, val = cfg.data.train_count, cfg.data.val_count
+    train, val = (default if own is None else own for own, default in ((args.train, train), (args.val, val)))
+    if min(train, val) < 1:
+        raise Refusal(f"--train={train} and --val={val} must both be at least 1")
     make_shapes(args.out, cfg.model, train, val)
     print(f"{args.out}: {train} training and {val} validation samples")
     return 0

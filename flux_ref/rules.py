@@ -39,7 +39,7 @@ def validate(cfg, values: dict[str, object]) -> None:
             raise Refusal(f"{key}={values[key]} must be greater than 0")
     for key, value in values.items():
         if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
-            raise Refusal(f"{key}={value} must be a finite number that is not negative")
+            raise Refusal(f"{key}={value} must be a finite number from 0 to below 2**63")
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
                 raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")

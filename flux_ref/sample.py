@@ -54,9 +54,10 @@ def draw(
         z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device, at)
     if world.rank == 0:
         pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
+    few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if len(texts) < cfg.sample.count else ""
     is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
     note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
-    return f"pictures: {path}{note}"
+    return f"pictures: {path}{few}{note}"
 
 
 def decoder(cfg: Config) -> Decoder:

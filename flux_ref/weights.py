@@ -232,6 +232,8 @@ def _appearing(out: Path) -> Iterator[Path]:
     """A path on which to write what is to become `out`; whatever is left there in the end is removed."""
     if out.exists():
         raise Refusal(f"{out} exists; remove it or choose another name")
+    if not out.parent.is_dir():
+        raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
     partial = out.with_name(f".{out.name}.partial")
     _remove(partial)  # of one that was killed
     try:

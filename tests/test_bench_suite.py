@@ -315,6 +315,9 @@ def test_a_race_reports_peers_that_cannot_take_part(tmp_path, monkeypatch, capsy
     assert report["peers"].keys() == {"ours again"} and report["peers"]["ours again"]["ratio"]["step"] > 0
     assert "needs the package no_such_package" in report["refused"]["broken"]
     assert "unknown peer" in report["refused"]["unknown"]
+    with pytest.raises(peers.Refusal, match="unknown peer"):
+        report_of(race, tmp_path, "--peers", "unknown", "--train.global_batch=2")
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == report, "a refusal writes over nothing"
     assert "ours again 1.0: forward + backward" in capsys.readouterr().out
 
 

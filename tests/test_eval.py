@@ -249,13 +249,19 @@ def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate,
         ),
         (["--data.kind=embeddings", "--sample.captions=['x']"], ["sample.captions needs data.kind=shapes"]),
         (["--eval.batch=0"], ["eval.batch=0"]),
-        (["runs/other"], ["'runs/other'"]),
+        (["runs/other"], ["'runs/other'", "comes first"]),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",
 )
 def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate, options, words):
     line = evaluate(run, *options, code=2)
     assert all(word in line for word in words), line
+
+
+def test_a_file_that_holds_no_weights_is_named_before_data_that_is_not_there(evaluate, tmp_path):
+    (tmp_path / "notes.txt").write_text("not weights")
+    line = evaluate(tmp_path / "notes.txt", f"--config={MICRO}", "--data.val=nowhere/val", code=2)
+    assert "weights " in line and "notes.txt" in line
 
 
 def test_what_pictures_need_is_looked_at_before_the_evaluation(run, evaluate, monkeypatch):

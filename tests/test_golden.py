@@ -640,6 +640,7 @@ DAMAGE = {
     "index cut": (golden.INDEX, lambda data: data[:-9], "is no index of golden values"),
     "index of another kind": (golden.INDEX, lambda data: b"[]", "is no index of golden values"),
     "index entry": (golden.INDEX, lambda data: data.replace(b'"atol"', b'"a"'), "is no index of golden values"),
+    "index without sum": (golden.INDEX, lambda data: data.replace(b'"sha256"', b'"md5"'), "is no index of golden"),
     "config": (golden.CONFIG, lambda data: data + b"model.size = 3", "unknown key model.size"),
 }
 

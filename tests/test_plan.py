@@ -307,6 +307,8 @@ def test_own_figures_lie_over_the_table(tmp_path):
         ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
         ("h200", "gpu.h200.memory_gb = '1'", "gpu.h200.memory_gb='1'"),
         ("h200", "assumed.link_share = true", "assumed.link_share=True"),
+        ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5 is a share"),
+        ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
         ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
         ("h200", "gpu.h200 = 1", "not a table"),
         ("h200", "gpu = 1", "not a table"),
@@ -357,6 +359,7 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
         ([*ARGS[:-1], "h20"], "did you mean h200?"),
         ([*ARGS, "--price-per-gpu-hour", "nan"], "not negative"),
         ([*ARGS, "--gpus", "x"], "invalid int"),
+        ([*ARGS, "--gpus", "1000000000"], "--gpus N from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
         ([*ARGS, "--calibrate", "no.json"], "No such file"),
@@ -389,6 +392,10 @@ def test_measured_compute_takes_the_place_of_ours(tmp_path):
         again = plan.make(cfg, "h200", 4, GPU, ASSUMED, hardware.calibration(path))
         assert "some card, micro-batch 2, 2.00 times our compute" in again.calibrated
         assert again.times.compute - first.times.compute == pytest.approx(ms / 2e3)
+    for wrong in ({"micro_batch": 0}, {"micro_batch": "x"}, {"forward": math.nan}, {"backward": -1.0}):
+        path.write_text(json.dumps(part | {"runs": [part["runs"][0] | wrong]}))
+        with pytest.raises(Refusal, match=r"whole.json is no report of bench.whole or bench.sweep \(ValueError: "):
+            hardware.calibration(path)
     part["config"]["parallel.compile"] = True
     path.write_text(json.dumps(part))
     with pytest.raises(Refusal, match=r"parallel\.compile=True"):

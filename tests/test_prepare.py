@@ -65,6 +65,12 @@ def test_an_interrupted_set_is_never_visible_and_the_next_call_succeeds(tmp_path
     assert not (tmp_path / "set.partial").exists()
 
 
+@pytest.mark.parametrize("option", ["--train=0", "--train=-5", "--val=0"])
+def test_a_set_of_nothing_is_refused(tmp_path, capsys, option):
+    assert prepare.main([*ARGS, "--out", str(tmp_path / "set"), option]) == 2
+    assert "must both be at least 1" in capsys.readouterr().err and not (tmp_path / "set").exists()
+
+
 def test_a_model_that_shapes_cannot_feed_is_refused(tmp_path, capsys):
     (tmp_path / "few.toml").write_text(MICRO.read_text().replace("text_tokens = 9", "text_tokens = 7"))
     assert prepare.main(["shapes", "--config", str(tmp_path / "few.toml"), "--out", str(tmp_path / "set")]) == 2
