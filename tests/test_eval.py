@@ -225,6 +225,11 @@ def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate,
     assert Path(other["pictures"]).read_bytes() == Path(record["pictures"]).read_bytes()  # of the same weights
 
 
+def test_fewer_captions_than_asked_for_are_said(run, evaluate):
+    last = evaluate(run, "--sample.count=400", "--sample.steps=1").splitlines()[-1]
+    assert re.search(r"eval_step_000000005\.png \([1-9]\d* captions differ, sample\.count=400\)", last), last
+
+
 # Refused
 
 
