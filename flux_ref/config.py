@@ -213,6 +213,17 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     return _build(name, _read(path) | _parse_all(overrides))
 
 
+def of_run(folder: Path) -> Config:
+    """The config that a run has written into its folder, every key of it. Raises: Refusal."""
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
+    lacks = TYPES.keys() - _read(path).keys()
+    if lacks:
+        raise Refusal(f"{path} lacks {len(lacks)} keys, such as {min(lacks)}; a run writes all, so this is not a run's")
+    return load(path)
+
+
 def override(cfg: Config, overrides: list[str]) -> Config:
     """A config with `--section.key=value` overrides applied. Raises: Refusal."""
     return _build(cfg.name, flat(cfg) | _parse_all(overrides))

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from mlperf_logging import rcp_checker
 
-from flux_ref.config import Config, ModelConfig, load
+from flux_ref.config import Config, ModelConfig, of_run
 from flux_ref.errors import Refusal, attempt
-from flux_ref.records import records
+from flux_ref.records import ENDED, REACHED, is_number, outcome, records
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 TARGET = 0.586
@@ -33,6 +33,17 @@ HEADER = (
 )
 PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
 LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
+# What a point must hold, and the rule in words. The official checker leaves out the fastest and the slowest run.
+POINT = {
+    "Benchmark": (lambda value: value == "flux1", "must be 'flux1'"),
+    "BS": (lambda value: type(value) is int and 0 < value < 1e9, "must be a whole number above 0"),
+    "samples to converge": (
+        lambda value: isinstance(value, list) and len(value) >= 3 and all(is_number(own) and own > 0 for own in value),
+        "must be a list of at least 3 finite numbers above 0",
+    ),
+    "opt_base_learning_rate": (lambda value: is_number(value) and value > 0, "must be a number above 0"),
+    "opt_learning_rate_warmup_steps": (lambda value: is_number(value) and value >= 0, "must be a number of steps"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,20 +76,26 @@ def points(ruleset: str, file: Path | None = None) -> list[Point]:
     """The reference's points by ascending batch. file: own ones in the same format. Raises: Refusal."""
     path = file or Path(rcp_checker.__file__).parent / f"training_{ruleset}" / "rcps_flux1.json"
     try:
-        entries = json.loads(path.read_text(encoding="utf-8")).values()
-        return sorted(map(_point, entries), key=lambda point: point.global_batch)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = json.loads(path.read_text(encoding="utf-8")).items()
+        found = sorted((_point(name, entry) for name, entry in entries), key=lambda point: point.global_batch)
+        if not found:
+            raise ValueError("it holds no point")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(
             f"{path} is no file of reference convergence points ({type(error).__name__}: {error});"
             " it wants mlperf-logging's format, see its rcp_checker/training_6.0.0/rcps_flux1.json"
         ) from None
 
 
-def _point(entry: dict) -> Point:
-    runs, knobs = sorted(entry["samples to converge"]), entry["Hyperparams"]
-    kept = runs[1:-1]
-    mean = sum(kept) / len(kept) if kept else math.nan
-    return Point(entry["BS"], knobs["opt_base_learning_rate"], knobs["opt_learning_rate_warmup_steps"], mean)
+def _point(name: str, entry: dict) -> Point:
+    values = entry | entry["Hyperparams"]
+    for key, (holds, rule) in POINT.items():
+        if not holds(values.get(key)):
+            raise ValueError(f"{key!r} of {name!r} {rule}")
+    kept = sorted(values["samples to converge"])[1:-1]
+    knobs = (values["opt_base_learning_rate"], values["opt_learning_rate_warmup_steps"])
+    return Point(values["BS"], *knobs, sum(kept) / len(kept))
 
 
 def samples_to_target(ruleset: str, global_batch: int, file: Path | None = None) -> float | None:
@@ -244,14 +261,19 @@ def unlike_reference(cfg: Config) -> list[str]:
 
 
 def of_runs(folders: list[Path]) -> list[dict[str, object]]:
-    """The rows of a band of own runs that converged. Raises: Refusal."""
+    """The rows of a band of own runs, of which each has come to its end. Raises: Refusal."""
     curves: dict[tuple, list] = {}
-    for folder in folders:
-        cfg = load(folder / "config.toml")
+    for i, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:i]]:
+            raise Refusal(f"{folder} is given twice; a run counts once")
+        cfg = of_run(folder)
         key = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
-        if not (folder / "outcome.json").exists():
-            raise Refusal(f"{folder} has not ended; only runs that converged make a band, leave it out")
-        evaluations = records(folder / "eval.jsonl")
+        if outcome(folder) != (REACHED if cfg.eval.target else ENDED):
+            raise Refusal(
+                f"{folder} has not reached {'its target' if cfg.eval.target else 'train.max_samples'}; a band is made"
+                " of runs that reached their target or, if eval.target=0, train.max_samples: leave it out"
+            )
+        evaluations = records(folder / "eval.jsonl", figures=("val_loss",))
         if not evaluations:
             raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
         curves.setdefault(key, []).append([(record["samples"], record["val_loss"]) for record in evaluations])
@@ -271,17 +293,20 @@ def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> lis
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0].startswith("-"):
+    if "-h" in argv or "--help" in argv:
         print(__doc__)
         return 0
-    return attempt("convergence", lambda: write([Path(name) for name in argv]))
+    return attempt("convergence", lambda: write(argv))
 
 
-def write(folders: list[Path]) -> int:
-    rows = of_runs(folders)  # before the first line, so that a refused band is no file
+def write(names: list[str]) -> int:
+    if not names or "" in names:
+        raise Refusal("an empty name is no run" if names else "give run folders, such as runs/tiny; see --help")
+    rows = of_runs([Path(name) for name in names])  # before the first line, so that a refused band is no file
     writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+    sys.stdout.flush()  # here a full disk is one line
     return 0
 
 

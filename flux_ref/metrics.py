@@ -25,7 +25,7 @@ from flux_ref.mllog import BenchmarkLog
 from flux_ref.model import parameter_table
 from flux_ref.parallel import World
 from flux_ref.progress import progress
-from flux_ref.records import records, rewrite, write_whole
+from flux_ref.records import ENDED, REACHED, records, rewrite, write_whole
 from flux_ref.step import NEVER, Health, State
 
 
@@ -203,7 +203,7 @@ class Reporter:
 
     def conclude(self, state: State, reached: bool) -> None:
         """Say how the run ended and where to look; outcome.json marks it as finished."""
-        outcome = "target reached" if reached else "train.max_samples reached"
+        outcome = REACHED if reached else ENDED
         lines = [outcome, f"  losses    {self.folder}/loss.png"]
         if self.cfg.sample.count:
             lines.append(f"  pictures  {self.folder}/samples")

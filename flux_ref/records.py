@@ -13,26 +13,61 @@ from pathlib import Path
 from flux_ref.errors import Refusal
 
 STDOUT = Path("-")
+REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes of a run; one that broke off has none
+MOST = 1e100  # sums, squares and ratios of figures up to here are finite, too
 
 
-def records(path: Path, samples: float = math.inf) -> list[dict]:
-    """The records of a .jsonl file up to `samples`; none if there is no file.
+def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()) -> list[dict]:
+    """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
     Raises: Refusal for a damaged line, unless it is the last: a run that was killed may have left half a line.
     """
     if not path.exists():
         return []
     kept = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if record["samples"] <= samples:
-                kept.append(record)
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise Refusal(f"{path} line {number} is damaged; mend it or set run.dir to another folder") from None
-    return kept
+        record = _parsed(line) or {}
+        lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
+        if not lacks and record["samples"] >= 0:
+            kept.append(record)
+        elif number < len(lines):
+            why = f"{lacks[0]} is no finite number" if record and lacks else "no record of a run"
+            raise Refusal(f"{path} line {number} is damaged ({why}); mend it or set run.dir to another folder")
+    return [record for record in kept if record["samples"] <= samples]
+
+
+def is_number(value: object) -> bool:
+    """Whether a value out of JSON is a finite number that can be reckoned with."""
+    return type(value) in (int, float) and -MOST < value < MOST
+
+
+def json_object(path: Path) -> dict:
+    """What a file holds; nothing if there is none. Raises: Refusal."""
+    found = _parsed(path.read_bytes()) if path.exists() else {}
+    if found is None:
+        raise Refusal(f"{path} is damaged (no JSON object); mend it")
+    return found
+
+
+def _parsed(text: bytes) -> dict | None:
+    """A JSON object; None for anything else."""
+    try:
+        found = json.loads(text.decode())
+    except (ValueError, RecursionError):  # also bad UTF-8
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def outcome(run: Path) -> str:
+    """How a run ended, REACHED or ENDED; "" for one that has not, or has broken off. Raises: Refusal."""
+    path = run / "outcome.json"
+    if not path.exists():
+        return ""
+    found = json_object(path).get("outcome")
+    if found not in (REACHED, ENDED):
+        raise Refusal(f"{path} is damaged (its outcome is neither {REACHED!r} nor {ENDED!r}); mend it")
+    return found
 
 
 def rewrite(path: Path, kept: list[dict]) -> None:
@@ -43,8 +78,12 @@ def rewrite(path: Path, kept: list[dict]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all."""
     partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

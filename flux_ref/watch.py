@@ -7,6 +7,7 @@ Reads what a run's folder holds, and changes nothing. --every S: seconds between
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -21,15 +22,18 @@ from flux_ref import config, convergence, early_warning, flops, hardware
 from flux_ref.config import Config
 from flux_ref.convergence import Band
 from flux_ref.early_warning import Alarm
-from flux_ref.errors import Refusal
-from flux_ref.records import records
+from flux_ref.errors import Refusal, attempt
+from flux_ref.records import REACHED, json_object, outcome, records
 
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"
-LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 80, 100, 12
+LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # logged steps whose median rate is the usual one
 TAIL = 65_536  # bytes of a log that hold its end
 SILENT = 5  # times the usual time between two records
+MOST_PAUSE_S = 3600
+FIGURES = {"metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb")}
+FIGURES["eval.jsonl"] = ("val_loss", "seconds")
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,11 @@ class Look:
     def state(self) -> tuple[str, str]:
         """In a word, and its colour."""
         if self.outcome:
-            return self.outcome, GREEN if self.outcome == "target reached" else BOLD
+            return self.outcome, GREEN if self.outcome == REACHED else BOLD
         if not self.steps:
             return "starting", DIM
         usual_s = self.cfg.train.log_every_samples / max(self.rate, 1e-9)
-        pause_s = max((record.get("seconds", 0.0) for record in self.evaluations), default=0.0)
+        pause_s = max((record["seconds"] for record in self.evaluations), default=0.0)
         if self.silent_s > SILENT * usual_s + 2 * pause_s + 10:
             return f"silent for {duration(self.silent_s)}", RED
         return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
@@ -90,29 +94,24 @@ class Look:
 
 def look(folder: Path) -> Look:
     """Read a run's folder. Raises: Refusal if it holds none."""
-    if not (folder / "config.toml").is_file():
-        raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
-    cfg, environment = config.load(folder / "config.toml"), _object(folder / "environment.json")
-    paths = [folder / name for name in ("metrics.jsonl", "eval.jsonl")]
+    cfg, environment = config.of_run(folder), json_object(folder / "environment.json")
+    ranks = environment.get("ranks", 1)
+    if type(ranks) is not int or not 0 < ranks < 1e9:
+        raise Refusal(f"{folder / 'environment.json'} is damaged (ranks is no number above 0); mend it")
+    steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
+    paths = [folder / name for name in FIGURES]
     written = max([path.stat().st_mtime for path in paths if path.exists()] or [time.time()])
     return Look(
         folder,
         cfg,
         convergence.of_config(cfg),
-        int(environment.get("ranks", 1)),
+        ranks,
         str(environment.get("device", "")),
-        records(paths[0]),
-        records(paths[1]),
-        str(_object(folder / "outcome.json").get("outcome", "")) or broken_off(folder / "result_0.txt"),
+        steps,
+        evaluations,
+        outcome(folder) or broken_off(folder / "result_0.txt"),
         time.time() - written,
     )
-
-
-def _object(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise Refusal(f"{path} is damaged ({error})") from None
 
 
 def broken_off(log: Path) -> str:
@@ -125,7 +124,10 @@ def broken_off(log: Path) -> str:
     last = max(text.rfind(f'"key": "{key}"') for key in ("init_start", "run_start", "block_start", "eval_start"))
     stop = text.rfind('"key": "run_stop"')
     reason = re.search(r'"reason": ("(?:[^"\\]|\\.)*")', text[stop:]) if stop > last else None
-    return f"ended: {json.loads(reason[1])}"[:40] if reason else ""
+    try:
+        return f"ended: {json.loads(reason[1])}"[:40] if reason else ""
+    except ValueError:
+        raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
 
 
 def duration(seconds: float) -> str:
@@ -145,9 +147,16 @@ def bar(share: float, width: int) -> str:
     return "━" * full + "─" * (width - full)
 
 
-def panel(looks: list[Look], width: int, coloured: bool) -> str:
-    """All of it, as lines of at most `width` columns."""
-    lines = []
+def cut(line: str, width: int) -> str:
+    """Its first `width` columns, without control characters. Colours take no column and all stay."""
+    column = itertools.count()
+    tokens = re.findall(r"\x1b\[\d+m|[^\x00-\x1f\x7f-\x9f]", line)
+    return "".join(token for token in tokens if token[0] == "\x1b" or next(column) < width)
+
+
+def panel(looks: list[Look], columns: int, coloured: bool) -> str:
+    """All of it, as lines of at most so many columns."""
+    lines, width = [], max(LEAST_COLUMNS, columns)
     for mark, one in zip(MARKS, looks):
         lines += about(one, mark, width, coloured)
     lines += chart(looks, width, coloured)
@@ -155,7 +164,7 @@ def panel(looks: list[Look], width: int, coloured: bool) -> str:
         for alarm in one.alarms:
             head = f"{mark} {alarm.level} at {alarm.samples:,} samples: "
             lines += wrap(head + alarm.text, width, RED if alarm.level == "warning" else YELLOW, coloured)
-    return "\n".join(lines)
+    return "\n".join(cut(line, columns) for line in lines)
 
 
 def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
@@ -163,7 +172,7 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     state, colour = one.state
     goal, why = one.goal
     share = one.samples / goal
-    room = width - len(state) - 4
+    room = max(8, width - len(state) - 4)
     name = str(one.folder)
     head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # its end tells runs apart
     lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour, coloured)]
@@ -204,9 +213,9 @@ def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
     band = next((one.band for one in looks if one.band), None)
     target = max(one.cfg.eval.target for one in looks)
     columns = width - 9
-    most_x = (
-        max(one.goal[0] for one in looks) if any(not one.outcome for one in looks) else max(x for _, x, _ in points)
-    )
+    most_x = max([1, *(x for _, x, _ in points)])
+    if any(not one.outcome for one in looks):
+        most_x = max(one.goal[0] for one in looks)
     values = [y for _, _, y in points] + ([target] if target else [])
     low, high = min(values), max(values)
     span = (high - low) or 1e-9
@@ -241,10 +250,10 @@ def follow(folders: list[Path], every_s: float) -> None:
     sys.stdout.write("\x1b[2J")
     while True:
         looks = [look(folder) for folder in folders]
-        width = max(LEAST_COLUMNS, min(MOST_COLUMNS, shutil.get_terminal_size().columns))
-        text = panel(looks, width, "NO_COLOR" not in os.environ)
-        text = "\n".join(text.split("\n")[: shutil.get_terminal_size().lines - 1])  # more would scroll
-        sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J")
+        columns, rows = shutil.get_terminal_size()
+        lines = panel(looks, min(MOST_COLUMNS, columns), "NO_COLOR" not in os.environ).split("\n")
+        lines = lines[: rows - 1]  # more would scroll
+        sys.stdout.write("\x1b[H" + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
         sys.stdout.flush()
         if all(one.outcome for one in looks):
             return
@@ -259,20 +268,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--every", type=float, default=2.0, metavar="S")
     args = parser.parse_args(argv)
+    return attempt("watch", lambda: show(args.runs, args.once, args.every))
+
+
+def show(runs: list[Path], once: bool, every_s: float) -> int:
+    if not 0 < every_s <= MOST_PAUSE_S:
+        raise Refusal(f"--every={every_s:g} must be above 0 and at most {MOST_PAUSE_S} seconds")
+    if len(runs) > len(MARKS):
+        raise Refusal(f"{len(runs)} runs are too many for one panel; give at most {len(MARKS)}")
     try:
-        if not args.every > 0:
-            raise Refusal(f"--every={args.every:g} must be above 0")
-        if len(args.runs) > len(MARKS):
-            raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
-        if args.once or not sys.stdout.isatty():
-            print(panel([look(folder) for folder in args.runs], 80, coloured=False))
+        if once or not sys.stdout.isatty():
+            print(panel([look(folder) for folder in runs], 80, coloured=False), flush=True)
         else:
-            follow(args.runs, args.every)
-    except Refusal as error:
-        print(f"watch: {error}", file=sys.stderr)
-        return error.exit_code
+            follow(runs, every_s)
+    except UnicodeEncodeError as error:
+        raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
     except KeyboardInterrupt:
-        pass
+        pass  # the way to leave
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -44,11 +45,33 @@ def test_pruning_leaves_the_lower_edge():
 def test_own_points(tmp_path):
     own = tmp_path / "points.json"
     knobs = {"opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_steps": 5}
-    own.write_text(json.dumps({"a": {"BS": 96, "Hyperparams": knobs, "samples to converge": [40, 10, 20, 30]}}))
+    entry = {"Benchmark": "flux1", "BS": 96, "Hyperparams": knobs, "samples to converge": [40, 10, 20, 30]}
+    own.write_text(json.dumps({"a": entry}))
     assert convergence.points("6.0.0", own) == [Point(96, 1e-3, 5, 25.0)]
-    for text in ("", "[1]", "{", '{"a": {"BS": 96}}', '{"a": 3}'):
+    for text in ("", "[1]", "{", '{"a": {"BS": 96}}', '{"a": 3}', "{}", "[" * 100_000, "\0"):
         own.write_text(text)
-        with pytest.raises(Refusal, match="convergence points"):
+        with pytest.raises(Refusal, match=r"points.json is no file of reference convergence points"):
+            convergence.points("6.0.0", own)
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("Benchmark", (None, "bert", 3)),
+        ("BS", (None, "abc", 0, -512, 512.5, True, 10**400)),
+        ("samples to converge", (None, [], [1, 2], [1, 2, math.nan], [1, 2, math.inf], [0, 1, 2], ["a"] * 3, 3)),
+        ("opt_base_learning_rate", (None, 0, "1e-3", math.nan)),
+        ("opt_learning_rate_warmup_steps", (None, -1, [], math.nan)),
+    ],
+)
+def test_a_point_that_is_none_is_refused_by_its_key(key, values, tmp_path):
+    own = tmp_path / "points.json"
+    knobs = {"opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_steps": 5}
+    for value in values:
+        entry = {"Benchmark": "flux1", "BS": 96, "Hyperparams": dict(knobs), "samples to converge": [10, 20, 30]}
+        (entry["Hyperparams"] if key in knobs else entry)[key] = value
+        own.write_text(json.dumps({"mine": entry}))
+        with pytest.raises(Refusal, match=rf"points.json is no file.*'{key}' of 'mine' must be"):
             convergence.points("6.0.0", own)
 
 
@@ -109,3 +132,67 @@ def test_what_is_unlike_the_reference_is_said(name, overrides, said):
     complaints = convergence.unlike_reference(config.load(ROOT / "configs" / f"{name}.toml", overrides))
     assert bool(complaints) == bool(said)
     assert said is None or said in complaints[0]
+
+
+@pytest.fixture
+def put(tmp_path):
+    """put(name, ...) makes the folder of a tiny run that has ended at train.max_samples."""
+
+    def make(name: str, outcome: str = "train.max_samples reached", losses: str = "0.5", overrides=()) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.toml").write_text(config.dump(config.load(ROOT / "configs/tiny.toml", list(overrides))))
+        (folder / "eval.jsonl").write_text(
+            f'{{"samples": 0, "val_loss": 1.0}}\n{{"samples": 60, "val_loss": {losses}}}\n'
+        )
+        if outcome:
+            (folder / "outcome.json").write_text(json.dumps({"outcome": outcome}))
+        return folder
+
+    return make
+
+
+TARGET = ("--eval.target=0.6",)
+
+
+def test_runs_that_came_to_their_end_make_a_band(put, tmp_path, capsys):
+    runs = [str(put("one")), str(put("two", losses="0.7"))]
+    assert convergence.main(runs) == 0
+    (tmp_path / "own.csv").write_text(capsys.readouterr().out)
+    band = convergence.band(tmp_path / "own.csv", 60, "own")
+    assert (band.samples, band.low, band.median, band.high) == ((0, 60), (1.0, 0.5), (1.0, 0.6), (1.0, 0.7))
+    assert convergence.main([str(put("three", "target reached", overrides=TARGET))]) == 0
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        ({"outcome": ""}, "has not reached train.max_samples; a band is made of runs that reached their target or"),
+        ({"outcome": "", "overrides": TARGET}, "has not reached its target; a band"),
+        ({"overrides": TARGET}, "has not reached its target; a band"),  # it ended at train.max_samples
+        ({"outcome": "stopped by SIGTERM"}, "outcome.json is damaged"),
+        *(({"losses": bad}, "eval.jsonl line 2 is damaged (val_loss") for bad in ("NaN", '"low"', "null", "Infinity")),
+    ],
+)
+def test_runs_that_did_not_make_none(make, said, put, capsys):
+    assert convergence.main([str(put("good")), str(put("bad", **make))]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_what_is_no_run_is_refused(put, capsys, monkeypatch):
+    run = put("run")
+    monkeypatch.chdir(run)  # where an empty name would be one
+    bare = put("bare")
+    (bare / "config.toml").write_text("")
+    for argv, said in (
+        ([], "give run folders, such as runs/tiny"),
+        ([""], "an empty name is no run"),
+        (["--out", "x", str(run)], "--out holds no run"),
+        ([str(run), f"{run}/../run"], "is given twice; a run counts once"),
+        ([str(bare)], "config.toml lacks"),
+    ):
+        assert convergence.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and said in err and err.count("\n") == 1
+    assert convergence.main(["--help"]) == 0 and "RUN [RUN ...]" in capsys.readouterr().out

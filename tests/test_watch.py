@@ -1,6 +1,7 @@
 """The panel: what it says of a folder, at 80 columns, and on a real terminal."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -120,16 +121,79 @@ def test_damage_and_absence_are_refused(put, tmp_path, capsys):
     assert watch.main([str(folder)] * 20) == 2 and "at most 8" in capsys.readouterr().err
 
 
+ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
+        *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
+        *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
+        *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
+        *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
+        ("eval.jsonl", b'{"samples": 4096}\n'),
+        *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
+        ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "\\q"}}\n'),
+        *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
+    ],
+)
+def test_damage_is_one_line_with_the_files_name(name, content, put, capsys):
+    path = put("run", 1_000_000) / name
+    path.unlink(missing_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert watch.main([str(path.parent)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("watch: ") and err.count("\n") == 1 and str(path if name != "config.toml" else name) in err
+
+
+def test_a_run_that_ended_after_its_first_evaluation(put):
+    folder = put("run", 0)
+    (folder / "eval.jsonl").write_text(json.dumps(ALIVE | {"samples": 0}) + "\n" + '{"sam')
+    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_stop", "metadata": {"reason": "SIGTERM"}}\n')
+    text = shown(folder)
+    assert "ended: SIGTERM" in text and "validation 0.6000 at 0" in text and "│●" in text
+
+
+@pytest.mark.parametrize("every", ["0", "-1", "nan", "inf", "1e10"])
+def test_a_pause_that_is_none_is_refused(every, put, capsys):
+    assert watch.main([str(put("run", 0)), f"--every={every}"]) == 2
+    assert "must be above 0 and at most 3600 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "stdout, encoding, said", [("/dev/full", "utf-8", "No space left"), ("/dev/null", "ascii", "PYTHONIOENCODING")]
+)
+def test_a_stdout_that_cannot_take_the_panel(stdout, encoding, said, put):
+    command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
+    with open(stdout, "w") as file:
+        env = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [5, 20, 40, 60, 80])
+def test_a_narrow_terminal_gets_lines_that_fit(width, put):
+    narrow = shown(put("run", 5_000_000, factor=1.05), width=width)
+    assert "●" in narrow and (width < 40 or "left\n" in narrow)
+
+
+def test_cutting_counts_no_colours_and_drops_control_characters():
+    text = watch.paint("abc", watch.RED, True)
+    assert watch.cut(text + "\x1b[2Jd\n", 4) == text + "["
+    assert watch.cut(text, 2) == watch.paint("ab", watch.RED, True)
+
+
 def test_durations():
     assert [watch.duration(s) for s in (0.4, 99, 130, 5000, 11_100)] == ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
 
 
 def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
-    """Under a pseudo-terminal of 80 columns: coloured, drawn again in place, left when outcome.json comes."""
+    """Under a pseudo-terminal of 40 columns: coloured, drawn again in place, left when outcome.json comes."""
     folder = put("run", 1_000_000)
     main, side = pty.openpty()
     command = [sys.executable, "-m", "flux_ref.watch", str(folder), "--every", "0.1"]
-    panel = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "80"})
+    panel = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40"})
     os.close(side)
     time.sleep(1.0)
     assert panel.poll() is None
@@ -142,3 +206,4 @@ def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
         pass  # the other side has closed
     assert panel.wait(timeout=20) == 0
     assert text.count(b"\x1b[H") >= 2 and b"\x1b[32mtarget reached" in text
+    assert max(map(len, re.sub(r"\x1b\[[0-9]*[A-Za-z]|\r", "", text.decode()).split("\n"))) == 40
