@@ -220,7 +220,7 @@ def of_run(folder: Path) -> Config:
         raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
     lacks = TYPES.keys() - _read(path).keys()
     if lacks:
-        raise Refusal(f"{path} lacks {len(lacks)} keys, such as {min(lacks)}; a run writes all, so this is not a run's")
+        raise Refusal(f"{path} lacks {len(lacks)} keys, such as {min(lacks)}; this version writes all into a run")
     return load(path)
 
 
