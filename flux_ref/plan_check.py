@@ -154,7 +154,7 @@ def report(argv: list[str]) -> str:
     unseen = [abs(case.step_s(blind[case.system.gpu]) / case.system.step_s - 1) for case in fitted]
     values = ", ".join(f"{name}={getattr(assumed, name):g}" for name in TUNED)
     lines += [
-        f"fitted: {len(TUNED)} parameters, {values}, on the steps of {len(fitted)} of {len(found)} rows",
+        f"fitted: {len(TUNED)} parameters, {values}, to {len(fitted)} of {len(found)} steps",
         f"error: of the step; of the fitted rows mean {_mean(errors):.0%}, largest {max(errors):.0%}",
         f"unseen: fitted without its kind of card; mean {_mean(unseen):.0%}, largest {max(unseen):.0%}",
         "eval: of one evaluation. run: of the whole run, given its samples.",

@@ -9,6 +9,7 @@ Exit code: 0 every system is a valid result, 1 one is not (the reasons are said)
 import argparse
 import statistics
 import sys
+import tempfile
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from flux_ref import convergence, result_files, result_log, rules, score
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal, attempt
-from flux_ref.records import give, json_option, text_beside, write_whole
+from flux_ref.records import STDOUT, give, json_option, text_beside, write_whole
 from flux_ref.result_files import Records
 from flux_ref.result_log import printable
 from flux_ref.score import Run, System
@@ -49,9 +50,12 @@ def tell(args: argparse.Namespace) -> list[System]:
     """Judge all systems, print what is found as it is found, and draw the page. Raises: Refusal."""
     convergence.points(args.ruleset, args.points)  # refuses a file that is none
     groups = result_files.find(args.paths)
+    _writable("--out", args.out, args.out / "report.html")
+    if args.json not in (None, STDOUT):
+        _writable("--json", args.json, args.json)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += printable(args.points or "official")
-    print(basis)
+    print("\n".join(_wrapped(basis, "")))
     systems, records = [], []
     for group in groups:
         logs = [result_log.read(path) for path in group.files]
@@ -68,12 +72,27 @@ def tell(args: argparse.Namespace) -> list[System]:
     return systems
 
 
+def _writable(option: str, value: Path, file: Path) -> None:
+    """Make the folder of a file to come, and try it. Raises: Refusal."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(0, f"{file.name} is a folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent, buffering=0) as trial:
+            trial.write(b"0")
+    except OSError as error:
+        raise Refusal(
+            f"{option}={value} cannot be written: {error.strerror}; give a place where folders and files can be made"
+        ) from None
+
+
 def _page(systems: list[System], records: list[dict[str, Records]], basis: str, out: Path) -> None:
     from flux_ref import charts, drawing, report_html
 
-    out.mkdir(parents=True, exist_ok=True)
     subjects = charts.subjects(systems, records)
     drawn = report_html.drawings(subjects)
+    for old in report_html.charts_of(out / "report.html"):
+        old.unlink()
     for name, chart in drawn.items():
         drawing.png(chart, out / f"{name}.png")
     write_whole(out / "report.html", report_html.page(subjects, drawn, basis))
@@ -95,7 +114,7 @@ def describe(system: System) -> str:
     model = machine.get("accelerator_model_name")
     told += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
     told += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    lines = [f"{system.name}: {verdict(system)}", *_wrapped(", ".join(told))]
+    lines = [*_wrapped(f"{system.name}: {verdict(system)}", ""), *_wrapped(", ".join(told))]
     lines.append(f"  {'run':<22}{'minutes':>9}{'samples':>12}{'samples/s':>11}{'training':>10}{'eval s':>8}{'init':>6}")
     for run in system.runs:
         init = None if run.init_s is None else run.init_s / 60
@@ -110,10 +129,11 @@ def describe(system: System) -> str:
     return "\n".join((*map(printable, lines), *(line for text in texts for line in _wrapped(text))))
 
 
-def _wrapped(text: str) -> list[str]:
-    """A text of any length in lines of a terminal."""
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    """A text of any length in lines of a terminal; a word, such as a path, is broken only if no line can hold it."""
+    rest = indent + "    "
     return textwrap.wrap(
-        printable(text), COLUMNS, initial_indent="  ", subsequent_indent="      ", break_long_words=False
+        printable(text), COLUMNS, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False
     )
 
 
@@ -144,7 +164,7 @@ def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object
 
 
 def _system(system: System) -> dict[str, object]:
-    minutes = [run.minutes for run in system.counted]
+    minutes = [run.minutes for run in system.counted if not system.mixtures]
     known = system.verdicts.convergence
     return {
         "system": system.name,
@@ -152,7 +172,7 @@ def _system(system: System) -> dict[str, object]:
         "reasons": system.reasons,
         "notes": system.notes,
         "olympic_mean_minutes": system.olympic_mean_minutes,
-        "normalisation_factor": known.factor if known and known.passed else None,
+        "normalisation_factor": system.factor,
         "score_minutes": system.score_minutes,
         "mean_minutes": statistics.fmean(minutes) if minutes else None,
         "stdev_minutes": statistics.stdev(minutes) if len(minutes) > 1 else None,

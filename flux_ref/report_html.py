@@ -1,7 +1,9 @@
 """The report as one page: no script, nothing from outside, light and dark. All text in it is escaped."""
 
 import html
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from flux_ref import charts, convergence, drawing, result_files, score
 from flux_ref.charts import Subject
@@ -10,6 +12,12 @@ from flux_ref.drawing import Drawing
 from flux_ref.result_log import number, printable
 from flux_ref.score import System
 
+TITLE = "FLUX.1 training benchmark"
+HEAD = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{TITLE}'
+)
+PNG_NAME = re.compile(r"((loss|timesteps)_\d+|training|minutes|samples|throughput|time|speed)\.png")  # of `drawings`
 STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--c-paper);color:var(--c-ink);font:15px/1.5 system-ui,sans-serif}
@@ -72,8 +80,8 @@ def _full_size(subject: Subject) -> bool:
 def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
     """The whole document. drawn: of `drawings`."""
     systems = [subject.system for subject in chosen]
-    title = "FLUX.1 training benchmark" + (f": {systems[0].name}" if len(systems) == 1 else "")
-    parts = [f"<h1>{_text(title)}</h1><p class=soft>{_text(basis)}</p>"]
+    name = f": {systems[0].name}" if len(systems) == 1 else ""
+    parts = [f"<h1>{TITLE}{_text(name)}</h1><p class=soft>{_text(basis)}</p>"]
     parts.append(_comparison(chosen) if len(systems) > 1 else _headline(systems[0]))
     parts.append("<h2>Charts</h2>")
     for chart in drawn.values():
@@ -87,11 +95,20 @@ def page(chosen: list[Subject], drawn: dict[str, Drawing], basis: str) -> str:
         parts.append(f"<details><summary>config.toml</summary>{_compared(chosen, _own_config)}</details>")
     parts.append("<h2>Environment</h2>" + _compared(chosen, _machine))
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{drawing.style()}{STYLE}</style></head>"
+        f"{HEAD}{_text(name)}</title><style>{drawing.style()}{STYLE}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
+
+
+def charts_of(path: Path) -> list[Path]:
+    """The PNGs beside a page that an earlier report has written; none if there is no page or not one of ours."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            is_ours = file.read(len(HEAD)) == HEAD
+    except FileNotFoundError:
+        return []
+    beside = path.parent.iterdir() if is_ours else ()
+    return [own for own in beside if PNG_NAME.fullmatch(own.name) and own.is_file()]
 
 
 def _text(value: object) -> str:
@@ -144,13 +161,13 @@ def _comparison(chosen: list[Subject]) -> str:
     rows = []
     for subject in chosen:
         system, count = subject.system, result_files.accelerators(_machine(subject))
-        known, speed = system.verdicts.convergence, system.mean("throughput")
+        speed = system.mean("throughput")
         values = (
             _number(count, ","),
             system.value("global_batch_size"),
             f"{len(system.counted)}/{len(system.runs)}",
             _number(system.olympic_mean_minutes, ",.2f"),
-            _number(known.factor if known and known.passed else None, ".4f"),
+            _number(system.factor, ".4f"),
             _number(system.score_minutes, ",.2f"),
             _number(speed, ",.0f"),
             _number(speed / count if speed and count else None, ",.1f"),

@@ -41,6 +41,8 @@ def find(arguments: list[str]) -> list[Group]:
     """The systems in files and folder trees. Raises: Refusal if an argument holds no result file."""
     files: dict[Path, Path] = {}
     for argument in arguments:
+        if not argument:
+            raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
         if path.is_dir():
             found = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())

@@ -153,12 +153,16 @@ def _curves(run: Run) -> None:
 
 @dataclass(eq=False)
 class System:
-    """What is known of one system. reasons: why it is no valid result; empty if it is one."""
+    """What is known of one system. reasons: why it is no valid result; empty if it is one.
+
+    mixtures: in what its runs differ that they should share. Where there are any, nothing is averaged.
+    """
 
     name: str
     runs: list[Run]
     ruleset: str
     verdicts: official.Verdicts
+    mixtures: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     olympic_mean_minutes: float | None = None  # not normalised
@@ -166,6 +170,12 @@ class System:
     @property
     def counted(self) -> list[Run]:
         return [run for run in self.runs if not run.faults and run.minutes is not None]
+
+    @property
+    def factor(self) -> float | None:
+        """What a convergence faster than the reference slows the score by; None if the check did not pass."""
+        convergence = self.verdicts.convergence
+        return convergence.factor if convergence and convergence.passed and not self.mixtures else None
 
     @property
     def score_minutes(self) -> float | None:
@@ -179,7 +189,7 @@ class System:
     def samples_to_converge(self) -> float | None:
         """As the time, without the best and the worst of ten; the mean of another number of runs."""
         samples = [run.samples_to_target for run in self.counted]
-        if not samples or None in samples:
+        if self.mixtures or not samples or None in samples:
             return None
         return olympic_mean(samples, RUNS - len(samples)) if self.olympic_mean_minutes else statistics.fmean(samples)
 
@@ -190,7 +200,7 @@ class System:
     def mean(self, figure: str) -> float | None:
         """Of an attribute, over the runs that tell it; also those that do not count."""
         values = [value for run in self.runs if (value := getattr(run, figure)) is not None]
-        return statistics.fmean(values) if values else None
+        return statistics.fmean(values) if values and not self.mixtures else None
 
 
 def olympic_mean(values: list[float], dropped: int = 0) -> float:
@@ -208,9 +218,9 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     for run, complaints in zip(runs, verdicts.compliance):
         if run.log.events:
             run.faults += [text for text in complaints if not _says_the_same(text, run.faults)]
-    system = System(name, runs, ruleset, verdicts)
+    system = System(name, runs, ruleset, verdicts, list(_mixtures(runs)))
     failed = len(runs) - len(system.counted)
-    if len(runs) == RUNS and failed <= 1:
+    if len(runs) == RUNS and failed <= 1 and not system.mixtures:
         system.olympic_mean_minutes = olympic_mean([run.minutes for run in system.counted], failed)
     system.reasons = list(_reasons(system, failed))
     if failed == 1 and len(runs) > 1:
@@ -227,7 +237,7 @@ def _says_the_same(complaint: str, faults: list[str]) -> bool:
 
 def _reasons(system: System, failed: int) -> Iterator[str]:
     """Why a system is no valid result, the gravest first."""
-    yield from _mixtures(system)
+    yield from system.mixtures
     if len(system.runs) != RUNS:
         yield f"{len(system.runs)} run{'s' * (len(system.runs) != 1)}; the rules ask for {RUNS}"
     if failed > 1 or failed == len(system.runs):
@@ -242,10 +252,10 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
         yield f"convergence: {convergence.message}" + _shortfall(system, convergence)
 
 
-def _mixtures(system: System) -> Iterator[str]:
+def _mixtures(runs: list[Run]) -> Iterator[str]:
     for key in SHARED:
         found: dict[str, list[str]] = {}
-        for run in system.runs:
+        for run in runs:
             value = run.log.value(key)
             if value is not None:
                 found.setdefault(str(value)[:60], []).append(run.name)
@@ -282,7 +292,7 @@ def checks(system: System) -> list[str]:
         if system.score_minutes is not None:
             factor = system.score_minutes / system.olympic_mean_minutes
             lines[-1] += f", normalised by {factor:.4f}: {system.score_minutes:.2f} minutes"
-    if len(minutes) > 1:
+    if len(minutes) > 1 and not system.mixtures:
         spread = statistics.stdev(minutes)
         lines.append(
             f"spread: {min(minutes):.2f} to {max(minutes):.2f} minutes, standard deviation {spread:.2f}"

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from math import ceil, prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -467,6 +468,22 @@ def test_public_systems_are_whole():
         evaluations = system.samples / (ceil(262_144 / system.global_batch) * system.global_batch)
         minutes = (steps * system.step_s + evaluations * system.evaluation_s) / 60
         assert minutes == pytest.approx(system.minutes, rel=0.06), system.system
+
+
+def test_validate_fits_a_terminal(monkeypatch, capsys):
+    """With steps made up in place of traced ones, which take half a minute."""
+
+    class Case(SimpleNamespace):
+        def step_s(self, assumed):
+            return self.system.step_s * (1 + assumed.gemm_share)
+
+        def evaluation_s(self, assumed):
+            return self.system.evaluation_s * (2 - assumed.memory_share)
+
+    monkeypatch.setattr(plan_check, "cases", lambda: [Case(system=system) for system in plan_check.systems()])
+    assert plan.main(["--validate"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" ms") == 21 and max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Scores of benchmark logs: against mlperf-logging's own code and closed forms; damaged logs must be explained."""
 
+import errno
 import glob
 import gzip
 import html.parser
@@ -16,7 +17,7 @@ import pytest
 from conftest import MICRO, ROOT
 from made_logs import MadeLog
 
-from flux_ref import axes, config, drawing, official, report, result_files, result_log, score
+from flux_ref import axes, config, drawing, official, report, report_html, result_files, result_log, score
 from flux_ref.mllog import BenchmarkLog
 
 
@@ -139,6 +140,26 @@ def test_report_of_a_valid_system(capsys, results, tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"report.html", "loss_0.png", "minutes.png", "samples.png", "throughput.png", "time.png"} <= names
     assert not [name for name in names if name.startswith(".")]
+
+
+def test_lines_of_any_names_fit_a_terminal(capsys, tmp_path, monkeypatch):
+    """Long names and values are broken, a path that fits into a line is not."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / f"system-{'x' * 113}"
+    made_logs.system(folder, 3, submission_org="o" * 300, submission_platform=f"8xMADE-{'UP' * 20}")
+    entry = {"Benchmark": "flux1", "BS": 1024, "samples to converge": [1, 2, 3]}
+    entry["Hyperparams"] = {"opt_base_learning_rate": 1e-4, "opt_learning_rate_warmup_steps": 0}
+    for points in ("a-" * 25, "b-" * 100):
+        path = tmp_path / points[:50] / points[50:100] / points[100:] / "points.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"mine": entry}))
+        path = path.relative_to(tmp_path)
+        report.main([folder.name, "--out=out", f"--points={path}"])
+        text = capsys.readouterr().out
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+        joined = "".join(text.split())
+        assert all(word in joined for word in (folder.name, "o" * 300, str(path), "notavalidresult"))
+        assert (str(path) in text) == (len(str(path)) < 80)
 
 
 def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
@@ -350,6 +371,31 @@ def test_runs_that_do_not_belong_together(tmp_path, change, says):
     assert system.score_minutes is None
 
 
+def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path):
+    """Five of the ten of another submitter: no figure of them together anywhere, each run's own stay."""
+    mixed_folder, valid_folder = (shutil.copytree(results, tmp_path / name) for name in ("mixed", "valid"))
+    for path in sorted(mixed_folder.iterdir())[:5]:
+        replaced("SUBMISSION_ORG_PLACEHOLDER", "Another")(path)
+    code, text, figures = run_report(capsys, mixed_folder, valid_folder, out=tmp_path / "out")
+    mixed, valid = figures["systems"]
+    means = ("olympic_mean_minutes", "normalisation_factor", "score_minutes", "mean_minutes", "stdev_minutes")
+    means += ("samples_to_converge", "samples_per_s", "samples_per_s_without_evaluation")
+    assert [mixed[key] for key in means] == [None] * 8 and None not in [valid[key] for key in means]
+    assert code == report.INVALID and "mixed submission_org" in " ".join(mixed["reasons"])
+    assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
+    assert text.count("olympic mean: ") == text.count("spread: ") == 1
+    (line,) = re.findall("^mixed +10/10 +(.*)", text, re.M)
+    assert line.split() == ["-"] * 4
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
+    (row,) = re.findall(r"<tr><td><span class=key[^>]*></span>mixed</td>(.*?)</tr>", page)
+    assert re.findall(r"<td class=n>(.*?)</td>", row)[2:] == ["10/10", "-", "-", "-", "-", "-"]
+    assert page.count("olympic mean: ") == page.count("spread: ") == 1
+    run_report(capsys, mixed_folder, out=tmp_path / "alone")
+    facts = re.findall("<p class=big>(.*?)</p>", (tmp_path / "alone" / "report.html").read_text())
+    assert facts == ["-", "-", "10 of 10"]
+
+
 def test_number_of_runs(results, tmp_path):
     (results / "result_9.txt").unlink()
     system = judged(results)
@@ -502,7 +548,48 @@ def test_refusals(capsys, tmp_path, make, says):
     code = report.main([*map(str, make(tmp_path)), f"--out={tmp_path}/out"])
     error = capsys.readouterr().err
     assert code == 2 and says in error and error.count("\n") == 1, error
-    assert not (tmp_path / "out").exists()
+    assert not [*tmp_path.glob("out/*")]
+
+
+def test_an_empty_path_is_not_the_current_folder(capsys, results, monkeypatch):
+    monkeypatch.chdir(results)
+    for given in ([""], ["result_0.txt", ""]):
+        assert report.main([*given, "--out=out"]) == 2
+        error = capsys.readouterr().err
+        assert "empty path" in error and error.count("\n") == 1
+    assert not (results / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["full/report", "file", "file/sub", "made", "--json=file/a.json", "--json=made/a.json"]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_logs_are_read(capsys, tmp_path, monkeypatch, name):
+    """What is a file, below one, in /dev/full, or has a folder of the page's or the JSON's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(result_log, "read", lambda path: pytest.fail("a log was read"))
+    MadeLog().write(tmp_path / "results" / "result_0.txt")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").symlink_to("/dev/full")
+    for own in ("report.html", "a.json"):
+        (tmp_path / "made" / own).mkdir(parents=True)
+    option, place = name.split("=") if "=" in name else ("--out", name)
+    assert report.main(["results", f"{option}={place}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{option}={place}" in error and "give a" in error and error.count("\n") == 1 and "Errno" not in error
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_without_permission_or_space_is_refused(capsys, results, tmp_path, monkeypatch):
+    """Root may write anywhere, so that the system's answers are made up."""
+
+    def deny(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for trial, says in ((deny, "Permission denied"), (lambda **_: open("/dev/full", "wb", 0), "No space left")):
+        monkeypatch.setattr(report.tempfile, "TemporaryFile", trial)
+        assert report.main([str(results), f"--out={tmp_path}/out"]) == 2
+        error = capsys.readouterr().err
+        assert says in error and "Errno" not in error and error.count("\n") == 1
 
 
 def rewritten(path, raw):
@@ -511,6 +598,31 @@ def rewritten(path, raw):
 
 
 # ----------------------------------------------------------------------------------------------------------- the page
+
+
+def test_a_folder_used_again_holds_what_the_page_has(capsys, results, tmp_path):
+    """Charts of the report before it go, whatever else lies there stays; and without such a report all does."""
+    own_run(tmp_path / "mine", 0)
+    out = tmp_path / "out"
+    foreign = [out / name for name in ("timesteps_a.png", "old_timesteps_0.png", "timesteps_0.jpg", "notes.txt")]
+    run_report(capsys, tmp_path / "mine", out=out)
+    assert (out / "timesteps_0.png").exists()
+    for path in foreign:
+        path.write_text("mine")
+    run_report(capsys, results, out=out)
+    made = {path.name for path in out.iterdir()}
+    assert {*out.glob("*.png")} == {*report_html.charts_of(out / "report.html"), *foreign[:2]}
+    assert not (out / "timesteps_0.png").exists() and all(path.read_text() == "mine" for path in foreign)
+    run_report(capsys, results, out=tmp_path / "fresh")
+    assert made == {path.name for path in (tmp_path / "fresh").iterdir()} | {path.name for path in foreign}
+    for number, page in enumerate([None, "<html>mine</html>"]):
+        other = tmp_path / f"other_{number}"
+        other.mkdir()
+        (other / "timesteps_0.png").write_text("mine")
+        if page:
+            (other / "report.html").write_text(page)
+        run_report(capsys, results, out=other)
+        assert (other / "timesteps_0.png").read_text() == "mine"
 
 
 class Page(html.parser.HTMLParser):
