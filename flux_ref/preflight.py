@@ -24,8 +24,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -38,6 +41,7 @@ from flux_ref.verdict import Found, Verdict, judge
 PINGS = 5
 POLL_S = 0.005
 LINGER_S = 5.0  # lets processes that have lost another end by themselves
+RANGES = {"gpus": (1, 1024), "free": (0, 10**6), "wait": (1, 86400), "slow": (0, 1), "clock": (0, 86400)}
 
 
 class Node:
@@ -47,24 +51,35 @@ class Node:
         """Raises: Refusal; Gone if node 0 does not answer."""
         self.number, self.gpus, self.folders, self.wait_s = args.node, args.gpus, args.disk, args.wait
         host, _, port = args.address.rpartition(":")
-        leads = self.number == 0
-        if not leads:
+        if self.number:
             self._await(host, int(port), args.nodes[0])
         try:
-            self.store = dist.TCPStore(host, int(port), is_master=leads, wait_for_workers=False)
-        except RuntimeError as error:
-            raise Refusal(f"--address={args.address}: {str(error).splitlines()[0]}; choose a free port") from None
+            self.store = within(self.wait_s, lambda: self._store(host, int(port)))
+        except (RuntimeError, OSError, UnicodeError) as error:
+            silent = f"does not answer within {self.wait_s:g} s"
+            if self.number and isinstance(error, TimeoutError):
+                what = f"{args.address} listens but {silent}; has another program that port?"
+                raise Gone([f"{args.nodes[0]}: {what}", f"bad nodes: {args.nodes[0]}"]) from None
+            why = (str(error) or silent).splitlines()[0]
+            raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
 
     def tell(self, key: str, value: object = "") -> None:
         self.store.set(key, json.dumps(value))
+
+    def _store(self, host: str, port: int) -> dist.TCPStore:
+        leads = self.number == 0
+        if leads:
+            socket.getaddrinfo(host, port)  # c10d would try an unknown name again and again
+        wait = timedelta(seconds=self.wait_s)
+        return dist.TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=wait)
 
     def _await(self, host: str, port: int, name: str) -> None:
         deadline = time.monotonic() + self.wait_s
         while True:
             try:
                 return socket.create_connection((host, port), timeout=self.wait_s).close()
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
                     raise Gone([f"{name}: {host}:{port} does not answer ({error})", f"bad nodes: {name}"]) from None
                 time.sleep(0.2)
@@ -115,6 +130,20 @@ class Node:
         own = [(first + gpu, size, gpu, self.address, name) for gpu in range(self.gpus)]
         found = measured([[sys.executable, "-m", "flux_ref.fitness", *map(str, args)] for args in own], self.wait_s)
         self.tell(f"turn/{turn}/{self.number}", found)
+
+
+def within(wait_s: float, task: Callable[[], object]) -> object:
+    """What a task returns or raises. Raises: TimeoutError if it hangs, as c10d does on a listener that is no store."""
+    future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(wait_s)
 
 
 def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:
@@ -256,6 +285,16 @@ def check(args: argparse.Namespace) -> int:
     return 0
 
 
+def place(names: list[str], host: str) -> int:
+    """This node's place among the names; -1 if nothing tells. Raises: Refusal."""
+    told = os.environ.get("SLURM_NODEID")
+    if told is None:
+        return names.index(host) if host in names else -1
+    if not re.fullmatch("[0-9]+", told):
+        raise Refusal(f"SLURM_NODEID={told}: give a whole number, or --node")
+    return int(told)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The arguments. Raises: Refusal."""
     parser = argparse.ArgumentParser(prog="python -m flux_ref.preflight", description="Are the nodes fit for a run?")
@@ -272,17 +311,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--clock", type=float, default=1.0, metavar="S", help="by which clocks may differ (1)")
     args = parser.parse_args(argv)
     args.disk = args.disk or [Path(tempfile.gettempdir())]
-    args.gpus = args.gpus or (torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
-    if args.node is None and "SLURM_NODEID" in os.environ:
-        args.node = int(os.environ["SLURM_NODEID"])
-    elif args.node is None and host in args.nodes:
-        args.node = args.nodes.index(host)
-    if args.node is None or not 0 <= args.node < len(args.nodes):
+    if args.gpus is None:
+        args.gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
+    for option, (least, most) in RANGES.items():
+        value = getattr(args, option)
+        if not least <= value <= most:  # NaN neither
+            raise Refusal(f"--{option}={value}: give a number from {least} to {most}")
+    if args.node is None:
+        args.node = place(args.nodes, host)
+    if not 0 <= args.node < len(args.nodes):
         raise Refusal(
             f"which of --nodes={','.join(args.nodes)} is this, {host}? give --node=0 to {len(args.nodes) - 1}"
         )
-    if len(args.nodes) > 1 and not re.fullmatch(r".+:[1-9]\d*", args.address):
-        raise Refusal(f"--address={args.address}: {len(args.nodes)} nodes meet at HOST:PORT of the first of them")
+    least = 1 if len(args.nodes) > 1 else 0
+    if not re.fullmatch(r".+:[0-9]{1,5}", args.address) or not least <= int(args.address.rpartition(":")[2]) <= 65535:
+        raise Refusal(f"--address={args.address}: give HOST:PORT of the first node, with a port from {least} to 65535")
     return args
 
 

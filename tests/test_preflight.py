@@ -190,8 +190,21 @@ def test_a_process_that_hangs_is_killed():
     [
         (["--nodes=a,b", "--address=h:1"], "which of --nodes=a,b is this"),
         (["--nodes=a,b", "--node=2", "--address=h:1"], "which of --nodes=a,b is this"),
-        (["--nodes=a,b", "--node=1"], "--address=127.0.0.1:0: 2 nodes meet"),
-        (["--nodes=a,b", "--node=1", "--address=h"], "--address=h: 2 nodes meet"),
+        (["--nodes=a,b", "--node=1"], "--address=127.0.0.1:0: give HOST:PORT of the first node, with a port from 1 to"),
+        (["--nodes=a,b", "--node=1", "--address=h"], "--address=h: give HOST:PORT of the first node"),
+        *[
+            ([f"--address={address}"], f"--address={address}: give HOST:PORT of the first node, with a port from 0 to")
+            for address in ("foo", "127.0.0.1", "127.0.0.1:abc", "127.0.0.1:99999", "127.0.0.1:-1", ":1")
+        ],
+        *[
+            ([f"--{option}={value}"], f"--{option}={value}: give a number from ")
+            for option in ("free", "slow", "clock", "wait")
+            for value in ("nan", "inf", "-1.0")
+        ],
+        (["--slow=1.1"], "--slow=1.1: give a number from 0 to 1"),
+        (["--wait=0"], "--wait=0.0: give a number from 1 to 86400"),
+        (["--gpus=0"], "--gpus=0: give a number from 1 to"),
+        (["--gpus=-1"], "--gpus=-1: give a number from 1 to"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(argv, text, monkeypatch, capsys):
@@ -199,6 +212,18 @@ def test_arguments_that_make_no_sense_are_refused(argv, text, monkeypatch, capsy
     with pytest.raises(Refusal, match=text):
         preflight.parse(argv)
     assert preflight.main(argv) == 2 and text in capsys.readouterr().err
+
+
+def test_a_place_that_is_no_number_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_NODEID", "x")
+    assert preflight.main([]) == 2 and "SLURM_NODEID=x: give a whole number" in capsys.readouterr().err
+    assert preflight.parse(["--node=0"]).node == 0
+
+
+def test_the_least_and_the_most_of_a_range_are_taken(monkeypatch):
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    parsed = preflight.parse(["--free=0", "--slow=1", "--clock=0", "--wait=1", "--gpus=1", "--address=h:65535"])
+    assert (parsed.free, parsed.slow, parsed.clock, parsed.wait, parsed.gpus) == (0, 1, 0, 1, 1)
 
 
 def test_a_node_knows_its_place(monkeypatch):
@@ -260,6 +285,31 @@ def test_the_first_node_is_named_when_it_does_not_come():
     codes, said = Nodes(2, "--wait=3", absent=(0,)).wait()
     assert codes == {1: 3} and said[1].endswith("preflight: bad nodes: n0\n")
     assert "Traceback" not in said[1]
+
+
+def alone(*argv: str) -> tuple[int, list[str]]:
+    """The exit code and the lines of one of two nodes."""
+    command = [sys.executable, "-m", "flux_ref.preflight", "--nodes=n0,n1", "--wait=1", *argv]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_a_listener_that_is_no_store_is_not_waited_for_longer_than_asked():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        code, lines = alone("--node=1", f"--address={address}")
+    assert code == 3 and lines == [
+        f"preflight: n0: {address} listens but does not answer within 1 s; has another program that port?",
+        "preflight: bad nodes: n0",
+    ]
+
+
+@pytest.mark.parametrize("name", ["nohost.invalid", "no..host"])
+def test_a_name_that_nobody_knows_is_refused_in_one_line(name):
+    code, lines = alone("--node=0", f"--address={name}:29711")
+    assert code == 2 and len(lines) == 1 and lines[0].startswith(f"preflight: --address={name}:29711: ")
+    code, lines = alone("--node=1", f"--address={name}:29711")
+    assert code == 3 and len(lines) == 2 and lines[0].startswith(f"preflight: n0: {name}:29711 does not answer (")
 
 
 @pytest.mark.slow
