@@ -3,6 +3,7 @@
 alone: only this rank knows, so it has to speak for itself; otherwise rank 0 does.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from signal import Signals
@@ -48,6 +49,15 @@ def attempt(name: str, task: Callable[[], int]) -> int:
         return error.exit_code
     except OSError as error:
         print(f"{name}: {error}", file=sys.stderr)
+        _give_stdout_up()
         return Refusal.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _give_stdout_up() -> None:
+    """Where stdout takes no more: Python would try again at its end, and change the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

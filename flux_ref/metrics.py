@@ -79,9 +79,9 @@ class Reporter:
 
         What came after the checkpoint is cut off: it will come again, the same.
         """
-        paths = [self.folder / name for name in ("metrics.jsonl", "eval.jsonl")] if self.speaks else []
-        kept = parallel.together(lambda: [records(path, samples) for path in paths])
-        parallel.together(lambda: [rewrite(path, own) for path, own in zip(paths, kept)])
+        figures = {"metrics.jsonl": ("loss",), "eval.jsonl": ("val_loss",)} if self.speaks else {}
+        kept = parallel.together(lambda: [records(self.folder / name, samples, own) for name, own in figures.items()])
+        parallel.together(lambda: [rewrite(self.folder / name, own) for name, own in zip(figures, kept)])
         trained, evaluated = kept or ([], [])
         self.train_curve = [(record["samples"], record["loss"]) for record in trained]
         self.val_curve = parallel.gather_objects([(record["samples"], record["val_loss"]) for record in evaluated])[0]

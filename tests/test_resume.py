@@ -296,7 +296,7 @@ FILES = ("metrics.jsonl", "eval.jsonl")
 @pytest.mark.parametrize(
     "name, number, damage",
     [
-        *(("metrics.jsonl", 5, damage) for damage in ('{"samples": 60', "[]", '{"step": 5}', "")),
+        *(("metrics.jsonl", 5, damage) for damage in ('{"samples": 60', "[]", '{"samples": 60}', "")),
         pytest.param("eval.jsonl", 1, "\0" * 40, id="eval.jsonl-1-zeros"),
     ],
 )
