@@ -12,7 +12,7 @@ from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.parallel import World
 from flux_ref.step import validation_step
 
-SIZES = (1, 2, 3, 4)
+SIZES = (1, pytest.param(2, marks=pytest.mark.slow), 3, 4)
 
 
 @pytest.fixture(scope="module")

@@ -304,7 +304,7 @@ def test_a_listener_that_is_no_store_is_not_waited_for_longer_than_asked():
     ]
 
 
-@pytest.mark.parametrize("name", ["nohost.invalid", "no..host"])
+@pytest.mark.parametrize("name", [pytest.param("nohost.invalid", marks=pytest.mark.slow), "no..host"])
 def test_a_name_that_nobody_knows_is_refused_in_one_line(name):
     code, lines = alone("--node=0", f"--address={name}:29711")
     assert code == 2 and len(lines) == 1 and lines[0].startswith(f"preflight: --address={name}:29711: ")
