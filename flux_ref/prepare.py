@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cfg = config.load(args.config)
-    train, val = cfg.data.train_count, cfg.data.val_count
-    train, val = (default if own is None else own for own, default in ((args.train, train), (args.val, val)))
+    train = cfg.data.train_count if args.train is None else args.train
+    val = cfg.data.val_count if args.val is None else args.val
     if min(train, val) < 1:
         raise Refusal(f"--train={train} and --val={val} must both be at least 1")
     make_shapes(args.out, cfg.model, train, val)

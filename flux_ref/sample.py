@@ -54,7 +54,8 @@ def draw(
         z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device, at)
     if world.rank == 0:
         pictures.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
-    few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if len(texts) < cfg.sample.count else ""
+    lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
+    few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
     is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
     note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
     return f"pictures: {path}{few}{note}"

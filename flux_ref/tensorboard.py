@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from flux_ref import config
 from flux_ref.errors import Refusal, attempt
 from flux_ref.records import records
 
@@ -21,8 +22,7 @@ def write(run: Path) -> int:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise Refusal("this needs the package tensorboard; pip install tensorboard") from None
-    if not (run / "config.toml").is_file():
-        raise Refusal(f"{run} holds no run (no config.toml); give a run's folder, such as runs/tiny")
+    config.of_run(run)  # refuses what is none
     figures = [figure for file, group in SOURCES.items() for figure in flat(records(run / file), group)]
     shutil.rmtree(run / FOLDER, ignore_errors=True)
     with SummaryWriter(str(run / FOLDER)) as writer:

@@ -228,6 +228,8 @@ def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate,
 def test_fewer_captions_than_asked_for_are_said(run, evaluate):
     last = evaluate(run, "--sample.count=400", "--sample.steps=1").splitlines()[-1]
     assert re.search(r"eval_step_000000005\.png \([1-9]\d* captions differ, sample\.count=400\)", last), last
+    own = evaluate(run, "--sample.count=400", "--sample.steps=1", f"--sample.captions=['{CAPTION}']").splitlines()[-1]
+    assert own.endswith("eval_step_000000005.png"), own
 
 
 # Refused

@@ -5,11 +5,11 @@ import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flux_ref import tensorboard
+from flux_ref import config, tensorboard
 
 
 def test_all_figures_come_back(tmp_path, capsys):
-    (tmp_path / "config.toml").touch()
+    (tmp_path / "config.toml").write_text(config.dump(config.Config()))
     step = {"step": 2, "samples": 24, "loss": 0.5, "lr": 1e-3}
     evaluation = {"samples": 36, "val_loss": 0.25, "val_loss_per_timestep": [0.125, 0.375]}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps(step | {"samples": 48}) + "\n")

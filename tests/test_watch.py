@@ -167,7 +167,7 @@ def test_a_pause_that_is_none_is_refused(every, put, capsys):
 def test_a_stdout_that_cannot_take_the_panel(stdout, encoding, said, put):
     command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
     with open(stdout, "w") as file:
-        env = os.environ | {"PYTHONIOENCODING": encoding}
+        env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""}  # Python buffers, as it usually does
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
