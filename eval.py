@@ -19,13 +19,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import cli, config, metrics, parallel, pictures, sample, shards, storage, weights
+from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.data import ValSet, allocate
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
-from flux_ref.hang import Watch
-from flux_ref.parallel import World
+from flux_ref.formats import checkpoint_files, shards
+from flux_ref.ranks import World
+from flux_ref.run import cli, loss_chart, reporter
+from flux_ref.run.hang_watch import Watch
+from flux_ref.sampling import euler
+from flux_ref.weights import files
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,20 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    first = weights.find(options.path, options.step)
-    paths = storage.found(options.path) if options.all else [first]
+    first = files.find(options.path, options.step)
+    paths = checkpoint_files.found(options.path) if options.all else [first]
     if not paths:
-        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weights.KINDS}")
-    cfg = config.override(weights.config_of(first, options.config), options.overrides)
-    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
-    paths = parallel.gather_objects(paths)[0]  # training may save and delete while ranks look
-    with contextlib.closing(Watch("eval.py", world, parallel.groups(world), cfg.run.hang_s)) as watch:
+        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {files.KINDS}")
+    cfg = config_file.override(files.config_of(first, options.config), options.overrides)
+    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
+    paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
+    with contextlib.closing(Watch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
     chart = options.path / "eval_all.png"
     if options.all:
-        pictures.chart([], [(record["samples"], record["val_loss"]) for record in records], cfg.eval.target, chart)
+        loss_chart.chart([], [(record["samples"], record["val_loss"]) for record in records], cfg.eval.target, chart)
     if options.json:
         print(json.dumps({"checkpoints": records, "chart": str(chart)} if options.all else records[0]))
     elif options.all:
@@ -87,13 +91,13 @@ def main(argv: list[str]) -> int:
 def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options: Options) -> list[dict]:
     """One record per set of weights. Collective."""
     say = print if world.rank == 0 and not options.json else lambda line: None
-    parallel.together(lambda: weights.open_source(paths[0], cfg.model))  # a file that is none is named before the data
-    val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
-    parallel.together(val_set.open)
+    ranks.together(lambda: files.open_source(paths[0], cfg.model))  # a file that is none is named before the data
+    val_set = ranks.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
+    ranks.together(val_set.open)
     pictured = bool(cfg.sample.count or cfg.sample.captions)
-    empty = parallel.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
-    decode = parallel.together(lambda: sample.decoder(cfg) if pictured and world.rank == 0 else None)
-    net = parallel.build(cfg, world, seed=None)
+    empty = ranks.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
+    decode = ranks.together(lambda: euler.decoder(cfg) if pictured and world.rank == 0 else None)
+    net = sharding.build(cfg, world, seed=None)
     batch = allocate(cfg.model, cfg.eval.batch, world.device)
     records = []
 
@@ -101,13 +105,13 @@ def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options
         watch.at(f"validation batch {batch}")
 
     for path in paths:
-        source = parallel.together(lambda path=path: weights.open_source(path, cfg.model))
-        parallel.together(lambda source=source: weights.load(net, source))
+        source = ranks.together(lambda path=path: files.open_source(path, cfg.model))
+        ranks.together(lambda source=source: files.load(net, source))
         samples = int(source.info.get("samples", 0))
         result = validation_loss(net, val_set, batch, cfg, samples, between=at)
         say(f"{path} after {samples:,} training samples")
-        say(metrics.table(result))
-        record = {"weights": str(path), "samples": samples} | metrics.validation_record(result)
+        say(reporter.table(result))
+        record = {"weights": str(path), "samples": samples} | reporter.validation_record(result)
         if cfg.eval.permuted_captions:
             permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True, between=at)
             record["captions_permuted"] = permuted.loss
@@ -115,7 +119,7 @@ def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options
         if pictured:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(sample.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"]), watch.at))
+            say(euler.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"]), watch.at))
         records.append(record)
     return records
 

@@ -15,59 +15,51 @@ import contextlib
 import sys
 from pathlib import Path
 
-from flux_ref import (
-    checkpoint,
-    cli,
-    config,
-    convergence,
-    graph,
-    parallel,
-    prepare,
-    rules,
-    run_folder,
-    sample,
-    schedule,
-    weights,
-)
+from flux_ref import checkpoint, config_file, config_rules, data, ranks, schedule, sharding, steps
+from flux_ref.benchmark import convergence
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted, Refusal
 from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.graph import Steps
-from flux_ref.hang import Watch
-from flux_ref.metrics import Reporter
+from flux_ref.formats.checkpoint_files import Checkpoint
 from flux_ref.optim import ShardedAdamW
-from flux_ref.parallel import World
+from flux_ref.ranks import World
+from flux_ref.run import cli, folder
+from flux_ref.run.hang_watch import Watch
+from flux_ref.run.reporter import Reporter
+from flux_ref.run.stopping import Stopping
+from flux_ref.sampling import euler
 from flux_ref.step import State
-from flux_ref.stopping import Stopping
-from flux_ref.storage import Checkpoint
+from flux_ref.steps import Steps
+from flux_ref.toy import make
+from flux_ref.weights import files
 
 
 def main(argv: list[str]) -> int:
-    cfg = config.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
-    world = parallel.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
-    rules.validate_world(cfg, world.size)
-    parallel.require_same(config.dump(cfg), "config")
-    parallel.require_same(parallel.together(lambda: graph.manner(cfg, world.device)), "the manner of steps")
-    parallel.together(lambda: world.rank or prepare.ensure(cfg))
-    train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
-    val_set = parallel.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
-    band = parallel.together(lambda: convergence.of_config(cfg))
-    restarted = parallel.is_restarted()
-    claimed = parallel.together(lambda: None if world.rank else run_folder.claim(cfg, restarted))
-    fresh, start = parallel.gather_objects(claimed and (claimed.fresh, claimed.start))[0]
+    cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
+    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
+    config_rules.validate_world(cfg, world.size)
+    ranks.require_same(config_file.dump(cfg), "config")
+    ranks.require_same(ranks.together(lambda: steps.manner(cfg, world.device)), "the manner of steps")
+    ranks.together(lambda: world.rank or make.ensure(cfg))
+    train_set = ranks.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
+    val_set = ranks.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
+    band = ranks.together(lambda: convergence.of_config(cfg))
+    restarted = ranks.is_restarted()
+    claimed = ranks.together(lambda: None if world.rank else folder.claim(cfg, restarted))
+    fresh, start = ranks.gather_objects(claimed and (claimed.fresh, claimed.start))[0]
     reporter = Reporter(cfg, world, band)
     try:
         reporter.introduce(len(train_set.shards), len(val_set.shards))
         with (
-            contextlib.closing(Watch("train.py", world, parallel.groups(world), cfg.run.hang_s)) as watch,
+            contextlib.closing(Watch("train.py", world, ranks.groups(world), cfg.run.hang_s)) as watch,
             contextlib.closing(Run(cfg, world, watch, train_set, val_set, reporter, fresh, start)) as run,
         ):
             run.go()
     except Refusal:
         if claimed:
-            run_folder.release(claimed)
+            folder.release(claimed)
         raise
     finally:
         reporter.close()
@@ -93,7 +85,7 @@ class Run:
         self.watch, self.stopping = watch, Stopping(2 * cfg.run.hang_s)  # hang.py speaks first
         watch.groups.append(self.stopping.group)
         drawn = cfg.sample.count and world.rank == 0
-        self.decode = parallel.together(lambda: sample.decoder(cfg) if drawn else None)
+        self.decode = ranks.together(lambda: euler.decoder(cfg) if drawn else None)
         facts = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
         if cfg.data.evict:
             train_set.shards.evict()
@@ -108,7 +100,7 @@ class Run:
         self.steps = Steps(self.state, cfg, world)
         self.steps.warm_up()
         if saved:
-            parallel.together(lambda: checkpoint.load_progress(saved, self.state))
+            ranks.together(lambda: checkpoint.load_progress(saved, self.state))
             train_set.take_up(saved.info["skipped"])
         if not fresh:
             reporter.resume(self.state.step, self.state.samples)
@@ -119,8 +111,8 @@ class Run:
         cfg, log, state = self.cfg, self.reporter.log, self.state
         log.run_start()  # spec: the first byte of training data is read after this
         try:
-            parallel.together(self.train_set.open)
-            parallel.together(self.val_set.open)
+            ranks.together(self.train_set.open)
+            ranks.together(self.val_set.open)
             reached = self.train()
         except BaseException as error:
             log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
@@ -150,7 +142,7 @@ class Run:
                     return True
                 if state.samples >= cfg.train.max_samples:
                     return False
-                parallel.to_device(feed, steps.train_batch)
+                data.to_device(feed, steps.train_batch)
                 state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
                 loss, grad_norm = steps.train()
                 state.advance(global_batch)
@@ -204,7 +196,7 @@ class Run:
         """Pictures of what the net has learnt. Collective."""
         path = self.reporter.folder / "samples" / f"{self.state.samples:09d}.png"
         state, empty = self.state, self.train_set.empty
-        line = sample.draw(state.net, self.decode, self.val_set, empty, self.cfg, self.world, path, self.watch.at)
+        line = euler.draw(state.net, self.decode, self.val_set, empty, self.cfg, self.world, path, self.watch.at)
         self.reporter.say(line)
 
     def alive(self, place: str) -> None:
@@ -215,16 +207,16 @@ class Run:
 
 def initial_state(cfg: Config, world: World, start: Path | None, facts: dict) -> tuple[State, Checkpoint | None]:
     """Weights from a checkpoint, init.weights or the seed; and the checkpoint, whose moments are to follow."""
-    net = parallel.build(cfg, world, None if start or cfg.init.weights else cfg.train.seed)
+    net = sharding.build(cfg, world, None if start or cfg.init.weights else cfg.train.seed)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     if start:
-        saved = parallel.together(lambda: checkpoint.open_for(start, state, facts))
-        parallel.together(lambda: checkpoint.load_weights(saved, state))
+        saved = ranks.together(lambda: checkpoint.open_for(start, state, facts))
+        ranks.together(lambda: checkpoint.load_weights(saved, state))
         return state, saved
     if cfg.init.weights:
-        path = parallel.together(lambda: weights.find(Path(cfg.init.weights)))
-        path = parallel.gather_objects(path)[0]  # of a run that goes on, ranks may find another newest
-        parallel.together(lambda: weights.load(net, weights.open_source(path, cfg.model)))
+        path = ranks.together(lambda: files.find(Path(cfg.init.weights)))
+        path = ranks.gather_objects(path)[0]  # of a run that goes on, ranks may find another newest
+        ranks.together(lambda: files.load(net, files.open_source(path, cfg.model)))
     return state, None
 
 

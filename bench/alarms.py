@@ -15,8 +15,10 @@ import sys
 from collections import defaultdict
 
 from bench.step import git
-from flux_ref import cli, convergence, early_warning, records, result_files, result_log, score
-from flux_ref.early_warning import Alarm
+from flux_ref.benchmark import alarms, convergence
+from flux_ref.benchmark.alarms import Alarm
+from flux_ref.report import result_files, result_log, score
+from flux_ref.run import cli, json_option
 
 Curve = list[tuple[float, float]]  # (samples, validation loss)
 
@@ -24,7 +26,7 @@ Curve = list[tuple[float, float]]  # (samples, validation loss)
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("bench.alarms")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files of the benchmark, or trees of them")
-    records.json_option(parser)
+    json_option.json_option(parser)
     args = parser.parse_args(argv)
     report = {
         "command": f"python -m bench.alarms {shlex.join(argv)}",
@@ -32,7 +34,7 @@ def main(argv: list[str]) -> int:
         "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
         "systems": judged(curves(args.paths)),
     }
-    records.show(table(report), report, args.json)
+    json_option.show(table(report), report, args.json)
     return 0
 
 
@@ -54,8 +56,8 @@ def judged(found: dict[int, dict[str, list[Curve]]]) -> list[dict]:
         band, bias = convergence.public_band(batch), convergence.bias(batch)
         for name, own in runs.items():
             others = band_of(batch, [curve for other, more in runs.items() if other != name for curve in more])
-            said = [early_warning.of_losses(curve, band, bias) for curve in own]
-            new = [early_warning.of_losses(curve, others) for curve in own] if others else None
+            said = [alarms.of_losses(curve, band, bias) for curve in own]
+            new = [alarms.of_losses(curve, others) for curve in own] if others else None
             systems.append(
                 {
                     "system": name,

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from bench.step import END, Clock, environment
-from flux_ref import cli, config, flops, parallel, records
+from flux_ref import config_file, ranks, sharding
+from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.run import cli, json_option
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
@@ -134,7 +136,7 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf
     crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
     if crooked and not isinstance(kinds, str) and clock.device.type != "cpu":
         kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
-    makers = {"plain": partial(plain, device=clock.device, dtype=parallel.DTYPES[dtype])}
+    makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
     if not isinstance(kinds, str):
         makers["fp8"] = partial(fp8, device=clock.device, kinds=kinds)
     rows, cache = [], {}
@@ -185,7 +187,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser("bench.ceiling", usage="see --help", add_help=False, exit_on_error=False)
     parser.add_argument("--config", default="configs/tiny.toml")
     parser.add_argument("--micro-batches", type=sizes, default=[8])
-    records.json_option(parser)
+    json_option.json_option(parser)
     try:
         return parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -194,14 +196,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    cfg = config.load(args.config, overrides)
-    world = parallel.start(cfg.parallel)
+    cfg = config_file.load(args.config, overrides)
+    world = ranks.start(cfg.parallel)
     clock = Clock(world.device)
     report = environment(cfg, world, argv)
     report["command"] = report["command"].replace("bench.step", "bench.ceiling")
     report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
-        records.show(table(report), report, args.json)
+        json_option.show(table(report), report, args.json)
     return 0
 
 

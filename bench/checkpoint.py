@@ -22,14 +22,16 @@ from pathlib import Path
 
 from bench.peers import quartiles
 from bench.step import Clock, environment, run_steps
-from flux_ref import cli, config, parallel, records, rules, storage
+from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.graph import Steps
+from flux_ref.formats import checkpoint_files
 from flux_ref.optim import ShardedAdamW
-from flux_ref.parallel import World
+from flux_ref.ranks import World
+from flux_ref.run import cli, json_option
 from flux_ref.step import State
+from flux_ref.steps import Steps
 
 FACTS = {"train_samples": 0, "val_samples": 0}
 STATM = Path("/proc/self/statm")  # Linux
@@ -44,7 +46,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--folder", type=Path)
-    records.json_option(parser)
+    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.every < 1 or args.rounds < 2 or args.saves < 2:
         raise Refusal(f"--every={args.every} must be at least 1, --rounds={args.rounds} and --saves={args.saves} 2")
@@ -56,16 +58,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=args.folder) as folder:
-        cfg = config.load(args.config, overrides)
-        world = parallel.start(cfg.parallel)
-        rules.validate_world(cfg, world.size)
-        folder = parallel.gather_objects(folder)[0]  # one for all ranks
+        cfg = config_file.load(args.config, overrides)
+        world = ranks.start(cfg.parallel)
+        config_rules.validate_world(cfg, world.size)
+        folder = ranks.gather_objects(folder)[0]  # one for all ranks
         report = environment(cfg, world, argv)
         report["command"] = report["command"].replace("bench.step", "bench.checkpoint")
-        report |= Bench(config.replace(cfg, run__dir=folder), world, args).measure()
-        parallel.gather_objects(None)  # no rank takes its folder away before all are done
+        report |= Bench(config_file.replace(cfg, run__dir=folder), world, args).measure()
+        ranks.gather_objects(None)  # no rank takes its folder away before all are done
     if world.rank == 0:
-        records.show(table(report), report, args.json)
+        json_option.show(table(report), report, args.json)
     return 0
 
 
@@ -83,7 +85,7 @@ class Bench:
 
     def __init__(self, cfg: Config, world: World, args: argparse.Namespace):
         self.cfg, self.args, self.clock = cfg, args, Clock(world.device)
-        net = parallel.build(cfg, world, cfg.train.seed)
+        net = sharding.build(cfg, world, cfg.train.seed)
         self.state = State(net, ShardedAdamW(net, cfg.optim, world))
         self.eager = Steps(self.state, cfg, world)  # never captured
         self.eager.warm_up()
@@ -144,7 +146,7 @@ class Bench:
     def alone(self) -> dict:
         """Saves while nothing else runs: the latest moment at which one is on the disk."""
         seconds = [self.save_now() for _ in range(self.args.rounds)]
-        mb = storage.Checkpoint(storage.found(config.run_dir(self.cfg))[-1]).bytes / 1e6
+        mb = checkpoint_files.Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1]).bytes / 1e6
         median = statistics.median(seconds)
         return {"mb": mb, "s": median, "s_quartiles": quartiles(seconds), "mb_per_s": mb / median}
 

@@ -25,10 +25,12 @@ from pathlib import Path
 import torch
 
 from bench.step import ROOT, device_name, git
-from flux_ref import cli, config, records, storage
+from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.model import parameter_table
+from flux_ref.run import cli, json_option
 
 RANKS = 8  # that have saved the checkpoint: its rows lie in as many files
 PIECE_BYTES = 64 << 20  # of random values at a time
@@ -52,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.export", usage="see --help", add_help=False, allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--folder", type=Path)
-    records.json_option(parser)
+    json_option.json_option(parser)
     args = parser.parse_args(argv)
     if not STATUS.exists():
         raise Refusal(f"peak memory is read from {STATUS}, which only Linux has")
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
         if free < 3 * size_of(model):
             raise Refusal(f"{folder} has {free / 1e9:.3g} GB free, want {3 * size_of(model) / 1e9:.3g}; set --folder")
         report = environment(model, argv) | measure(model, Path(folder))
-    records.show(table(report), report, args.json)
+    json_option.show(table(report), report, args.json)
     return 0
 
 
@@ -106,9 +108,9 @@ def measure(model: ModelConfig, folder: Path) -> dict:
 def write_run(folder: Path, cfg: Config) -> None:
     """A run with one checkpoint of random weights, written by a few rows at a time."""
     table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
-    tensors = {key: storage.TensorEntry("F32", list(shape), []) for key, shape in table.items()}
+    tensors = {key: checkpoint_files.TensorEntry("F32", list(shape), []) for key, shape in table.items()}
     files = {}
-    final = storage.folder_of(folder) / "step_000000001"
+    final = checkpoint_files.folder_of(folder) / "step_000000001"
     partial = final.with_name(f".{final.name}")
     partial.mkdir(parents=True)
     for rank in range(RANKS):
@@ -117,8 +119,8 @@ def write_run(folder: Path, cfg: Config) -> None:
             chunk = -(-shape[0] // RANKS)
             firsts[key] = min(rank * chunk, shape[0])
             shapes[key] = (min(chunk, shape[0] - firsts[key]), *shape[1:])
-        head, begins = storage.header({key: ("F32", shape) for key, shape in shapes.items()}, {"format": "pt"})
-        file = storage.CheckedFile(partial / name)
+        head, begins = safetensors_io.header({key: ("F32", shape) for key, shape in shapes.items()}, {"format": "pt"})
+        file = safetensors_io.CheckedFile(partial / name)
         file.write(head)
         for key, (rows, *rest) in shapes.items():
             many = max(1, PIECE_BYTES // (4 * prod(rest)))
@@ -127,8 +129,8 @@ def write_run(folder: Path, cfg: Config) -> None:
             tensors[key].chunks.append((name, begins[key], firsts[key], rows))
         files[name] = file.close()
     info = {"step": 1, "samples": cfg.train.global_batch, "name": cfg.name, "config": config.flat(cfg)}
-    storage.publish(partial, final, storage.Manifest(info, files, tensors))
-    (folder / "config.toml").write_text(config.dump(cfg))
+    checkpoint_files.publish(partial, final, checkpoint_files.Manifest(info, files, tensors))
+    (folder / "config.toml").write_text(config_file.dump(cfg))
 
 
 def step(source: Path, out: Path, name: str, *options: str) -> dict:

@@ -35,10 +35,12 @@ from bench import feed_peers
 from bench.checkpoint import rss_mb
 from bench.peers import quartiles
 from bench.step import device_name, git
-from flux_ref import cli, config, draws, records, shard_writer, shards
+from flux_ref import config_file, rng
 from flux_ref.config import Config
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
+from flux_ref.formats import shard_writer, shards
+from flux_ref.run import cli, json_option
 
 BATCH = 32
 PER_SHARD = 40  # so that every process of the peers has shards of its own
@@ -56,7 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
     parser.add_argument("--config", help="whose model's sizes to use (default: FLUX.1-schnell's)")
     parser.add_argument("--folder", type=Path)
-    records.json_option(parser)
+    json_option.json_option(parser)
     args = parser.parse_args(argv)
     if args.samples < 2 * BATCH or args.samples % BATCH or args.rounds < 2 or min(args.workers) < 1:
         raise Refusal(
@@ -71,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    cfg = config.load(args.config) if args.config else Config()
+    cfg = config_file.load(args.config) if args.config else Config()
     stride = shards.layout(cfg.model).stride
     with tempfile.TemporaryDirectory(prefix="bench_feed_", dir=args.folder) as folder:
         free = shutil.disk_usage(folder).free
@@ -81,7 +83,7 @@ def main(argv: list[str]) -> int:
         make(root, cfg, args.samples)
         report = environment(argv, root) | {"sample_bytes": stride, "samples": args.samples, "batch": BATCH}
         report |= Race(root, cfg, args).run()
-    records.show(table(report), report, args.json)
+    json_option.show(table(report), report, args.json)
     return 0
 
 
@@ -113,12 +115,12 @@ class Race:
     def __init__(self, root: Path, cfg: Config, args: argparse.Namespace):
         self.args, self.folder = args, root / "train"
         values = {"data__kind": "embeddings", "data__train": str(self.folder), "data__train_count": 0}
-        self.cfg = config.replace(cfg, train__global_batch=BATCH, **values)
+        self.cfg = config_file.replace(cfg, train__global_batch=BATCH, **values)
         self.set = TrainSet(self.cfg, 0, 1, pin=torch.accelerator.is_available())
         self.set.open()
         # A flat buffer as large as those of the feed, so that all contenders fill the same amount of memory.
         self.flat = np.zeros((BATCH * self.cfg.data.prefetch, self.set.shards.layout.stride), np.uint8)
-        self.order = draws.order(self.cfg.train.seed, 0, args.samples)
+        self.order = rng.order(self.cfg.train.seed, 0, args.samples)
         self.contenders: dict[str, Contender] = {
             "pread": self.pread,
             "unscanned": self.unscanned,
@@ -212,7 +214,7 @@ class Race:
 
     def feed(self, workers: int) -> Pass:
         """Batches as training takes them: read, checked and with their draws."""
-        self.set.cfg = config.replace(self.cfg, data__workers=workers)
+        self.set.cfg = config_file.replace(self.cfg, data__workers=workers)
         feed = self.set.feed(0)
         try:
             return self.timed(self.batches(feed, self.args.samples // BATCH))
@@ -240,7 +242,7 @@ class Race:
         """Resident memory while the feed hands out --flat samples; the first tenth is a warm-up."""
         if not self.args.flat:
             return {}
-        self.set.cfg = config.replace(self.cfg, data__workers=2)
+        self.set.cfg = config_file.replace(self.cfg, data__workers=2)
         feed, sizes, count = self.set.feed(0), [], self.args.flat // BATCH
         try:
             for number in tqdm(range(count), desc="watching memory", unit=" batches", leave=False):

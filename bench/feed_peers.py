@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from flux_ref.errors import Refusal
-from flux_ref.shards import MEMBERS
+from flux_ref.formats.shards import MEMBERS
 
 PACKAGES = {"webdataset": ("webdataset", "webdataset"), "energon": ("megatron.energon", "megatron-energon")}
 AHEAD = 2  # batches that each worker of a torch DataLoader reads ahead

@@ -21,13 +21,14 @@ from typing import NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from bench.step import Clock, build, environment, run_steps
-from flux_ref import cli, config, parallel, records, rules
+from flux_ref import config_file, config_rules, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.graph import Steps
 from flux_ref.optim import ShardedAdamW
-from flux_ref.parallel import World
+from flux_ref.ranks import World
+from flux_ref.run import cli, json_option
 from flux_ref.step import State
+from flux_ref.steps import Steps
 
 TOP = 15
 DEVICE_SPANS = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
@@ -182,7 +183,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--trace", type=Path)
-    records.json_option(parser)
+    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -194,14 +195,14 @@ def main(argv: list[str]) -> int:
     if args.trace:
         print(table({"command": str(args.trace)} | analyse(timeline(json.loads(args.trace.read_text())))))
         return 0
-    cfg = config.load(args.config, overrides)
-    world = parallel.start(cfg.parallel)
-    rules.validate_world(cfg, world.size)
+    cfg = config_file.load(args.config, overrides)
+    world = ranks.start(cfg.parallel)
+    config_rules.validate_world(cfg, world.size)
     report = environment(cfg, world, argv)
     report["command"] = report["command"].replace("bench.step", "bench.kernels")
     report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
     if world.rank == 0:
-        records.show(table(report), report, args.json)
+        json_option.show(table(report), report, args.json)
     return 0
 
 

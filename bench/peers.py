@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config, flow, parallel
+from flux_ref import config, flow, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Fault, Refusal
@@ -182,7 +182,7 @@ def prepare(builder: Callable[[Config], nn.Module], cfg: Config, device: torch.d
     with torch.no_grad():
         for parameter in net.parameters():
             # numerics: parameters only; Module.to would also cast our fp32 RoPE table.
-            parameter.data = parameter.data.normal_(std=0.02).to(parallel.DTYPES[cfg.parallel.dtype])
+            parameter.data = parameter.data.normal_(std=0.02).to(sharding.DTYPES[cfg.parallel.dtype])
     net.materialised(device)
     if cfg.parallel.compile:
         for block in (*net.double_blocks, *net.single_blocks):
@@ -240,7 +240,7 @@ def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> dict
     """Milliseconds of one step's forward and backward, and of clipping and AdamW, begun on an idle device."""
     clock.start()
     clock.mark("forward_backward")
-    flow.losses(side.net, batch, parallel.DTYPES[cfg.parallel.dtype]).mean().backward()
+    flow.losses(side.net, batch, sharding.DTYPES[cfg.parallel.dtype]).mean().backward()
     clock.mark("optimizer")
     torch.nn.utils.clip_grad_norm_(side.net.parameters(), cfg.optim.clip_norm)
     side.opt.step()

@@ -24,12 +24,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.step import ROOT, device_name, git
-from flux_ref import cli, config, footprint, memory, parallel, records
+from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.graph import Steps
 from flux_ref.optim import ShardedAdamW
+from flux_ref.plan import footprint, memory
+from flux_ref.run import cli, json_option
 from flux_ref.step import State
+from flux_ref.steps import Steps
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (
@@ -86,7 +88,7 @@ def predicted(cfg: Config, ranks: int) -> memory.Moment:
     """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
     layout, traced = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
-    sizes = [parallel.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
+    sizes = [sharding.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
     found = []
     for moment in memory.moments(cfg, layout, traced, ranks, rows):
         copy = 0
@@ -100,11 +102,11 @@ def predicted(cfg: Config, ranks: int) -> memory.Moment:
 
 def measure(name: str, out: Path) -> int:
     """One rank of a case: warm-up and STEPS steps, the profiler watching. Rank 0 writes what all find."""
-    cfg = config.load(CONFIG, overrides(name))
-    world = parallel.start(cfg.parallel)
+    cfg = config_file.load(CONFIG, overrides(name))
+    world = ranks.start(cfg.parallel)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        net = parallel.build(cfg, world, seed=0)
+        net = sharding.build(cfg, world, seed=0)
         steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
         steps.state.opt.moments()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
@@ -112,7 +114,7 @@ def measure(name: str, out: Path) -> int:
                 task()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
     own = [float(min(peaks(profiler)[1:])), float(grown)]
-    found = parallel.gather(torch.tensor(own, dtype=torch.float64))
+    found = ranks.gather(torch.tensor(own, dtype=torch.float64))
     if world.rank == 0:
         out.write_text(json.dumps({"tensors": max(row[0] for row in found), "resident": max(row[1] for row in found)}))
     return 0
@@ -162,7 +164,7 @@ def launch(name: str) -> dict:
         if done.returncode or not out.exists():
             raise Fault(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", alone=True)
         measured = json.loads(out.read_text())
-    moment = predicted(config.load(CONFIG, overrides(name)), ranks)
+    moment = predicted(config_file.load(CONFIG, overrides(name)), ranks)
     return {
         "name": name,
         "ranks": ranks,
@@ -178,7 +180,7 @@ def launch(name: str) -> dict:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.plan_memory", add_help=False, allow_abbrev=False, exit_on_error=False)
-    records.json_option(parser)
+    json_option.json_option(parser)
     parser.add_argument("--only")
     try:
         args = parser.parse_args(argv)
@@ -202,7 +204,7 @@ def main(argv: list[str]) -> int:
         "config": CONFIG,
         "cases": [],
     }
-    with records.text_beside(args.json):
+    with json_option.text_beside(args.json):
         print(f"{'case':<40}{'measured':>9}{'plan':>8}{'error':>7}{'resident':>9}  MB")
         for name in [args.only] if args.only else CASES:
             case = launch(name)
@@ -212,7 +214,7 @@ def main(argv: list[str]) -> int:
                 f"{case['resident_growth'] / 1e6:>9.0f}",
                 flush=True,
             )
-    records.give(report, args.json)
+    json_option.give(report, args.json)
     return 0
 
 

@@ -15,8 +15,9 @@ import sys
 
 from bench import peers
 from bench.step import Clock, environment
-from flux_ref import cli, config, parallel, records
+from flux_ref import config_file, ranks
 from flux_ref.errors import Fault, Refusal
+from flux_ref.run import cli, json_option
 
 PAIR = "configs/schnell_gbs512.toml"
 PAIR_OVERRIDES = ("model.double_blocks=1", "model.single_blocks=1", "train.global_batch=1", "train.micro_batch=1")
@@ -31,7 +32,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--pair", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    records.json_option(parser)
+    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -44,8 +45,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    cfg = config.load(args.config, overrides)
-    world = parallel.start(cfg.parallel)
+    cfg = config_file.load(args.config, overrides)
+    world = ranks.start(cfg.parallel)
     if world.size > 1:
         raise Refusal(f"bench.race compares unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
             report["refused"][name] = str(error)
     if not report["peers"]:
         raise Refusal("; ".join(report["refused"].values()))
-    records.show(table(report), report, args.json)
+    json_option.show(table(report), report, args.json)
     return 0
 
 

@@ -27,15 +27,18 @@ import torch
 from torch import Tensor
 
 from bench import peers
-from flux_ref import cli, config, flops, graph, parallel, prepare, records, rules, schedule
+from flux_ref import config, config_file, config_rules, data, ranks, schedule, sharding, steps
+from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
-from flux_ref.graph import Steps
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
-from flux_ref.parallel import World
+from flux_ref.ranks import World
+from flux_ref.run import cli, json_option
 from flux_ref.step import NEVER, Health, State, train_step
+from flux_ref.steps import Steps
+from flux_ref.toy import make
 
 ROOT = Path(__file__).parent.parent
 SPLIT_STEPS, GEMM_REPEATS = 5, 10
@@ -88,7 +91,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--synthetic", action="store_true")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
-    records.json_option(parser)
+    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
@@ -97,10 +100,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    cfg = config.load(args.config, overrides)
+    cfg = config_file.load(args.config, overrides)
     peers.require(args.peers, cfg)
-    world = parallel.start(cfg.parallel)
-    rules.validate_world(cfg, world.size)
+    world = ranks.start(cfg.parallel)
+    config_rules.validate_world(cfg, world.size)
     if args.peers and world.size > 1:
         raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
@@ -108,7 +111,7 @@ def main(argv: list[str]) -> int:
     gc.collect()  # the sharded net, before the peers need its memory
     report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
     if world.rank == 0:
-        records.show(table(report), report, args.json)
+        json_option.show(table(report), report, args.json)
     return 0
 
 
@@ -116,8 +119,8 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
     train_set = None
     if not args.synthetic:
-        parallel.together(lambda: world.rank or prepare.ensure(cfg))
-        train_set = parallel.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
+        ranks.together(lambda: world.rank or make.ensure(cfg))
+        train_set = ranks.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
     net = build(cfg, world, args.synthetic)
     state = State(net, ShardedAdamW(net, cfg.optim, world))
     run = Steps(state, cfg, world)
@@ -130,7 +133,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
         if train_set:
-            parallel.together(train_set.open)
+            ranks.together(train_set.open)
             feed = train_set.feed(state.samples)
         run_steps(run, feed, clock, args.warmup)
         clock.start()
@@ -141,12 +144,12 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
             feed.close()
         run.close()
     totals = [sum(step.values()) for step in steps]
-    peak_gb = torch.tensor([parallel.peak_memory_gb(world.device)], device=world.device)
+    peak_gb = torch.tensor([ranks.peak_memory_gb(world.device)], device=world.device)
     per_sample, samples_per_s = (
         flops.per_sample(cfg.model) / 1e12,
         cfg.train.global_batch * 1e3 * len(totals) / sum(totals),
     )
-    achieved, roof = per_sample * samples_per_s / world.size, ceiling(parallel.DTYPES[cfg.parallel.dtype], clock)
+    achieved, roof = per_sample * samples_per_s / world.size, ceiling(sharding.DTYPES[cfg.parallel.dtype], clock)
     return {
         "steps": args.steps,
         "warmup": args.warmup,
@@ -155,7 +158,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
         "split_ms": split(cfg, state, run.train_batch, clock),
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
-        "peak_memory_gb": max(gb for (gb,) in parallel.gather(peak_gb)),
+        "peak_memory_gb": max(gb for (gb,) in ranks.gather(peak_gb)),
         "tflop": {
             "per_sample": per_sample,
             "per_s_per_rank": achieved,
@@ -173,7 +176,7 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
     Raises: Refusal of a section that asks for what only train.py does.
     """
     honour(cfg, "bench.step", HONOURED)
-    net = parallel.build(cfg, world, None if synthetic else cfg.train.seed)
+    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
         with torch.no_grad():
@@ -200,7 +203,7 @@ def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> floa
     for _ in range(count):
         clock.mark("data")
         if feed:
-            parallel.to_device(feed, steps.train_batch)
+            data.to_device(feed, steps.train_batch)
         clock.mark("step")
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, _ = steps.train()
@@ -266,7 +269,7 @@ def environment(cfg: Config, world: World, argv: list[str]) -> dict:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
         "torch": torch.__version__,
-        "steps_run": graph.manner(cfg, world.device),
+        "steps_run": steps.manner(cfg, world.device),
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),

@@ -26,8 +26,8 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.step import ROOT, git
-from flux_ref import cli, records
 from flux_ref.errors import Fault, Refusal
+from flux_ref.run import cli, json_option
 
 LEAST_S = 15.0  # a variant is not begun with less time left
 ABORT_S = 3.0  # for writing down where it was
@@ -257,7 +257,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and overrides for every variant. Raises: Refusal."""
     parser = argparse.ArgumentParser("bench.sweep", usage="see --help", add_help=False, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=9.0)
-    records.json_option(parser)
+    json_option.json_option(parser)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--continue", action="store_true", dest="goes_on")
@@ -265,7 +265,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv)
     if not args.minutes > 0:
         raise Refusal(f"--minutes={args.minutes} must be greater than 0")
-    if args.goes_on and args.json in (None, records.STDOUT):
+    if args.goes_on and args.json in (None, json_option.STDOUT):
         raise Refusal("--continue needs --json=FILE.json, the report that is to be completed")
     names = [variant.name for variant in variants(args.small)]
     unknown = [name for name in args.only if name not in names]
@@ -315,15 +315,15 @@ def main(argv: list[str]) -> int:
     left.sort(key=lambda variant: known.get(variant.name, {}).get("status") in ("failed", "out of time"))  # those last
 
     def done(record: dict) -> None:
-        with records.text_beside(args.json):
+        with json_option.text_beside(args.json):
             print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
         report["runs"].append(record)
         report["device"] = device_of(report["runs"])
-        if args.json != records.STDOUT:  # a call that is cut short keeps what it has
-            records.give(report, args.json)
+        if args.json != json_option.STDOUT:  # a call that is cut short keeps what it has
+            json_option.give(report, args.json)
 
     sweep(left, args.minutes, done)
-    records.show(table(report), report, args.json)
+    json_option.show(table(report), report, args.json)
     broken = [record["name"] for record in report["runs"] if record["status"] == "failed"]
     if broken:
         raise Fault(f"failed: {', '.join(broken)}; the report holds what they printed last", alone=True)

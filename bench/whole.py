@@ -24,14 +24,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling
 from bench.step import END, HARMLESS, Clock, environment, honour
-from flux_ref import cli, config, flops, flow, parallel, precision, regions, schedule
+from flux_ref import config_file, flow, ranks, schedule, sharding
+from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
-from flux_ref.device import allow_attention_of
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
-from flux_ref.parallel import World
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.speed import fp8, regions
+from flux_ref.speed.attention import allow_attention_of
 from flux_ref.step import validation_step
 
 WARMUP = 2
@@ -70,8 +73,8 @@ def build(cfg: Config, device: torch.device) -> Flux:
     """The unsharded net in regions as training has them, random weights in the compute dtype."""
     allow_attention_of(cfg, device)
     with torch.device("meta"):
-        net = Flux(cfg.model).to(parallel.DTYPES[cfg.parallel.dtype])
-        precision.convert(net, cfg, device)
+        net = Flux(cfg.model).to(sharding.DTYPES[cfg.parallel.dtype])
+        fp8.convert(net, cfg, device)
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:
@@ -82,7 +85,7 @@ def build(cfg: Config, device: torch.device) -> Flux:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.normal_(std=0.02)
-    net.fp8 = precision.Fp8State(net, cfg.fp8, device)
+    net.fp8 = fp8.Fp8State(net, cfg.fp8, device)
     net.fp8.begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
     return net
 
@@ -98,7 +101,7 @@ def batch_of(cfg: Config, rows: int, device: torch.device) -> Batch:
 
 def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
     """Median milliseconds of forward and backward of one micro-batch, and the device's peak memory in GB."""
-    batch, dtype = batch_of(cfg, rows, clock.device), parallel.DTYPES[cfg.parallel.dtype]
+    batch, dtype = batch_of(cfg, rows, clock.device), sharding.DTYPES[cfg.parallel.dtype]
     fresh_peak(clock.device)
     for i in range(WARMUP + steps):
         if i == WARMUP:
@@ -112,7 +115,7 @@ def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dic
         net.zero_grad(set_to_none=True)
     times = clock.steps()
     found = {part: median(step[part] for step in times) for part in ("forward", "backward")}
-    return found | {"peak_memory_gb": parallel.peak_memory_gb(clock.device)}
+    return found | {"peak_memory_gb": ranks.peak_memory_gb(clock.device)}
 
 
 def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
@@ -133,15 +136,15 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
         "ms": ms,
         "samples_per_s": rate,
         "whole_set_s": VALIDATION / rate,
-        "peak_memory_gb": parallel.peak_memory_gb(clock.device),
+        "peak_memory_gb": ranks.peak_memory_gb(clock.device),
     }
 
 
-def optimizer(cfg: Config, world: World, ranks: int, steps: int, clock: Clock) -> dict:
-    """Median milliseconds of ShardedAdamW's step, clipping included, over the shards that rank 0 of `ranks` holds."""
+def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clock) -> dict:
+    """Median milliseconds of ShardedAdamW's step and clipping, over the shards that rank 0 of `rank_count` holds."""
     shards = nn.Module()
     for number, shape in enumerate(parameter_table(cfg.model).values()):
-        local = torch.randn(-(-shape[0] // ranks), *shape[1:], device=world.device)
+        local = torch.randn(-(-shape[0] // rank_count), *shape[1:], device=world.device)
         shards.register_parameter(f"p{number}", nn.Parameter(DTensor.from_local(local, world.mesh, [Shard(0)])))
     opt = ShardedAdamW(shards, cfg.optim, world)
     opt.lr.fill_(cfg.optim.lr)
@@ -157,9 +160,9 @@ def optimizer(cfg: Config, world: World, ranks: int, steps: int, clock: Clock) -
         clock.mark(END)
     return {
         "ms": median(step["optimizer"] for step in clock.steps()),
-        "ranks": ranks,
+        "ranks": rank_count,
         "parameters": sum(parameter.numel() for parameter in opt.shards),
-        "peak_memory_gb": parallel.peak_memory_gb(clock.device),
+        "peak_memory_gb": ranks.peak_memory_gb(clock.device),
     }
 
 
@@ -217,8 +220,8 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    cfg = config.load(args.config, overrides)
-    world = parallel.start(cfg.parallel)
+    cfg = config_file.load(args.config, overrides)
+    world = ranks.start(cfg.parallel)
     require(cfg, world)
     report = environment(cfg, world, argv)
     report["command"] = report["command"].replace("bench.step", "bench.whole")

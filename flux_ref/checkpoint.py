@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from flux_ref import config, parallel, schedule, storage
+from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.model import parameter_table
-from flux_ref.parallel import World
+from flux_ref.ranks import World
 from flux_ref.step import State
 
 BYTES_PER_PARAMETER = 12  # a weight and two moments, fp32
@@ -43,8 +44,8 @@ class Rows:
 def rows_of(state: State) -> dict[str, Rows]:
     """All tensors of a state, by checkpoint key; shares memory with the state."""
     found = {}
-    for name, parameter in parallel.named_parameters(state.net).items():
-        first, local = parallel.local_rows(parameter)
+    for name, parameter in sharding.named_parameters(state.net).items():
+        first, local = sharding.local_rows(parameter)
         found[f"model.{name}"] = Rows(local.detach(), first, parameter.shape)
     for moment, tensors in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, tensors):
@@ -89,7 +90,7 @@ class Saver:
         world: World,
         facts: dict,
         say: Callable[[str], None],
-        saved: storage.Checkpoint | None = None,
+        saved: checkpoint_files.Checkpoint | None = None,
     ):
         """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or some rank cannot write to it.
 
@@ -98,8 +99,8 @@ class Saver:
         """
         self.cfg, self.world, self.facts, self.say = cfg, world, facts, say
         self.run = config.run_dir(cfg)
-        self.group = parallel.host_group(parallel.SAVING)
-        self.nonce = parallel.gather_objects(secrets.token_hex(4))[0]  # no two jobs write into one folder
+        self.group = ranks.host_group(ranks.SAVING)
+        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # no two jobs write into one folder
         self.host: dict[str, Rows] = {}
         self.thread: threading.Thread | None = None
         self.step = saved.info["step"] if saved else None  # of the save begun last
@@ -108,16 +109,16 @@ class Saver:
 
     def _require_place(self) -> None:
         """Every rank writes where its files will go."""
-        place = storage.folder_of(self.run) / f".step_trial.{self.nonce}"
+        place = checkpoint_files.folder_of(self.run) / f".step_trial.{self.nonce}"
         need = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
 
         def make() -> None:
             place.mkdir(parents=True)
-            storage.require_space(place.parent, need)
+            checkpoint_files.require_space(place.parent, need)
 
         try:
-            parallel.together(lambda: self.world.rank or make())
-            parallel.together(lambda: (place / str(self.world.rank)).touch())
+            ranks.together(lambda: self.world.rank or make())
+            ranks.together(lambda: (place / str(self.world.rank)).touch())
         except Refusal as error:
             raise Refusal(
                 f"no checkpoint can be saved: {error};"
@@ -168,12 +169,12 @@ class Saver:
                 buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=self.world.pin)
                 self.host[key] = replace(rows, local=buffer)
             self.host[key].local.copy_(rows.local, non_blocking=True)
-        return parallel.copied(self.world.device)
+        return ranks.copied(self.world.device)
 
     def _write(self, info: dict, copied: object) -> None:
         name, begin = f"step_{info['step']:09d}", time.perf_counter()
-        final = storage.folder_of(self.run) / name
-        writer = storage.Writer(final.with_name(f".{name}.{self.nonce}"), final, info)
+        final = checkpoint_files.folder_of(self.run) / name
+        writer = checkpoint_files.Writer(final.with_name(f".{name}.{self.nonce}"), final, info)
         try:
             if copied is not None:
                 copied.synchronize()
@@ -197,8 +198,8 @@ class Saver:
         """Delete all but the last checkpoint.keep and every checkpoint.keep_every-th."""
         cfg = self.cfg
         interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
-        for path in storage.found(self.run)[: -cfg.checkpoint.keep]:
-            step = storage.step_of(path)
+        for path in checkpoint_files.found(self.run)[: -cfg.checkpoint.keep]:
+            step = checkpoint_files.step_of(path)
             if not (interval and step and step % interval == 0):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
@@ -210,13 +211,15 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def open_for(path: Path, state: State, facts: dict) -> storage.Checkpoint:
+def open_for(path: Path, state: State, facts: dict) -> checkpoint_files.Checkpoint:
     """A checkpoint from which a state can go on. facts: what `Saver` was given. Raises: Refusal."""
-    saved = storage.Checkpoint(path)
+    saved = checkpoint_files.Checkpoint(path)
     has = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
     if not any(key.startswith("optimizer.") for key in has):
         raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
-    storage.require_fit(has, {key: tuple(rows.shape) for key, rows in rows_of(state).items()}, f"checkpoint {path}")
+    safetensors_io.require_fit(
+        has, {key: tuple(rows.shape) for key, rows in rows_of(state).items()}, f"checkpoint {path}"
+    )
     for key, value in facts.items():
         if saved.info[key] != value:
             raise Refusal(
@@ -226,12 +229,12 @@ def open_for(path: Path, state: State, facts: dict) -> storage.Checkpoint:
     return saved
 
 
-def load_weights(saved: storage.Checkpoint, state: State) -> None:
+def load_weights(saved: checkpoint_files.Checkpoint, state: State) -> None:
     """Fill the weights. Raises: Refusal."""
     _load(saved, state, "model.")
 
 
-def load_progress(saved: storage.Checkpoint, state: State) -> None:
+def load_progress(saved: checkpoint_files.Checkpoint, state: State) -> None:
     """Fill AdamW's moments and FP8's history and set the clocks: what the warm-up would have lost. Raises: Refusal."""
     _load(saved, state, "optimizer.")
     _load(saved, state, "fp8.")
@@ -240,9 +243,9 @@ def load_progress(saved: storage.Checkpoint, state: State) -> None:
     state.opt.set_steps(state.step)
 
 
-def _load(saved: storage.Checkpoint, state: State, prefix: str) -> None:
+def _load(saved: checkpoint_files.Checkpoint, state: State, prefix: str) -> None:
     """Each rank reads its own rows only."""
     with torch.no_grad():
         for key, rows in rows_of(state).items():
             if key.startswith(prefix):
-                rows.local.copy_(storage.finite(saved.read(key, rows.first, len(rows.local)), key, saved.folder))
+                rows.local.copy_(safetensors_io.finite(saved.read(key, rows.first, len(rows.local)), key, saved.folder))

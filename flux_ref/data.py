@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref import draws, schedule, shards
+from flux_ref import ranks, rng, schedule
 from flux_ref.config import Config, ModelConfig, empty_dir
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import shards
 
 Batch = dict[str, Tensor]
 Rows = dict[str, np.ndarray]
@@ -140,6 +141,22 @@ class Feed:
             self.fill(buffer.rows, i, items[i])
 
 
+def to_device(feed: Feed, static: Batch) -> Batch:
+    """Copy the feed's next batch into the static device buffers; on an accelerator the copy runs behind the host."""
+    device = static["t"].device
+    if device.type == "cpu":
+        host = feed.take()
+    else:
+        work = torch.Event(device.type)
+        work.record()  # while the device is still busy with earlier steps, waiting for data costs nothing
+        host = feed.take(idle=work.query)
+    for name, tensor in static.items():
+        tensor.copy_(host.tensors[name], non_blocking=True)
+    host.in_use = ranks.copied(device)
+    feed.give_back(host)
+    return static
+
+
 def rank_slice(step: int, rank: int, size: int, global_batch: int) -> range:
     """The global positions that a rank trains on in a step."""
     rank_batch = global_batch // size
@@ -183,7 +200,7 @@ class TrainSet:
             for position in rank_slice(step, self.rank, self.size, self.cfg.train.global_batch):
                 epoch, i = divmod(position, len(self.shards))
                 if epoch not in orders:
-                    orders = {epoch: draws.order(self.cfg.train.seed, epoch, len(self.shards))}
+                    orders = {epoch: rng.order(self.cfg.train.seed, epoch, len(self.shards))}
                 items.append((epoch, int(orders[epoch][i])))
             yield items
             step += 1
@@ -196,7 +213,7 @@ class TrainSet:
             self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
         except shards.BadSample as error:
             self._skip(rows, i, sample, error)
-        draw = draws.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
+        draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
         if draw.drop_caption:  # spec: T5 and CLIP together
             rows["t5"][i], rows["clip"][i] = self.empty["t5"], self.empty["clip"]
         rows["t"][i], rows["latent_eps"][i], rows["noise"][i] = draw.t, draw.latent_eps, draw.noise
@@ -234,7 +251,7 @@ class ValSet:
     def feed(self, evaluation: int, permute_captions: bool = False) -> Feed:
         """All batches of one evaluation. evaluation: the noise stream, see draws.val_draw."""
         count = len(self.shards)
-        texts = draws.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
+        texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
 
         def fill(rows: Rows, i: int, sample: int) -> None:
             if sample < count:
@@ -269,7 +286,7 @@ class ValSet:
                 alone=True,
             )
         rows["timestep"][i], rows["t"][i] = meta.timestep, schedule.validation_time(meta.timestep)
-        rows["latent_eps"][i], rows["noise"][i] = draws.val_draw(
+        rows["latent_eps"][i], rows["noise"][i] = rng.val_draw(
             self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape
         )
 
@@ -302,7 +319,7 @@ def synthetic(model: ModelConfig, rows: int) -> Batch:
     batch = allocate(model, rows)
     for number, tensor in enumerate(batch.values()):
         count = tensor.numel() + tensor.numel() % 2
-        values = draws.normal(draws.words(0, draws.SYNTHETIC, count, sample=number))[: tensor.numel()]
+        values = rng.normal(rng.words(0, rng.SYNTHETIC, count, sample=number))[: tensor.numel()]
         tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
     batch["t"].copy_(torch.linspace(0, 1, rows + 1)[:-1])
     batch["weight"].fill_(1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flux_ref import parallel, schedule
+from flux_ref import data, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, ValSet
 from flux_ref.errors import Fault
@@ -51,14 +51,14 @@ def validation_loss(
     feed = val.feed(samples if cfg.eval.noise == "fresh" else 0, permute_captions)
     try:
         for batch in range(val.batches):
-            parallel.to_device(feed, static)
+            data.to_device(feed, static)
             validate(sums)
             between(batch)
     finally:
         feed.close()
-        parallel.reshard(net)  # also when told to stop: a checkpoint is taken of shards
+        sharding.reshard(net)  # also when told to stop: a checkpoint is taken of shards
     # sync: once per evaluation.
-    return summarise(parallel.all_reduce(sums).tolist(), samples)
+    return summarise(ranks.all_reduce(sums).tolist(), samples)
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flux_ref.config import OptimConfig
-from flux_ref.parallel import World, named_parameters
+from flux_ref.ranks import World
+from flux_ref.sharding import named_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flux_ref import flow, parallel, regions, schedule
+from flux_ref import flow, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
+from flux_ref.speed import regions
 
 NEVER = -1.0
 
@@ -60,7 +61,7 @@ def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, 
     """
     rows = batch["t"].shape[0]
     micro = cfg.train.micro_batch or rows
-    dtype = parallel.DTYPES[cfg.parallel.dtype]
+    dtype = sharding.DTYPES[cfg.parallel.dtype]
     loss = torch.zeros((), device=batch["t"].device)
     for start in range(0, rows, micro):
         part = {name: tensor[start : start + micro] for name, tensor in batch.items()}
@@ -79,7 +80,7 @@ def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, 
 def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
     """Add a batch to sums (3, 8) fp64: per timestep the weights, the losses and the squared losses."""
     with torch.no_grad():
-        losses = flow.losses(net, batch, parallel.DTYPES[cfg.parallel.dtype]).double()
+        losses = flow.losses(net, batch, sharding.DTYPES[cfg.parallel.dtype]).double()
         weight = batch["weight"].double()
         rows = torch.stack((weight, weight * losses, weight * losses.square()))
         # numerics: a product with a one-hot matrix sums in a fixed order, which scattered adds on a GPU do not.
@@ -108,7 +109,7 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
         for _ in range(cfg.train.synthetic_steps):
             train_step(state.net, state.opt, train_batch, health, cfg)
             validation_step(state.net, val_batch, sums, cfg)
-            parallel.reshard(state.net)
+            sharding.reshard(state.net)
     state.opt.reset()
     state.net.fp8.reset()
     if health.flags[1:].max() != NEVER:  # sync: before the clock starts

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,22 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux_ref import config, prepare, storage
+from flux_ref import config, config_file
+from flux_ref.formats import checkpoint_files
+from flux_ref.run import cli
+from flux_ref.toy import make
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
-PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+HELPERS = ROOT / "tests" / "helpers"
+PYTHONPATH = os.pathsep.join(
+    [str(ROOT), str(HELPERS.parent), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 @pytest.fixture(scope="session")
 def shapes_dir(tmp_path_factory) -> Path:
     """A folder of train/, val/ and empty_encodings/ for the micro model; tests must not change it."""
-    cfg = config.load(MICRO)
+    cfg = config_file.load(MICRO)
     folder = tmp_path_factory.mktemp("data") / "shapes"
-    prepare.make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+    make.make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
     return folder
 
 
@@ -37,7 +44,7 @@ def data_overrides(folder: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def micro(shapes_dir) -> config.Config:
     """The micro config, pointing at its data set."""
-    return config.load(MICRO, data_overrides(shapes_dir))
+    return config_file.load(MICRO, data_overrides(shapes_dir))
 
 
 def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: float = 120, **env: str):
@@ -68,7 +75,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """What the newest checkpoint of a run holds, by name."""
-    saved = storage.Checkpoint(storage.found(run)[-1])
+    saved = checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 
@@ -83,3 +90,9 @@ def rank_exit_code(process: subprocess.CompletedProcess) -> int:
         return 0
     summary = process.stderr.rpartition("Root Cause")[2]
     return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
+
+
+def called(name: str, *argv: object) -> int:
+    """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
+    main = runpy.run_path(str(ROOT / name), run_name="called")["main"]
+    return cli.run(name, "", main, [str(arg) for arg in argv])

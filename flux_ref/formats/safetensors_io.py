@@ -1,0 +1,101 @@
+"""Writing safetensors files front to back with a checksum per block."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flux_ref.errors import Refusal
+
+BLOCK = 1 << 20  # bytes under one checksum
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Moved:
+    """Bytes that this process has moved between memory and disk; hang.py takes them for a sign of life."""
+
+    total = 0
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint: its size and the CRC-32 of each block."""
+
+    bytes: int
+    crc32: list[int]
+
+
+class CheckedFile:
+    """A new file, written front to back, checksummed on the way and on the disk when closed."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("xb", buffering=0)  # nothing is left to be flushed when a write has failed
+        self.bytes, self.crc32 = 0, []
+
+    def write(self, content: memoryview | bytes) -> None:
+        view = memoryview(content).cast("B")
+        rest = view
+        while len(rest):
+            rest = rest[self.file.write(rest) :]
+        while len(view):
+            filled = self.bytes % BLOCK
+            part = view[: BLOCK - filled]
+            self.crc32[-1:] = [zlib.crc32(part, self.crc32[-1])] if filled else [*self.crc32[-1:], zlib.crc32(part)]
+            self.bytes += len(part)
+            Moved.total += len(part)
+            view = view[len(part) :]
+
+    def write_tensor(self, tensor: Tensor) -> None:
+        """The bytes of a tensor on the host."""
+        self.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> FileEntry:
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return FileEntry(self.bytes, self.crc32)
+
+
+def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file with tensors of (dtype, shape) back to back, and where in the file each begins.
+
+    Format: 8 bytes little-endian length, then JSON (github.com/huggingface/safetensors).
+    """
+    table, begins, offset = {"__metadata__": metadata}, {}, 0
+    for name, (dtype, shape) in entries.items():
+        begins[name] = offset
+        offset += DTYPES[dtype].itemsize * torch.Size(shape).numel()
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[name], offset]}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in begins.items()}
+
+
+def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
+    """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
+    problems = {
+        "missing": sorted(want.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - want.keys()),
+        "misshaped": [
+            f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]
+        ],
+    }
+    lists = [
+        f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if lists:
+        raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
+
+
+def finite(values: Tensor, name: str, where: str | Path) -> Tensor:
+    """The values. Raises: Refusal if any is NaN or infinite."""
+    if not values.isfinite().all():
+        raise Refusal(f"{where}: {name} holds NaN or infinite values; use another file")
+    return values

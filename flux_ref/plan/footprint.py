@@ -1,0 +1,319 @@
+"""What a region of blocks keeps for backward, needs while it computes, moves and multiplies: counted, not measured.
+
+One region of each kind runs on fake tensors, which have shapes and storages but no memory. Eager regions are run
+operation by operation; compiled ones are traced and partitioned as torch.compile does it, with the config's
+activation budget. Nothing is seen inside of an operation: workspaces of kernels are not counted. The operations are
+those of the CPU; a GPU's eager RMSNorm is one operation and keeps less.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flux_ref import flow
+from flux_ref.config import Config
+from flux_ref.data import fields
+from flux_ref.model import Flux
+from flux_ref.sharding import DTYPES
+from flux_ref.speed import fp8, regions
+
+PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
+
+
+class Product(NamedTuple):
+    """A matrix product or attention."""
+
+    flop: float
+    moved: float  # bytes that it reads and writes
+    is_fp8: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass computes: its products, and the bytes that everything else reads and writes."""
+
+    moved: float
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one region, or of the ends of the net, at one micro-batch. Bytes."""
+
+    saved: float  # what stays from forward until backward, the output included
+    forward: float  # most above the inputs, in forward
+    backward: float  # most above all that is saved, in backward; gradients of unsharded weights included
+    evaluate: float  # most above the inputs without gradients
+    forward_work: Work
+    backward_work: Work
+
+
+def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
+    """{"double 1": of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
+
+    Of every kind and length of region that the config has, with micro-batches of so many rows. arch: the kind of
+    device, as precision.architecture names it; decides the layouts of FP8.
+    """
+    model, dtype = cfg.model, DTYPES[cfg.parallel.dtype]
+    image, text = model.image_tokens, model.text_tokens
+    measure = _compiled if cfg.parallel.compile else _eager
+    found = {}
+    with FakeTensorMode():
+        for kind, each in lengths(cfg).items():
+            for length in sorted(set(each)):
+                net = _net(cfg, arch, length)
+                region = getattr(net, f"{kind}_blocks")[0]
+                sizes = (image, text) if kind == "double" else (text + image,)
+                streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
+                vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
+                inputs = (streams if kind == "double" else streams[0], vec, net.rope)
+                found[f"{kind} {length}"] = measure(region, inputs, cfg)
+        found["ends"] = _ends(_net(cfg, arch, 1), cfg, rows)
+    return found
+
+
+def at(found: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
+    """The memory of micro-batches larger by a factor, to first order: as if all of it came from samples."""
+    names = ("saved", "forward", "backward", "evaluate")
+    return {
+        kind: dataclasses.replace(own, **{name: factor * getattr(own, name) for name in names})
+        for kind, own in found.items()
+    }
+
+
+def lengths(cfg: Config) -> dict[str, list[int]]:
+    """{"double", "single": blocks of each region in the order of the net}."""
+    k, model = cfg.parallel.region_blocks, cfg.model
+    counts = {"double": model.double_blocks, "single": model.single_blocks}
+    return {kind: [min(k, count - start) for start in range(0, count, k)] for kind, count in counts.items()}
+
+
+def _net(cfg: Config, arch: str, length: int) -> Flux:
+    """A net in the compute dtype with one region of each kind, of so many blocks."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[cfg.parallel.dtype])
+    try:
+        net = Flux(dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length))
+    finally:
+        torch.set_default_dtype(before)
+    if cfg.fp8.recipe != "off":
+        # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
+        arith, dynamic = fp8.arithmetic(arch), dataclasses.replace(cfg.fp8, recipe="dynamic")
+        for name, module in list(net.named_modules()):
+            if fp8.CONVERTED.fullmatch(name):
+                net.set_submodule(name, fp8.Fp8Linear(module, dynamic, arith))
+    own = dataclasses.replace(cfg.parallel, region_blocks=length)
+    net.double_blocks = regions.regions(net.double_blocks, own)
+    net.single_blocks = regions.regions(net.single_blocks, own)
+    return net
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that still live, what they move and what they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was moved and multiplied."""
+        self.moved, self.products = 0, []
+
+    @property
+    def work(self) -> Work:
+        return Work(self.moved, tuple(self.products))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made, given = _tensors(result), _tensors((args, kwargs))
+        if is_product(func):
+            self.products.append(count(func, given, made))
+        elif func._schema.is_mutable or not _identities(made) <= _identities(given):
+            self.moved += sum(tensor.nbytes for tensor in (*given, *made))
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in _identities(given):  # else a view, or changed in place
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def above(self, task: Callable[[], object]) -> tuple[object, int, int]:
+        """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile)."""
+        before = self.peak = self.now
+        result = task()
+        most = self.peak - before
+        return result, self.now - before, most
+
+
+def is_product(func) -> bool:
+    """Whether an operation is a matrix product or attention."""
+    name = func._schema.name.split("::")[-1]
+    return name in PRODUCTS or "scaled_dot_product" in name
+
+
+def count(func, given: list[Tensor], made: list[Tensor]) -> Product:
+    """Operations and bytes of a product; attention's backward computes its scores again."""
+    moved = sum(tensor.nbytes for tensor in (*given, *made))
+    if "scaled_dot_product" in func._schema.name:
+        backward = "backward" in func._schema.name
+        query = given[1] if backward else given[0]
+        return Product((10 if backward else 4) * query.numel() * query.shape[-2], moved, False)
+    left = [tensor for tensor in given if tensor.ndim >= 2][-2]
+    return Product(2 * made[0].numel() * left.shape[-1], moved, left.itemsize == 1)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _identities(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def _run(forward: Callable[[], object]) -> Footprint:
+    """Eager: once without gradients, then forward and backward."""
+    with Live() as live:
+        with torch.no_grad():
+            _, _, evaluate = live.above(forward)
+        live.restart()
+        outputs, saved, most_forward = live.above(forward)
+        forward_work = live.work
+        outputs = _tensors(outputs)
+        gradients = [torch.ones_like(output) for output in outputs]
+        live.restart()
+        _, _, most_backward = live.above(lambda: torch.autograd.backward(outputs, gradients))
+        return Footprint(saved, most_forward, most_backward, evaluate, forward_work, live.work)
+
+
+def _eager(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
+    return _run(lambda: region(*inputs))
+
+
+class _Through(nn.Module):
+    """In the place of a region."""
+
+    def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
+        return streams
+
+
+def _ends(net: Flux, cfg: Config, rows: int) -> Footprint:
+    """Of the net without its regions, and the loss; never compiled."""
+    net.double_blocks, net.single_blocks = nn.ModuleList([_Through()]), nn.ModuleList([_Through()])
+    batch = {name: torch.zeros((rows, *shape), dtype=dtype) for name, (shape, dtype) in fields(cfg.model).items()}
+    return _run(lambda: flow.losses(net, batch, DTYPES[cfg.parallel.dtype]).sum())
+
+
+def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
+    graphs = []
+
+    def partition(joint, joint_inputs, **options):
+        joint_graph_passes(joint)
+        pair = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
+        graphs.extend(module.graph for module in pair)
+        return pair
+
+    def run(parameters: dict[str, Tensor], *inputs):
+        return functional_call(region, parameters, inputs)
+
+    budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
+    with budget, patch.object(torch.compiler, "_is_compiling_flag", True):  # which torch.compile sets, too
+        compiled = aot_function(
+            run,
+            fw_compiler=lambda graph, _: graph.forward,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled(dict(region.named_parameters()), *inputs)
+    forward, backward = map(Fused, graphs)
+    with Live() as live, torch.no_grad():
+        _, _, unfused = live.above(lambda: region(*inputs))
+    return Footprint(forward.kept, forward.most, backward.most, min(unfused, forward.most), forward.work, backward.work)
+
+
+class Fused:
+    """How a traced graph uses memory if all that lies between products is fused into what consumes it.
+
+    Real tensors are the graph's inputs and outputs, and what products read and write. kept: bytes of the outputs that
+    are no inputs; most: the largest sum of real tensors above the inputs, what was saved for backward being freed once
+    it is used.
+    """
+
+    def __init__(self, graph: torch.fx.Graph):
+        nodes = [node for node in graph.nodes if node.op != "output"]
+        outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
+        real = {node for product in filter(_multiplies, nodes) for node in (product, *product.all_input_nodes)}
+        real.update(outputs, (node for node in nodes if node.op == "placeholder"))
+        self.sizes: dict[int, int] = {}  # of storages
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        moved, products = 0, []
+        sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
+        for moment, node in enumerate(nodes):
+            read = set().union(*(sources[other] for other in node.all_input_nodes))
+            own = _storages(node)
+            sources[node] = set(own) if node in real else read
+            if node not in real:
+                continue
+            fresh = own.keys() - self.sizes.keys()
+            self.sizes |= own
+            self.first |= dict.fromkeys(fresh, moment)
+            self.last |= dict.fromkeys(read | own.keys(), moment)
+            if _multiplies(node):
+                products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
+            elif fresh and node.op != "placeholder":
+                moved += sum(self.sizes[key] for key in read | fresh)
+        self.work = Work(moved, tuple(products))
+        inputs = {key for node in nodes if node.op == "placeholder" for key in _storages(node)}
+        kept = {key for node in outputs for key in _storages(node)}
+        self.kept = sum(self.sizes[key] for key in kept - inputs)
+        # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
+        belongs = [n for n in nodes if n.op == "placeholder" and n.name.startswith(("primals", "tangents"))]
+        self.most = self._most(kept | {key for node in belongs for key in _storages(node)}, inputs, len(nodes))
+
+    def _most(self, stay: set[int], inputs: set[int], end: int) -> int:
+        change = [0] * (end + 1)
+        for key, size in self.sizes.items():
+            if key not in inputs:
+                change[self.first[key]] += size
+            if key not in stay:
+                change[self.last[key] + 1] -= size
+        return max(accumulate(change))
+
+
+def _values(nodes: Iterable[torch.fx.Node]) -> list[Tensor]:
+    return [leaf for node in nodes for leaf in _tensors(node.meta.get("val"))]
+
+
+def _storages(node: torch.fx.Node) -> dict[int, int]:
+    """{identity: bytes} of the storages behind a node's value."""
+    storages = (tensor.untyped_storage() for tensor in _values([node]))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _multiplies(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_product(node.target)

@@ -1,0 +1,216 @@
+"""How long a step takes on given cards and links: arithmetic, memory traffic, and communication beside them.
+
+Products take their operations at a share of the card's peak, or their bytes at a share of its memory's bandwidth,
+whichever is longer; everything else takes its bytes. Compute, all-gathers, reductions and all-reduces are lanes that
+run at the same time and wait for each other as FSDP2 has them wait. That they slow each other down is not modelled,
+nor are launches, nor ranks that wait for a slow one.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from flux_ref.benchmark.hardware import Assumed, Gpu
+from flux_ref.config import Config
+from flux_ref.plan.footprint import Footprint, Work
+from flux_ref.plan.memory import Layout, Unit
+from flux_ref.sharding import DTYPES
+
+OPTIMIZER_BYTES = 32  # per weight: AdamW reads four fp32 values and writes three, the norm reads one
+MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Some cards of one kind."""
+
+    gpu: Gpu
+    assumed: Assumed
+    gpus: int
+
+    def seconds(self, work: Work) -> float:
+        """Of one pass of a region."""
+        gpu, share = self.gpu, self.assumed.gemm_share
+        bandwidth = self.assumed.memory_share * gpu.memory_tb_s * 1e12
+        spent = work.moved / bandwidth
+        for product in work.products:
+            peak = gpu.fp8_tflops if product.is_fp8 else gpu.bf16_tflops
+            spent += max(product.flop / (share * peak * 1e12), product.moved / bandwidth)
+        return spent
+
+    def moving(self, moved: float) -> float:
+        """Seconds to read and write so many bytes."""
+        return moved / (self.assumed.memory_share * self.gpu.memory_tb_s * 1e12)
+
+    def ring(self, moved: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of so many bytes in all over ranks that are stride apart.
+
+        A ring over neighbours in several domains leaves each once through the adapters of all its ranks; a ring over
+        ranks of different domains has one adapter per rank.
+        """
+        if ranks == 1:
+            return 0.0
+        gpu = self.gpu
+        if (ranks - 1) * stride < gpu.domain:
+            speed = gpu.scale_up_gb_s
+        else:
+            speed = min(gpu.scale_up_gb_s, max(1, gpu.domain // stride) * gpu.scale_out_gb_s)
+        share = self.assumed.link_share * 1e9
+        return moved * (ranks - 1) / ranks / (share * speed) + (ranks - 1) * self.assumed.hop_us * MICRO
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one optimizer step, and bytes that a rank sends in it."""
+
+    step: float
+    compute: float  # forward, backward and the optimizer, were there no communication
+    optimizer: float
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
+
+    @property
+    def communication(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    @property
+    def exposed(self) -> float:
+        """What of the step is neither compute nor hidden behind it."""
+        return self.step - self.compute
+
+
+class Lanes:
+    """The moments at which compute and three kinds of collectives are next free."""
+
+    def __init__(self):
+        self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
+
+    def put(self, lane: str, seconds: float, *after: float) -> float:
+        """Begin when the lane is free and all of `after` have passed; returns the end."""
+        self.free[lane] = max(self.free[lane], *after, 0.0) + seconds
+        return self.free[lane]
+
+
+def step(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int, slower: float = 1.0
+) -> Times:
+    """One optimizer step with micro-batches of so many rows. slower: measured compute over ours."""
+    micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
+    pace = _Pace(cfg, layout, footprints, machine, slower)
+    lanes = Lanes()
+    for micro in range(micros):
+        _micro_batch(cfg, pace, lanes, last=micro == micros - 1)
+    end = max(lanes.free.values())
+    optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
+    optimizer += 2 * machine.ring(0, machine.gpus)  # the gradient norm, a sum over all
+    passes = micros * sum(pace.forward(unit) + pace.backward(unit) for unit in layout.units)
+    gathers = micros * (1 if pace.kept else 2)
+    regions, root = layout.units[:-1], layout.units[-1]
+    gathering = micros * pace.gather(root) + gathers * sum(map(pace.gather, regions))
+    return Times(
+        step=end + optimizer,
+        compute=passes + optimizer,
+        optimizer=optimizer,
+        all_gather=gathering,
+        reduce_scatter=micros * sum(map(pace.scatter, layout.units)),
+        all_reduce=sum(map(pace.sum_replicas, layout.units)),
+        sent=sent(cfg, layout, micros),
+    )
+
+
+def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
+    """Bytes that one rank sends in a step, by collective, in rings."""
+    gathered, reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
+    passes = 2 if cfg.parallel.reshard_after_forward else 1
+    n, r = layout.shards, layout.replicas
+    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
+    return {
+        "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
+        "reduce_scatter": micros * reduced * whole * (n - 1) / n,
+        "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
+    }
+
+
+class _Pace:
+    """Seconds of the parts of a step."""
+
+    def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, slower: float):
+        self.layout, self.machine = layout, machine
+        self.gathered, self.reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
+        self.kept = not cfg.parallel.reshard_after_forward
+        self.computing = {
+            kind: (slower * machine.seconds(own.forward_work), slower * machine.seconds(own.backward_work))
+            for kind, own in footprints.items()
+        }
+
+    def forward(self, unit: Unit) -> float:
+        """With the copy of its gathered weights to where layers find them."""
+        copied = self.machine.moving(2 * self.gathered * unit.padded)
+        return self.computing[unit.kind][0] + copied
+
+    def backward(self, unit: Unit) -> float:
+        """With the copy of its gradients to where they are reduced, and of its weights if gathered again."""
+        moved = (self.gathered + self.reduced) * unit.padded + (0 if self.kept else 2 * self.gathered * unit.padded)
+        return self.computing[unit.kind][1] + self.machine.moving(moved)
+
+    def gather(self, unit: Unit) -> float:
+        return self.machine.ring(self.gathered * unit.padded, self.layout.shards)
+
+    def scatter(self, unit: Unit) -> float:
+        return self.machine.ring(self.reduced * unit.padded, self.layout.shards)
+
+    def sum_replicas(self, unit: Unit) -> float:
+        shards = self.layout.shards
+        return 2 * self.machine.ring(self.reduced * unit.padded / shards, self.layout.replicas, stride=shards)
+
+
+def _micro_batch(cfg: Config, pace: _Pace, lanes: Lanes, last: bool) -> None:
+    """Forward and backward; replicas are summed with the last micro-batch only.
+
+    The next region is gathered while one computes. Gathers and reductions share a communicator unless
+    parallel.separate_reduce_scatter; backward may be ahead of the reductions by as many regions as there are buffers.
+    """
+    *regions, root = pace.layout.units
+    buffers = 2 if cfg.parallel.separate_reduce_scatter else 1
+    begun = lanes.put("compute", pace.forward(root), lanes.put("all_gather", pace.gather(root)))
+    for unit in regions:
+        ready = lanes.put("all_gather", pace.gather(unit), begun)
+        begun = max(lanes.free["compute"], ready)
+        lanes.put("compute", pace.forward(unit), ready)
+    begun = lanes.free["compute"]
+    lanes.put("compute", pace.backward(root))
+    shared = "reduce_scatter" if cfg.parallel.separate_reduce_scatter else "all_gather"
+    ready = 0.0 if pace.kept else lanes.put("all_gather", pace.gather(regions[-1]), begun)
+    ends: list[float] = []  # of reductions
+    for i in reversed(range(len(regions))):
+        begun = max(lanes.free["compute"], ready, ends[-1 - buffers] if len(ends) > buffers else 0.0)
+        if not pace.kept and i:
+            ready = lanes.put("all_gather", pace.gather(regions[i - 1]), begun)
+        done = lanes.put("compute", pace.backward(regions[i]), begun)
+        ends.append(lanes.put(shared, pace.scatter(regions[i]), done))
+        if last:
+            lanes.put("all_reduce", pace.sum_replicas(regions[i]), ends[-1])
+    end = lanes.put(shared, pace.scatter(root), lanes.free["compute"])
+    if last:
+        lanes.put("all_reduce", pace.sum_replicas(root), end)
+    lanes.free["all_gather"] = max(lanes.free["all_gather"], lanes.free["compute"])  # none before the next forward
+
+
+def evaluation(
+    cfg: Config,
+    layout: Layout,
+    footprints: dict[str, Footprint],
+    machine: Machine,
+    rows: int,
+    samples: int,
+    slower: float = 1.0,
+) -> float:
+    """Seconds of the validation of so many samples; rows: those of the footprints."""
+    batches = ceil(samples / (machine.gpus * cfg.eval.batch))
+    pace = _Pace(cfg, layout, footprints, machine, slower)
+    compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
+    gathering = sum(map(pace.gather, layout.units))
+    if pace.kept:
+        return batches * compute + gathering
+    return batches * max(compute, gathering)

@@ -1,0 +1,120 @@
+"""The frozen encoders that samples are made with: FLUX's autoencoder, T5-XXL and CLIP-L's text half.
+
+Everything is read from local safetensors files: no name is looked up anywhere, no pickle is opened, no code that lies
+beside weights is run. The only file that imports transformers, and only when encoders are wanted.
+
+numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16 is asked for.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flux_ref.config import ModelConfig
+from flux_ref.errors import Fault, Refusal
+from flux_ref.sampling import vae
+
+# B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
+CLIP_TOKENS = 77  # all that CLIP has positions for
+
+
+def transformers() -> ModuleType:
+    """The package, told to be quiet. Raises: Refusal."""
+    try:
+        import transformers as package
+    except ImportError:
+        raise Refusal("text encoders need transformers, which is not installed: pip install transformers") from None
+    package.logging.set_verbosity_error()
+    package.logging.disable_progress_bar()
+    return package
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a text encoder lies: with it, or as diffusers has it, in tokenizer_2 of text_encoder_2."""
+    if (folder / "tokenizer_config.json").is_file():
+        return folder
+    return folder.parent / folder.name.replace("text_encoder", "tokenizer")
+
+
+class TextEncoder:
+    """A tokenizer and the transformer behind it.
+
+    Captions are cut or padded to `tokens`, and pads are attended to like any other token: rows of the data set have
+    no mask (MLPerf reference; BFL flux, HFEmbedder).
+    """
+
+    def __init__(self, kind: str, output: str, folder: Path, tokens: int, device: torch.device, dtype: torch.dtype):
+        """kind, output: transformers' class and which of its outputs. Raises: Refusal."""
+        package, self.output, self.tokens, self.device = transformers(), output, tokens, device
+        words = tokenizer_folder(folder)
+        for path in (folder / "config.json", words / "tokenizer_config.json"):
+            if not path.is_file():
+                raise Refusal(f"{kind} in {folder}: {path} is missing; give a folder of weights and their tokenizer")
+        local = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self.tokenizer = package.AutoTokenizer.from_pretrained(words, **local)
+            net, report = getattr(package, kind).from_pretrained(
+                folder, use_safetensors=True, dtype=dtype, output_loading_info=True, **local
+            )
+        except Exception as error:  # transformers raises a dozen kinds
+            raise Refusal(f"{kind} in {folder}: {' '.join(str(error).split())}") from None
+        absent = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        if absent:  # transformers would go on with random values
+            raise Refusal(f"{kind} in {folder}: {len(absent)} tensors are missing or misshaped, such as {absent[0]}")
+        self.net = net.to(device).eval().requires_grad_(False)
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        ids_BT = self.tokenizer(
+            list(captions), max_length=self.tokens, padding="max_length", truncation=True, return_tensors="pt"
+        )["input_ids"]
+        return getattr(self.net(input_ids=ids_BT.to(self.device)), self.output)
+
+
+class Encoders:
+    """From pixels and captions to the four members of samples, as bf16 bits.
+
+    empty: {"t5", "clip"}, the encodings of the empty caption.
+    """
+
+    def __init__(
+        self, vae_file: Path, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    ):
+        """Raises: Refusal for files that are no such encoders, or of other sizes than the model's."""
+        if model.latent_channels != vae.FLUX.latent_channels:
+            raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
+        self.device, self.autoencoder = device, vae.load(vae_file, device)
+        self.t5 = TextEncoder("T5EncoderModel", "last_hidden_state", t5, model.text_tokens, device, dtype)
+        self.clip = TextEncoder("CLIPTextModel", "pooler_output", clip, CLIP_TOKENS, device, dtype)
+        self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
+        wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
+        for name, (folder, shape) in wants.items():
+            if self.empty[name].shape != shape:
+                found = self.empty[name].shape
+                raise Refusal(f"{folder} encodes a caption as {found}, the model of the config wants {shape}")
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device."""
+        return {name: _bits(name, net(captions), captions) for name, net in (("t5", self.t5), ("clip", self.clip))}
+
+    @torch.no_grad()
+    def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """encode_text and {"mean", "logvar": (B, C, Y, X)} at the autoencoder's own scale; pixels are uint8.
+
+        Raises: Fault if an encoder returns what is not finite. sync: the host waits for the device.
+        """
+        moments = self.autoencoder.encode(pixels_B3HW.to(self.device).float() / 127.5 - 1)
+        latents = {name: _bits(name, moment, captions) for name, moment in zip(("mean", "logvar"), moments)}
+        return self.encode_text(captions) | latents
+
+
+def _bits(name: str, values: Tensor, captions: Sequence[str]) -> np.ndarray:
+    """Rounded to bf16, as its bits in uint16."""
+    finite = values.isfinite().flatten(1).all(dim=1).tolist()
+    if not all(finite):
+        raise Fault(f"{name} of {captions[finite.index(False)]!r} is NaN or infinite", alone=True)
+    return values.bfloat16().view(torch.uint16).cpu().numpy()

@@ -1,0 +1,294 @@
+"""Processes, devices and sharding: the file that names backends and kinds of devices.
+
+Of graphs, device.py does; of the formats and layouts of FP8, precision.py.
+
+Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS and a look at `to_device` and
+`peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
+"""
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flux_ref.config import ParallelConfig
+from flux_ref.errors import Refusal
+from flux_ref.speed.graphs import guard_expandable
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
+TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SAVING = "save"  # name of the group in which checkpoints are agreed on
+RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all; the mesh has the dimension shard, for HSDP replicate and shard."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    nodes: list[str]  # the node of each rank
+
+    @property
+    def replicas(self) -> int:
+        """Full copies of the model over all ranks."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def pin(self) -> bool:
+        """Whether copies to the device want pinned host memory."""
+        return self.device.type != "cpu"
+
+
+def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
+    """Join the process group that torchrun describes; without one, a world of this process alone.
+
+    timeout_s: for one collective, 0 for the backend's own.
+    Raises: Refusal when the group cannot be formed.
+    """
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    guard_expandable()
+    timeout = timedelta(seconds=timeout_s) if timeout_s else None
+    try:
+        store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
+        raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
+    # torchrun numbers its nodes; names can be the same on all, in containers.
+    nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
+    mesh = make_mesh(device.type, size, replica_count(cfg.replicate, nodes))
+    if timeout:  # groups of a mesh would have the backend's own
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for group in mesh.get_all_groups():
+            set_timeout(timeout, group)
+    return World(rank, size, device, mesh, nodes)
+
+
+def replica_count(wanted: int, nodes: list[str]) -> int:
+    """Full copies of the model. wanted: parallel.replicate, 0 for one per node; nodes: the node of each rank, by rank.
+
+    Raises: Refusal where the ranks cannot be arranged so.
+    """
+    if wanted:
+        if len(nodes) % wanted:
+            raise Refusal(f"parallel.replicate={wanted} does not divide the {len(nodes)} ranks")
+        return wanted
+    runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    again = next((node for i, (node, _) in enumerate(runs) if node in [other for other, _ in runs[:i]]), None)
+    if again is not None:
+        raise Refusal(
+            f"the ranks of {again} do not follow each other, so a replica per node is impossible;"
+            " start with torchrun or number the ranks node by node"
+        )
+    if len({count for _, count in runs}) > 1:
+        counts = ", ".join(f"{count} on {node}" for node, count in runs)
+        raise Refusal(f"nodes differ in their ranks ({counts}); start equally many on each or set parallel.replicate=1")
+    return len(runs)
+
+
+def describe_mesh(count: int, nodes: list[str]) -> str:
+    """What the mesh is, in words."""
+    size = len(nodes) // count
+    spans = {len(set(nodes[first : first + size])) for first in range(0, len(nodes), size)}
+    where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
+    if count == 1:
+        return f"one replica sharded over {where}"
+    if size == 1:
+        return f"{count} replicas, each on one rank"
+    return f"{count} replicas, each sharded over {size} ranks of {where}"
+
+
+def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
+    """All ranks as shards of one copy, or as (replicate, shard): shard inside a node, replicate across."""
+    if replicate == 1:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
+
+
+def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
+    """A part of torchrun's store that only the ranks of this attempt write to.
+
+    torchrun keeps one store for all its restarts, full of the addresses of dead ranks (github.com/pytorch/pytorch
+    issue 167288). Rank 0 draws a name; the others join it once they see that rank 0 has heard of them.
+    """
+    store, *_ = next(dist.rendezvous("env://", rank, size, **({"timeout": timeout} if timeout else {})))
+    own = secrets.token_hex(8)
+    if rank == 0:
+        store.set("attempt", own)
+        heard = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
+        store.set(f"{own}/heard", json.dumps(heard))
+        return dist.PrefixStore(own, store)
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while time.monotonic() < deadline:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own)
+        if store.check([f"{attempt}/heard"]) and own in json.loads(store.get(f"{attempt}/heard")):
+            return dist.PrefixStore(attempt, store)
+        time.sleep(0.02)
+    raise RuntimeError("rank 0 does not answer")
+
+
+def _device(local_rank: int) -> torch.device:
+    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if kind == "cpu" or kind not in BACKENDS:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise Refusal(
+            f"local rank {local_rank} has no device: this node has {count}; start {count} ranks per node",
+            alone=local_rank == count,
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_apart() -> bool:
+    """Whether this process has not joined the group yet."""
+    return not dist.is_initialized()
+
+
+def is_single() -> bool:
+    """Whether no other process can be waiting for this one."""
+    return is_apart() or dist.get_world_size() == 1
+
+
+def together(task: Callable[[], object]) -> object:
+    """Run a task on every rank; if it is refused on any of them, all ranks raise the first rank's reason."""
+    result, reason = None, None
+    try:
+        result = task()
+    except (Refusal, OSError) as error:
+        reason = str(error)
+    reasons = gather_objects(reason)
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            raise Refusal(text if reasons[0] == text else f"rank {rank}: {text}")
+    return result
+
+
+def gather_objects(value: object) -> list:
+    """A small Python value of every rank. sync: the host waits for all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has begun this job before. Collective.
+
+    The node that failed counts its restarts; those that only joined again do not.
+    """
+    return any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+
+
+def require_same(text: str, what: str) -> None:
+    """Refuse to go on if a text, such as the config, differs between ranks."""
+    texts = gather_objects(text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            pair = next(pair for pair in zip(texts[0].splitlines(), other.splitlines()) if pair[0] != pair[1])
+            raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
+
+
+def store_clone() -> dist.Store:
+    """A connection of its own to the store of the process group, for a thread."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
+def groups(world: World) -> list[dist.ProcessGroup]:
+    """The groups that a training step communicates in."""
+    return list({id(group): group for group in (dist.group.WORLD, *world.mesh.get_all_groups())}.values())
+
+
+def collectives(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    return group._get_sequence_number_for_group()
+
+
+def last_collective() -> str:
+    """What this rank began to communicate last, but for saves, from torch's flight recorder; "" if nothing."""
+    dumps = (_distributed_c10d._dump_nccl_trace_json(), _distributed_c10d._dump_fr_trace_json())
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", ())]
+    entries = [entry for entry in entries if entry["process_group"][1] != SAVING]
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["time_created_ns"])
+    return f"{last['profiling_name']} of {last['input_sizes']}"
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Sum over all ranks, in place. numerics: every rank ends with rank 0's bits, so that all decide alike."""
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def gather(tensor: Tensor) -> list[list[float]]:
+    """The tensor of every rank, on the host. sync: the host waits for the device."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts).tolist()
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The end of an asynchronous copy; may be awaited from any thread."""
+
+    event: torch.Event
+    device: torch.device
+
+    def synchronize(self) -> None:
+        torch.accelerator.set_device_index(self.device.index)  # a new thread would be on device 0
+        self.event.synchronize()
+
+
+def host_group(name: str, timeout_s: float = 0.0) -> dist.ProcessGroup:
+    """One more group of all ranks, for host tensors, so that it may be used beside the others. Collective.
+
+    timeout_s: for one collective, 0 for the backend's own.
+    """
+    timeout = timedelta(seconds=timeout_s) if timeout_s else None
+    return dist.new_group(backend=BACKENDS["cpu"], timeout=timeout, group_desc=name)
+
+
+def copied(device: torch.device) -> _Copied | None:
+    """A mark behind the copies to host memory that were just enqueued; None where they are done already."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device.type)
+    event.record()
+    return _Copied(event, device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
+    if device.type == "cpu":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return torch.get_device_module(device).max_memory_allocated(device) / 1e9

@@ -1,0 +1,160 @@
+"""The official checks of a system's logs, by mlperf-logging's own code: compliance, seeds, convergence.
+
+Its checkers talk through the root logger, print and warnings, read folders of result_*.txt, and stop with a traceback
+at some damage. Here they get copies in a folder of their own, and what they say comes back as lines.
+"""
+
+import contextlib
+import io
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlperf_logging.compliance_checker import mlp_compliance
+from mlperf_logging.package_checker.seed_checker import SeedChecker
+
+from flux_ref.report.result_log import ResultLog, number
+
+BENCHMARK = "flux1"
+LEAST_RUNS = 3  # for a mean without the first and the last
+# The compliance checker runs the code of a rule file whose name it puts together from these values.
+SAFE = {"submission_division": ("closed", "open"), "submission_benchmark": (BENCHMARK,)}
+
+
+@dataclass
+class Convergence:
+    """What the convergence checker says; passed is None if it cannot tell.
+
+    factor multiplies the time; means are in samples, None if not told.
+    """
+
+    passed: bool | None
+    message: str
+    factor: float = 1.0
+    reference_mean: float | None = None
+    least_mean: float | None = None
+
+
+@dataclass
+class Verdicts:
+    compliance: list[list[str]]  # complaints per log
+    seeds: list[str] = field(default_factory=list)  # complaints
+    convergence: Convergence | None = None  # None: not asked for in the open division
+
+
+def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Verdicts:
+    """Judge the logs of one system. points: a file of reference convergence points in place of the official ones."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = [folder / f"result_{i}.txt" for i in range(len(logs))]
+        for path, log in zip(paths, logs):
+            path.write_text("".join(log.lines), encoding="latin-1", newline="")
+        verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
+        if not any(log.value("submission_division") == "open" for log in logs):
+            names = {str(path): log.name for path, log in zip(paths, logs)}
+            verdicts.seeds = _seeds(names, ruleset)
+            verdicts.convergence = _convergence(folder, names, ruleset, points)
+    return verdicts
+
+
+def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
+    for key, allowed in SAFE.items():
+        for event in log.all(key):
+            if event.value not in allowed:
+                return [f"{key} is {str(event.value)[:60]!r}, not {' or '.join(allowed)}; not checked further"]
+    checker = mlp_compliance.make_checker("training", ruleset, quiet=True, werror=False)
+    mlp_compliance.enqueued_configs.clear()  # a check that stopped half way leaves its own behind
+    with _captured():
+        try:
+            checker.check_file(str(path), f"training_{ruleset}/common.yaml")
+        except Exception as error:  # it is not made for damage
+            return [f"the official compliance checker stopped: {_named(error)}"]
+    return [_one_line(message, log) for message in (*checker.overwritable.values(), *checker.not_overwritable)]
+
+
+def _one_line(message: str, log: ResultLog) -> str:
+    """The first line of a complaint, the test that failed, and the value it failed for."""
+    head = message.split("\n")[0].rstrip(" :")
+    if head.startswith("Failed checks for eval_accuracy"):
+        return "no evaluation reached the target: " + head.partition(" : ")[2]
+    test = re.search(r"^failed test: (.*)$", message, re.M)
+    at = re.fullmatch(r"CHECK for '(.*)' failed in line (\d+)", head)
+    if not at or not test:
+        return head + (f": {test[1].strip()}" if test else "")
+    line = log.numbers[int(at[2])]
+    value = next((event.value for event in log.events if event.line == line), None)
+    return f"{at[1]}={str(value)[:40]} in line {line} fails the test {test[1].strip()}"
+
+
+def _seeds(names: dict[str, str], ruleset: str) -> list[str]:
+    with _captured() as records:
+        try:
+            passed = SeedChecker(ruleset).check_seeds(list(names))
+        except Exception as error:
+            return [f"the official seed checker stopped: {_named(error)}"]
+    if passed:
+        return []
+    text = "\n".join(record.getMessage() for record in records if record.levelno >= logging.ERROR)
+    lines = text.partition("errors: ")[2].split("\n")
+    return [_renamed(line, names) for line in lines if line.startswith(("Result file", "Error found"))]
+
+
+def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path | None) -> Convergence:
+    from mlperf_logging.rcp_checker import rcp_checker  # brings scipy
+
+    with _captured() as records, contextlib.ExitStack() as stack:
+        for path in names:
+            try:
+                rcp_checker.read_submission_file(path, ruleset, False)
+            except Exception as error:
+                return Convergence(False, f"{names[path]} stops the official convergence checker: {_named(error)}")
+        file = stack.enter_context(points.open(encoding="utf-8")) if points else None
+        records.clear()
+        try:  # with set_scaling=False it would remove /scaling.json
+            passed, message, factor = rcp_checker.check_directory(
+                str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
+            )
+        except Exception as error:
+            said = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
+            return Convergence(False, " ".join(said) or f"the official convergence checker stopped: {_named(error)}")
+    point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
+    if len(names) < LEAST_RUNS:
+        passed, message = None, f"takes {LEAST_RUNS} runs"
+    else:
+        passed = bool(passed)
+    mean, least = point.get("RCP Mean"), point.get("Min Epochs")
+    return Convergence(passed, message, float(factor), number(mean and float(mean)), number(least and float(least)))
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[list[logging.LogRecord]]:
+    """What is logged, printed or warned of meanwhile; nothing of it gets out."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    root = logging.getLogger()
+    kept, level = root.handlers[:], root.level
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    sink = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+            warnings.simplefilter("ignore")
+            yield records
+    finally:
+        root.handlers[:] = kept
+        root.setLevel(level)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no reason given'}"
+
+
+def _renamed(line: str, names: dict[str, str]) -> str:
+    for path, name in names.items():
+        line = line.replace(path, name)
+    return line[:300]

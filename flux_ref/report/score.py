@@ -1,0 +1,301 @@
+"""The figures and the verdict of benchmark runs, and of the system that they are runs of.
+
+Times are seconds unless named minutes. Source: MLPerf's training rules and mlperf-logging's result_summarizer.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flux_ref.report import official
+from flux_ref.report.result_log import ResultLog, number, printable
+
+RUNS = 10  # of a submission; the best and the worst are dropped
+# In all runs of one system the same.
+SHARED = (
+    *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
+    *("opt_base_learning_rate", "opt_learning_rate_warmup_steps", "gradient_accumulation_steps"),
+)
+
+
+@dataclass(eq=False)
+class Run:
+    """One log. What it does not tell is None or empty."""
+
+    log: ResultLog
+    start_ms: float | None = None
+    stop_ms: float | None = None
+    init_s: float | None = None  # from the first init_start to init_stop
+    evaluation_s: float | None = None  # within the run
+    status: str = ""
+    samples: float | None = None  # at run_stop
+    target: float = math.nan
+    val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
+    train_curve: list[tuple[float, float]] = field(default_factory=list)
+    speeds: list[tuple[float, float]] = field(default_factory=list)  # (samples, samples/s of training since the last)
+    faults: list[str] = field(default_factory=list)  # why it does not count; empty if it does
+
+    @property
+    def name(self) -> str:
+        return self.log.name
+
+    @property
+    def minutes(self) -> float | None:
+        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 60 / 1000
+
+    @property
+    def run_s(self) -> float | None:
+        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 1000
+
+    @property
+    def samples_to_target(self) -> float | None:
+        """Of the last evaluation, as the convergence checker has it; None for a run that does not count."""
+        return self.val_curve[-1][0] if self.val_curve and not self.faults else None
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per s from run_start to run_stop."""
+        return self.samples / self.run_s if self.samples and self.run_s else None
+
+    @property
+    def training_throughput(self) -> float | None:
+        """The same without the time of evaluations."""
+        if not self.samples or not self.run_s or self.evaluation_s is None or self.evaluation_s >= self.run_s:
+            return None
+        return self.samples / (self.run_s - self.evaluation_s)
+
+
+def measure(log: ResultLog) -> Run:
+    """The figures of one log; what contradicts a single timed run goes to its faults."""
+    run = Run(log, faults=[*log.problems])
+    run.target = number(log.value("target_accuracy")) or math.nan
+    if not log.events:
+        return run
+    _clock(run)
+    _curves(run)
+    begun = [event for event in log.all("init_start") if math.isfinite(event.time_ms)]
+    ended = [event for event in log.all("init_stop") if math.isfinite(event.time_ms)]
+    if begun and ended and ended[0].time_ms >= begun[0].time_ms:
+        run.init_s = (ended[0].time_ms - begun[0].time_ms) / 1000
+    return run
+
+
+def _clock(run: Run) -> None:
+    """From the last run_start before the first run_stop, as mlperf-logging takes it when several ranks write."""
+    stops = run.log.all("run_stop")
+    starts = [event for event in run.log.all("run_start") if not stops or event.line < stops[0].line]
+    if not starts:
+        run.faults.append("run_start is missing" + (" before run_stop" if run.log.all("run_start") else ""))
+    if not stops:
+        run.faults.append("run_stop is missing: the run was cut off or still goes on")
+        return
+    run.samples = number(stops[0].metadata.get("samples_count"))
+    run.status = str(stops[0].metadata.get("status", ""))
+    if any(event.time_ms > stops[0].time_ms for event in run.log.all("run_start")):
+        run.faults.append("run_start comes again after run_stop: two runs in one file")
+    if run.status != "success":
+        reason = str(stops[0].metadata.get("reason", ""))[:120]
+        run.faults.append(f"run_stop has status {run.status!r}" + (f": {reason}" if reason else ""))
+    if not starts or not math.isfinite(starts[-1].time_ms) or not math.isfinite(stops[0].time_ms):
+        return
+    if stops[0].time_ms <= starts[-1].time_ms:
+        run.faults.append("run_stop is not later than run_start")
+        return
+    run.start_ms, run.stop_ms = starts[-1].time_ms, stops[0].time_ms
+
+
+def _curves(run: Run) -> None:
+    """Losses, speeds and the time of evaluations, from what happens between run_start and run_stop."""
+    start = next((event.line for event in run.log.all("run_start")), 0)
+    stop = next((event.line for event in run.log.all("run_stop")), math.inf)
+    losses: dict[float, float] = {}
+    strange = []
+    opened, evaluations, blocks = None, [], []
+    for event in run.log.events:
+        samples = number(event.metadata.get("samples_count"))
+        if not start < event.line < stop:
+            continue
+        if event.key == "eval_start" and opened is None:
+            opened = event
+            if run.start_ms is not None:
+                blocks.append((samples, event.time_ms, evaluations[-1][1] if evaluations else run.start_ms))
+        elif event.key == "eval_stop" and opened is not None:
+            evaluations.append((opened.time_ms, event.time_ms))
+            opened = None
+        elif event.key == "eval_accuracy":
+            loss = number(event.value)
+            if samples is None or loss is None:
+                strange.append(event)
+            else:
+                losses.setdefault(samples, loss)  # several ranks may write it
+        elif event.key == "tracked_stats" and isinstance(event.value, dict):
+            loss = number(event.value.get("train_loss"))
+            if samples is not None and loss is not None:
+                run.train_curve.append((samples, loss))
+    if strange:
+        event = strange[0]
+        what = "no samples_count" if number(event.value) is not None else f"the value {str(event.value)[:20]}"
+        run.faults.append(f"eval_accuracy in line {event.line} has {what}")
+    run.val_curve = sorted(losses.items())
+    if run.val_curve and run.stop_ms is not None:
+        run.samples = max(run.samples or 0, run.val_curve[-1][0])
+    spans = [end - begin for begin, end in evaluations]
+    if spans and all(span >= 0 for span in spans):
+        run.evaluation_s = sum(spans) / 1000
+    done = 0
+    for samples, end, begin in blocks:
+        if samples is not None and samples > done and end > begin:
+            run.speeds.append((samples, (samples - done) / (end - begin) * 1000))
+            done = samples
+
+
+@dataclass(eq=False)
+class System:
+    """What is known of one system. reasons: why it is no valid result; empty if it is one.
+
+    mixtures: in what its runs differ that they should share. Where there are any, nothing is averaged.
+    """
+
+    name: str
+    runs: list[Run]
+    ruleset: str
+    verdicts: official.Verdicts
+    mixtures: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    olympic_mean_minutes: float | None = None  # not normalised
+
+    @property
+    def counted(self) -> list[Run]:
+        return [run for run in self.runs if not run.faults and run.minutes is not None]
+
+    @property
+    def factor(self) -> float | None:
+        """What a convergence faster than the reference slows the score by; None if the check did not pass."""
+        convergence = self.verdicts.convergence
+        return convergence.factor if convergence and convergence.passed and not self.mixtures else None
+
+    @property
+    def score_minutes(self) -> float | None:
+        """The official result: the olympic mean, slowed by the factor of a convergence faster than the reference."""
+        convergence = self.verdicts.convergence
+        if self.olympic_mean_minutes is None or self.reasons:
+            return None
+        return self.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
+
+    @property
+    def samples_to_converge(self) -> float | None:
+        """As the time, without the best and the worst of ten; the mean of another number of runs."""
+        samples = [run.samples_to_target for run in self.counted]
+        if self.mixtures or not samples or None in samples:
+            return None
+        return olympic_mean(samples, RUNS - len(samples)) if self.olympic_mean_minutes else statistics.fmean(samples)
+
+    def value(self, key: str) -> object:
+        """What the first log that tells says of a key."""
+        return next((value for run in self.runs if (value := run.log.value(key)) is not None), None)
+
+    def mean(self, figure: str) -> float | None:
+        """Of an attribute, over the runs that tell it; also those that do not count."""
+        values = [value for run in self.runs if (value := getattr(run, figure)) is not None]
+        return statistics.fmean(values) if values and not self.mixtures else None
+
+
+def olympic_mean(values: list[float], dropped: int = 0) -> float:
+    """Mean without the best and the worst. dropped: worst ones that are not among the values, 0 or 1."""
+    return statistics.fmean(sorted(values)[1 : len(values) - (1 - dropped)])
+
+
+def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = None) -> System:
+    """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
+    if len({log.name for log in logs}) < len(logs):  # runs of ours, each result_0.txt of a folder
+        for log in logs:
+            log.name = printable(f"{log.path.parent.name}/{log.path.name}")
+    verdicts = official.check(logs, ruleset, points)
+    runs = [measure(log) for log in logs]
+    for run, complaints in zip(runs, verdicts.compliance):
+        if run.log.events:
+            run.faults += [text for text in complaints if not _says_the_same(text, run.faults)]
+    system = System(name, runs, ruleset, verdicts, list(_mixtures(runs)))
+    failed = len(runs) - len(system.counted)
+    if len(runs) == RUNS and failed <= 1 and not system.mixtures:
+        system.olympic_mean_minutes = olympic_mean([run.minutes for run in system.counted], failed)
+    system.reasons = list(_reasons(system, failed))
+    if failed == 1 and len(runs) > 1:
+        run = next(run for run in runs if run.faults or run.minutes is None)
+        system.notes.append(f"{run.name} counts as the worst of the runs: {run.faults[0]}")
+    return system
+
+
+def _says_the_same(complaint: str, faults: list[str]) -> bool:
+    return any(key in complaint and any(key in fault for fault in faults) for key in ("run_start", "run_stop")) or (
+        complaint.startswith("Log lines had parsing errors") and any("line " in fault for fault in faults)
+    )
+
+
+def _reasons(system: System, failed: int) -> Iterator[str]:
+    """Why a system is no valid result, the gravest first."""
+    yield from system.mixtures
+    if len(system.runs) != RUNS:
+        yield f"{len(system.runs)} run{'s' * (len(system.runs) != 1)}; the rules ask for {RUNS}"
+    if failed > 1 or failed == len(system.runs):
+        bad = [run for run in system.runs if run.faults]
+        names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
+        first = bad[0].faults[0]
+        yield f"{failed} runs failed, 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
+    for text in system.verdicts.seeds:
+        yield f"seeds: {text}"
+    convergence = system.verdicts.convergence
+    if convergence and convergence.passed is False:
+        yield f"convergence: {convergence.message}" + _shortfall(system, convergence)
+
+
+def _mixtures(runs: list[Run]) -> Iterator[str]:
+    for key in SHARED:
+        found: dict[str, list[str]] = {}
+        for run in runs:
+            value = run.log.value(key)
+            if value is not None:
+                found.setdefault(str(value)[:60], []).append(run.name)
+        if len(found) > 1:
+            parts = (f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in found.items())
+            yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"
+
+
+def _shortfall(system: System, convergence: official.Convergence) -> str:
+    mean, least = system.samples_to_converge, convergence.least_mean
+    if mean is None or least is None or mean >= least:
+        return ""
+    return f"; {mean:,.0f} samples on average, accepted from {least:,.0f} on"
+
+
+def checks(system: System) -> list[str]:
+    """The official checks and the score, in words."""
+    verdicts = system.verdicts
+    passed = sum(not complaints for complaints in verdicts.compliance)
+    lines = [f"compliance: {passed} of {len(system.runs)} logs"]
+    if verdicts.convergence:
+        known = verdicts.convergence
+        lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
+        word = {True: "passed", False: "failed", None: "not told"}[known.passed]
+        text = f"convergence: {word} ({known.message})"
+        if known.reference_mean:
+            text += f", reference {known.reference_mean:,.0f} samples, accepted from {known.least_mean:,.0f}"
+        lines.append(text)
+    else:
+        lines[0] += "; open division: seeds and convergence are not checked"
+    minutes = [run.minutes for run in system.counted]
+    if system.olympic_mean_minutes is not None:
+        lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
+        if system.score_minutes is not None:
+            factor = system.score_minutes / system.olympic_mean_minutes
+            lines[-1] += f", normalised by {factor:.4f}: {system.score_minutes:.2f} minutes"
+    if len(minutes) > 1 and not system.mixtures:
+        spread = statistics.stdev(minutes)
+        lines.append(
+            f"spread: {min(minutes):.2f} to {max(minutes):.2f} minutes, standard deviation {spread:.2f}"
+            f" ({100 * spread / statistics.fmean(minutes):.1f} %)"
+        )
+    return lines

@@ -1,0 +1,106 @@
+"""The command line that train.py and eval.py share."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from flux_ref import ranks
+from flux_ref.errors import Fault, Interrupted, Refusal
+from flux_ref.run import stopping
+
+LINGER_S = 5.0
+LOOK_S = 1.0  # how soon a rank notices that its launcher has died
+
+
+def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a task and turn what ends it into one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
+    if "-h" in argv or "--help" in argv:
+        print(usage)
+        return 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_follow_launcher, args=(name,), daemon=True).start()
+    code = _attempt(name, task, argv)
+    # After a fault, peers may wait in a collective; leaving the group would then wait for them.
+    if code == 0 or ranks.is_single():
+        ranks.stop()
+    return code
+
+
+def _follow_launcher(name: str) -> None:
+    """End with torchrun: ranks that outlive it would hold memory, devices and the run's folder."""
+    launcher = os.getppid()
+    orphaned = launcher == 1 and not _is_python(1)  # while starting; in a container torchrun itself may be process 1
+    while os.getppid() == launcher and not orphaned:
+        time.sleep(LOOK_S)
+    print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
+    os._exit(Fault.exit_code)
+
+
+def _is_python(process: int) -> bool:
+    """Whether a process may be torchrun; yes where the system does not say."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:
+        return True
+    return any(word in Path(command.decode(errors="replace")).name for word in ("python", "torchrun"))
+
+
+def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+    try:
+        try:
+            return task(argv)
+        finally:
+            for number in stopping.SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # torchrun may end this rank while it lingers
+    except (Refusal, Fault, Interrupted) as error:
+        return _complain(name, error)
+    except OSError as error:
+        return _complain(name, Fault(str(error), alone=True))
+    except RuntimeError as error:
+        if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
+            traceback.print_exc()
+            return Fault.exit_code
+        time.sleep(LINGER_S)  # another rank broke and says why; torchrun ends this one meanwhile
+        return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # a defect of ours: show where
+        traceback.print_exc()
+        return Fault.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once. Static destructors of a backend's threads can abort a run that is already done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
+    rank = int(os.environ.get("RANK", 0))
+    # Before the group exists nothing is agreed on: one rank of each node speaks.
+    speaks = rank == 0 or (ranks.is_apart() and os.environ.get("LOCAL_RANK") == "0")
+    if speaks or error.alone:
+        prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
+        line = " ".join(f"{name}: {prefix}{error}".splitlines())
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(LINGER_S)  # torchrun ends all ranks when one ends: let rank 0 speak first
+    return error.exit_code
+
+
+def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:
+    """Split [FILE] [--section.key=value ...]. Raises: Refusal for a word at another place."""
+    late = next((text for text in argv[1:] if not text.startswith("-")), None)
+    if late is not None:
+        raise Refusal(f"{late!r} is no option; the file or folder comes first, options are --section.key=value")
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return default, argv

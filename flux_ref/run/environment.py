@@ -1,0 +1,37 @@
+"""What a run runs on: device, versions, commit."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from flux_ref.ranks import World
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a device, such as "NVIDIA H200"."""
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def environment(world: World) -> dict[str, object]:
+    """What a run runs on, as environment.json has it."""
+    nodes = list(dict.fromkeys(world.nodes))
+    return {
+        "ranks": world.size,
+        "nodes": [node.partition("#")[0] for node in nodes],
+        "device": device_name(world.device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of this code, "+" with changes that are not in it; "" outside a repository."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

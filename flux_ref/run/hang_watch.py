@@ -1,0 +1,140 @@
+"""Ending a job that hangs, with the name of the rank at fault, instead of letting it wait in silence.
+
+A thread on every rank tells the others, through the store that torchrun keeps, how far its rank has come. When no
+rank has moved for run.hang_s seconds, the ranks that fell behind are named and the job ends; torchrun --max-restarts
+then brings it back from the last checkpoint. Should the thread itself stand still, because something holds Python's
+lock, a timer that needs no lock ends the process after DEAD_MAN times as long.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from flux_ref import ranks
+from flux_ref.errors import Fault
+from flux_ref.formats import safetensors_io
+from flux_ref.ranks import World
+
+LINGER_S = 3.0  # at least so long the silent ranks let the one that speaks be first
+SILENT = {"beat": 0, "still": 0.0, "collectives": 0, "last": "", "place": "start-up"}
+DEAD_MAN = 3  # the store may take twice run.hang_s to fail
+
+
+class Watch:
+    """Watches this rank and all others from the moment it is made."""
+
+    def __init__(self, name: str, world: World, groups: list[dist.ProcessGroup], limit_s: float):
+        """groups: those whose collectives count; limit_s: 0 watches nothing."""
+        self.name, self.world, self.limit_s = name, world, limit_s
+        self.period = min(5.0, limit_s / 20)
+        self.linger_s = max(LINGER_S, 2 * self.period)  # ranks reach their verdicts so far apart
+        self.store = dist.PrefixStore("watch", ranks.store_clone())
+        self.groups = groups
+        self.place, self.marks, self.beat = "start-up", 0, 0
+        self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
+        if limit_s:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def at(self, place: str) -> None:
+        """Say where this rank is; each call is a sign of life."""
+        self.place, self.marks = place, self.marks + 1
+
+    def close(self) -> None:
+        """The work is done: what comes now may take its time."""
+        self.closed.set()
+
+    def _run(self) -> None:
+        while not self.closed.wait(self.period):
+            faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True, file=sys.__stderr__)
+            self._tell()
+            if self._still_s() > self.limit_s:
+                self._judge()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _still_s(self) -> float:
+        return time.monotonic() - self.since
+
+    def _tell(self) -> None:
+        """Publish how far this rank is."""
+        collectives = sum(ranks.collectives(group) for group in self.groups)
+        moved = (self.marks, collectives, safetensors_io.Moved.total)
+        if moved != self.moved:
+            self.moved, self.since = moved, time.monotonic()
+        self.beat += 1
+        # The recorder is asked only when nothing moves: asking it may disturb a graph that is being captured.
+        last = ranks.last_collective() if self._still_s() > self.limit_s / 2 else ""
+        record = {
+            "beat": self.beat,
+            "still": self._still_s(),
+            "collectives": collectives,
+            "last": last,
+            "place": self.place,
+        }
+        self._with_store(lambda: self.store.set(str(self.world.rank), json.dumps(record)))
+
+    def _heard(self) -> list[dict]:
+        return [self._with_store(lambda rank=rank: self._told(str(rank))) for rank in range(self.world.size)]
+
+    def _told(self, rank: str) -> dict:
+        """What a rank told last; one that has not spoken yet is still at its start, and must not be waited for."""
+        return json.loads(self.store.get(rank)) if self.store.check([rank]) else dict(SILENT)
+
+    def _with_store(self, ask: Callable[[], object]) -> object:
+        try:
+            return ask()
+        except (RuntimeError, OSError):  # the store lives in torchrun
+            self._leave(
+                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
+                " which is on the first node",
+                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # this node may hear of nothing else
+            )
+
+    def _judge(self) -> None:
+        """Find out who is behind, unless some rank still moves."""
+        before = self._heard()
+        deadline = time.monotonic() + 4 * self.period
+        while time.monotonic() < deadline:  # long enough for every living rank to be heard again
+            time.sleep(self.period)
+            self._tell()
+        verdict = judge(before, self._heard(), self.limit_s)
+        if verdict is not None:
+            blamed, message = verdict
+            innocent = [rank for rank in range(self.world.size) if rank not in blamed] or [0]
+            self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
+
+    def _leave(self, message: str, speaks: bool) -> None:
+        # Whatever holds Python's lock by then.
+        faulthandler.dump_traceback_later(2 * self.linger_s, exit=True, file=sys.__stderr__)
+        if speaks:
+            print(message, file=sys.stderr, flush=True)
+        else:
+            time.sleep(self.linger_s)
+        os._exit(Fault.exit_code)
+
+
+def judge(before: list[dict], after: list[dict], limit_s: float) -> tuple[list[int], str] | None:
+    """From what all ranks told, twice: the ranks at fault and the message; None while any of them moves."""
+    frozen = [rank for rank, (old, new) in enumerate(zip(before, after)) if old["beat"] == new["beat"]]
+    alive = [rank for rank in range(len(after)) if rank not in frozen]
+    if any(after[rank]["still"] < limit_s for rank in alive):
+        return None
+    furthest = max(after, key=lambda record: record["collectives"])
+    behind = [rank for rank, record in enumerate(after) if record["collectives"] < furthest["collectives"]]
+    blamed = frozen or behind
+    waits = f"collective {furthest['collectives']} ({furthest['last'] or 'not recorded'}) at {furthest['place']}"
+    if not blamed:
+        return [], f"all ranks have waited {limit_s:g} s in {waits}; the network or a device hangs"
+    one = after[blamed[0]]
+    names = f"rank {blamed[0]} hangs" if len(blamed) == 1 else f"ranks {', '.join(map(str, blamed))} hang"
+    how = "frozen or gone" if frozen else f"nothing has moved for {limit_s:g} s"
+    last = f" ({one['last']})" if one["last"] else ""
+    return blamed, (
+        f"{names}: {how}, last seen at {one['place']} after collective {one['collectives']}{last};"
+        f" the others wait in {waits}"
+    )

@@ -1,0 +1,39 @@
+"""Stopping when asked: a signal to any rank stops all ranks after the same step."""
+
+import signal
+
+import torch
+import torch.distributed as dist
+
+from flux_ref import ranks
+from flux_ref.errors import Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what torchrun passes on, and what Slurm sends ahead of a time limit
+
+
+class Stopping:
+    """Takes SIGTERM and SIGUSR1 from the moment it is made; `check` tells when they are acted upon."""
+
+    def __init__(self, timeout_s: float = 0.0):
+        """Collective. timeout_s: for the others' word, 0 for the backend's own."""
+        self.signal = 0
+        self.group = ranks.host_group("stop", timeout_s)
+        self.asked: tuple[torch.Tensor, dist.Work] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        self.signal = number
+
+    def check(self) -> None:
+        """Once per step and per validation batch, on every rank. Raises: Interrupted, on every rank at the same call.
+
+        A rank's word is asked for at one call and read at the next: it travels while the device works.
+        """
+        if self.asked is not None:
+            word, work = self.asked
+            work.wait()
+            if word.item():
+                raise Interrupted(word.item())
+        word = torch.tensor([self.signal])
+        self.asked = word, dist.all_reduce(word, dist.ReduceOp.MAX, group=self.group, async_op=True)

@@ -1,0 +1,155 @@
+"""Drawing pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flux_ref import latents, rng, sharding
+from flux_ref.config import Config
+from flux_ref.data import Rows, ValSet
+from flux_ref.formats import shards
+from flux_ref.ranks import World
+from flux_ref.sampling import grid, vae
+from flux_ref.speed import regions
+from flux_ref.toy import shapes
+
+Decoder = Callable[[Tensor], list[np.ndarray]]
+
+# Kernels of attention for the autoencoder; the net's own may know no fp32.
+IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
+    """The steps + 1 times from 1 to 0. shift: spend more of them near noise the more tokens there are.
+
+    Source: BFL flux, sampling.get_schedule; mu is linear through (256, 0.5) and (4096, 1.15).
+    """
+    mu = 0.5 + (image_tokens - 256) * (1.15 - 0.5) / (4096 - 256)
+    even = [1 - i / steps for i in range(steps + 1)]
+    if not shift:
+        return even
+    return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
+
+
+def draw(
+    net: nn.Module,
+    decode: Decoder,
+    val_set: ValSet,
+    empty: Rows,
+    cfg: Config,
+    world: World,
+    path: Path,
+    at: Callable[[str], None],
+) -> str:
+    """Draw pictures from captions into a grid; returns a line that says where. Collective, rank 0 writes.
+
+    empty:   the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
+             first cfg.sample.count stored with the validation set.
+    at:      told before each sampling step where this rank is.
+    """
+    texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
+    with regions.uncompiled(cfg.parallel):
+        z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device, at)
+    if world.rank == 0:
+        grid.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
+    lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
+    few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
+    is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
+    note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
+    return f"pictures: {path}{few}{note}"
+
+
+def decoder(cfg: Config) -> Decoder:
+    """From latents to (3, H, W) pictures in [-1, 1]; weights go to the device with the first.
+
+    Raises: Refusal for a file of cfg.sample.vae that is not one.
+    """
+    if cfg.data.kind == "shapes":
+        return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
+    if not cfg.sample.vae:
+        return lambda z_BCYX: list(preview(z_BCYX.cpu()).numpy())
+    autoencoder = vae.load(Path(cfg.sample.vae))
+
+    def decode(z_BCYX: Tensor) -> list[np.ndarray]:
+        with torch.no_grad(), sdpa_kernel(IN_FP32):
+            autoencoder.to(z_BCYX.device)
+            return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
+
+    return decode
+
+
+def preview(z_BCYX: Tensor) -> Tensor:
+    """Latents in false colours: (B, 3, 8 * Y, 8 * X), mostly in [-1, 1].
+
+    A linear map, the three directions in which these latents differ most: shapes can be seen, colours mean nothing.
+    """
+    z_NC = z_BCYX.movedim(1, -1).flatten(0, -2).double()
+    z_NC = z_NC - z_NC.mean(0)
+    directions_CR = torch.linalg.eigh(z_NC.T @ z_NC).eigenvectors[:, -3:].flip(1)
+    directions_CR = directions_CR * directions_CR.sum(0).sign()  # eigenvectors have no sign of their own
+    rgb_NR = z_NC @ directions_CR
+    rgb_NR = (rgb_NR / (2 * rgb_NR.std(0)).clamp_min(1e-12)).clamp(-1, 1)
+    rgb_BRYX = rgb_NR.unflatten(0, (len(z_BCYX), *z_BCYX.shape[2:])).movedim(-1, 1).float()
+    return torch.nn.functional.interpolate(rgb_BRYX, scale_factor=8)
+
+
+def draw_latents(
+    net: nn.Module,
+    texts: list[Rows],
+    empty: Rows,
+    cfg: Config,
+    device: torch.device,
+    at: Callable[[str], None] = lambda place: None,
+) -> Tensor:
+    """One latent per text: (B, C, Y, X) fp32, at the autoencoder's scale. Collective over all ranks.
+
+    texts, empty: {"t5", "clip"} as bf16 bits in uint16.
+    """
+    model = cfg.model
+    t5_BTE, clip_BV = _stack(texts, device)
+    no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device)
+    noise = [
+        rng.normals(cfg.train.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in range(len(texts))
+    ]
+    x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
+    schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
+    with torch.no_grad():
+        for step, (t, t_next) in enumerate(pairwise(schedule)):
+            at(f"sampling step {step}")
+            velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
+            if cfg.sample.guidance != 1.0:
+                free_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
+                velocity_BNP = free_BNP + cfg.sample.guidance * (velocity_BNP - free_BNP)
+            x_BNP = x_BNP + (t_next - t) * velocity_BNP
+    sharding.reshard(net)
+    return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
+
+
+def _stack(texts: list[Rows], device: torch.device) -> tuple[Tensor, Tensor]:
+    t5, clip = (
+        torch.from_numpy(np.stack([text[name] for text in texts])).view(torch.bfloat16).to(device)
+        for name in ("t5", "clip")
+    )
+    return t5, clip
+
+
+def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:
+    dtype = sharding.DTYPES[cfg.parallel.dtype]
+    t_B = torch.full((len(x_BNP),), t, device=x_BNP.device)
+    return net(x_BNP.to(dtype), t5_BTE.to(dtype), clip_BV.to(dtype), t_B).float()
+
+
+def caption_texts(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, Rows]]:
+    """Captions with their encodings, by the stand-in encoders of the shapes data set."""
+    model = cfg.model
+    encoded = [shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim) for caption in captions]
+    return [
+        (caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)})
+        for caption, (t5, clip) in zip(captions, encoded)
+    ]

@@ -1,0 +1,114 @@
+"""How the net is split over the ranks: regions, FSDP2 units, shards and their initial values."""
+
+import re
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flux_ref import rng
+from flux_ref.config import Config, ParallelConfig
+from flux_ref.model import Flux, initialiser
+from flux_ref.ranks import World
+from flux_ref.speed import fp8, regions
+from flux_ref.speed.attention import allow_attention_of
+
+# A new one also needs a place in rules.CHOICES and mllog.PRECISION_NAMES.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by BFL's names, whatever the regions of the net."""
+    inside = re.compile(r"^((?:double|single)_blocks)\.(\d+)\.blocks\.(\d+)")
+
+    def block_name(match: re.Match) -> str:
+        kind, region, block = match.groups()
+        return f"{kind}.{int(region) * len(getattr(net, kind)[0].blocks) + int(block)}"
+
+    return {inside.sub(block_name, name): parameter for name, parameter in net.named_parameters()}
+
+
+def build(cfg: Config, world: World, seed: int | None) -> Flux:
+    """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
+    allow_attention_of(cfg, world.device)
+    with torch.device("meta"):
+        net = Flux(cfg.model)
+        fp8.convert(net, cfg, world.device)
+    net = shard(net, cfg.parallel, world)
+    materialise(net, world, seed)
+    net.fp8 = fp8.Fp8State(net, cfg.fp8, world.device)
+    return net
+
+
+def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
+    """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
+
+    Weights are gathered, and gradients of each micro-batch reduced, among the ranks of a replica; the shards are summed
+    over replicas with a step's last micro-batch only (step.train_step).
+    numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
+    """
+    net.double_blocks = regions.regions(net.double_blocks, cfg)
+    net.single_blocks = regions.regions(net.single_blocks, cfg)
+    units = [*net.double_blocks, *net.single_blocks]
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[cfg.dtype],
+        reduce_dtype=DTYPES[cfg.reduce_dtype],
+        cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
+    )
+    if cfg.compile:
+        regions.compile_all(units, cfg, world.device)
+    for unit in units:
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
+    fully_shard(net, mesh=world.mesh, mp_policy=policy)
+    regions.overlap(net, units, cfg)
+    return net
+
+
+def materialise(net: Flux, world: World, seed: int | None) -> None:
+    """Allocate the shards and, given a seed, fill each with its part of the initial weights.
+
+    Element e of a parameter is a function of (seed, name, e), so every world size starts from the same
+    values and no rank draws more than it keeps.
+    """
+    net.to_empty(device=world.device)
+    net.rope = net.make_rope().to(world.device)
+    if seed is None:
+        return
+    with torch.no_grad():
+        for name, parameter in named_parameters(net).items():
+            start, local = local_rows(parameter)
+            kind, width = initialiser(name, parameter.shape)
+            if kind in ("zeros", "ones"):
+                local.fill_(kind == "ones")
+            else:
+                _fill_random(local.view(-1), start * local[:1].numel(), name, kind, width, seed)
+
+
+def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """(first row, rows) of a parameter on this rank; FSDP2 splits dimension 0 like torch.chunk."""
+    assert isinstance(parameter, DTensor), "sharded parameters only"
+    mesh = parameter.device_mesh
+    chunk = -(-parameter.shape[0] // mesh.size(-1))
+    return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
+
+
+def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, seed: int) -> None:
+    """Elements start, start + 1, ... of a parameter's random values, drawn a few million at a time."""
+    piece = 1 << 22
+    for begin in range(0, flat.numel(), piece):
+        count = min(piece, flat.numel() - begin)
+        lead = (start + begin) % 4  # words come in blocks of four
+        words = rng.words(
+            seed, rng.INIT, lead + count + (lead + count) % 2, sample=rng.name_key(name), start=start + begin - lead
+        )
+        values = rng.normal(words) * width if kind == "normal" else (rng.uniform(words) * 2 - 1) * width
+        flat[begin : begin + count] = torch.from_numpy(values[lead : lead + count].astype(np.float32)).to(flat.device)
+
+
+def reshard(net: nn.Module) -> None:
+    """Free all gathered weights: after a forward without backward they would go stale."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

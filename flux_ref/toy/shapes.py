@@ -1,0 +1,137 @@
+"""A drawable data set: captioned shapes, with fixed stand-ins for FLUX.1's three frozen encoders.
+
+The autoencoder's place is taken by a block DCT: like it, it maps (3, H, W) to mean and logvar of
+(16, H/8, W/8) and decodes back. T5's and CLIP's places are taken by fixed random word vectors.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from flux_ref import rng
+
+COLOURS = {
+    "red": (0.90, 0.10, 0.10),
+    "green": (0.10, 0.70, 0.15),
+    "blue": (0.10, 0.20, 0.90),
+    "yellow": (0.95, 0.85, 0.05),
+    "purple": (0.60, 0.10, 0.75),
+    "black": (0.05, 0.05, 0.05),
+}
+SHAPES = ("circle", "square", "triangle")
+PLACES = {  # centre (x, y) of the drawing, in parts of the image
+    "top left": (0.27, 0.27),
+    "top right": (0.73, 0.27),
+    "middle": (0.50, 0.50),
+    "bottom left": (0.27, 0.73),
+    "bottom right": (0.73, 0.73),
+}
+SIZES = {"small": 0.14, "large": 0.23}  # half of the width
+BACKGROUND = 0.92
+JITTER = 0.03  # a drawing's centre moves by up to this much, in parts of the image
+CHANNELS = 16
+LOGVAR = -8.0  # of every latent value, as narrow as a trained autoencoder's
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a picture shows, in the words of its caption."""
+
+    size: str
+    colour: str
+    shape: str
+    place: str
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.size} {self.colour} {self.shape} at the {self.place}"
+
+
+def all_drawings() -> list[Drawing]:
+    """Every combination there is, in a fixed order."""
+    return [Drawing(*parts) for parts in itertools.product(SIZES, COLOURS, SHAPES, PLACES)]
+
+
+def held_out() -> list[Drawing]:
+    """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
+    places, sizes = list(PLACES), list(SIZES)
+    return [
+        Drawing(sizes[(row + column) % 2], colour, shape, places[(row + 2 * column) % len(places)])
+        for row, colour in enumerate(COLOURS)
+        for column, shape in enumerate(SHAPES)
+    ]
+
+
+def draw(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:
+    """The picture: (3, height, width) float32 in [-1, 1]; dx, dy move it by parts of the image."""
+    fine = 4  # edges are smoothed by drawing at 4 x the resolution
+    y = ((np.arange(height * fine) + 0.5) / (height * fine))[:, None]
+    x = ((np.arange(width * fine) + 0.5) / (width * fine))[None, :]
+    centre_x, centre_y = PLACES[drawing.place]
+    half = SIZES[drawing.size]
+    u, v = (x - centre_x - dx) / half, (y - centre_y - dy) / half
+    inside = {
+        "circle": u**2 + v**2 <= 1,
+        "square": np.maximum(abs(u), abs(v)) <= 0.9,
+        "triangle": (v <= 1) & (abs(u) * 2 <= v + 1),
+    }[drawing.shape]
+    cover = inside.reshape(height, fine, width, fine).mean(axis=(1, 3))
+    colour = np.array(COLOURS[drawing.colour])[:, None, None]
+    return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
+
+
+def _basis() -> np.ndarray:
+    """The 8-point DCT-II as an orthonormal (8, 8) matrix, frequency first."""
+    k, n = np.meshgrid(np.arange(8), np.arange(8), indexing="ij")
+    basis = np.cos(np.pi * (n + 0.5) * k / 8) * 0.5
+    basis[0] *= 0.5**0.5
+    return basis
+
+
+def _kept() -> list[tuple[int, int, int]]:
+    """(colour channel, row frequency, column frequency) of the 16 latent channels: 8 luma, 4 + 4 chroma."""
+    low = sorted(itertools.product(range(8), range(8)), key=lambda uv: (uv[0] + uv[1], max(uv), uv))
+    return [(0, *uv) for uv in low[:8]] + [(channel, *uv) for channel in (1, 2) for uv in low[:4]]
+
+
+BASIS, KEPT = _basis(), _kept()
+# Luma and two colour differences, orthonormal.
+LUMA = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
+# With these, FLUX.1's latent scale (latents.SCALE) gives this set about zero mean and unit variance.
+LUMA_CENTRE, GAIN = 10.2, 2.1
+
+
+def encode(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """mean and logvar, each (16, H/8, W/8) float32, of a (3, H, W) picture in [-1, 1]."""
+    _, height, width = picture.shape
+    planes = (LUMA @ picture.reshape(3, -1)).reshape(3, height // 8, 8, width // 8, 8)
+    frequencies = BASIS @ planes.transpose(0, 1, 3, 2, 4) @ BASIS.T
+    mean = np.stack([frequencies[c, :, :, u, v] for c, u, v in KEPT])
+    mean[0] -= LUMA_CENTRE
+    return (GAIN * mean).astype(np.float32), np.full(mean.shape, LOGVAR, np.float32)
+
+
+def decode(mean: np.ndarray) -> np.ndarray:
+    """The (3, H, W) picture in [-1, 1] of a (16, H/8, W/8) latent; inverts encode on what the codec keeps."""
+    _, rows, columns = mean.shape
+    frequencies = np.zeros((3, rows, columns, 8, 8))
+    for (c, u, v), channel in zip(KEPT, mean / GAIN):
+        frequencies[c, :, :, u, v] = channel
+    frequencies[0, :, :, 0, 0] += LUMA_CENTRE
+    planes = (BASIS.T @ frequencies @ BASIS).transpose(0, 1, 3, 2, 4).reshape(3, -1)
+    return (LUMA.T @ planes).reshape(3, rows * 8, columns * 8).clip(-1, 1).astype(np.float32)
+
+
+def encode_caption(caption: str, tokens: int, t5_dim: int, clip_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, t5_dim) states, one word each and padded with the empty word, and the pooled (clip_dim,)."""
+    padded = (caption.lower().split() + [""] * tokens)[:tokens]
+    states = np.stack([_word_vector(word, t5_dim) for word in padded])
+    pooled = np.mean([_word_vector(word, clip_dim) for word in padded], axis=0) * np.sqrt(tokens)
+    return states, pooled.astype(np.float32)
+
+
+@functools.cache
+def _word_vector(word: str, dim: int) -> np.ndarray:
+    return rng.normals(0, rng.WORDS, (dim,), sample=rng.name_key(word), epoch=dim)

@@ -1,0 +1,60 @@
+"""The figures of runs for TensorBoard, which is not needed otherwise: pip install tensorboard
+
+python -m flux_ref.watch.tensorboard RUN [RUN ...]        writes RUN/tensorboard anew from what the run has recorded
+tensorboard --logdir runs
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.errors import Refusal, attempt
+from flux_ref.formats.jsonl import records
+
+FOLDER = "tensorboard"
+SOURCES = {"metrics.jsonl": "train", "eval.jsonl": "validation"}
+
+
+def write(run: Path) -> int:
+    """Write the figures of a run, over training samples; returns how many. Raises: Refusal."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise Refusal("this needs the package tensorboard; pip install tensorboard") from None
+    config_file.of_run(run)  # refuses what is none
+    figures = [figure for file, group in SOURCES.items() for figure in flat(records(run / file), group)]
+    shutil.rmtree(run / FOLDER, ignore_errors=True)
+    with SummaryWriter(str(run / FOLDER)) as writer:
+        for name, value, samples in figures:
+            writer.add_scalar(name, value, samples)
+    return len(figures)
+
+
+def flat(found: list[dict], group: str) -> list[tuple[str, float, int]]:
+    """(name, value, samples) of every figure; lists become one figure for each of their values."""
+    figures = []
+    for record in found:
+        for key, value in record.items():
+            if isinstance(value, list):
+                figures += [(f"{group}/{key}/{i}", one, record["samples"]) for i, one in enumerate(value)]
+            elif key != "samples":
+                figures.append((f"{group}/{key}", value, record["samples"]))
+    return figures
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0].startswith("-"):
+        print(__doc__)
+        return 0
+    return attempt("tensorboard", lambda: write_all([Path(name) for name in argv]))
+
+
+def write_all(runs: list[Path]) -> int:
+    for run in runs:
+        print(f"{write(run):,} figures in {run / FOLDER}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

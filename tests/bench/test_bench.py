@@ -1,0 +1,105 @@
+"""The benchmarks of a step and of feeding: their reports are whole and plausible. Times are not judged."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import MICRO, ROOT, data_overrides
+
+from bench import feed, feed_peers, peers, step
+from flux_ref import config_file, ranks
+from flux_ref.benchmark import flops
+
+
+def bench(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.step", "--config", str(MICRO), *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
+    path = tmp_path / "new" / "report.json"
+    has_peer = importlib.util.find_spec("diffusers") is not None
+    race = ["--peers", "diffusers"] if has_peer else []
+    done = bench("--steps", 2, "--warmup", 1, "--json", path, *race, *data_overrides(shapes_dir))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+
+    assert report["command"].startswith("python -m bench.step --config")
+    assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average", "steps_run"} <= report.keys()
+    assert report["config"]["train.global_batch"] == 12 and report["steps"] == 2 and not report["synthetic"]
+    ms = report["step_ms"]
+    assert 0 < ms["min"] <= ms["median"] <= ms["max"]
+    assert 12e3 / ms["max"] * 0.999 <= report["samples_per_s"] <= 12e3 / ms["min"] * 1.001
+    assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
+    tflop = report["tflop"]
+    assert tflop["per_sample"] == pytest.approx(flops.per_sample(config_file.load(MICRO).model) / 1e12)
+    assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
+    assert 0 < tflop["share_of_ceiling"] < 1
+    assert 0 < report["last_loss"] < 10
+    assert report["peers"].keys() == ({"diffusers"} if has_peer else set())
+    for peer in report["peers"].values():
+        assert peer["parameters"] == report["parameters"] and peer["batch"] == 12
+        for phase in peers.PHASES:
+            low, high = peer["ratio_quartiles"][phase]
+            assert 0 < low <= peer["ratio"][phase] <= high
+    for word in ("samples/s", "forward", "TFLOP per sample", *report["peers"]):
+        assert word in done.stdout
+
+
+def test_synthetic_needs_no_data(tmp_path, capsys):
+    folder = tmp_path / "none"
+    options = ["--config", str(MICRO), "--synthetic", "--steps", "1", "--warmup", "0"]
+    try:
+        assert step.main([*options, *data_overrides(folder)]) == 0
+    finally:
+        ranks.stop()
+    assert "none, synthetic" in capsys.readouterr().out and not folder.exists()
+
+
+def test_peers_are_refused_with_a_remedy(monkeypatch):
+    cfg = config_file.load(MICRO)
+    with pytest.raises(peers.Refusal, match="unknown peer 'no_such'; known peers: diffusers"):
+        peers.require(["no_such"], cfg)
+    monkeypatch.setattr(peers, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    with pytest.raises(peers.Refusal, match="needs the package diffusers; pip install diffusers"):
+        peers.require(["diffusers"], cfg)
+
+
+@pytest.mark.parametrize(
+    "peers", [[], pytest.param(["--peers", "webdataset"], marks=pytest.mark.slow)], ids=["alone", "peers"]
+)
+def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys, peers):
+    path = tmp_path / "new" / "report.json"
+    options = ["--samples", "96", "--rounds", "2", "--workers", "1,2", "--flat", "640", "--folder", str(tmp_path)]
+    assert feed.main([*options, "--config", str(MICRO), "--json", str(path), *peers]) == 0
+    report = json.loads(path.read_text())
+    assert {"command", "commit", "dirty", "cores", "file_system", "load_average"} <= report.keys()
+    names = ["pread", "unscanned", "read", "feed", *peers[1:]]
+    for cache in ("warm", "cold"):
+        assert list(report["rates"][cache]) == names
+        for ways in report["rates"][cache].values():
+            assert list(ways) == ["1", "2"]
+            for found in ways.values():
+                low, high = found["share_quartiles"]
+                assert found["samples_per_s"] > 0 and 0 < low <= found["share_of_pread"] <= high
+    assert report["flat"]["samples"] == 640 and report["flat"]["first_mb"] > 10
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*names, "8 GPUs at 40 samples/s each", "MB resident"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["new"], "the samples are gone"
+
+
+def test_a_feed_that_cannot_be_measured_is_refused():
+    for options in (["--samples", "33"], ["--rounds", "1"], ["--workers", "0"], ["--peers", "no_such"]):
+        with pytest.raises(feed_peers.Refusal, match=options[1]):
+            feed.parse(options)

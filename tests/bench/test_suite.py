@@ -1,0 +1,355 @@
+"""Benchmarks of products, kernel classes, the whole model and races. Times are not judged."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from conftest import MICRO, ROOT
+
+from bench import ceiling, kernels, peers, race, step, whole
+from bench.kernels import Span
+from flux_ref import config_file, flow, ranks, sharding
+from flux_ref.benchmark import flops
+from flux_ref.config import ModelConfig
+from flux_ref.data import synthetic
+from flux_ref.model import parameter_table
+
+MODEL = ModelConfig()
+SMALL = config_file.load(MICRO)
+
+
+def report_of(module, tmp_path, *options: str) -> dict:
+    """What a benchmark writes on the micro model."""
+    path = tmp_path / "new" / "report.json"
+    try:
+        assert module.main(["--config", str(MICRO), "--json", str(path), *options]) == 0
+    finally:
+        ranks.stop()
+        torch.compiler.set_stance("default")
+    return json.loads(path.read_text())
+
+
+# Products
+
+
+def test_products_are_those_of_schnell():
+    found = ceiling.products(MODEL, micro_batch=8)
+    assert {size for p in found for size in (p.n, p.k)} - {2048, 4096} == {3072, 9216, 12288, 15360, 21504}
+    forward = {p.layer: (p.m, p.k, p.n, p.per_step) for p in found if p.kind == "forward"}
+    assert forward["img_qkv"] == forward["txt_qkv"] == (2048, 3072, 9216, 19)
+    assert forward["linear1"] == (4096, 3072, 21504, 38) and forward["linear2"] == (4096, 15360, 3072, 38)
+    assert len(forward) == 10 and len(found) == 30
+
+
+@pytest.mark.parametrize("model", [MODEL, SMALL.model], ids=["schnell", "micro"])
+def test_products_are_all_of_a_block_that_sees_tokens(model):
+    """Against the weights themselves: 2 operations per weight and token, three times."""
+    tokens = {"img": model.image_tokens, "txt": model.text_tokens}
+    flop = 0
+    for name, shape in parameter_table(model).items():
+        if "_blocks" in name and len(shape) == 2 and "mod" not in name:
+            flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
+    found = ceiling.products(model, micro_batch=4)
+    assert sum(p.tflop * p.per_step for p in found) == pytest.approx(3 * 4 * flop / 1e12)
+    assert sum(p.tflop * p.per_step for p in found) < 4 * flops.per_sample(model) / 1e12
+
+
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+def test_timed_products_have_their_sizes_and_layouts(kind, monkeypatch):
+    operands = []
+    monkeypatch.setattr(ceiling, "random", lambda rows, columns, *_: torch.zeros(rows, columns).to(_[1]))
+    real_mm, real_scaled = torch.mm, torch._scaled_mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: operands.append((a, b)) or real_mm(a, b, out=out))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **kw: operands.append((a, b, kw)) or real_scaled(a, b, **kw))
+    product, cpu = ceiling.Product("layer", kind, m=32, n=48, k=16), torch.device("cpu")
+    kinds = ceiling.fp8_kinds(cpu)
+    for call in (ceiling.plain(product, cpu, torch.bfloat16), ceiling.fp8(product, cpu, kinds)):
+        assert call().shape == (32, 48) and call().data_ptr() == call().data_ptr(), "nothing is allocated"
+    (left, right), (left8, right8, options) = operands[0], operands[-1]
+    assert left.shape == left8.shape == (32, 16) and right.shape == right8.shape == (16, 48)
+    assert left.is_contiguous() == (kind != "wgrad") and right.is_contiguous() == (kind != "forward")
+    assert left8.is_contiguous() and right8.t().is_contiguous(), "Hopper takes TN only"
+    assert right8.dtype == torch.float8_e4m3fn
+    assert left8.dtype == (torch.float8_e4m3fn if kind == "forward" else torch.float8_e5m2)
+    assert options["use_fast_accum"] == (kind == "forward") and options["scale_a"].ndim == 0
+
+
+def test_mean_weighs_products_by_their_use(monkeypatch):
+    """A device on which every product takes 1 ms."""
+    monkeypatch.setattr(ceiling, "time_ms", lambda call, clock: 1.0)
+    found = ceiling.measure(SMALL.model, 2, step.Clock(torch.device("cpu")))
+    calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
+    for kind in ("plain", "fp8"):
+        assert found[kind]["ms"] == calls
+        assert found[kind]["tflop_per_s"] == pytest.approx(found["tflop"] / calls * 1e3)
+    assert 0.5 < found["share_of_step"] < 1
+
+
+class Device:
+    """A stand-in for torch.cuda, whose properties have the name for the architecture where that is AMD's word."""
+
+    def __init__(self, name, version=(0, 0), architecture=""):
+        self.name, (self.major, self.minor), self.gcnArchName = name, version, architecture or name
+        self.hip = "7.0" if architecture else None
+
+    def get_device_properties(self, device):
+        return self
+
+
+@pytest.mark.parametrize(
+    "device,kind",
+    [
+        (Device("H200", (9, 0)), torch.float8_e4m3fn),
+        (Device("L40", (8, 9)), torch.float8_e4m3fn),
+        (Device("A100", (8, 0)), None),
+        (Device("MI300X", (9, 4), "gfx942:sramecc+"), torch.float8_e4m3fnuz),
+        (Device("MI355X", (9, 5), "gfx950"), torch.float8_e4m3fn),
+        (Device("MI250X", (9, 0), "gfx90a"), None),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_fp8_is_measured_where_it_exists(device, kind, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch.version, "hip", device.hip)
+    found = ceiling.fp8_kinds(torch.device("cuda"))
+    assert found[0] == kind if kind else found == f"{device.name} has no FP8 matrix products"
+
+
+def test_the_ceilings_report_is_whole(tmp_path, capsys):
+    report = report_of(ceiling, tmp_path, "--micro-batches", "1,2")
+    assert [found["micro_batch"] for found in report["ceilings"]] == [1, 2]
+    assert all(row[kind]["ms"] > 0 for row in report["ceilings"][0]["products"] for kind in ("plain", "fp8"))
+    assert report["command"].startswith("python -m bench.ceiling")
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("fp32", "fp8", "linear2", "wgrad", "weighted by use", "best square"))
+
+
+# Kernel classes
+
+ADAM = (
+    "void at::native::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor"
+)
+
+
+@pytest.mark.parametrize(
+    "kind,names",
+    {
+        "gemm": (
+            "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+            "Cijk_Alik_Bljk_BBS_BH_MT256x256x64_MI16x16x16x1",
+            "triton_tem_fused_addmm_3",
+            "aten::addmm",
+            "aten::_scaled_mm",
+        ),
+        "attention": (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
+            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80",
+            "bwd_kernel_dk_dv",
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        "elementwise": (
+            "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_mul_7",
+            "triton_red_fused_native_layer_norm_mm_2",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>",
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+            "aten::native_layer_norm",
+            "graph_0_cpp_fused_add_mul_4",
+        ),
+        "copy": (
+            "Memcpy HtoD (Pinned -> Device)",
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+            "void at::native::CatArrayBatchedCopy_contig<at::native::OpaqueType<2u>, unsigned int, 3, 128, 1>",
+            "void split_with_sizes_copy_out_contiguous_no_cast_kernel",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+            "aten::copy_",
+        ),
+        "communication": (
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+            "c10d::allreduce_",
+            "FSDP::post_backward_reduce (double_blocks.1)",
+        ),
+        "optimizer": (ADAM, "multi_tensor_apply_kernel<LpNormFunctor<float>>", "aten::_fused_adamw_"),
+        "other": ("some_vendor_thing",),
+    }.items(),
+)
+def test_kernels_are_classified_by_name(kind, names):
+    assert {name: kernels.classify(name) for name in names} == dict.fromkeys(names, kind)
+    assert kind in kernels.NAMES
+
+
+def test_idle_time_is_what_no_stream_fills():
+    """Two streams over 100 us: busy 0 to 40 and 60 to 100; communication is alone from 35 to 40 and from 90 on."""
+    spans = [
+        Span("nvjet_a", 1000.0, 30.0),
+        Span("ncclDevKernel_AllGather", 1010.0, 30.0),
+        Span("triton_poi_fused_add", 1030.0, 5.0),
+        Span("nvjet_a", 1060.0, 30.0),
+        Span("ncclDevKernel_ReduceScatter", 1065.0, 35.0),
+    ]
+    for given in (spans, spans[::-1]):
+        found = kernels.analyse(given, steps=2)
+        assert found["step_ms"] == pytest.approx(0.05)
+        assert found["idle"]["ms"] == pytest.approx(0.01) and found["idle"]["share"] == pytest.approx(0.2)
+        assert found["idle"]["gaps"] == 0.5 and found["idle"]["longest_gap_us"] == pytest.approx(20)
+        assert found["classes"]["gemm"] == pytest.approx({"ms": 0.03, "share": 0.6})
+        assert found["classes"]["communication"]["share"] == pytest.approx(0.65)
+        assert found["communication_exposed_ms"] == pytest.approx(0.0075)
+        assert found["top"][0] == pytest.approx({"name": "nvjet_a", "class": "gemm", "ms": 0.03, "calls": 1.0})
+    with pytest.raises(step.Refusal, match="the timeline is empty"):
+        kernels.analyse([])
+
+
+def test_nested_operations_belong_to_the_innermost():
+    spans = [Span("outer", 0.0, 10.0), Span("inner", 2.0, 5.0), Span("leaf", 3.0, 1.0), Span("next", 12.0, 1.0)]
+    want = [("outer", 0, 2), ("inner", 2, 1), ("leaf", 3, 1), ("inner", 4, 3), ("outer", 7, 3), ("next", 12, 1)]
+    assert kernels.innermost(spans[::-1]) == want
+    assert kernels.analyse(kernels.innermost(spans))["idle"]["ms"] == pytest.approx(0.002)
+    assert kernels.innermost([]) == []
+
+
+def test_a_trace_gives_the_devices_timeline_if_it_has_one():
+    def event(cat, name, ts, tid=1):
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 4.0, "pid": 1, "tid": tid}
+
+    host = [event("cpu_op", "aten::mm", 0.0), event("cpu_op", "aten::add", 2.0, tid=2), {"ph": "M", "name": "x"}]
+    device = [event("kernel", "nvjet", 9.0), event("gpu_memcpy", "Memcpy", 14.0), event("gpu_user_annotation", "a", 0)]
+    assert [span.name for span in kernels.timeline({"traceEvents": host})] == ["aten::mm", "aten::add"]
+    assert [span.name for span in kernels.timeline({"traceEvents": host + device})] == ["nvjet", "Memcpy"]
+
+
+def test_a_real_step_is_taken_apart(tmp_path, capsys):
+    report = report_of(kernels, tmp_path, "--steps", "1", "--warmup", "0")
+    shares = {kind: part["share"] for kind, part in report["classes"].items()}
+    assert all(shares[kind] > 0 for kind in ("gemm", "attention", "elementwise", "copy", "optimizer"))
+    assert report["step_ms"] > 0 and len(report["top"]) == kernels.TOP
+    assert sum(shares.values()) + report["idle"]["share"] >= 0.999
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("attention", "idle", "aten::addmm"))
+
+
+# The whole model
+
+
+def test_the_whole_models_report_is_whole_and_plausible(tmp_path, capsys):
+    text = "--micro-batches 1,2 --evaluate 3 --steps 1 --ranks 5 --parallel.region_blocks=2"
+    report = report_of(whole, tmp_path, *text.split())
+    assert report["optimizer"]["parameters"] == sum(
+        -(-shape[0] // 5) * torch.Size(shape[1:]).numel() for shape in parameter_table(SMALL.model).values()
+    )
+    for rows, run in zip((1, 2), report["runs"]):
+        assert run["micro_batch"] == rows
+        assert run["ms"] == pytest.approx(run["forward"] + run["backward"] + report["optimizer"]["ms"])
+        assert run["samples_per_s"] == pytest.approx(rows * 1e3 / run["ms"])
+        assert run["tflop_per_s"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12 * run["samples_per_s"])
+        assert 0 < run["share_of_ceiling"] < 1
+    assert report["evaluation"][0]["whole_set_s"] == pytest.approx(29_696 / report["evaluation"][0]["samples_per_s"])
+    shown = capsys.readouterr().out
+    assert "NOT in it: communication" in shown and "k=" not in shown and "validation, batch 3" in shown
+
+
+def test_the_whole_model_is_trainings(monkeypatch):
+    """Regions, dtype and loss: with the weights of a plain net the loss is that net's."""
+    cfg = config_file.replace(SMALL, parallel__region_blocks=2, parallel__dtype="bf16")
+    net, plain = whole.build(cfg, torch.device("cpu")), peers.PlainFlux(cfg).to(torch.bfloat16)
+    plain.materialised(torch.device("cpu"))
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16} and net.rope.dtype == torch.float32
+    assert len(net.double_blocks) == 1 and len(net.single_blocks) == 2
+    for parameter, (name, source) in zip(plain.parameters(), sharding.named_parameters(net).items()):
+        assert parameter.shape == source.shape, name
+        parameter.data = source.data
+    batch = synthetic(cfg.model, 2)
+    assert torch.equal(*(flow.losses(one, batch, torch.bfloat16) for one in (net, plain)))
+
+
+def test_a_micro_batch_that_does_not_fit_is_reported(tmp_path, monkeypatch, capsys):
+    real = whole.training
+
+    def training(net, cfg, rows, *others):
+        if rows == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return real(net, cfg, rows, *others)
+
+    monkeypatch.setattr(whole, "training", training)
+    report = report_of(whole, tmp_path, "--micro-batches", "2,1", "--steps", "1", "--no-ceiling")
+    assert report["runs"][0] == {"micro_batch": 2, "failed": "CUDA out of memory."} and report["runs"][1]["ms"] > 0
+    assert "micro-batch 2: CUDA out of memory." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [whole, step])
+def test_what_would_be_left_out_is_refused(module, monkeypatch):
+    """A section that these benchmarks do not know of; mllog stands for it."""
+    monkeypatch.setattr(module, "HONOURED", tuple(name for name in module.HONOURED if name != "mllog"))
+    cfg, world = config_file.replace(SMALL, mllog__submission_org="other"), type("World", (), {"size": 1})
+    with pytest.raises(step.Refusal, match=rf"{module.__name__} does not honour the section mllog"):
+        whole.require(cfg, world) if module is whole else step.build(cfg, world, synthetic=True)
+
+
+def test_the_whole_model_is_measured_on_one_device():
+    with pytest.raises(whole.Refusal, match="this is one of 2 ranks"):
+        whole.require(SMALL, type("World", (), {"size": 2}))
+
+
+@pytest.mark.parametrize("option", ["--micro-batches=0", "--micro-batches=x", "--steps=0", "--ranks=0"])
+def test_sizes_that_mean_nothing_are_refused(option):
+    with pytest.raises(whole.Refusal, match=option.split("=")[0]):
+        whole.parse([option])
+
+
+# Races
+
+
+def test_a_race_reports_peers_that_cannot_take_part(tmp_path, monkeypatch, capsys):
+    def broken(cfg):
+        raise AssertionError("not built")
+
+    found = {"ours again": ("json", peers.PlainFlux), "broken": ("no_such_package.flux", broken)}
+    monkeypatch.setattr(peers, "PEERS", found)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda package: "1.0")
+    options = ("--peers", "ours again,broken,unknown", "--steps", "2", "--warmup", "0", "--train.global_batch=2")
+    report = report_of(race, tmp_path, *options)
+    assert report["peers"].keys() == {"ours again"} and report["peers"]["ours again"]["ratio"]["step"] > 0
+    assert "needs the package no_such_package" in report["refused"]["broken"]
+    assert "unknown peer" in report["refused"]["unknown"]
+    with pytest.raises(peers.Refusal, match="unknown peer"):
+        report_of(race, tmp_path, "--peers", "unknown", "--train.global_batch=2")
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == report, "a refusal writes over nothing"
+    assert "ours again 1.0: forward + backward" in capsys.readouterr().out
+
+
+def test_a_peer_that_cannot_be_imported_is_refused_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "old_flux.py").write_text("raise AttributeError('torch has no such thing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(peers.PEERS, "old", ("old_flux", None))
+    with pytest.raises(peers.Refusal, match=r"old_flux cannot be imported with torch 2\..*no such thing"):
+        peers.require(["old"], SMALL)
+
+
+def test_the_pair_has_schnells_width():
+    args, overrides = race.parse(["--pair", "--compile", "--parallel.dtype=fp32"])
+    cfg = config_file.load(ROOT / args.config, overrides)
+    assert (cfg.model.hidden, cfg.model.double_blocks, cfg.model.single_blocks) == (3072, 1, 1)
+    assert cfg.parallel.compile and cfg.parallel.dtype == "fp32" and cfg.train.global_batch == 1
+
+
+@pytest.mark.interop
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="no torchtitan")
+def test_torchtitans_model_is_ours():
+    """With our weights: our losses and gradients."""
+    peers.require(["torchtitan"], SMALL)
+    ours, theirs = (peers.prepare(kind, SMALL, torch.device("cpu")) for kind in (peers.PlainFlux, peers.TorchtitanFlux))
+    names = {name.replace(".scale", ".weight"): value for name, value in ours.net.state_dict().items()}
+    theirs.net.net.load_state_dict(names)
+    batch = synthetic(SMALL.model, 4)
+    found = [flow.losses(side.net, batch, torch.float32) for side in (ours, theirs)]
+    torch.testing.assert_close(*found)
+    for loss in found:
+        loss.sum().backward()
+    gradients = {name.replace(".scale", ".weight"): p.grad for name, p in ours.net.named_parameters()}
+    for name, parameter in theirs.net.net.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)

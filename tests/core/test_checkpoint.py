@@ -1,0 +1,645 @@
+"""Checkpoints: any number of ranks goes on, bit for bit, from what any other has written; torch's own reader opens
+them; a save that fails, on whatever rank, costs nothing but itself; and what a run cannot go on from is refused.
+"""
+
+import contextlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+
+import checkpoint_ranks
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import FACTS, narrow_config
+from conftest import MICRO, ROOT, data_overrides, require_identical, script
+from safetensors import safe_open
+
+import train as train_script
+from flux_ref import checkpoint, config, config_file, ranks
+from flux_ref.checkpoint import Saver
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats.checkpoint_files import Checkpoint
+from flux_ref.model import parameter_table
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.step import State
+from flux_ref.weights import files
+
+HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
+SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
+NARROW = narrow_config(Path("unused"))
+WANT = {key: checkpoint_ranks.value(key, shape) for key, shape in checkpoint_ranks.keys(NARROW).items()}
+PARAMETERS = sum(prod(shape) for shape in parameter_table(NARROW.model).values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The findings at each world size, and the folder of the folders that they wrote."""
+
+    folder: Path
+    found: dict[int, dict]
+
+    def __getitem__(self, size: int) -> dict:
+        return self.found[size]
+
+    def checkpoint(self, size: int) -> Path:
+        (path,) = checkpoint_files.found(self.folder / str(size))
+        return path
+
+
+@contextlib.contextmanager
+def alone():
+    """A world of this process."""
+    try:
+        yield ranks.start(config.ParallelConfig())
+    finally:
+        ranks.stop()
+
+
+@pytest.fixture
+def world() -> World:
+    with alone() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, request) -> Measured:
+    """What all world sizes find; they run at once, since each reads what the others have written."""
+    own = [item for item in request.session.items if item.module is request.module]
+    sizes = (1, 3, 4) if any(item.get_closest_marker("slow") for item in own) else (1, 3)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for size in sizes:
+        (folder / str(size)).mkdir()
+    launches = {}
+    with ThreadPoolExecutor() as pool:
+        for size in sizes[1:]:
+            others = [other for other in sizes if other != size]
+            call = ("tests/helpers/checkpoint_ranks.py", folder, *others)
+            launches[size] = pool.submit(script, *call, ranks=size, timeout=180)
+        with alone() as world:
+            cfg = narrow_config(folder / "1")
+            found = {1: {"writing": checkpoint_ranks.writing(cfg, world)}}
+            found[1]["on"] = checkpoint_ranks.after_steps(checkpoint_ranks.lively_state(cfg, world))
+    for size, launch in launches.items():
+        assert launch.result().returncode == 0, launch.result().stderr[-4000:]
+        found[size] = torch.load(folder / str(size) / "found.pt")
+    return Measured(folder, found)
+
+
+def refusal(call: Callable, *args: object) -> str:
+    """Why a call is refused: one line."""
+    with pytest.raises(Refusal) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Any number of ranks
+
+
+def test_three_ranks_hold_uneven_parts_and_some_none(measured):
+    counts = measured[3]["writing"]["rows"]
+    assert any(rank[key] == 0 for rank in counts for key in rank)
+    assert any(0 < min(parts) < max(parts) for parts in ([rank[key] for rank in counts] for key in WANT))
+    assert {len(rank) for rank in counts} == {len(WANT)}
+
+
+@pytest.mark.parametrize("writers", SIZES)
+@pytest.mark.parametrize("readers", SEVERAL)
+def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, writers, readers):
+    found = measured[readers]["reading"][writers]
+    assert found["wrong"] == []
+    assert found["clock"] == (checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES)
+    assert found["AdamW's steps"] == {checkpoint_ranks.STEP}
+    require_identical(found["after steps"], measured[readers]["on"])
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_one_process_goes_on_from_what_others_have_written_bit_for_bit(measured, world, writers):
+    found = checkpoint_ranks.reading(NARROW, world, measured.checkpoint(writers))
+    require_identical(found.pop("after steps"), measured[1]["on"])
+    clock = (checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES)
+    assert found == {"wrong": [], "clock": clock, "AdamW's steps": {7.0}, "wrong by torch's reader": []}
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_any_number_of_shards_can_be_read(measured, writers):
+    saved = Checkpoint(measured.checkpoint(writers))
+    for shards in range(1, 12):
+        for key, want in WANT.items():
+            first = 0
+            for part in want.chunk(shards):
+                assert torch.equal(saved.read(key, first, len(part)), part)
+                first += len(part)
+    saved.verify()
+
+
+def test_the_steps_that_follow_need_the_moments_and_their_age(world, tmp_path):
+    """Or else the tests above would not notice that they were lost."""
+    cfg = narrow_config(tmp_path)
+    want = checkpoint_ranks.after_steps(checkpoint_ranks.lively_state(cfg, world))
+    for age, scale in ((0, 1.0), (8, 1.0), (7, 1.001)):
+        state = checkpoint_ranks.lively_state(cfg, world)
+        state.opt.set_steps(age)
+        for moments in state.opt.moments().values():
+            for moment in moments:
+                moment.mul_(scale)
+        found = checkpoint_ranks.after_steps(state)
+        assert not any(torch.equal(found[f"model.{name}"], want[f"model.{name}"]) for name in ("img_in.weight",))
+
+
+# What is in the folder
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_every_byte_is_written_once_whatever_the_replicas(measured, writers):
+    folder, sizes = measured.checkpoint(writers), []
+    files = {path.name for path in folder.iterdir()}
+    assert files == {checkpoint_files.MANIFEST, *(f"rank_{rank:05d}.safetensors" for rank in range(writers))}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118
+            head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+            assert path.stat().st_size == head + sizes[-1]
+    assert sum(sizes) == 12 * PARAMETERS == checkpoint.BYTES_PER_PARAMETER * PARAMETERS
+    assert writers == 3 or max(sizes) < 1.2 * min(sizes)  # replicas share the work
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_torchs_own_reader_opens_the_folder_without_ranks(measured, writers):
+    found = {key: torch.full_like(tensor, 7.0) for key, tensor in WANT.items()}
+    reader = dcp.HuggingFaceStorageReader(str(measured.checkpoint(writers)))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    require_identical(found, WANT)
+
+
+@pytest.mark.parametrize("writers", SIZES)
+@pytest.mark.parametrize("readers", SEVERAL)
+def test_torchs_own_reader_fills_the_shards_of_any_ranks(measured, writers, readers):
+    assert measured[readers]["reading"][writers]["wrong by torch's reader"] == []
+
+
+def test_the_manifest_knows_the_run_and_no_rank(measured):
+    infos = {size: Checkpoint(measured.checkpoint(size)).info for size in measured.found}
+    for size, info in infos.items():
+        assert info.pop("world_size") == size
+        assert info["config"].pop("parallel.replicate") == (2 if size == 4 else 1 if size > 1 else 0)
+        assert info["config"].pop("run.dir") == str(measured.folder / str(size))
+    assert all(info == infos[1] for info in infos.values())
+    assert infos[1].pop("config").keys() == config.TYPES.keys() - {"parallel.replicate", "run.dir"}
+    assert infos[1] == {
+        "step": checkpoint_ranks.STEP,
+        "samples": checkpoint_ranks.SAMPLES,
+        "skipped": {str(sample): reason for sample, reason in checkpoint_ranks.SKIPPED.items()},
+        **FACTS,
+        "name": "micro",
+        "torch": torch.__version__,
+    }
+
+
+def test_the_config_comes_back(world, tmp_path):
+    cfg = narrow_config(tmp_path, optim__lr=1.1e-4, sample__captions=("a ü", 'b "'), run__hang_s=0.0)
+    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+    info = Checkpoint(checkpoint_files.found(tmp_path)[0]).info
+    assert config_file.from_flat(info["name"], info["config"]) == cfg
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("region_blocks", [1, 2, 3])
+def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path, region_blocks, compiled):
+    if compiled and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    cfg = narrow_config(tmp_path, parallel__region_blocks=region_blocks, parallel__compile=compiled)
+    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+    (folder,) = checkpoint_files.found(tmp_path)
+    found = Checkpoint(folder)
+    assert {key: tuple(entry.shape) for key, entry in found.tensors.items()} == checkpoint_ranks.keys(cfg)
+    assert "model.double_blocks.1.img_attn.qkv.weight" in found.tensors
+    require_identical({key: found.read(key) for key in found.tensors}, WANT)
+    plain = checkpoint_ranks.restored(narrow_config(tmp_path), world, folder)
+    assert checkpoint_ranks.wrong(plain) == []
+
+
+# When it becomes a checkpoint
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_a_folder_gets_its_name_after_every_byte_is_on_the_disk(measured, writers):
+    final = measured.checkpoint(writers)
+    events = [event for rank in measured[writers]["writing"]["events"] for event in rank]
+    ((renamed_at, _, target),) = [event for event in events if event[1] == "rename"]
+    assert target == str(final)
+    before = {Path(path).name for at, kind, path in events if kind == "sync" and at < renamed_at}
+    (partial,) = [name for name in before if name.startswith(".step_")]
+    assert before == {partial, *(path.name for path in final.iterdir())}
+    last = [path for at, kind, path in sorted(events) if at < renamed_at][-1]
+    assert Path(last).name == partial  # the names of the files come to the disk after the files
+    assert [path for at, kind, path in sorted(events) if at > renamed_at] == [str(final.parent)]
+    assert not list(final.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("writers", SIZES)
+def test_one_rank_says_once_that_a_checkpoint_is_saved(measured, writers):
+    """Though it was asked for twice."""
+    first, *others = measured[writers]["writing"]["said"]
+    assert len(first) == 1 and first[0].startswith(f"checkpoint {measured.checkpoint(writers)} saved in ")
+    assert not any(others)
+
+
+# Saving behind the training
+
+
+def save_now(saver: Saver, state: State) -> None:
+    saver.save(state, {})
+    saver.finish()
+
+
+def saver_of(cfg: Config, world: World) -> tuple[Saver, list[str]]:
+    said = []
+    return Saver(cfg, world, FACTS, said.append), said
+
+
+@pytest.fixture
+def gate(monkeypatch) -> threading.Event:
+    """Saves write nothing before it is set; as often as one begins while another is under way, it is noted."""
+    event, save, running = threading.Event(), dcp.save, []
+    event.overlaps = []
+
+    def slow(*args: object, **options: object) -> None:
+        event.overlaps += running
+        running.append(options["storage_writer"].final.name)
+        assert event.wait(30)
+        save(*args, **options)
+        running.pop()
+
+    monkeypatch.setattr(checkpoint.dcp, "save", slow)
+    return event
+
+
+def test_training_may_go_on_as_soon_as_save_returns(world, tmp_path, gate):
+    cfg = narrow_config(tmp_path)
+    saver, said = saver_of(cfg, world)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    saver.save(state, {})
+    checkpoint_ranks.take_step(state, 1.0)
+    assert checkpoint_files.found(tmp_path) == [] and said == []
+    gate.set()
+    saver.finish()
+    (folder,) = checkpoint_files.found(tmp_path)
+    assert folder.name == "step_000000007" and Checkpoint(folder).info["samples"] == 84
+    assert checkpoint_ranks.wrong(checkpoint_ranks.restored(cfg, world, folder)) == []
+    assert len(checkpoint_ranks.wrong(state)) == len(WANT)
+
+
+def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
+    cfg = narrow_config(tmp_path, checkpoint__keep=9)
+    saver, said = saver_of(cfg, world)
+    state, wants = checkpoint_ranks.lively_state(cfg, world), {}
+    threading.Timer(0.3, gate.set).start()
+    for _ in range(4):
+        checkpoint_ranks.take_step(state, 1e-4)
+        wants[state.step] = checkpoint_ranks.whole(state)
+        saver.save(state, {})
+    assert gate.is_set()
+    saver.finish()
+    assert gate.overlaps == [] and len(said) == 4
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(tmp_path)] == list(wants)
+    for path in checkpoint_files.found(tmp_path):
+        found = checkpoint_ranks.restored(cfg, world, path)
+        require_identical(checkpoint_ranks.whole(found), wants[checkpoint_files.step_of(path)])
+
+
+def test_a_step_is_saved_once(world, tmp_path):
+    cfg = narrow_config(tmp_path)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    saver, said = saver_of(cfg, world)
+    save_now(saver, state)
+    inode = checkpoint_files.found(tmp_path)[0].stat().st_ino
+    save_now(saver, state)
+    assert len(said) == 1 and checkpoint_files.found(tmp_path)[0].stat().st_ino == inode
+    said.clear()
+    resumed = Saver(cfg, world, FACTS, said.append, Checkpoint(checkpoint_files.found(tmp_path)[0]))
+    save_now(resumed, state)  # nothing has been trained since
+    assert said == [] and checkpoint_files.found(tmp_path)[0].stat().st_ino == inode
+
+
+def test_a_step_whose_save_has_failed_is_saved_again(world, tmp_path, monkeypatch):
+    cfg = narrow_config(tmp_path)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    saver, said = saver_of(cfg, world)
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint_files, "publish", lambda *_: 1 / 0)
+        saver.save(state, {})
+        with pytest.raises(Fault, match="checkpoint of step 7 is not saved: rank 0: division by zero"):
+            saver.finish()
+    assert len(said) == 1 and list(checkpoint_files.folder_of(tmp_path).iterdir()) == []
+    save_now(saver, state)
+    assert len(said) == 2 and len(checkpoint_files.found(tmp_path)) == 1
+
+
+def kept(steps: list[int], keep: int, due: set[int]) -> list[int]:
+    """Which checkpoints are there after saves at these steps: the last and those that stay for good."""
+    return sorted({*steps[-keep:], *(due & set(steps))})
+
+
+def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
+    def publish_only(*_, storage_writer: checkpoint_files.Writer, **options: object) -> None:
+        storage_writer.final.mkdir(parents=True)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", publish_only)
+    draw = random.Random(0)
+    state = checkpoint_ranks.lively_state(NARROW, world)
+    for number in range(40):
+        keep, nth, every = draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 60)
+        cfg = narrow_config(tmp_path / str(number), checkpoint__keep=keep)
+        cfg = config_file.replace(cfg, checkpoint__every_samples=every, checkpoint__keep_every=nth)
+        Path(cfg.run.dir).mkdir()
+        saver, _ = saver_of(cfg, world)
+        interval = ceil(every / cfg.train.global_batch)  # steps between two saves that are due
+        due = {interval * nth * k for k in range(1, 1000)} if nth else set()
+        steps = []
+        for step in range(draw.choice((0, 1)), 40):
+            if step % interval == 0 or draw.random() < 0.2:  # others: where a run was stopped
+                state.step = step
+                steps.append(step)
+                save_now(saver, state)
+                found = [checkpoint_files.step_of(path) for path in checkpoint_files.found(saver.run)]
+                assert found == kept(steps, keep, due), (keep, nth, interval, steps)
+        assert not list(checkpoint_files.folder_of(saver.run).glob(".*"))
+
+
+def test_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path, monkeypatch):
+    cfg = narrow_config(tmp_path, checkpoint__keep=1)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    saver, said = saver_of(cfg, world)
+    save_now(saver, state)
+    monkeypatch.setattr(threading, "excepthook", lambda failed: said.append(f"Traceback of {failed.exc_value!r}"))
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            checkpoint_files.Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Not permitted"))
+        )
+        broken.setattr(checkpoint_files, "publish", lambda partial, final, manifest: shutil.copytree(partial, final))
+        checkpoint_ranks.take_step(state, 1.0)
+        saver.save(state, {})
+        saver.wait()
+    assert not any("Traceback" in line or "\n" in line for line in said), said
+    assert any("Not permitted" in line for line in said), said
+
+
+# Saves that fail
+
+
+@pytest.mark.parametrize("writers", SEVERAL)
+@pytest.mark.parametrize("what", checkpoint_ranks.BREAKS)
+def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers, what):
+    found, blamed = measured[writers]["breaking"], checkpoint_ranks.BREAKS[what][2] % writers
+    number = 2 + list(checkpoint_ranks.BREAKS).index(what)
+    reason = f"rank {blamed}: [Errno 28] No space left on device"
+    assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
+    assert found[what]["failures"] == [reason] * writers
+    assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
+    assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers
+    (line,), *others = found[what]["said"]
+    folder = measured.folder / str(writers) / "breaking" / "checkpoints"
+    assert line.startswith(f"checkpoint {folder}/step_{number:09d} NOT saved: {reason};") and "\n" not in line
+    assert not any(others)
+
+
+@pytest.mark.parametrize("writers", SEVERAL)
+def test_training_and_saving_go_on_after_saves_that_failed(measured, writers):
+    found = measured[writers]["breaking"]
+    assert found["finite"] and found["after"]["faults"] == [""] * writers
+    run = measured.folder / str(writers) / "breaking"
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(run)] == [1, found["after"]["step"]]
+    assert [len(lines) for lines in found["after"]["said"]] == [1] + [0] * (writers - 1)
+    for path in checkpoint_files.found(run):
+        Checkpoint(path).verify()
+
+
+def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_path, monkeypatch):
+    def slowly(file: safetensors_io.CheckedFile) -> safetensors_io.FileEntry:
+        time.sleep(0.5)
+        return close(file)
+
+    def fail(*_: object) -> None:
+        raise Fault("broken")
+
+    close = safetensors_io.CheckedFile.close
+    monkeypatch.setattr(safetensors_io.CheckedFile, "close", slowly)
+    monkeypatch.setattr(train_script.Run, "alive", fail)
+    code, _, line = trains(tmp_path / "run", "--checkpoint.every_samples=12")
+    assert (code, line) == (3, "broken")
+    (path,) = checkpoint_files.folder_of(tmp_path / "run").iterdir()
+    assert path.name == "step_000000001"
+    Checkpoint(path).verify()
+
+
+# Disks
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(bytes) mounts a disk of that size in memory, disk(bytes, folder) changes its size."""
+    mounted = []
+
+    def mount(*arguments: object) -> None:
+        try:
+            subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"mounting is not permitted: {getattr(error, 'stderr', error)}")
+
+    def make(size: int, folder: Path | None = None, mode: str = "rw") -> Path:
+        if folder is None:
+            folder = tmp_path / "disk"
+            folder.mkdir()
+            mount("-t", "tmpfs", "-o", f"size={size},{mode}", "tmpfs", folder)
+            mounted.append(folder)
+        else:
+            mount("-o", f"remount,size={size},{mode}", folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def trains(shapes_dir, capsys) -> Callable:
+    """trains(run, *overrides) trains here; returns the exit code, what was said, and the line of what went wrong."""
+
+    def start(run: Path, *overrides: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        argv = [str(MICRO), *data_overrides(shapes_dir), f"--run.dir={run}", *overrides]
+        code = cli.run("train.py", "", train_script.main, argv)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        lines = [line.removeprefix("train.py: ") for line in err.splitlines() if line.startswith("train.py: ")]
+        assert len(lines) == (code != 0)
+        return code, out, lines[0] if lines else ""
+
+    return start
+
+
+def micro_bytes() -> int:
+    table = parameter_table(config_file.load(MICRO).model)
+    return 12 * sum(prod(shape) for shape in table.values())
+
+
+def logged(run: Path) -> list[int]:
+    """The steps in metrics.jsonl."""
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
+    room = 200_000  # for all else that a run writes
+    run = disk(int(1.5 * micro_bytes()) + room) / "run"
+    often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
+    code, out, line = trains(run, *often)
+    assert code == 3 and re.match("checkpoint of step 5 is not saved: rank 0: .*(space|free)", line), line
+    assert logged(run) == [1, 2, 3, 4, 5]
+    said = [line for line in out.splitlines() if "checkpoint" in line]
+    assert "step_000000001 saved" in said[0]
+    assert all("NOT saved: rank 0: " in line and "older ones are untouched" in line for line in said[1:])
+    assert len(said) == 6  # steps 2 to 5, and step 5 again at the end
+    (path,) = checkpoint_files.folder_of(run).iterdir()
+    assert path.name == "step_000000001"
+    Checkpoint(path).verify()
+
+    disk(int(2.5 * micro_bytes()) + room, run.parent)
+    code, out, _ = trains(run, *often)
+    assert code == 0 and "from step 1" in out and logged(run) == [1, 2, 3, 4, 5]
+    assert [path.name for path in checkpoint_files.folder_of(run).iterdir()] == ["step_000000005"]
+
+
+def test_a_disk_that_holds_no_checkpoint_is_refused_at_the_start(disk, trains):
+    run = disk(micro_bytes() * 3 // 4) / "run"
+    code, _, line = trains(run)
+    assert code == 2 and "GB free and a checkpoint takes" in line and f"{run}" in line
+    assert "run.dir" in line and "checkpoint.save=false" in line and not run.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(disk, trains):
+    folder = disk(1 << 20, mode="ro")
+    for run in (folder, folder / "run"):
+        code, _, line = trains(run)
+        assert code == 2 and f"run.dir={run} cannot be made or written: Read-only file system" in line
+
+
+def test_a_place_of_checkpoints_that_cannot_be_written_is_refused_at_the_start(disk, trains, tmp_path):
+    """They may lie on a disk of their own."""
+    run = tmp_path / "run"
+    assert trains(run, "--train.max_samples=36")[0] == 0
+    (run / "outcome.json").unlink()  # as if it had broken off
+    place = disk(4 * micro_bytes())
+    shutil.copytree(checkpoint_files.folder_of(run), place / "checkpoints")
+    shutil.rmtree(checkpoint_files.folder_of(run))
+    checkpoint_files.folder_of(run).symlink_to(place / "checkpoints")
+    disk(4 * micro_bytes(), place, mode="ro")
+    code, _, line = trains(run, "--train.max_samples=36")
+    assert code == 2 and "Read-only file system" in line and str(run) in line, line
+
+
+# What a run cannot go on from
+
+
+@pytest.fixture
+def saved(world, tmp_path) -> Path:
+    """A checkpoint of the narrow model."""
+    cfg = narrow_config(tmp_path)
+    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+    return checkpoint_files.found(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"model__double_blocks": 3}, "72 missing: model.double_blocks.2."),
+        ({"model__single_blocks": 2}, "unexpected: model.single_blocks.2.linear1.bias, "),
+        ({"model__mlp_ratio": 3}, "misshaped: model.double_blocks.0.img_mlp.0.bias (48,), want (36,)"),
+        ({"model__clip_dim": 15}, "3 misshaped: model.vector_in.in_layer.weight (12, 14), want (12, 15)"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(world, saved, tmp_path, values, words):
+    state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
+    before = checkpoint_ranks.whole(state)
+    text = refusal(checkpoint.open_for, saved, state, FACTS)
+    assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
+    require_identical(checkpoint_ranks.whole(state), before)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.img_in.weight", *(f"optimizer.state.img_in.weight.{m}" for m in ("exp_avg", "exp_avg_sq"))]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path, key, value):
+    cfg = narrow_config(tmp_path)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    checkpoint_ranks.dtensors(state)[key].to_local()[-1, -1] = value
+    save_now(Saver(cfg, world, FACTS, print), state)
+    (folder,) = checkpoint_files.found(tmp_path)
+    text = refusal(checkpoint_ranks.restored, cfg, world, folder)
+    assert text.startswith(f"{folder}: {key} holds NaN or infinite values")
+
+
+def test_a_damaged_checkpoint_is_refused(world, saved, tmp_path):
+    (path,) = saved.glob("*.safetensors")
+    with path.open("r+b") as file:
+        file.seek(-5, 2)
+        file.write(b"\xff\xff")
+    text = refusal(checkpoint_ranks.restored, narrow_config(tmp_path), world, saved)
+    assert f"checkpoint file {path} is damaged between bytes 0 and {path.stat().st_size}" in text
+
+
+def test_weights_alone_are_no_run_to_go_on_from(world, saved, tmp_path):
+    cfg = narrow_config(tmp_path)
+    files.import_(files.open_source(saved, cfg.model), cfg, tmp_path / "imported")
+    text = refusal(checkpoint_ranks.restored, cfg, world, tmp_path / "imported")
+    assert text == (
+        f"checkpoint {tmp_path}/imported holds weights only; start a new run from it with"
+        f" --init.weights={tmp_path}/imported"
+    )
+
+
+@pytest.mark.parametrize("key", FACTS)
+def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path, key):
+    state = checkpoint_ranks.other_state(narrow_config(tmp_path), world)
+    text = refusal(checkpoint.open_for, saved, state, FACTS | {key: 51})
+    assert f"{saved} comes from a data set of {FACTS[key]} {key.replace('_', ' ')}, this one has 51" in text
+    checkpoint.open_for(saved, state, FACTS)
+
+
+# The benchmark of saving
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_saving_reports_whole_and_plausible_figures(tmp_path):
+    path = tmp_path / "report.json"
+    options = ["--every", "1", "--steps", "2", "--rounds", "2", "--saves", "4", "--folder", tmp_path, "--json", path]
+    command = [sys.executable, "-m", "bench.checkpoint", "--config", MICRO, *options]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["command"].startswith("python -m bench.checkpoint --config") and report["every"] == 1
+    race, alone, memory = report["race"], report["alone"], report["memory"]
+    assert 0 < race["ratio_quartiles"][0] <= race["ratio"] <= race["ratio_quartiles"][1]
+    assert race["step_ms"]["with"] > 0 and race["wait_ms"] > 0
+    assert alone["mb"] == pytest.approx(micro_bytes() / 1e6, rel=0.2) and alone["s"] > 0
+    assert memory["buffer_mb"] == micro_bytes() / 1e6 and memory["share_of_state"] == 1
+    assert report["leak"]["threads"] == 0 and report["leak"]["open_files"] == 0
+    assert list(tmp_path.iterdir()) == [path]  # nothing is left
+    for word in ("times a step without saves", "MB/s", "host buffers", "per save"):
+        assert word in done.stdout

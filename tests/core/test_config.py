@@ -1,0 +1,429 @@
+"""The config: what loads, what comes back from a dump, and what each refusal says."""
+
+import ast
+import dataclasses
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MICRO, ROOT
+
+from flux_ref import config, config_file, config_rules
+from flux_ref.config import SECTIONS, TYPES, Config
+from flux_ref.config_rules import CHOICES, POSITIVE
+from flux_ref.errors import Refusal
+
+CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
+NUMBERS = [key for key, kind in TYPES.items() if kind in (int, float)]
+PATHS = ["run.dir", "data.train", "data.val", "data.empty"]
+NOT_OF_THE_TYPE = r"is not (a string|an integer|a number|true or false|a list of integers|a list of strings)$"
+AWKWARD = [
+    'say "hi"',
+    "back\\slash \\n",
+    "tab\tline\nfeed",
+    "übergroß 日本 😀",
+    " spaced ",
+    "#'=[]",
+    "\x01\x1b",
+    "\x7f",
+    "",
+]
+
+
+def loaded(tmp_path: Path, toml: str, *overrides: str) -> Config:
+    path = tmp_path / "some.toml"
+    path.write_text(toml, encoding="utf-8")
+    return config_file.load(path, list(overrides))
+
+
+def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
+    """The one line with which a config is refused."""
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, toml, *overrides)
+    message = str(refused.value)
+    assert "\n" not in message, message
+    return message
+
+
+def test_the_defaults_are_valid_and_a_file_without_keys_gives_them(tmp_path):
+    config_rules.validate(Config(), config.flat(Config()))
+    assert loaded(tmp_path, "# nothing\n") == Config(name="some")
+
+
+def test_a_dump_of_the_defaults_loads_as_the_same_config(tmp_path):
+    path = tmp_path / f"{Config().name}.toml"
+    path.write_text(config_file.dump(Config()))
+    assert config_file.load(path) == Config()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_file_loads_and_its_dump_gives_the_same_config(path, tmp_path):
+    cfg = config_file.load(path)
+    assert cfg.name == path.stem
+    copy = tmp_path / path.name
+    copy.write_text(config_file.dump(cfg), encoding="utf-8")
+    assert config_file.load(copy) == cfg
+    assert config_file.dump(config_file.load(copy)) == config_file.dump(cfg)
+
+
+def test_a_dump_holds_every_key_once():
+    assert [line.split(" = ")[0] for line in config_file.dump(Config()).splitlines()] == list(TYPES)
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=ascii)
+def test_any_string_comes_back_from_a_dump(text, tmp_path):
+    cfg = dataclasses.replace(
+        config_file.replace(
+            config_file.load(MICRO), mllog__submission_org=text, data__train=text, sample__captions=(text, "b")
+        ),
+        name="some",
+    )
+    assert loaded(tmp_path, config_file.dump(cfg)) == cfg
+
+
+def test_any_number_comes_back_from_a_dump(tmp_path):
+    rng = random.Random(0)
+    for _ in range(50):
+        cfg = config_file.replace(
+            Config(name="some"),
+            optim__lr=rng.uniform(1, 10) * 10.0 ** rng.randint(-300, 17),
+            train__seed=rng.randrange(2**63),
+            train__caption_drop=rng.random(),
+        )
+        assert loaded(tmp_path, config_file.dump(cfg)) == cfg
+
+
+def test_a_string_that_utf8_cannot_hold_is_refused(tmp_path):
+    # What Python makes of a command-line byte that is not UTF-8; it could not be written to the run's config.toml.
+    assert "run.dir" in refusal(tmp_path, "", "--run.dir=a\udcff")
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_null_byte_in_a_path_is_refused(key, tmp_path):
+    assert key in refusal(tmp_path, f'{key} = "a\\u0000b"')
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
+    cfg = loaded(tmp_path, "train.seed = 1\noptim.lr = 1e-3", "--train.seed=2", "--train.seed=3")
+    assert (cfg.train.seed, cfg.optim.lr) == (3, 1e-3)
+
+
+def test_overrides_are_read_in_the_type_of_their_key(tmp_path):
+    rope = ["--model.rope_axes=[32, 48, 48]"]
+    cfg = loaded(tmp_path, "", "--run.dir=8", "--optim.lr=1", "--eval.at_start=true", *rope, "--data.val=a=b 'c'")
+    assert (cfg.run.dir, cfg.optim.lr, cfg.eval.at_start) == ("8", 1.0, True)
+    assert (cfg.model.rope_axes, cfg.data.val) == ((32, 48, 48), "a=b 'c'")
+    assert type(cfg.optim.lr) is float
+
+
+def test_nothing_edits_a_config():
+    for section, key in (key.split(".") for key in TYPES):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(getattr(Config(), section), key, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["train.seed", "-x", "train.seed=1", "--train.seed", "more.toml", "--", ""],
+    ids=lambda text: text or "empty",
+)
+def test_an_argument_that_is_no_override_is_refused(text, tmp_path):
+    assert repr(text) in refusal(tmp_path, "", text)
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("train.global_bacth", "train.global_batch"),
+        ("train.globalbatch", "train.global_batch"),
+        ("trian.seed", "train.seed"),
+        ("modle.latent_height", "model.latent_height"),
+        ("optim.caption_drop", "train.caption_drop"),
+        ("global_batch", "train.global_batch"),
+        ("lr", "optim.lr"),
+        ("run.directory", "run.dir"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong, near, tmp_path):
+    for message in (refusal(tmp_path, f"{wrong} = 1"), refusal(tmp_path, "", f"--{wrong}=1")):
+        assert message == f"unknown key {wrong}; did you mean {near}?"
+
+
+def test_any_key_with_two_letters_swapped_is_found_again(tmp_path):
+    for key in TYPES:
+        section, name = key.split(".")
+        if len(name) >= 5 and name[2] != name[3]:
+            wrong = f"{section}.{name[:2]}{name[3]}{name[2]}{name[4:]}"
+            assert refusal(tmp_path, "", f"--{wrong}=1").endswith(f"did you mean {key}?")
+
+
+@pytest.mark.parametrize("toml", ["xyzzy = 1", "[xyzzy]\nqux = 1", "name = 'x'", "[model.xyzzy]\na = 1"])
+def test_a_key_like_no_other_is_refused(toml, tmp_path):
+    message = refusal(tmp_path, toml)
+    assert message.startswith("unknown key ")
+    assert "did you mean" in message or all(section in message for section in SECTIONS)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_value_for_a_whole_section_is_refused_and_a_key_of_it_named(section, tmp_path):
+    for message in (refusal(tmp_path, f"{section} = 3"), refusal(tmp_path, "", f"--{section}=3")):
+        assert f"{section} is a section" in message or f"{section} in " in message
+        assert re.search(rf"as in (--)?({'|'.join(key for key in TYPES if key.startswith(section + '.'))})", message)
+
+
+def test_the_tables_of_rules_name_only_keys_that_exist():
+    assert set(POSITIVE) <= set(NUMBERS) and len(set(POSITIVE)) == len(POSITIVE)
+    assert {key for key in CHOICES if TYPES.get(key) is not str} == set()
+    assert set(TYPES.values()) <= {str, int, float, bool, tuple[int, ...], tuple[str, ...]}
+
+
+def keys_read(source: str) -> set[str]:
+    """The keys whose value a module reads: as x.section.key, or as name.key where `name` is known as a section."""
+    tree, found = ast.parse(source), set()
+    names = {section: section for section in SECTIONS}  # by which a section is known in this module
+    of_class = {type(default).__name__: section for section, default in SECTIONS.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in of_class:
+            names[node.arg] = of_class[node.annotation.id]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            base = node.value
+            owner = base.attr if isinstance(base, ast.Attribute) else names.get(getattr(base, "id", None))
+            found.add(f"{names.get(owner, owner)}.{node.attr}")
+    return found
+
+
+def test_no_key_is_without_a_user():
+    own = (ROOT / "flux_ref" / "config.py").read_text()
+    sources = [path.read_text() for path in (ROOT / "flux_ref").glob("*.py") if path.name != "config.py"]
+    sources += [(ROOT / name).read_text() for name in ("train.py", "eval.py")]
+    sources.append(own[own.index("\ndef micro_batch(") :])  # not the rules: a key that is only checked has no user
+    read = set().union(*map(keys_read, sources))
+    assert [key for key in TYPES if key not in read] == []
+    assert "train.no_such_key" not in read and keys_read("def f(cfg: OptimConfig):\n return cfg.lr") == {"optim.lr"}
+
+
+# Types
+
+VALUES = {  # TOML text: the types of key that take it
+    '"some"': {str},
+    "3": {int, float},
+    "3.0": {float},
+    "2.5e-1": {float},
+    "true": {bool},
+    "[2, 4]": {tuple[int, ...]},
+    '["a", "b"]': {tuple[str, ...]},
+    "[]": {tuple[int, ...], tuple[str, ...]},
+    '[1, "a"]': set(),
+    "[true, false, true]": set(),
+    "[2.0, 4.0]": set(),
+    "[[2], [4]]": set(),
+    "{ a = 1 }": set(),
+    "1979-05-27": set(),
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_only_an_integer_for_a_number_is_converted(text, tmp_path):
+    for key, kind in TYPES.items():
+        try:
+            value = config.flat(loaded(tmp_path, f"{key} = {text}"))[key]
+        except Refusal as refused:
+            # A value of the right type may still break another rule.
+            assert str(refused).startswith(f"{key}=") or kind in VALUES[text], refused
+            assert bool(re.search(NOT_OF_THE_TYPE, str(refused))) == (kind not in VALUES[text]), refused
+        else:
+            assert kind in VALUES[text], f"{key} took {text}"
+            assert type(value) is getattr(kind, "__origin__", kind)
+            assert value == (tuple(json.loads(text)) if text.startswith("[") else json.loads(text))
+
+
+@pytest.mark.parametrize("text", [*(text for text in VALUES if text != '"some"'), "", "on", "1 2", "0x", "[1", "1\n2"])
+def test_the_command_line_is_as_strict_as_the_file(text, tmp_path):
+    for key in ("train.seed", "optim.weight_decay", "eval.at_start", "model.rope_axes", "sample.captions"):
+        if TYPES[key] not in VALUES.get(text, set()):
+            message = refusal(tmp_path, "", f"--{key}={text}")
+            assert message.startswith(f"{key}=") and re.search(NOT_OF_THE_TYPE, message)
+
+
+def test_an_override_holds_one_value_and_nothing_after_it(tmp_path):
+    assert "train.seed" in refusal(tmp_path, "", "--train.seed=1\noptim.lr=3")
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "train.seed"])
+@pytest.mark.parametrize("digits", [19, 400, 5000])
+def test_an_integer_beyond_all_bounds_is_refused(key, digits, tmp_path):
+    for message in (refusal(tmp_path, f"{key} = {'9' * digits}"), refusal(tmp_path, "", f"--{key}={'9' * digits}")):
+        assert key in message or "not valid TOML" in message
+
+
+# Ranges
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_negative_and_some_not_zero(key, tmp_path):
+    assert key in refusal(tmp_path, f"{key} = -1")
+    if key in POSITIVE:
+        assert refusal(tmp_path, f"{key} = 0") == f"{key}={TYPES[key](0)} must be greater than 0"
+    else:
+        config_file.replace(Config(), parallel__compile=True, **{key.replace(".", "__"): 0})
+
+
+@pytest.mark.parametrize("key", [key for key in NUMBERS if TYPES[key] is float])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_no_number_may_be_infinite_or_nan(key, value, tmp_path):
+    assert refusal(tmp_path, f"{key} = {value}").startswith(f"{key}=")
+    assert refusal(tmp_path, "", f"--{key}={value}").startswith(f"{key}=")
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_is_one_of_those_named(key, tmp_path):
+    shapes = "data.train_count = 1\ndata.val_count = 1\n"  # what data.kind=shapes also needs
+    for choice in CHOICES[key]:
+        assert config.flat(loaded(tmp_path, shapes + f'{key} = "{choice}"'))[key] == choice
+    for wrong in ("", CHOICES[key][0].upper() + " ", "nothing"):
+        assert refusal(tmp_path, f'{key} = "{wrong}"') == f"{key}={wrong!r} is not one of {', '.join(CHOICES[key])}"
+
+
+@pytest.mark.parametrize("key, value", [("train.caption_drop", 1.01), ("optim.beta1", 1.0), ("optim.beta2", 1.5)])
+def test_probabilities_and_betas_have_an_upper_bound(key, value, tmp_path):
+    assert key in refusal(tmp_path, f"{key} = {value}")
+    config_file.replace(Config(), **{key.replace(".", "__"): 0.99})
+
+
+@pytest.mark.parametrize(
+    "axes, words",
+    [
+        ([64, 64], "three even numbers"),
+        ([16, 56, 56, 0], "three even numbers"),
+        ([15, 56, 57], "three even numbers"),
+        ([-16, 72, 72], "three even numbers"),
+        ([16, 56, 58], "hidden / heads = 128"),
+        ([], "three even numbers"),
+    ],
+)
+def test_rope_axes_fill_a_head(axes, words, tmp_path):
+    message = refusal(tmp_path, f"model.rope_axes = {axes}")
+    assert f"model.rope_axes={axes}" in message and words in message
+
+
+def test_heads_divide_the_width(tmp_path):
+    message = refusal(tmp_path, "model.heads = 25")
+    assert "model.hidden=3072" in message and "model.heads=25" in message
+
+
+@pytest.mark.parametrize("key", ["model.latent_height", "model.latent_width"])
+def test_an_odd_latent_size_is_refused(key, tmp_path):
+    message = refusal(tmp_path, f"{key} = 31")
+    assert key in message and "even" in message
+
+
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        ('data.kind = "shapes"\ndata.train_count = 1', ("data.kind=shapes", "data.val_count")),
+        ('data.kind = "shapes"\ndata.val_count = 1', ("data.kind=shapes", "data.train_count")),
+        ("checkpoint.keep_every = 2", ("checkpoint.keep_every", "checkpoint.every_samples")),
+        ('data.kind="shapes"\ndata.train_count=1\ndata.val_count=1\nsample.vae="x"', ("sample.vae=x", "shapes")),
+        ('sample.captions = ["a"]', ("sample.captions", "data.kind=shapes")),
+    ],
+)
+def test_keys_that_need_others(toml, words, tmp_path):
+    message = refusal(tmp_path, toml)
+    assert all(word in message for word in words)
+
+
+# Ranks
+
+
+def with_batch(batch: int, micro: int = 0) -> Config:
+    return dataclasses.replace(
+        Config(), train=dataclasses.replace(Config().train, global_batch=batch, micro_batch=micro)
+    )
+
+
+def test_a_batch_that_ranks_and_micro_batches_divide_is_taken_and_any_other_refused_with_values_that_are():
+    refused = 0
+    for batch, micro, ranks in itertools.product(range(1, 50), (0, 1, 2, 3, 5, 8), (1, 2, 3, 4, 6, 8)):
+        cfg = with_batch(batch, micro)
+        if batch % (ranks * max(1, micro)) == 0:
+            config_rules.validate_world(cfg, ranks)
+            micro_batches = batch / ranks / config.micro_batch(cfg, ranks)
+            assert micro_batches == int(micro_batches) >= 1
+            continue
+        with pytest.raises(Refusal) as error:
+            config_rules.validate_world(cfg, ranks)
+        message = str(error.value)
+        assert f"train.global_batch={batch}" in message and f"{ranks} ranks" in message
+        assert (f"train.micro_batch={micro}" in message) == bool(micro)
+        usable = [int(number) for number in re.search(r"; use (\d+)(?: or (\d+))?", message).groups() if number]
+        assert usable and min(usable) > 0 and max(usable) > batch
+        for other in usable:
+            config_rules.validate_world(with_batch(other, micro), ranks)
+        refused += 1
+    assert refused > 1000
+
+
+def test_replicas_divide_the_ranks():
+    for replicate, ranks in itertools.product(range(9), range(1, 9)):
+        cfg = config_file.replace(with_batch(840), parallel__replicate=replicate)
+        if replicate and ranks % replicate:
+            with pytest.raises(Refusal, match=rf"parallel\.replicate={replicate} does not divide the {ranks} ranks"):
+                config_rules.validate_world(cfg, ranks)
+        else:
+            config_rules.validate_world(cfg, ranks)
+
+
+def test_a_whole_file_is_as_good_as_its_keys(tmp_path):
+    nested = "[train]\nseed = 5\n[model]\nheads = 12\nrope_axes = [64, 96, 96]\n"
+    dotted = "train.seed = 5\nmodel.heads = 12\nmodel.rope_axes = [64, 96, 96]\n"
+    assert loaded(tmp_path, nested) == loaded(tmp_path, dotted)
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    "content", [b"train.seed = \n", b"\xff\xfe", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"], ids=ascii
+)
+def test_a_file_that_is_not_toml_is_refused_by_name(content, tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_bytes(content)
+    with pytest.raises(Refusal, match=re.escape(str(path))):
+        config_file.load(path)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
+    for path in (tmp_path / "none.toml", tmp_path, tmp_path / "no\0ne.toml"):
+        with pytest.raises(Refusal) as refused:
+            config_file.load(path)
+        assert str(tmp_path) in str(refused.value)
+
+
+def test_the_file_is_read_as_utf8_whatever_the_locale(tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_text('run.dir = "übergroß"', encoding="utf-8")
+    strict = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
+    subprocess.run([*strict, "-c", f"from flux_ref import config; config.load({str(path)!r})"], cwd=ROOT, check=True)
+
+
+def test_a_run_goes_to_runs_and_its_name_unless_told(tmp_path):
+    assert config.run_dir(loaded(tmp_path, "")) == Path("runs/some")
+    assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")
+    assert config.run_dir(loaded(tmp_path, "", "--run.dir=else/where")) == Path("else/where")
+
+
+def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.toml").write_text("")
+    assert config_file.load(tmp_path / "first" / "config.toml").name == "first"
+    monkeypatch.chdir(tmp_path / "first")
+    assert config_file.load("config.toml").name == "first"

@@ -1,0 +1,681 @@
+"""Which sample goes where, what is drawn for it, the shards on disk and reading ahead."""
+
+import io
+import itertools
+import json
+import tarfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from flux_ref import config_file, rng
+from flux_ref.config import Config, ModelConfig
+from flux_ref.data import Feed, HostBatch, TrainSet, ValSet, rank_slice
+from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import shard_writer, shards
+from flux_ref.formats.shard_writer import Sample
+from flux_ref.formats.shards import MEMBERS, Layout, ShardSet
+
+COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
+VAL_TIMESTEPS = [(5 * i + i // 8) % 8 for i in range(45)]  # not by position
+
+
+def numbered(layout: Layout, count: int, timesteps: list[int | None]) -> list[Sample]:
+    """Samples whose every value is their index (bf16 holds 0 to 256 exactly), so that contents tell who is who."""
+    return [
+        Sample(
+            {name: shards.to_bf16_bits(np.full(layout.shapes[name], i)) for name in MEMBERS}, timesteps[i], f"no {i}"
+        )
+        for i in range(count)
+    ]
+
+
+def write_set(folder: Path, model: ModelConfig, train: int, val: list[int | None], per_shard: int = 20) -> None:
+    layout = shards.layout(model)
+    shard_writer.write(folder / "train", numbered(layout, train, [None] * train), "train", per_shard)
+    shard_writer.write(folder / "val", numbered(layout, len(val), val), "val", per_shard)
+    (folder / "empty_encodings").mkdir()
+    for name, value in (("t5", 300.0), ("clip", 400.0)):
+        np.save(folder / "empty_encodings" / f"{name}_empty.npy", np.full(layout.shapes[name], value, np.float32))
+
+
+@pytest.fixture(scope="module")
+def folder(micro, tmp_path_factory) -> Path:
+    """A numbered data set; tests must not change it."""
+    folder = tmp_path_factory.mktemp("numbered")
+    write_set(folder, micro.model, COUNT, VAL_TIMESTEPS)
+    return folder
+
+
+def pointed(cfg: Config, folder: Path, **values: object) -> Config:
+    """The config with its data in a folder."""
+    places = {"data__train": "train", "data__val": "val", "data__empty": "empty_encodings"}
+    own = {key: str(folder / name) for key, name in places.items()}
+    own |= {"data__kind": "embeddings", "data__train_count": 0, "data__val_count": 0}
+    return config_file.replace(cfg, **(own | values))
+
+
+@pytest.fixture
+def cfg(micro, folder) -> Config:
+    return pointed(micro, folder)
+
+
+def opened(cls: type, cfg: Config, rank: int = 0, size: int = 1):
+    data_set = cls(cfg, rank, size, False)
+    data_set.open()
+    return data_set
+
+
+def take(feed: Feed, batches: int) -> dict[str, torch.Tensor]:
+    """The rows of the next batches, one after the other."""
+    taken = []
+    for _ in range(batches):
+        host = feed.take()
+        taken.append({name: tensor.clone() for name, tensor in host.tensors.items()})
+        feed.give_back(host)
+    feed.close()
+    return {name: torch.cat([batch[name] for batch in taken]) for name in taken[0]}
+
+
+def train_rows(cfg: Config, batches: int, samples: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
+    """The rows of some steps in global order, from the feeds of all ranks."""
+    ranks = [take(opened(TrainSet, cfg, rank, size).feed(samples), batches) for rank in range(size)]
+    return {
+        name: torch.cat([of_rank[name].unflatten(0, (batches, -1)) for of_rank in ranks], dim=1).flatten(0, 1)
+        for name in ranks[0]
+    }
+
+
+def val_rows(cfg: Config, evaluation: int = 0, size: int = 1, permute: bool = False) -> dict[str, torch.Tensor]:
+    """The rows of one evaluation that count, from the feeds of all ranks, in the order of the samples."""
+    sets = [opened(ValSet, cfg, rank, size) for rank in range(size)]
+    ranks = [take(val.feed(evaluation, permute), val.batches) for val in sets]
+    rows = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in ranks[0]}
+    counted = rows["weight"] == 1
+    assert (rows["weight"][~counted] == 0).all()
+    order = numbers(rows)[counted].argsort(stable=True)
+    return {name: tensor[counted][order] for name, tensor in rows.items()}
+
+
+def numbers(rows: dict[str, torch.Tensor], name: str = "mean") -> torch.Tensor:
+    """Which sample each row holds, told by its content."""
+    values = rows[name].flatten(1)
+    assert (values == values[:, :1]).all(), f"a row's {name} is of several samples"
+    return values[:, 0].long()
+
+
+def require_equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+# Order
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_slices_of_the_ranks_are_the_global_batch(size, step):
+    slices = [rank_slice(step, rank, size, BATCH) for rank in range(size)]
+    assert list(itertools.chain(*slices)) == list(range(step * BATCH, (step + 1) * BATCH))
+    assert {len(part) for part in slices} == {BATCH // size}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_samples_and_draws_are_the_same_at_every_world_size(cfg, size):
+    require_equal(train_rows(cfg, 6, size=size), train_rows(cfg, 6))
+
+
+def test_every_epoch_is_a_permutation_of_its_own(cfg):
+    seen = numbers(train_rows(cfg, 13))
+    epochs = [seen[start : start + COUNT].tolist() for start in (0, COUNT, 2 * COUNT)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(COUNT))
+    assert len({tuple(epoch) for epoch in [*epochs, range(COUNT)]}) == 4
+
+
+def test_another_seed_gives_another_order_and_other_draws(cfg):
+    one, other = train_rows(cfg, 4), train_rows(config_file.replace(cfg, train__seed=1), 4)
+    assert not torch.equal(numbers(one), numbers(other))
+    assert not set(one["t"].tolist()) & set(other["t"].tolist())
+
+
+def test_draws_belong_to_the_sample_and_change_with_the_epoch(cfg):
+    rows = train_rows(cfg, 9)
+    first, second = (numbers(rows)[start : start + COUNT].argsort() + start for start in (0, COUNT))
+    assert (rows["t"][first] != rows["t"][second]).all()
+    assert len(torch.cat((rows["noise"], rows["latent_eps"])).flatten(1).unique(dim=0)) == 2 * len(rows["t"])
+    draw = rng.train_draw(0, 0, 7, cfg.model.latent_shape, 0.1)
+    assert rows["t"][first[7]] == draw.t
+    assert np.array_equal(rows["noise"][first[7]].numpy(), draw.noise)
+    assert np.array_equal(rows["latent_eps"][first[7]].numpy(), draw.latent_eps)
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_feed_from_the_middle_is_the_tail_of_a_feed_from_the_start(cfg, step):
+    whole = train_rows(cfg, 6)
+    tail = train_rows(cfg, 6 - step, samples=step * BATCH)
+    require_equal(tail, {name: tensor[step * BATCH :] for name, tensor in whole.items()})
+
+
+def test_a_feed_from_far_away_reads_only_what_it_hands_out(cfg, monkeypatch):
+    reads = []
+    train_set = opened(TrainSet, cfg)
+    monkeypatch.setattr(train_set.shards, "read", lambda index, rows: reads.append(index))
+    take(train_set.feed(BATCH * 10**9), 1)
+    assert BATCH <= len(reads) <= BATCH * (1 + cfg.data.prefetch)
+
+
+# Captions and times of training
+
+
+def test_a_dropped_caption_is_replaced_in_both_encodings_and_nothing_else_changes(cfg):
+    kept, some = (train_rows(config_file.replace(cfg, train__caption_drop=drop), 8) for drop in (0.0, 0.5))
+    t5, clip = numbers(some, "t5"), numbers(some, "clip")
+    dropped = t5 == 300
+    assert torch.equal(dropped, clip == 400)
+    assert 30 < dropped.sum() < 66
+    assert torch.equal(t5[~dropped], numbers(kept)[~dropped]) and torch.equal(clip[~dropped], numbers(kept)[~dropped])
+    require_equal({**some, "t5": kept["t5"], "clip": kept["clip"]}, kept)
+
+
+def test_the_drop_mask_is_the_same_in_two_runs(cfg):
+    cfg = config_file.replace(cfg, train__caption_drop=0.5)
+    require_equal(train_rows(cfg, 3), train_rows(cfg, 3))
+
+
+@pytest.mark.parametrize("drop, empty", [(0.0, 0), (1.0, 48)])
+def test_drop_rates_0_and_1_are_exact(cfg, drop, empty):
+    rows = train_rows(config_file.replace(cfg, train__caption_drop=drop), 4)
+    assert int((numbers(rows, "t5") == 300).sum()) == int((numbers(rows, "clip") == 400).sum()) == empty
+
+
+def test_training_needs_no_timestep(cfg, micro, tmp_path):
+    write_set(tmp_path, micro.model, 30, [0])
+    for number, path in enumerate(sorted((tmp_path / "train").glob("*.tar"))):
+        null = b'"timestep": null'  # in the first shard it is absent, in the second it stays null
+        assert null in path.read_bytes()
+        if number == 0:
+            path.write_bytes(path.read_bytes().replace(null, b'"timestop": null'))
+    rows = train_rows(pointed(cfg, tmp_path), 3)
+    assert sorted(numbers(rows)[:30].tolist()) == list(range(30))
+    assert len(rows["t"].unique()) == 36 and (rows["t"] < 1).all()
+
+
+# Validation
+
+
+def val_starts(count: int, size: int, batch: int) -> np.ndarray:
+    """First sample of every batch of every rank, (rank, batch); no data needed."""
+    starts = []
+    for rank in range(size):
+        val = ValSet.__new__(ValSet)
+        val.shards, val.cfg = range(count), SimpleNamespace(eval=SimpleNamespace(batch=batch))
+        val.rank, val.size = rank, size
+        plan = list(val._plan())
+        assert len(plan) == val.batches, "ranks would run different numbers of batches"
+        assert all(len(part) == batch for part in plan)
+        starts.append([part.start for part in plan])
+    return np.array(starts)
+
+
+def require_exact_plan(count: int, size: int, batch: int) -> None:
+    starts = np.sort(val_starts(count, size, batch), axis=None)
+    assert np.array_equal(starts, np.arange(len(starts)) * batch), "batches overlap or leave gaps"
+    assert count <= len(starts) * batch < count + size * batch, "samples missing, or a batch of padding on every rank"
+
+
+@pytest.mark.parametrize("batch", [4, 8, 16, 32])
+def test_plan_of_the_benchmarks_validation_set_is_exact(batch):
+    for size in (1, 3, 24, 72, 168, 176, 200, 224, 264, 336, 368, 384, 408, 512):
+        require_exact_plan(29_696, size, batch)
+
+
+def test_plan_is_exact_for_any_count_ranks_and_batch():
+    rng = np.random.default_rng(0)
+    for count, size, batch in rng.integers(1, (2000, 40, 70), (300, 3)).tolist():
+        require_exact_plan(count, size, batch)
+
+
+@pytest.mark.parametrize("size, batch", [(1, 8), (1, 45), (1, 64), (2, 5), (3, 8), (3, 15), (4, 32), (7, 1)])
+def test_every_validation_sample_comes_once_with_its_own_timestep(cfg, size, batch):
+    rows = val_rows(config_file.replace(cfg, eval__batch=batch), size=size)
+    for name in ("mean", "logvar", "t5", "clip"):
+        assert numbers(rows, name).tolist() == list(range(45))
+    assert rows["timestep"].tolist() == VAL_TIMESTEPS
+    assert rows["t"].tolist() == [k / 8 for k in VAL_TIMESTEPS]
+
+
+def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
+    """Their weight is 0, but an FP8 scale of the batch would see them."""
+    val_set = opened(ValSet, config_file.replace(cfg, eval__batch=8))
+    for buffer in val_set.buffers:
+        for tensor in buffer.tensors.values():
+            tensor.fill_(7)
+    feed = val_set.feed(0)
+    for _ in range(val_set.batches):
+        batch = feed.take()
+        last = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+        feed.give_back(batch)
+    feed.close()
+    assert last["weight"].tolist() == [1] * 5 + [0] * 3  # 45 samples
+    assert not any(tensor[5:].any() for tensor in last.values())
+
+
+def test_noise_of_validation_does_not_depend_on_ranks_or_batches(cfg):
+    require_equal(val_rows(config_file.replace(cfg, eval__batch=5), 36, size=3), val_rows(cfg, 36))
+
+
+def test_validation_does_not_depend_on_caption_drop(cfg):
+    one, other = (val_rows(config_file.replace(cfg, train__caption_drop=drop), 36) for drop in (0.0, 1.0))
+    require_equal(one, other)
+    assert numbers(one, "t5").tolist() == numbers(one, "clip").tolist() == list(range(45))
+
+
+def test_each_evaluation_has_its_own_noise_and_repeats_it(cfg):
+    one, again, other = val_rows(cfg, 36), val_rows(cfg, 36), val_rows(cfg, 72)
+    require_equal(one, again)
+    for name in ("noise", "latent_eps"):
+        assert len(torch.cat((one[name], other[name])).flatten(1).unique(dim=0)) == 90
+    require_equal({**other, "noise": one["noise"], "latent_eps": one["latent_eps"]}, one)
+
+
+def test_validation_and_training_share_no_noise(cfg):
+    val, train = val_rows(cfg, 0), train_rows(cfg, 4)
+    values = [rows[name].flatten(1) for rows in (val, train) for name in ("noise", "latent_eps")]
+    assert len(torch.cat(values).unique(dim=0)) == 2 * (45 + 48)
+
+
+def test_permuted_captions_are_a_permutation_and_the_rest_stays(cfg):
+    plain, permuted = val_rows(cfg, 36), val_rows(cfg, 36, permute=True)
+    texts = numbers(permuted, "t5").tolist()
+    assert texts == numbers(permuted, "clip").tolist()
+    assert sorted(texts) == list(range(45)) and sum(i == text for i, text in enumerate(texts)) < 10
+    require_equal({**permuted, "t5": plain["t5"], "clip": plain["clip"]}, plain)
+
+
+@pytest.mark.parametrize("timestep", [None, 8, -1])
+def test_a_validation_sample_without_a_valid_timestep_is_a_fault(cfg, micro, tmp_path, timestep):
+    write_set(tmp_path, micro.model, 2, [0, timestep, 2])
+    val = opened(ValSet, pointed(cfg, tmp_path))
+    feed = val.feed(0)
+    with pytest.raises(Fault, match=f"val_00000001 .* has timestep {timestep}; want 0 to 7"):
+        feed.take()
+    feed.close()
+
+
+def test_a_damaged_validation_sample_is_a_fault(cfg, micro, tmp_path):
+    write_set(tmp_path, micro.model, 2, [0, 1, 2])
+    damage(tmp_path / "val" / "shard_000000.tar", shards.layout(micro.model), 1, "clip")
+    feed = opened(ValSet, pointed(cfg, tmp_path)).feed(0)
+    with pytest.raises(Fault, match=r"bad validation sample: .*val_00000001: clip holds NaN"):
+        feed.take()
+    feed.close()
+
+
+def test_a_wrong_number_of_samples_is_refused_before_any_is_read(cfg):
+    with pytest.raises(Refusal, match=r"holds 50 samples, data.train_count=51 asks for 51"):
+        TrainSet(config_file.replace(cfg, data__train_count=51), 0, 1, False)
+    with pytest.raises(Refusal, match=r"holds 45 samples, data.val_count=44 asks for 44"):
+        ValSet(config_file.replace(cfg, data__val_count=44), 0, 1, False)
+
+
+# Damaged samples
+
+
+def damage(path: Path, layout: Layout, index: int, member: str) -> None:
+    """Put a NaN into a member of one sample of a shard."""
+    with tarfile.open(path) as archive:
+        entry = [entry for entry in archive if entry.name.endswith(f".{member}.bytes")][index]
+    with path.open("r+b") as file:
+        file.seek(entry.offset_data + shards.NPY_HEADER + 4)
+        file.write(np.uint16(0x7FC0).tobytes())
+
+
+@pytest.fixture
+def damaged(cfg, micro, tmp_path) -> Config:
+    """The config of a training set whose sample 25 has a NaN in mean."""
+    write_set(tmp_path, micro.model, COUNT, [0])
+    damage(tmp_path / "train" / "shard_000001.tar", shards.layout(micro.model), 5, "mean")
+    return pointed(cfg, tmp_path, data__skip_bad=1)
+
+
+def test_a_damaged_sample_is_skipped_with_weight_0_and_counted(cfg, damaged):
+    sound, train_set = train_rows(cfg, 4), opened(TrainSet, damaged)
+    rows = take(train_set.feed(0), 4)
+    at = int((numbers(sound) == 25).nonzero())
+    assert rows["weight"].tolist() == [float(i != at) for i in range(48)]
+    assert all(rows[name].isfinite().all() for name in rows)
+    assert (rows["mean"][at] == 0).all() and (rows["logvar"][at] == 0).all()
+    others = torch.arange(48) != at
+    require_equal({n: rows[n][others] for n in rows}, {n: sound[n][others] for n in sound})
+    assert list(train_set.skipped) == [25]
+    assert "shard_000001.tar, sample 5, key train_00000025: mean holds NaN" in train_set.skipped[25]
+
+
+def test_a_damaged_sample_stops_the_run_when_none_is_allowed(damaged):
+    feed = opened(TrainSet, config_file.replace(damaged, data__skip_bad=0)).feed(0)
+    with pytest.raises(Fault, match=r"bad training sample: .*train_00000025.*data.skip_bad=0 allows no more") as caught:
+        for _ in range(5):
+            feed.give_back(feed.take())
+    assert caught.value.alone, "only this rank knows, so it has to speak"
+    feed.close()
+
+
+# Reading ahead
+
+
+class Source:
+    """A plan and a fill for a feed that count what they are asked for."""
+
+    def __init__(self, fill=None):
+        self.planned, self.expected, self.filled, self.fill_row = 0, [], [], fill
+
+    def plan(self):
+        while True:
+            start = self.planned * BATCH
+            self.planned += 1
+            yield range(start, start + BATCH)
+
+    def expect(self, items):
+        self.expected += items
+
+    def fill(self, rows, i, item):
+        assert item in self.expected
+        if self.fill_row:
+            self.fill_row(item)
+        rows["t"][i] = item
+        self.filled.append(item)
+
+
+def feed_of(source: Source, micro: Config, prefetch: int = 2, workers: int = 3) -> Feed:
+    buffers = [HostBatch(micro.model, BATCH, False) for _ in range(prefetch)]
+    return Feed(source.plan(), source.expect, source.fill, buffers, workers)
+
+
+def settled(source: Source) -> int:
+    """Rows filled once nothing more happens."""
+    while True:
+        before = len(source.filled)
+        time.sleep(0.1)
+        if len(source.filled) == before:
+            return before
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_read_ahead_is_bounded_by_the_buffers_and_reuses_them(micro, prefetch):
+    source = Source()
+    feed = feed_of(source, micro, prefetch)
+    assert settled(source) == prefetch * BATCH
+    held = feed.take()
+    assert settled(source) == prefetch * BATCH, "a buffer was refilled while in use"
+    assert held.tensors["t"].tolist() == list(range(BATCH))
+    assert source.expected == list(range((prefetch + 1) * BATCH)), "the batch after the last buffer is announced too"
+    feed.give_back(held)
+    assert settled(source) == (prefetch + 1) * BATCH
+    used = set()
+    for step in range(1, 3 * prefetch):
+        buffer = feed.take()
+        assert buffer.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
+        used.add(id(buffer))
+        feed.give_back(buffer)
+    feed.close()
+    assert len(used | {id(held)}) == prefetch
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_close_in_the_middle_ends_at_once_and_leaves_no_thread(micro, held):
+    before = set(threading.enumerate())
+    feed = feed_of(Source(lambda item: time.sleep(0.01)), micro)
+    for _ in range(held):
+        feed.take()
+    begin = time.perf_counter()
+    feed.close()
+    assert time.perf_counter() - begin < 1.0
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_exception_while_filling_is_raised_by_take_and_leaves_no_thread(micro):
+    before = set(threading.enumerate())
+
+    def fail(item: int) -> None:
+        if item == BATCH + 5:
+            raise KeyError("broken")
+
+    feed = feed_of(Source(fail), micro)
+    assert feed.take().tensors["t"].tolist() == list(range(BATCH))
+    with pytest.raises(KeyError, match="broken"):
+        feed.take()
+    feed.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_waiting_for_data_is_timed(micro):
+    feed = feed_of(Source(lambda item: time.sleep(0.02)), micro)
+    feed.take()
+    feed.close()
+    assert 0.04 < feed.wait_s < 1.0  # four rows for each of three workers
+
+
+def test_a_feed_after_a_closed_one_starts_afresh(cfg):
+    train_set = opened(TrainSet, cfg)
+    first = train_set.feed(0)
+    first.take()
+    first.close()
+    require_equal(take(train_set.feed(0), 3), train_rows(cfg, 3))
+
+
+# Empty encodings
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "uint16"])
+@pytest.mark.parametrize("batch_axis", [False, True])
+def test_empty_encodings_are_read_in_every_form(micro, tmp_path, dtype, batch_axis):
+    layout, want = shards.layout(micro.model), {}
+    for number, name in enumerate(("t5", "clip")):
+        values = rng.normals(0, rng.WORDS, layout.shapes[name], sample=number, epoch=0).astype(np.float16)
+        want[name] = shards.to_bf16_bits(values.astype(np.float32))
+        stored = want[name] if dtype == "uint16" else values.astype(dtype)
+        np.save(tmp_path / f"{name}_empty.npy", stored[None] if batch_axis else stored)
+    found = shards.read_empty(tmp_path, layout)
+    for name in want:
+        assert found[name].dtype == np.uint16 and np.array_equal(found[name], want[name])
+
+
+@pytest.mark.parametrize("shape, dtype", [((9, 27), "float16"), ((2, 9, 28), "float16"), ((9, 28), "float64")])
+def test_empty_encodings_of_another_shape_or_dtype_are_refused(micro, tmp_path, shape, dtype):
+    np.save(tmp_path / "t5_empty.npy", np.zeros(shape, dtype))
+    with pytest.raises(Refusal, match=r"t5_empty.npy is .*; want float16, float32 or uint16 \(9, 28\)"):
+        shards.read_empty(tmp_path, shards.layout(micro.model))
+
+
+def test_absent_empty_encodings_are_refused(micro, tmp_path):
+    with pytest.raises(Refusal, match=r"t5_empty\.npy"):
+        shards.read_empty(tmp_path, shards.layout(micro.model))
+
+
+# Shards on disk
+
+
+def test_stride_of_the_benchmarks_samples_is_the_public_one():
+    assert shards.layout(ModelConfig()).stride == 2_169_344
+
+
+def written(folder: Path, layout: Layout, count: int = 7, per_shard: int = 3) -> list[Sample]:
+    samples = []
+    for i in range(count):
+        members = {
+            name: shards.to_bf16_bits(rng.normal(rng.words(i, 0, 2 * int(np.prod(shape))))[::2].reshape(shape))
+            for name, shape in layout.shapes.items()
+        }
+        samples.append(Sample(members, i % 8 if i else None, f"caption {i}" if i != 2 else ""))
+    assert shard_writer.write(folder, samples, "some", per_shard) == count
+    return samples
+
+
+def blob(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def test_written_shards_are_what_tarfile_reads(micro, tmp_path):
+    samples = written(tmp_path / "set", shards.layout(micro.model))
+    found = []
+    for path in sorted((tmp_path / "set").iterdir()):
+        with tarfile.open(path) as archive:
+            found += [(entry.name, archive.extractfile(entry).read()) for entry in archive]
+        assert path.stat().st_size % shards.layout(micro.model).stride == shards.END_BYTES
+    assert [name for name, _ in found[:5]] == [
+        "some_00000000.json",
+        *(f"some_00000000.{member}.bytes" for member in ("t5", "clip", "mean", "logvar")),
+    ]
+    assert len(found) == 5 * len(samples)
+    for i, sample in enumerate(samples):
+        head, *members = found[5 * i : 5 * i + 5]
+        content = {"key": f"some_{i:08d}", "timestep": sample.timestep}
+        assert json.loads(head[1]) == content | ({"caption": sample.caption} if sample.caption else {})
+        assert [content for _, content in members] == [blob(sample.members[name]) for name in MEMBERS]
+
+
+def test_written_shards_are_what_webdataset_reads(micro, tmp_path):
+    import webdataset
+
+    samples = written(tmp_path / "set", shards.layout(micro.model))
+    paths = [str(path) for path in sorted((tmp_path / "set").iterdir())]
+    found = list(webdataset.WebDataset(paths, shardshuffle=False))
+    assert [sample["__key__"] for sample in found] == [f"some_{i:08d}" for i in range(7)]
+    for sample, want in zip(found, samples):
+        assert json.loads(sample["json"])["timestep"] == want.timestep
+        assert [sample[f"{name}.bytes"] for name in MEMBERS] == [blob(want.members[name]) for name in MEMBERS]
+
+
+def test_written_shards_are_what_shard_set_reads_in_any_order(micro, tmp_path):
+    layout = shards.layout(micro.model)
+    samples = written(tmp_path / "set", layout)
+    stored = ShardSet(tmp_path / "set", layout)
+    assert len(stored) == 7 and len(stored.paths) == 3
+    stored.open()
+    for i in (6, 0, 3, 2, 5, 1, 4):
+        rows = {name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()}
+        meta = stored.read(i, rows)
+        assert (meta.key, meta.timestep) == (f"some_{i:08d}", samples[i].timestep)
+        assert meta.caption == samples[i].caption
+        assert all(np.array_equal(rows[name], samples[i].members[name]) for name in MEMBERS)
+
+
+def plain_tar(path: Path, layout: Layout, samples: list[Sample]) -> None:
+    """A shard as other writers make it, padded to whole records."""
+    path.parent.mkdir()
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for i, sample in enumerate(samples):
+            contents = [("json", json.dumps({"key": f"{i:08d}", "timestep": sample.timestep}).encode())]
+            contents += [(f"{name}.bytes", blob(sample.members[name])) for name in MEMBERS]
+            for suffix, content in contents:
+                entry = tarfile.TarInfo(f"{i:08d}.{suffix}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+
+
+WIDE = Layout({"t5": (8, 800), "clip": (14,), "mean": (16, 4, 6), "logvar": (16, 4, 6)})
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_a_shard_of_another_writer_is_read(tmp_path, count):
+    assert WIDE.stride > 10_240
+    samples = numbered(WIDE, count, [3] * count)
+    plain_tar(tmp_path / "set" / "shard_000000.tar", WIDE, samples)
+    assert (tmp_path / "set" / "shard_000000.tar").stat().st_size % 10_240 == 0
+    stored = ShardSet(tmp_path / "set", WIDE)
+    assert len(stored) == count
+    stored.open()
+    rows = {name: np.zeros(shape, np.uint16) for name, shape in WIDE.shapes.items()}
+    assert stored.read(count - 1, rows).timestep == 3
+    assert np.array_equal(rows["t5"], samples[-1].members["t5"])
+
+
+@pytest.mark.parametrize("change", [-1, -512, 1, 512])
+def test_a_shard_of_another_size_is_refused(micro, tmp_path, change):
+    layout = shards.layout(micro.model)
+    written(tmp_path / "set", layout)
+    path = tmp_path / "set" / "shard_000001.tar"
+    content = path.read_bytes() + bytes(max(0, change))
+    path.write_bytes(content[: len(content) + min(0, change)])
+    with pytest.raises(Refusal, match=r"shard_000001.tar .* is truncated or foreign"):
+        ShardSet(tmp_path / "set", layout)
+
+
+def test_shards_of_another_model_are_refused(cfg):
+    other = config_file.replace(cfg, model__clip_dim=400)
+    with pytest.raises(Refusal, match="truncated or foreign"):
+        TrainSet(other, 0, 1, False)
+
+
+def test_a_sample_of_another_shape_but_equal_size_is_refused(cfg):
+    turned = config_file.replace(cfg, model__latent_height=6, model__latent_width=4)
+    with pytest.raises(Refusal, match=r"mean is uint16 \(16, 4, 6\), want uint16 \(16, 6, 4\)"):
+        opened(TrainSet, turned)
+
+
+# bf16 bits
+
+
+def test_to_bf16_bits_rounds_as_torch_does():
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = (bits[:1000] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    values = np.concatenate((bits, ties)).view(np.float32)
+    values = values[np.isfinite(values)]
+    want = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    assert np.array_equal(shards.to_bf16_bits(values), want)
+
+
+def test_from_bf16_bits_inverts_to_bf16_bits():
+    bits = np.arange(2**16, dtype=np.uint16)
+    bits = bits[(bits & 0x7F80) != 0x7F80]
+    assert np.array_equal(shards.to_bf16_bits(shards.from_bf16_bits(bits)), bits)
+
+
+@pytest.mark.parametrize("count", range(1, 25))
+def test_a_shard_that_plain_tarfile_wrote_is_counted_right(micro, tmp_path, count):
+    """Padding to 10,240 bytes may be longer than a small sample."""
+    layout = shards.layout(micro.model)
+    assert layout.stride < shards.RECORD
+    blobs = {
+        f"{name}.bytes": shard_writer.npy_blob(np.zeros(shape, np.uint16)) for name, shape in layout.shapes.items()
+    }
+    (tmp_path / "set").mkdir()
+    with tarfile.open(tmp_path / "set" / "shard_000000.tar", "w", tarfile.USTAR_FORMAT) as archive:
+        for i in range(count):
+            members = {"json": shard_writer.description(f"{i:08d}", 3, "")} | blobs
+            for kind, content in members.items():
+                entry = tarfile.TarInfo(f"{i:08d}.{kind}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+    assert (tmp_path / "set" / "shard_000000.tar").stat().st_size % shards.RECORD == 0
+    stored = ShardSet(tmp_path / "set", layout)
+    assert len(stored) == count
+    stored.open()
+
+
+def test_waiting_counts_only_once_the_device_is_idle(micro):
+    """A host that runs ahead of a busy device does not wait for data."""
+    released, asked = threading.Event(), []
+
+    def fill(rows, i, item):
+        released.wait(timeout=10)
+
+    def idle() -> bool:
+        asked.append(True)
+        if len(asked) == 3:
+            released.set()  # the data come while the device is still busy
+        return False
+
+    feed = Feed(iter([[0]]), lambda items: None, fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
+    try:
+        feed.take(idle)
+        assert len(asked) >= 3
+    finally:
+        feed.close()

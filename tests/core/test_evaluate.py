@@ -1,0 +1,162 @@
+"""The validation loss is the mean of eight per-timestep means over every sample, however it is computed."""
+
+import numpy as np
+import pytest
+import rank_runs
+import torch
+
+from flux_ref import config, latents, ranks, rng, schedule, sharding
+from flux_ref.data import ValSet, allocate, synthetic
+from flux_ref.errors import Fault
+from flux_ref.evaluate import summarise, validation_loss
+from flux_ref.formats import shards
+from flux_ref.ranks import World
+from flux_ref.step import validation_step
+
+SIZES = (1, pytest.param(2, marks=pytest.mark.slow), 3, 4)
+
+
+@pytest.fixture(scope="module")
+def measured(shapes_dir):
+    return lambda size: rank_runs.measured(shapes_dir, size)["validation"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> World:
+    """A world of this process."""
+    yield ranks.start(config.ParallelConfig())
+    ranks.stop()
+
+
+def sample_losses(cfg: config.Config, net, captions: np.ndarray | None = None) -> dict[int, list[float]]:
+    """The loss of each sample by timestep, one sample at a time; captions: whose caption each sample gets."""
+    model = cfg.model
+    stored = shards.ShardSet(cfg.data.val, shards.layout(model))
+    stored.open()
+    losses = {k: [] for k in range(8)}
+    for i in range(len(stored)):
+        rows = {name: np.empty(shape, np.uint16) for name, shape in stored.layout.shapes.items()}
+        text = {name: array.copy() for name, array in rows.items()}
+        timestep = stored.read(i, rows).timestep
+        stored.read(i if captions is None else int(captions[i]), text)
+        mean, logvar, t5, clip = (
+            torch.from_numpy(shards.from_bf16_bits(bits))[None]
+            for bits in (rows["mean"], rows["logvar"], text["t5"], text["clip"])
+        )
+        eps, noise = (
+            torch.from_numpy(rng.normals(0, stream, model.latent_shape, sample=i, epoch=rank_runs.VAL_SAMPLES))[None]
+            for stream in (rng.VAL_LATENT, rng.VAL_NOISE)
+        )
+        data = 0.3611 * (mean + torch.exp(logvar / 2) * eps - 0.1159)
+        t = timestep / 8
+        with torch.no_grad():
+            predicted = net(latents.pack((1 - t) * data + t * noise), t5, clip, torch.tensor([t]))
+        losses[timestep].append(float((predicted - latents.pack(noise - data)).square().mean()))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(shapes_dir) -> dict[int, list[float]]:
+    cfg = rank_runs.micro_config(shapes_dir)
+    return sample_losses(cfg, rank_runs.plain_net(cfg))
+
+
+def mean_of_means(losses: dict[int, list[float]]) -> float:
+    return float(np.mean([np.mean(of_timestep) for of_timestep in losses.values()]))
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("size", SIZES)
+def test_loss_equals_the_plain_definition(measured, plain, size, rows):
+    found = measured(size)[f"batches of {rows}"]
+    assert found["loss"] == pytest.approx(mean_of_means(plain), rel=1e-6)
+    assert found["losses"] == pytest.approx([np.mean(of_timestep) for of_timestep in plain.values()], rel=2e-6)
+    assert found["count"] == 45
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_finds_the_very_same_loss_so_that_all_stop_together(measured, size):
+    found = measured(size)["batches of 8"]
+    assert found["of all ranks"] == [found["loss"]] * size
+
+
+def test_timesteps_are_uneven_so_that_a_mean_over_samples_would_show(plain):
+    assert [len(of_timestep) for of_timestep in plain.values()] == [6, 6, 6, 6, 6, 5, 5, 5]
+    assert mean_of_means(plain) != pytest.approx(np.mean(np.concatenate([*plain.values()])), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_standard_errors_equal_numpys(measured, plain, size):
+    found = measured(size)["batches of 8"]
+    errors = [np.std(of_timestep, ddof=1) / np.sqrt(len(of_timestep)) for of_timestep in plain.values()]
+    assert found["stderrs"] == pytest.approx(errors, rel=1e-4)
+    assert found["stderr"] == pytest.approx(np.sqrt(np.sum(np.square(errors))) / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_permuted_captions_give_the_loss_of_exchanged_captions(measured, plain, shapes_dir, size):
+    cfg = rank_runs.micro_config(shapes_dir)
+    exchanged = sample_losses(cfg, rank_runs.plain_net(cfg), captions=rng.order(cfg.train.seed, 0, 45))
+    found = measured(size)["permuted"]
+    assert found["loss"] == pytest.approx(mean_of_means(exchanged), rel=1e-6)
+    assert found["loss"] != pytest.approx(mean_of_means(plain), rel=1e-5)
+    assert found["count"] == 45
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_changed_between_validations_are_the_ones_used(measured, size):
+    found = measured(size)
+    assert found["changed"] == found["changed before use"]
+    assert found["changed"]["loss"] != pytest.approx(found["batches of 8"]["loss"], rel=1e-3)
+
+
+def lone_loss(alone: World, shapes_dir, samples: int, **values: object) -> float:
+    cfg = rank_runs.micro_config(shapes_dir, **values)
+    val_set = ValSet(cfg, 0, 1, False)
+    val_set.open()
+    net = rank_runs.lively_net(cfg, alone)
+    return validation_loss(net, val_set, allocate(cfg.model, cfg.eval.batch), cfg, samples).loss
+
+
+def test_fresh_noise_differs_between_evaluations_and_repeats_at_the_same_one(alone, shapes_dir):
+    losses = [lone_loss(alone, shapes_dir, samples, eval__noise="fresh") for samples in (36, 72, 36)]
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_fixed_noise_is_the_same_at_every_evaluation(alone, shapes_dir):
+    assert len({lone_loss(alone, shapes_dir, samples, eval__noise="fixed") for samples in (36, 72)}) == 1
+
+
+def test_caption_drop_does_not_touch_validation(alone, shapes_dir):
+    assert len({lone_loss(alone, shapes_dir, 36, train__caption_drop=drop) for drop in (0.0, 1.0)}) == 1
+
+
+def test_rows_of_weight_0_add_nothing(alone, micro):
+    net = rank_runs.lively_net(micro, alone)
+    batch = synthetic(micro.model, 4)
+    batch["timestep"][:] = torch.tensor([3, 3, 5, 5])
+    batch["weight"][:] = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    sums, want = (torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64) for _ in range(2))
+    validation_step(net, batch, sums, micro)
+    validation_step(net, {name: tensor[[0, 3]] for name, tensor in batch.items()}, want, micro)
+    sharding.reshard(net)
+    assert sums[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
+    torch.testing.assert_close(sums, want, rtol=1e-6, atol=0)
+
+
+def test_a_timestep_without_samples_is_a_fault():
+    counts = [2.0] * 8
+    counts[6] = 0.0
+    with pytest.raises(Fault, match="no sample with timestep 6"):
+        summarise([counts, counts, counts], 36)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_a_fault(value):
+    with pytest.raises(Fault, match="not finite after 36 training samples"):
+        summarise([[2.0] * 8, [1.0] * 7 + [value], [1.0] * 8], 36)
+
+
+def test_a_single_sample_per_timestep_has_no_error_of_its_own():
+    found = summarise([[1.0] * 8, [3.0] * 8, [9.0] * 8], 36)
+    assert (found.loss, found.stderr, found.count) == (3.0, 0.0, 8)

@@ -1,0 +1,453 @@
+"""The network: its parameter table, parity with diffusers' Flux, and what stays fp32 under bf16."""
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import MICRO
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+
+from flux_ref import config_file, model
+from flux_ref.config import ModelConfig
+from flux_ref.model import Flux
+
+MICRO_MODEL = config_file.load(MICRO).model
+FULL_WIDTH = ModelConfig(double_blocks=1, single_blocks=1, latent_height=4, latent_width=6, text_tokens=9)
+INPUTS = ("img", "txt", "clip", "t")
+
+BFL_SHAPES = {
+    "img_in.weight": (3072, 64),
+    "txt_in.weight": (3072, 4096),
+    "time_in.in_layer.weight": (3072, 256),
+    "time_in.out_layer.weight": (3072, 3072),
+    "vector_in.in_layer.weight": (3072, 768),
+    "vector_in.out_layer.bias": (3072,),
+    "double_blocks.0.img_mod.lin.weight": (18432, 3072),
+    "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
+    "double_blocks.0.img_attn.norm.query_norm.scale": (128,),
+    "double_blocks.0.img_attn.norm.key_norm.scale": (128,),
+    "double_blocks.0.img_attn.proj.weight": (3072, 3072),
+    "double_blocks.18.img_mlp.0.weight": (12288, 3072),
+    "double_blocks.18.img_mlp.2.weight": (3072, 12288),
+    "double_blocks.18.txt_mod.lin.bias": (18432,),
+    "double_blocks.18.txt_attn.qkv.bias": (9216,),
+    "double_blocks.18.txt_mlp.2.bias": (3072,),
+    "single_blocks.0.linear1.weight": (21504, 3072),
+    "single_blocks.0.linear2.weight": (3072, 15360),
+    "single_blocks.37.modulation.lin.weight": (9216, 3072),
+    "single_blocks.37.norm.key_norm.scale": (128,),
+    "final_layer.linear.weight": (64, 3072),
+    "final_layer.adaLN_modulation.1.weight": (6144, 3072),
+}
+
+# How weights start that are neither biases (zeros) nor Xavier-uniform; without the number of their block.
+STARTS = {
+    "time_in.in_layer.weight": "normal",
+    "time_in.out_layer.weight": "normal",
+    "vector_in.in_layer.weight": "normal",
+    "vector_in.out_layer.weight": "normal",
+    "img_mod.lin.weight": "zeros",
+    "txt_mod.lin.weight": "zeros",
+    "modulation.lin.weight": "zeros",
+    "final_layer.linear.weight": "zeros",
+    "final_layer.adaLN_modulation.1.weight": "zeros",
+    "img_attn.norm.query_norm.scale": "ones",
+    "img_attn.norm.key_norm.scale": "ones",
+    "txt_attn.norm.query_norm.scale": "ones",
+    "txt_attn.norm.key_norm.scale": "ones",
+    "norm.query_norm.scale": "ones",
+    "norm.key_norm.scale": "ones",
+}
+
+# Module of this model -> the modules of diffusers that share its rows, in order.
+DIFFUSERS_ROOT = {
+    "img_in": ["x_embedder"],
+    "txt_in": ["context_embedder"],
+    "time_in.in_layer": ["time_text_embed.timestep_embedder.linear_1"],
+    "time_in.out_layer": ["time_text_embed.timestep_embedder.linear_2"],
+    "vector_in.in_layer": ["time_text_embed.text_embedder.linear_1"],
+    "vector_in.out_layer": ["time_text_embed.text_embedder.linear_2"],
+    "final_layer.linear": ["proj_out"],
+    "final_layer.adaLN_modulation.1": ["norm_out.linear"],
+}
+DIFFUSERS_DOUBLE = {
+    "img_mod.lin": ["norm1.linear"],
+    "txt_mod.lin": ["norm1_context.linear"],
+    "img_attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "txt_attn.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "img_attn.norm.query_norm": ["attn.norm_q"],
+    "img_attn.norm.key_norm": ["attn.norm_k"],
+    "txt_attn.norm.query_norm": ["attn.norm_added_q"],
+    "txt_attn.norm.key_norm": ["attn.norm_added_k"],
+    "img_attn.proj": ["attn.to_out.0"],
+    "txt_attn.proj": ["attn.to_add_out"],
+    "img_mlp.0": ["ff.net.0.proj"],
+    "img_mlp.2": ["ff.net.2"],
+    "txt_mlp.0": ["ff_context.net.0.proj"],
+    "txt_mlp.2": ["ff_context.net.2"],
+}
+DIFFUSERS_SINGLE = {
+    "linear1": ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"],
+    "linear2": ["proj_out"],
+    "modulation.lin": ["norm.linear"],
+    "norm.query_norm": ["attn.norm_q"],
+    "norm.key_norm": ["attn.norm_k"],
+}
+
+
+def to_diffusers(tensors: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:
+    """Weights under diffusers' names and in its layout, sharing memory where it can; maps gradients as well."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        family, _, rest = module.partition(".")
+        if family in ("double_blocks", "single_blocks"):
+            number, _, part = rest.partition(".")
+            prefix = "transformer_blocks" if family == "double_blocks" else "single_transformer_blocks"
+            parts = (DIFFUSERS_DOUBLE if family == "double_blocks" else DIFFUSERS_SINGLE)[part]
+            targets = [f"{prefix}.{number}.{target}" for target in parts]
+        else:
+            targets = DIFFUSERS_ROOT[module]
+        if targets == ["norm_out.linear"]:  # (shift, scale) here, (scale, shift) there
+            tensor = tensor.roll(hidden, 0)
+        q_k_v = [hidden] * 3 if len(targets) > 1 else []
+        pieces = tensor.split([*q_k_v, tensor.shape[0] - sum(q_k_v)][: len(targets)])
+        for target, piece in zip(targets, pieces, strict=True):
+            renamed[f"{target}.{'weight' if kind == 'scale' else kind}"] = piece
+    return renamed
+
+
+def random_net(cfg: ModelConfig, seed: int = 0) -> Flux:
+    """A net in which no weight is zero, modulation and head included; activations stay near unit variance."""
+    with torch.device("meta"):
+        net = Flux(cfg)
+    net.to_empty(device="cpu")
+    net.rope = net.make_rope()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            width = math.sqrt(3 / parameter.shape[-1]) if parameter.ndim == 2 else 0.3
+            parameter.uniform_(-width, width, generator=generator)
+            if name.endswith(".scale"):
+                parameter.add_(1.0)
+    return net
+
+
+def random_inputs(cfg: ModelConfig, batch: int = 2, seed: int = 1) -> dict[str, Tensor]:
+    """The net's arguments by name, in its order."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((cfg.image_tokens, cfg.packed_channels), (cfg.text_tokens, cfg.t5_dim), (cfg.clip_dim,))
+    tensors = [torch.randn(batch, *shape, generator=generator) for shape in shapes]
+    return dict(zip(INPUTS, [*tensors, torch.rand(batch, generator=generator)], strict=True))
+
+
+def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """diffusers' Flux with the weights of net, and its forward as a function of INPUTS."""
+    cfg = net.cfg
+    with torch.device("meta"):
+        twin = FluxTransformer2DModel(
+            in_channels=cfg.packed_channels,
+            num_layers=cfg.double_blocks,
+            num_single_layers=cfg.single_blocks,
+            attention_head_dim=cfg.head_dim,
+            num_attention_heads=cfg.heads,
+            joint_attention_dim=cfg.t5_dim,
+            pooled_projection_dim=cfg.clip_dim,
+            guidance_embeds=False,
+            axes_dims_rope=cfg.rope_axes,
+        )
+    twin.load_state_dict(to_diffusers(net.state_dict(), cfg.hidden), strict=True, assign=True)
+    rows, columns = cfg.latent_height // 2, cfg.latent_width // 2
+    img_ids = torch.tensor([(0.0, row, column) for row in range(rows) for column in range(columns)])
+
+    def forward(img: Tensor, txt: Tensor, clip: Tensor, t: Tensor) -> Tensor:
+        return twin(
+            hidden_states=img,
+            encoder_hidden_states=txt,
+            pooled_projections=clip,
+            timestep=t,  # in [0, 1]: diffusers multiplies by 1000 itself
+            img_ids=img_ids,
+            txt_ids=torch.zeros(cfg.text_tokens, 3),
+            return_dict=False,
+        )[0]
+
+    return twin, forward
+
+
+def output_and_gradients(
+    forward: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """The output, and the gradients of one random projection of it by every input and the given parameters."""
+    inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+    out = forward(**inputs)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad(out, [*inputs.values(), *parameters.values()], cotangent)
+    return {"output": out.detach()} | dict(zip([*inputs, *parameters], gradients, strict=True))
+
+
+def by_name(net: Flux) -> Callable[..., Tensor]:
+    """The net's forward as a function of INPUTS."""
+    return lambda img, txt, clip, t: net(img, txt, clip, t)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def assert_parity(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    wrong = {name: error for name, error in errors.items() if not error < tolerance}
+    assert not wrong, wrong
+
+
+def bf16_parameters(net: Flux) -> Flux:
+    """Cast as mixed precision does: parameters become bf16, buffers stay."""
+    for parameter in net.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return net
+
+
+def test_parameter_table_is_flux_1_schnell():
+    table = model.parameter_table(ModelConfig())
+    assert len(table) == 776
+    assert sum(math.prod(shape) for shape in table.values()) == 11_891_178_560
+    assert {name: table.get(name) for name in BFL_SHAPES} == BFL_SHAPES
+
+
+def test_every_parameter_has_a_counterpart_in_diffusers():
+    """At full size, on the meta device: same names after the map, same shapes, nothing left over."""
+    cfg = ModelConfig()
+    table = {name: torch.empty(shape, device="meta") for name, shape in model.parameter_table(cfg).items()}
+    with torch.device("meta"):
+        twin = FluxTransformer2DModel()
+    mapped = {name: tuple(tensor.shape) for name, tensor in to_diffusers(table, cfg.hidden).items()}
+    assert mapped == {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}
+
+
+def test_micro_model_agrees_with_diffusers():
+    """Output, and gradients by every input and every parameter."""
+    net = random_net(MICRO_MODEL)
+    inputs = random_inputs(MICRO_MODEL)
+    twin, twin_forward = diffusers_twin(net)
+    ours = output_and_gradients(by_name(net), inputs, dict(net.named_parameters()))
+    theirs = output_and_gradients(twin_forward, inputs, dict(twin.named_parameters()))
+    parameter_gradients = {name: ours.pop(name) for name, _ in net.named_parameters()}
+    assert_parity(ours | to_diffusers(parameter_gradients, MICRO_MODEL.hidden), theirs)
+
+
+def test_full_width_blocks_agree_with_diffusers():
+    """One double and one single block at 3072 features; the two models share their weights' memory."""
+    net = random_net(FULL_WIDTH)
+    inputs = random_inputs(FULL_WIDTH, batch=1)
+    twin, twin_forward = diffusers_twin(net)
+    chosen = {
+        "double_blocks.0.img_attn.norm.query_norm.scale": "transformer_blocks.0.attn.norm_q.weight",
+        "double_blocks.0.txt_attn.proj.bias": "transformer_blocks.0.attn.to_add_out.bias",
+        "single_blocks.0.norm.key_norm.scale": "single_transformer_blocks.0.attn.norm_k.weight",
+        "single_blocks.0.linear2.bias": "single_transformer_blocks.0.proj_out.bias",
+        "final_layer.linear.weight": "proj_out.weight",
+    }
+    ours = output_and_gradients(by_name(net), inputs, {name: net.get_parameter(name) for name in chosen})
+    theirs = output_and_gradients(
+        twin_forward, inputs, {name: twin.get_parameter(there) for name, there in chosen.items()}
+    )
+    assert_parity(ours, theirs)
+
+
+def test_rope_is_a_complex_rotation_at_every_position_up_to_64(monkeypatch):
+    """A second implementation: features (2r, 2r + 1) as one complex number times e^(i * position * omega_r)."""
+    axes, theta = (16, 56, 56), 10_000
+    position = torch.arange(65, dtype=torch.float64)
+    positions_S3 = torch.stack((position, position.flip(0), (position * 7) % 65), dim=1)
+    x_BHSK = torch.randn(2, 3, 65, 128, generator=torch.Generator().manual_seed(0))
+
+    omegas = [theta ** (-2 * r / features) for features in axes for r in range(features // 2)]
+    axis_of = [axis for axis, features in enumerate(axes) for _ in range(features // 2)]
+    phase_SR = positions_S3[:, axis_of] * torch.tensor(omegas, dtype=torch.float64)
+    turned = torch.view_as_complex(x_BHSK.double().unflatten(-1, (-1, 2))) * torch.polar(
+        torch.ones_like(phase_SR), phase_SR
+    )
+    expected_BHSK = torch.view_as_real(turned).flatten(-2)
+
+    rope_SR2 = model.rope_table(positions_S3, axes, theta)
+    assert rope_SR2.shape == (65, 64, 2) and rope_SR2.dtype == torch.float32
+    rotated_BHSK = model.apply_rope(x_BHSK, rope_SR2)
+    torch.testing.assert_close(rotated_BHSK.double(), expected_BHSK, rtol=0, atol=2e-6)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(model.apply_rope(x_BHSK, rope_SR2), rotated_BHSK)  # what the compiler is given
+
+
+def test_text_sits_at_the_origin_and_image_tokens_at_row_and_column():
+    """The table of the net itself: identity for text, then the angles of (row, column), row by row."""
+    net = random_net(MICRO_MODEL)
+    text, (rows, columns) = MICRO_MODEL.text_tokens, (MICRO_MODEL.latent_height // 2, MICRO_MODEL.latent_width // 2)
+    assert net.rope[:text, :, 0].eq(1).all() and net.rope[:text, :, 1].eq(0).all()
+    angle = torch.atan2(net.rope[text:, :, 1], net.rope[text:, :, 0]).view(rows, columns, -1)
+    # Axes of 4, 2 and 2 features: pairs 0 and 1 turn with the constant 0, pair 2 with rows, pair 3 with columns.
+    expected = torch.zeros(rows, columns, 4)
+    expected[..., 2] = torch.arange(rows)[:, None]
+    expected[..., 3] = torch.arange(columns)[None, :]
+    torch.testing.assert_close(angle, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_time_waves_of_the_validation_times_are_exact(dtype):
+    """1000 * t in fp32 whatever t's dtype: 0.375 gives 375, where bf16 arithmetic would give 376."""
+    t_B = torch.arange(8) / 8
+    waves_BW = model.time_waves(t_B.to(dtype))
+    assert waves_BW.dtype == torch.float32
+    angle = (125.0 * torch.arange(8, dtype=torch.float64))[:, None] * 10_000 ** (-torch.arange(128).double() / 128)
+    torch.testing.assert_close(waves_BW.double(), torch.cat((angle.cos(), angle.sin()), 1), rtol=0, atol=2e-4)
+    torch.testing.assert_close(waves_BW[:, 0].double(), angle[:, 0].cos(), rtol=0, atol=1e-6)
+
+
+def test_time_waves_tell_times_apart_that_bf16_cannot():
+    first, second = model.time_waves(torch.tensor([0.7000, 0.7004]))
+    assert torch.tensor(0.7000).bfloat16() == torch.tensor(0.7004).bfloat16()
+    assert first[0].item() == pytest.approx(math.cos(700.0), abs=1e-4)
+    assert second[0].item() == pytest.approx(math.cos(700.4), abs=1e-4)
+
+
+def test_rope_time_and_norms_stay_fp32_in_a_bf16_net(monkeypatch):
+    seen = []
+
+    def record(name: str, function: Callable) -> Callable:
+        def recorded(*args):
+            result = function(*args)
+            seen.append((name, *(value.dtype for value in (*args, result) if isinstance(value, Tensor))))
+            return result
+
+        return recorded
+
+    for name in ("apply_rope", "time_waves"):
+        monkeypatch.setattr(model, name, record(name, getattr(model, name)))
+    monkeypatch.setattr(model.RMSNorm, "forward", record("norm", model.RMSNorm.forward))
+    net = bf16_parameters(random_net(MICRO_MODEL))
+    inputs = random_inputs(MICRO_MODEL)
+    out = net(*(inputs[name].bfloat16() for name in ("img", "txt", "clip")), inputs["t"])
+    assert out.dtype == torch.bfloat16
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert set(seen) == {("apply_rope", fp32, fp32, fp32), ("time_waves", fp32, fp32), ("norm", bf16, fp32)}
+
+
+def test_bf16_net_follows_the_fp32_net():
+    """Same bf16-representable weights and inputs: only rounding of activations differs."""
+    net = bf16_parameters(random_net(MICRO_MODEL))
+    inputs = random_inputs(MICRO_MODEL)
+    rounded = [inputs[name].bfloat16() for name in ("img", "txt", "clip")]
+    out = net(*rounded, inputs["t"])
+    exact = net.float()(*(tensor.float() for tensor in rounded), inputs["t"])
+    assert 0 < relative_error(out, exact) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
+def test_rms_norm_has_eps_1e_6(size, dtype):
+    """Against the formula in fp64; at 1e-5 and 1e-3 the eps decides the result."""
+    x = (size * torch.randn(7, 24, generator=torch.Generator().manual_seed(0))).to(dtype)
+    norm = model.RMSNorm(24)
+    nn.init.uniform_(norm.scale, 0.5, 1.5)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.scale.double()
+    out = norm(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype,rtol", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_modulate_reduces_in_fp32_with_eps_1e_6(size, dtype, rtol):
+    """A layer norm over 3072 features that ends within one rounding of the fp64 formula."""
+    generator = torch.Generator().manual_seed(0)
+    x_BSD = (size * (torch.randn(2, 5, 3072, generator=generator) + 1)).to(dtype)
+    x64 = x_BSD.double()
+    centred = x64 - x64.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    zero_B1D = torch.zeros(2, 1, 3072, dtype=dtype)
+    torch.testing.assert_close(model.modulate(x_BSD, zero_B1D, zero_B1D).double(), normed, rtol=rtol, atol=1e-5)
+    # shift 2, scale 3: (1 + 3) * normed + 2
+    shifted = model.modulate(x_BSD, zero_B1D + 2, zero_B1D + 3)
+    torch.testing.assert_close(shifted.double(), 4 * normed + 2, rtol=2 * rtol, atol=8 * rtol)
+
+
+def test_order_of_text_tokens_does_not_matter_to_the_image():
+    """All text sits at one position and attention is not causal."""
+    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
+    forward = by_name(net)
+    shuffled = inputs["txt"][:, torch.randperm(MICRO_MODEL.text_tokens, generator=torch.Generator().manual_seed(0))]
+    assert relative_error(forward(**inputs | {"txt": shuffled}), forward(**inputs)) < 1e-6
+
+
+def test_order_of_image_tokens_matters():
+    """The counterpart: image tokens carry positions, so turning them round is more than turning the output round."""
+    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
+    forward = by_name(net)
+    turned = forward(**inputs | {"img": inputs["img"].flip(1)}).flip(1)
+    assert relative_error(turned, forward(**inputs)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["txt", "img"])
+def test_last_token_reaches_the_first_image_token(name):
+    """No mask: neither over the padding at the end of the text nor a causal one over the image."""
+    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
+    forward = by_name(net)
+    changed = inputs[name].clone()
+    changed[:, -1] += 1
+    difference = forward(**inputs | {name: changed})[:, 0] - forward(**inputs)[:, 0]
+    assert (difference.norm(dim=-1) > 1e-3).all()
+
+
+def test_samples_of_a_batch_do_not_touch():
+    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL, batch=3)
+    forward = by_name(net)
+    alone = [forward(**{name: tensor[i : i + 1] for name, tensor in inputs.items()}) for i in range(3)]
+    assert relative_error(torch.cat(alone), forward(**inputs)) < 1e-6
+
+
+def initialised(cfg: ModelConfig) -> Flux:
+    """A net started as `initialiser` says, drawn with torch."""
+    net = random_net(cfg)
+    fill = {
+        "zeros": lambda parameter, _: nn.init.zeros_(parameter),
+        "ones": lambda parameter, _: nn.init.ones_(parameter),
+        "normal": lambda parameter, width: nn.init.normal_(parameter, std=width),
+        "uniform": lambda parameter, width: nn.init.uniform_(parameter, -width, width),
+    }
+    for name, parameter in net.named_parameters():
+        kind, width = model.initialiser(name, tuple(parameter.shape))
+        fill[kind](parameter, width)
+    return net
+
+
+def test_output_is_zero_at_the_start():
+    inputs = random_inputs(MICRO_MODEL)
+    out = by_name(initialised(MICRO_MODEL))(**inputs)
+    assert torch.equal(out, torch.zeros_like(inputs["img"]))
+
+
+def test_blocks_are_the_identity_at_the_start():
+    """Zero gates: the streams leave every block as they came, whatever the conditioning."""
+    net = initialised(MICRO_MODEL)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((MICRO_MODEL.image_tokens, 24), (MICRO_MODEL.text_tokens, 24), (24,))
+    img_BND, txt_BTD, vec_BD = (torch.randn(2, *shape, generator=generator) for shape in shapes)
+    img_after, txt_after = net.double_blocks[0]((img_BND, txt_BTD), vec_BD, net.rope)
+    joint_BSD = torch.cat((txt_BTD, img_BND), dim=1)
+    assert torch.equal(img_after, img_BND) and torch.equal(txt_after, txt_BTD)
+    assert torch.equal(net.single_blocks[0](joint_BSD, vec_BD, net.rope), joint_BSD)
+
+
+def test_initialiser_of_every_parameter():
+    """Kinds by module; the half-width of uniform weights is what torch's own Xavier draws from."""
+    for name, shape in model.parameter_table(MICRO_MODEL).items():
+        kind, width = model.initialiser(name, shape)
+        in_block = re.sub(r"^(double|single)_blocks\.\d+\.", "", name)
+        assert kind == STARTS.get(in_block, "zeros" if name.endswith(".bias") else "uniform"), name
+        if kind == "normal":
+            assert width == 0.02
+        if kind == "uniform":
+            largest = nn.init.xavier_uniform_(torch.empty(shape)).abs().max().item()
+            assert 0.9 * width < largest <= width, name

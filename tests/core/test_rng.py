@@ -1,0 +1,414 @@
+"""Every random number of a run, against a second implementation of its definition; and the run's arithmetic."""
+
+import hashlib
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from flux_ref import rng, schedule
+from flux_ref.golden import commands as golden
+
+SHAPE = (2, 4, 6)
+MASK = 2**64 - 1
+PUBLIC_SEEDS = (25952, 25953, 25954)  # adjacent, as in published benchmark runs
+
+
+def philox_4x64_10(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:
+    """One block of four words, from the paper (Salmon et al., SC'11, section 3.3)."""
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(10):
+        high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, 2**64)
+        high1, low1 = divmod(0xCA5A826395121157 * c2, 2**64)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
+    return [c0, c1, c2, c3]
+
+
+def test_second_philox_gives_the_papers_known_answers():
+    """Test vectors of the authors' Random123 (kat_vectors, philox4x64 10)."""
+    assert philox_4x64_10((0, 0), (0, 0, 0, 0)) == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
+    assert philox_4x64_10((MASK, MASK), (MASK, MASK, MASK, MASK)) == [
+        0x87B092C3013FE90B,
+        0x438C3C67BE8D0224,
+        0x9CC7D7C69CD777B6,
+        0xA09CAEBF594F0BA0,
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed,stream,sample,epoch,start,count",
+    [
+        (0, rng.ORDER, 0, 0, 0, 9),
+        (25952, rng.NOISE, 1_099_775, 23, 0, 8),
+        (2**63 - 1, rng.SCALARS, 5, 2**40, 0, 2),
+        (7, rng.INIT, rng.name_key("img_in.weight"), 0, 4 * 2**32, 6),
+        (1, rng.WORDS, MASK, 4096, 400, 4),
+    ],
+)
+def test_words_are_philox_blocks_under_the_documented_counter(seed, stream, sample, epoch, start, count):
+    expected = [
+        philox_4x64_10((seed, stream), (w // 4 + 1, sample, epoch, 0))[w % 4] for w in range(start, start + count)
+    ]
+    got = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
+    assert got.dtype == np.uint64
+    assert got.tolist() == expected
+
+
+def test_words_from_a_start_continue_the_stream():
+    whole = rng.words(3, rng.INIT, 64, sample=9)
+    assert np.array_equal(rng.words(3, rng.INIT, 24, sample=9, start=40), whole[40:])
+
+
+def test_no_two_seeds_streams_samples_or_epochs_share_words():
+    """Adjacent ones above all: with seed + rank such runs would repeat each other's numbers."""
+    streams = (rng.SCALARS, rng.LATENT, rng.NOISE, rng.VAL_LATENT, rng.VAL_NOISE, rng.SAMPLING)
+    keys = itertools.product(PUBLIC_SEEDS, streams, range(3), range(3))
+    drawn = np.concatenate([rng.words(seed, stream, 64, sample=s, epoch=e) for seed, stream, s, e in keys])
+    assert len(np.unique(drawn)) == len(drawn) == 3 * 6 * 3 * 3 * 64
+
+
+def test_streams_keep_their_numbers():
+    """They are part of the definition of a run."""
+    streams = (
+        rng.ORDER,
+        rng.SCALARS,
+        rng.LATENT,
+        rng.NOISE,
+        rng.VAL_LATENT,
+        rng.VAL_NOISE,
+        rng.INIT,
+        rng.SYNTHETIC,
+        rng.SAMPLING,
+        rng.WORDS,
+        rng.JITTER,
+    )
+    assert streams == tuple(range(len(streams)))
+
+
+def test_uniform_never_reaches_1():
+    words = np.array([0, 2**40 - 1, 2**40, 2**63, MASK], np.uint64)
+    assert rng.uniform(words).dtype == np.float32
+    assert rng.uniform(words).tolist() == [0.0, 0.0, 2.0**-24, 0.5, 1 - 2.0**-24]
+
+
+def test_uniform_is_flat_and_fine():
+    """200,000 draws: mean, 64 bins, and a grid of 2**-24 that is used (bf16 would leave some 30,000 values)."""
+    t = rng.uniform(rng.words(0, rng.SCALARS, 200_000)).astype(np.float64)
+    assert t.min() >= 0 and t.max() < 1
+    assert abs(t.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(t))
+    counts, _ = np.histogram(t, bins=64, range=(0, 1))
+    chi_squared = ((counts - len(t) / 64) ** 2 / (len(t) / 64)).sum()
+    assert chi_squared < 63 + 4 * math.sqrt(2 * 63)
+    assert np.array_equal(t * 2**24, np.round(t * 2**24))
+    assert len(np.unique(t)) > 0.99 * len(t)
+
+
+def test_t_of_samples_and_epochs_is_uniform():
+    """One t per (sample, epoch), each from a block of its own."""
+    drawn = [rng.train_draw(0, epoch, sample, (1, 1, 2), 0.1) for epoch in range(4) for sample in range(5000)]
+    t = np.array([draw.t for draw in drawn])
+    assert t.min() >= 0 and t.max() < 1
+    assert abs(t.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(t))
+    assert abs(np.mean(t**2) - 1 / 3) < 4 * math.sqrt(4 / 45 / len(t))
+    assert abs(np.corrcoef(t[:-1], t[1:])[0, 1]) < 4 / math.sqrt(len(t))
+    dropped = np.array([draw.drop_caption for draw in drawn])
+    assert abs(dropped.mean() - 0.1) < 4 * math.sqrt(0.1 * 0.9 / len(t))
+    assert abs(np.corrcoef(t, dropped)[0, 1]) < 4 / math.sqrt(len(t))
+
+
+def test_normal_is_box_muller_on_pairs():
+    words = rng.words(5, rng.NOISE, 64)
+    for first, second, pair in zip(words[0::2].tolist(), words[1::2].tolist(), rng.normal(words).reshape(-1, 2)):
+        radius = math.sqrt(-2 * math.log((first // 2**11 + 1) / 2**53))
+        angle = 2 * math.pi * (second // 2**11) / 2**53
+        assert pair.tolist() == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], rel=1e-6, abs=1e-7)
+
+
+def test_normal_is_finite_at_the_extreme_words():
+    words = np.array([0, 0, MASK, MASK, 0, MASK, MASK, 0], np.uint64)
+    assert np.isfinite(rng.normal(words)).all()
+    assert rng.normal(words).max() == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
+
+
+def test_normal_has_the_moments_of_a_gaussian():
+    x = rng.normals(0, rng.NOISE, (400, 500), sample=1, epoch=2).astype(np.float64)
+    assert x.shape == (400, 500)
+    x = x.ravel()
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(np.mean(x**power) - moment) < 4 * math.sqrt(variance / len(x)), power
+    assert abs(np.mean(x[0::2] * x[1::2])) < 4 / math.sqrt(len(x) / 2)
+    assert np.mean(abs(x) > 3) == pytest.approx(math.erfc(3 / math.sqrt(2)), rel=0.2)
+
+
+def test_normals_begin_with_the_same_numbers_at_every_size():
+    small = rng.normals(0, rng.NOISE, (2, 3), sample=4, epoch=5)
+    large = rng.normals(0, rng.NOISE, (4, 3), sample=4, epoch=5)
+    assert np.array_equal(small, large[:2])
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50, 4099])
+def test_order_is_a_permutation_in_every_epoch(count):
+    """Each sample once per epoch, none repeated."""
+    for epoch in range(3):
+        assert sorted(rng.order(25952, epoch, count).tolist()) == list(range(count))
+
+
+def test_order_is_new_in_every_epoch_and_seed_and_the_same_every_time():
+    orders = [tuple(rng.order(seed, epoch, 1000)) for seed in PUBLIC_SEEDS for epoch in range(4)]
+    assert len(set(orders)) == 12
+    assert orders == [tuple(rng.order(seed, epoch, 1000)) for seed in PUBLIC_SEEDS for epoch in range(4)]
+
+
+def test_order_is_shuffled():
+    """About one sample stays in place, and neighbours part."""
+    order = rng.order(0, 0, 10_000)
+    assert (order == np.arange(10_000)).sum() < 8
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
+
+
+def arrays_of(draw: rng.Draw) -> list:
+    return [draw.drop_caption, draw.t, draw.latent_eps.tolist(), draw.noise.tolist()]
+
+
+def test_train_draw_is_a_function_of_its_arguments_alone():
+    """Not of numpy's or Python's global generator, nor of what was drawn before."""
+    np.random.seed(1)
+    first = rng.train_draw(3, 2, 41, SHAPE, 0.1)
+    state = np.random.get_state()[1].tolist()
+    np.random.seed(2)
+    rng.train_draw(3, 2, 40, SHAPE, 0.1)
+    rng.val_draw(3, 0, 41, SHAPE)
+    assert arrays_of(rng.train_draw(3, 2, 41, SHAPE, 0.1)) == arrays_of(first)
+    np.random.seed(1)
+    assert np.random.get_state()[1].tolist() == state, "a draw moved numpy's global generator"
+
+
+@pytest.mark.parametrize("changed", [(4, 2, 41), (3, 3, 41), (3, 2, 42)])
+def test_train_draw_depends_on_seed_epoch_and_sample(changed):
+    first, second = rng.train_draw(3, 2, 41, SHAPE, 0.1), rng.train_draw(*changed, SHAPE, 0.1)
+    assert first.t != second.t
+    assert (first.noise != second.noise).all() and (first.latent_eps != second.latent_eps).all()
+
+
+def test_train_draw_has_the_latents_shape_and_two_different_noises():
+    draw = rng.train_draw(3, 2, 41, SHAPE, 0.1)
+    assert draw.noise.shape == draw.latent_eps.shape == SHAPE
+    assert draw.noise.dtype == draw.latent_eps.dtype == np.float32
+    assert (draw.noise != draw.latent_eps).all()
+    assert type(draw.t) is float and type(draw.drop_caption) is bool
+
+
+def test_captions_are_dropped_never_or_always_at_the_ends():
+    for sample in range(300):
+        never, always = (rng.train_draw(0, 0, sample, (1, 1, 2), p) for p in (0.0, 1.0))
+        assert (never.drop_caption, always.drop_caption) == (False, True)
+        assert arrays_of(never)[1:] == arrays_of(always)[1:], "the drop rate must not change the other draws"
+
+
+def test_validation_draws_are_apart_from_trainings():
+    """Even where its seed, epoch and sample are training's; noise is new at each evaluation and sample."""
+    latent_eps, noise = rng.val_draw(3, 2, 41, SHAPE)
+    train = rng.train_draw(3, 2, 41, SHAPE, 0.1)
+    others = [train.latent_eps, train.noise, *rng.val_draw(3, 3, 41, SHAPE), *rng.val_draw(3, 2, 42, SHAPE)]
+    everything = np.concatenate([array.ravel() for array in (latent_eps, noise, *others)])
+    assert len(np.unique(everything)) == len(everything)
+    again = rng.val_draw(3, 2, 41, SHAPE)
+    assert np.array_equal(again[0], latent_eps) and np.array_equal(again[1], noise)
+
+
+def test_name_key_is_a_fixed_hash():
+    """The first eight bytes of SHA-256, least significant first: e3b0c442 98fc1c14 for the empty name."""
+    assert rng.name_key("") == 0x141CFC9842C4B0E3
+    assert len({rng.name_key(f"single_blocks.{i}.linear1.weight") for i in range(38)}) == 38
+
+
+def test_lr_is_linear_then_constant():
+    rates = [schedule.lr(step, 2e-4, 1600) for step in range(2000)]
+    assert rates[0] == pytest.approx(2e-4 / 1600)
+    assert rates[799] == pytest.approx(1e-4)
+    assert rates[1598] < rates[1599] == 2e-4
+    assert set(rates[1599:]) == {2e-4}
+    assert np.diff(rates[:1600]) == pytest.approx(2e-4 / 1600)
+    assert schedule.lr(0, 2e-4, 0) == 2e-4
+
+
+@pytest.mark.parametrize(
+    "global_batch,steps", [(512, 512), (1024, 256), (2048, 128), (2304, 114), (1000, 263), (96, 2731)]
+)
+def test_evaluations_are_due_every_ceil_steps(global_batch, steps):
+    """262,144 samples, rounded up to whole steps; never at the start."""
+    due = [step for step in range(4 * steps) if schedule.due(step * global_batch, 262_144, global_batch)]
+    assert due == [steps, 2 * steps, 3 * steps]
+    assert schedule.steps_for(262_144, global_batch) == steps
+
+
+def test_an_interval_below_one_batch_is_due_at_every_step_but_not_at_the_start():
+    assert all(schedule.due(step * 512, 100, 512) for step in range(1, 10))
+    assert not schedule.due(0, 100, 512)
+
+
+def test_validation_times_are_k_eighths():
+    assert [schedule.validation_time(k) for k in range(schedule.TIMESTEPS)] == [
+        0.0,
+        0.125,
+        0.25,
+        0.375,
+        0.5,
+        0.625,
+        0.75,
+        0.875,
+    ]
+
+
+# docs/draws.md, written down a second time, without flux_ref.draws: many samples at once
+
+ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT = range(7)
+PAGE = (ROOT / "docs" / "draws.md").read_text()
+
+
+def product(a: int, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """High and low words of a * b, by halves of 32 bits."""
+    half, low = np.uint64(32), np.uint64(2**32 - 1)
+    a1, a0, b1, b0 = np.uint64(a >> 32), np.uint64(a % 2**32), b >> half, b & low
+    middle = a1 * b0 + (a0 * b0 >> half)
+    cross = a0 * b1 + (middle & low)
+    return a1 * b1 + (middle >> half) + (cross >> half), np.uint64(a) * b
+
+
+def blocks(seed: int, stream: int, block: np.ndarray, sample: np.ndarray, epoch: int) -> np.ndarray:
+    """Blocks of four words, (..., 4), for arrays of block numbers and samples."""
+    shape = np.broadcast_shapes(np.shape(block), np.shape(sample))
+    c0, c1, c2, c3 = (np.broadcast_to(np.asarray(c, np.uint64), shape) for c in (block, sample, epoch, 0))
+    c0, k0, k1 = c0 + np.uint64(1), seed, stream
+    for _ in range(10):
+        (high0, low0), (high1, low1) = product(0xD2E7470EE14C6C93, c0), product(0xCA5A826395121157, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
+    return np.stack((c0, c1, c2, c3), axis=-1)
+
+
+def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int = 0) -> np.ndarray:
+    """Words start .. start + count of each sample: (..., count)."""
+    first, end = start // 4, (start + count + 3) // 4
+    block = np.array(range(first, end), np.uint64)
+    found = blocks(seed, stream, block, np.asarray(sample, np.uint64)[..., None], epoch)
+    return found.reshape(*found.shape[:-2], -1)[..., start - 4 * first :][..., :count]
+
+
+def uniform_of(word: np.ndarray) -> np.ndarray:
+    return np.float32((word // 2**40).astype(np.float64) / 2**24)
+
+
+def normal_of(word: np.ndarray) -> np.ndarray:
+    a, b = ((word[..., i::2] // 2**11).astype(np.float64) for i in (0, 1))
+    radius, angle = np.sqrt(-2 * np.log((a + 1) / 2**53)), 2 * np.pi * (b / 2**53)
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
+    return pairs.reshape(*word.shape).astype(np.float32)
+
+
+def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.ndarray:
+    return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
+
+
+def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
+
+
+def key_of(name: str) -> int:
+    return sum(byte << 8 * i for i, byte in enumerate(hashlib.sha256(name.encode()).digest()[:8]))
+
+
+def test_the_second_implementation_agrees_with_the_papers():
+    sample = np.array([3, 2**63 + 5, MASK], np.uint64)
+    found = words_of(25952, NOISE, sample, 2**40 + 1, 9, start=4 * 2**32)
+    for row, number in zip(found, sample.tolist()):
+        expected = [philox_4x64_10((25952, NOISE), (2**32 + 1 + w // 4, number, 2**40 + 1, 0))[w % 4] for w in range(9)]
+        assert row.tolist() == expected
+
+
+def test_golden_draws_follow_the_page():
+    """What ports are given to compare themselves with, from the second implementation alone."""
+    read = golden.Golden(golden.FOLDER).file.read
+    same = np.testing.assert_array_equal
+    same(read("draws.words.0"), words_of(0, ORDER, 0, 0, 8))
+    same(read("draws.words.1"), words_of(25952, NOISE, 1_099_775, 23, 8))
+    same(read("draws.words.2"), words_of(2**63 - 1, SCALARS, 5, 2**40, 8))
+    same(read("draws.words.3"), words_of(7, INIT, key_of("img_in.weight"), 0, 8, start=4 * 2**32))
+    same(read("draws.words.4"), words_of(1, VAL_NOISE, 29_695, 25_165_824, 8, start=400))
+    same(read("draws.uniform"), uniform_of(read("draws.words.1")))
+    same(read("draws.normal"), normal_of(read("draws.words.1")))
+    assert read("draws.name_key") == key_of("img_in.weight")
+    seed, shape = 25969, (7, 6, 10)
+    for epoch in range(2):
+        same(read(f"draws.order.{epoch}"), order_of(seed, epoch, 50))
+    drop, t = uniform_of(words_of(seed, SCALARS, np.arange(50), 1, 2)).T
+    same(read("draws.drop"), drop < 0.1)
+    same(read("draws.t"), t)
+    for name, stream, epoch in (
+        *(("latent_eps", LATENT, 1), ("noise", NOISE, 1)),
+        *(("val_latent_eps", VAL_LATENT, 262_144), ("val_noise", VAL_NOISE, 262_144)),
+    ):
+        same(read(f"draws.{name}"), normals_of(seed, stream, 3, epoch, 420).reshape(shape))
+    u = uniform_of(words_of(seed, INIT, key_of("img_in.weight"), 0, 112))
+    same(read("init.img_in.weight").ravel(), (2 * u - 1) * np.float32(math.sqrt(6 / (28 + 24))))
+    drawn = normals_of(seed, INIT, key_of("time_in.in_layer.weight"), 0, 1024)
+    same(read("init.time_in.in_layer.weight").ravel(), drawn * np.float32(0.02))
+    u = uniform_of(words_of(0, INIT, key_of("weights.img_in.weight"), 0, 24 * 28))
+    same(read("weights.img_in.weight").ravel(), (2 * u - 1) / 32)
+
+
+def test_numbers_of_the_page_are_true():
+    words = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([0-9a-f ]{67}) \|$", PAGE, re.M)
+    assert len(words) == 4
+    for *numbers, hexadecimal in words:
+        seed, stream, sample, epoch, start = map(int, numbers)
+        assert hexadecimal.split() == [f"{w:016x}" for w in words_of(seed, stream, sample, epoch, 4, start).tolist()]
+    drawn = re.findall(r"^\| (\d+) \| (yes|no) \| ([0-9.]+) \| ([-0-9. ]+) \| ([-0-9. ]+) \|$", PAGE, re.M)
+    assert len(drawn) == 3
+    for sample, drop, t, eps, noise in drawn:
+        scalars = uniform_of(words_of(25952, SCALARS, int(sample), 2, 2))
+        assert (drop == "yes") == (scalars[0] < 0.1) and float(t) == pytest.approx(scalars[1], abs=1e-8)
+        for stream, text in ((LATENT, eps), (NOISE, noise)):
+            assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, int(sample), 2, 4), abs=1e-7)
+    flat = " ".join(PAGE.split())
+    for epoch in range(2):
+        assert f"epoch {epoch} is {' '.join(map(str, order_of(25952, epoch, 10)))}" in flat
+    eps, noise = re.search(r"sample 29695: eps ([-0-9. ]+), noise ([-0-9. ]+)\.", flat).groups()
+    for stream, text in ((VAL_LATENT, eps), (VAL_NOISE, noise)):
+        assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, 29_695, 262_144, 4), abs=1e-7)
+    assert str(key_of("img_in.weight")) in PAGE
+
+
+def test_streams_of_the_page_are_the_codes():
+    numbered = {"ORDER": 0, "SCALARS": 1, "LATENT": 2, "NOISE": 3, "INIT": 6}
+    for name, number in numbered.items():
+        assert f"| {name} | {number} |" in PAGE and getattr(rng, name) == number
+    assert "| VAL_LATENT, VAL_NOISE | 4, 5 |" in PAGE and "| SYNTHETIC, SAMPLING, WORDS, JITTER | 7 to 10 |" in PAGE
+
+
+@pytest.mark.slow
+def test_a_million_samples_have_the_same_draws():
+    """Over eight epochs of the benchmark's training set: order, drop and t of a million, noise of some."""
+    seed, count, generator = 25953, 1_099_776, np.random.default_rng(0)
+    for epoch in range(0, 24, 3):
+        order = rng.order(seed, epoch, count)
+        np.testing.assert_array_equal(order, order_of(seed, epoch, count))
+        samples = order[generator.integers(0, count - 125_000) :][:125_000]
+        drop, t = uniform_of(words_of(seed, SCALARS, samples, epoch, 2)).T
+        ours = [rng.train_draw(seed, epoch, sample, (1, 1, 2), 0.1) for sample in samples.tolist()]
+        np.testing.assert_array_equal([draw.drop_caption for draw in ours], drop < 0.1)
+        np.testing.assert_array_equal(np.array([draw.t for draw in ours], np.float32), t)
+        np.testing.assert_array_equal([draw.noise.ravel() for draw in ours], normals_of(seed, NOISE, samples, epoch, 2))
+        for sample in samples[:20].tolist():
+            draw = rng.train_draw(seed, epoch, sample, (16, 32, 32), 0.1)
+            for stream, array in ((LATENT, draw.latent_eps), (NOISE, draw.noise)):
+                np.testing.assert_array_equal(array.ravel(), normals_of(seed, stream, sample, epoch, 16_384))

@@ -1,0 +1,266 @@
+"""However a run is split among ranks, regions and micro-batches, it is the same run."""
+
+import math
+
+import numpy as np
+import pytest
+import rank_runs
+import torch
+from rank_runs import STEPS
+
+from flux_ref import config, flow, schedule
+from flux_ref.data import TrainSet
+from flux_ref.model import parameter_table
+from flux_ref.step import NEVER, Health
+
+SIZES = (1, 2, 3, 4)  # 4 is HSDP, 2 replicas x 2 shards
+
+
+@pytest.fixture(scope="module")
+def measured(shapes_dir):
+    return lambda size: rank_runs.measured(shapes_dir, size)
+
+
+def plain_training(cfg: config.Config) -> dict:
+    """The same steps by an unsharded net with torch's own AdamW and clipping; the reference of this file."""
+    net, optim = rank_runs.plain_net(cfg), cfg.optim
+    adamw = plain_adamw(net.parameters(), optim)
+    train_set = TrainSet(cfg, 0, 1, False)
+    train_set.open()
+    feed = train_set.feed(0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        host = feed.take()
+        loss = flow.losses(net, host.tensors, torch.float32).mean()
+        feed.give_back(host)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), optim.clip_norm)))
+        adamw.param_groups[0]["lr"] = schedule.lr(step, optim.lr, optim.warmup_steps)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    feed.close()
+    return {"losses": losses, "norms": norms, "whole": {name: p.detach() for name, p in net.named_parameters()}}
+
+
+def plain_adamw(parameters, optim: config.OptimConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters, optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(shapes_dir):
+    return plain_training(rank_runs.micro_config(shapes_dir))
+
+
+def require_same_run(found: dict, want: dict, relative: float = 1e-5):
+    np.testing.assert_allclose(found["losses"], want["losses"], rtol=relative)
+    norms = np.array(found["norms"])
+    assert (norms == norms[:, :1]).all(), "the ranks disagree about the norm"
+    np.testing.assert_allclose(norms[:, 0], want["norms"], rtol=relative)
+
+
+def require_close(found: dict, want: dict):
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def require_identical(found: dict, want: dict):
+    assert found.keys() == want.keys()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+# Initial weights and their shards
+
+
+@pytest.mark.parametrize("size, key", [(2, "initial"), (3, "initial"), (4, "initial"), (4, "flat initial")])
+def test_initial_weights_are_bit_identical_at_every_world_size(measured, size, key):
+    require_identical(measured(size)[key]["whole"], measured(1)["initial"]["whole"])
+
+
+def test_initial_weights_have_bfls_names_and_are_not_all_alike(measured, micro):
+    whole = measured(1)["initial"]["whole"]
+    assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == parameter_table(micro.model)
+    a, b = whole["double_blocks.0.img_attn.qkv.weight"], whole["double_blocks.1.img_attn.qkv.weight"]
+    assert a.std() > 0.1 and not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size, key, shards", [(2, "initial", 2), (3, "initial", 3), (4, "flat initial", 4)])
+def test_each_rank_keeps_its_chunk_of_rows(measured, micro, size, key, shards):
+    rows = measured(size)[key]["rows"]
+    for name, shape in parameter_table(micro.model).items():
+        chunks = [len(chunk) for chunk in torch.zeros(shape).chunk(shards)]
+        assert [of_rank[name] for of_rank in rows] == chunks + [0] * (shards - len(chunks)), name
+
+
+def test_uneven_shards_are_among_those_tested(measured):
+    rows = measured(3)["initial"]["rows"]
+    assert [of_rank["final_layer.linear.weight"] for of_rank in rows] == [22, 22, 20]
+
+
+def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured):
+    found = measured(4)
+    assert found["dimensions"] == ("replicate", "shard")
+    assert found["mesh"] == [[0, 1], [2, 3]]
+    assert [rows["img_in.weight"] for rows in found["initial"]["rows"]] == [12, 12, 12, 12]
+
+
+# Training
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_training_equals_one_plain_process(measured, plain, size):
+    found = measured(size)["base"]
+    require_same_run(found, plain)
+    require_close(found["whole"], plain["whole"])
+
+
+def test_clipping_is_tested_on_both_sides(plain):
+    assert min(plain["norms"]) < rank_runs.CLIP < max(plain["norms"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradient_accumulation_changes_nothing(measured, plain, size):
+    found = measured(size)["accumulated"]
+    require_same_run(found, plain)
+    require_close(found["whole"], plain["whole"])
+
+
+def test_four_shards_without_replicas_train_the_same(measured, plain):
+    require_same_run(measured(4)["flat"], plain)
+    require_close(measured(4)["flat"]["whole"], plain["whole"])
+
+
+@pytest.mark.parametrize("split", ["base", "regions of 2", "regions of 3", "kept gathered"])
+def test_regions_change_neither_names_nor_losses(measured, plain, micro, split):
+    found = measured(2)[split]
+    assert found["names"] == list(parameter_table(micro.model))
+    require_same_run(found, plain)
+
+
+def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_dir):
+    cfg = rank_runs.micro_config(shapes_dir, **rank_runs.NARROW)
+    assert cfg.model.head_dim == 4  # in chunks of 2, 2 and 0
+    require_same_run(measured(3)["narrow"], plain_training(cfg))
+
+
+def test_bf16_compute_trains_nearly_the_same(measured, plain):
+    found = measured(2)["bf16"]
+    require_same_run(found, plain, relative=0.02)
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
+    assert not np.allclose(found["losses"], plain["losses"], rtol=1e-6), "computed in fp32"
+    assert all(tensor.dtype == torch.float32 for tensor in found["whole"].values())
+
+
+def test_validation_in_between_leaves_training_bit_identical(measured):
+    found, want = measured(3)["validating"], measured(3)["base"]
+    assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
+    require_identical(found["whole"], want["whole"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_noise_of_all_ranks_is_distinct(measured, size):
+    found = measured(size)["feeding"]
+    noise = torch.cat((found["noise"], found["latent_eps"])).flatten(1)
+    assert len(noise) == 2 * 2 * 12
+    assert len(noise.unique(dim=0)) == len(noise)
+    assert len(found["t"].unique()) == 2 * 12
+
+
+# Warm-up
+
+
+def test_warm_up_leaves_weights_bit_identical_and_moments_zero(measured, micro):
+    found = measured(2)["warm"]
+    require_identical(
+        found["warm"], {name: rank_runs.lively(name, s) for name, s in parameter_table(micro.model).items()}
+    )
+    assert found["states"] == 3 * len(parameter_table(micro.model))  # two moments and a step count
+    assert found["largest state"] == 0
+
+
+def test_training_after_warm_up_is_bit_identical_to_training_without(measured):
+    found, want = measured(2)["warm"], measured(2)["base"]
+    assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
+    require_identical(found["whole"], want["whole"])
+
+
+# Optimizer
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_adamw_equals_torchs_adamw_with_clipping(measured, micro, shapes_dir, size):
+    cfg = rank_runs.micro_config(shapes_dir)
+    parameters = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(micro.model).items()}
+    adamw, norms = plain_adamw(parameters.values(), cfg.optim), []
+    for scale in rank_runs.GRADIENT_SCALES:
+        for name, parameter in parameters.items():
+            parameter.grad = rank_runs.lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), cfg.optim.clip_norm)))
+        adamw.step()
+    found = measured(size)["optimizer"]
+    np.testing.assert_allclose(found["norms"], norms, rtol=1e-6)
+    require_close(found["whole"], parameters)
+    assert found["gradients left"] == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(measured, size):
+    found = measured(size)["optimizer"]
+    assert math.isnan(found["norm with a NaN"]) and found["moved by a NaN"] == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_optimizer_and_net_share_storage_after_training(measured, size):
+    assert measured(size)["base"]["storage shared"]
+
+
+# Health and faults
+
+
+def test_health_remembers_the_first_step_that_was_not_finite():
+    good, bad = torch.ones(()), torch.tensor(math.nan)
+    health = Health(torch.device("cpu"), step=10)
+    for loss, norm in ((good, good), (good, bad), (bad, bad), (good, good)):
+        health.update(loss, norm)
+    assert health.flags.tolist() == [14, 12, 11]
+    assert Health(torch.device("cpu")).flags.tolist() == [0, NEVER, NEVER]
+
+
+def test_health_of_a_sound_run_is_spotless(measured):
+    assert measured(3)["base"]["flags"] == [STEPS, NEVER, NEVER]
+    assert measured(3)["reporting"]["fine"] == [""] * 3
+
+
+def test_health_flags_name_step_and_rank_of_a_bad_loss(measured):
+    losses = [flags[1] for flags in measured(3)["reporting"]["flags"]]
+    assert losses == [NEVER, NEVER, 1], "the bad batch was the last rank's, and it spoiled no weight"
+
+
+def test_every_rank_names_the_first_bad_step_and_its_rank(measured):
+    complaints = measured(3)["reporting"]["NaN at step 1"]
+    assert len(set(complaints)) == 1
+    assert "loss is not finite at step 1 on rank 2's data (positions 20 to 23 of the run)" in complaints[0]
+
+
+def test_an_infinite_norm_of_finite_losses_stops_every_rank(measured):
+    complaints = measured(3)["reporting"]["infinite norm"]
+    assert len(set(complaints)) == 1
+    assert "gradient norm is not finite at step 1" in complaints[0]
+
+
+def test_skipped_samples_of_all_ranks_are_counted_together(measured):
+    complaints = measured(3)["reporting"]["one bad sample per rank"]
+    assert len(set(complaints)) == 1
+    assert complaints[0].startswith("3 bad training samples, data.skip_bad=2 allows no more")
+    assert complaints[0].count("reason 0") == complaints[0].count("reason 2") == 1
+
+
+def test_a_bad_sample_that_several_ranks_met_counts_once(measured):
+    assert measured(3)["reporting"]["the same bad sample on every rank"] == [""] * 3
+
+
+def test_a_refusal_on_one_rank_is_raised_on_all(measured):
+    assert measured(3)["refusing"] == ["rank 2: no such shard"] * 3

@@ -1,0 +1,403 @@
+"""Captured steps, with stand-ins for graphs: the order of things, what they may touch, and how they end.
+
+What only a device can show is in test_gpu_graph.py.
+"""
+
+from types import SimpleNamespace
+
+import graph_ranks
+import killing
+import pytest
+import torch
+from conftest import MICRO, data_overrides, script
+from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
+from precision_ranks import fp8_config
+
+from flux_ref import config_file, data, ranks, sharding, steps
+from flux_ref.errors import Fault, Refusal
+from flux_ref.optim import ShardedAdamW
+from flux_ref.run import cli
+from flux_ref.speed import fp8, graphs
+from flux_ref.step import NEVER, State, validation_step
+from flux_ref.steps import CAPTURED, Steps, manner, require_settled
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SETTLING = ["reshard", "collect", "synchronize", "barrier"]
+LONG = ("--train.max_samples=240", "--train.micro_batch=6")  # 20 steps of 2 micro-batches
+DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums of several threads may be rounded otherwise than those of one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def log(monkeypatch) -> Log:
+    """Steps are captured by stand-ins from here on; tells what happens."""
+    log = Log()
+    monkeypatch.setattr(StandInRecorder, "log", log)
+    monkeypatch.setattr(steps, "Recorder", StandInRecorder)
+    monkeypatch.setattr(steps, "obstacle", lambda device, asked: "")
+    monkeypatch.setattr(steps, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
+    return log
+
+
+@pytest.fixture
+def noted(log, monkeypatch) -> Log:
+    """The log, with what happens around the graphs."""
+    monkeypatch.setattr(sharding, "reshard", log("reshard", sharding.reshard))
+    monkeypatch.setattr(ranks, "gather_objects", log("barrier", ranks.gather_objects))
+    return log
+
+
+@pytest.fixture
+def world():
+    yield ranks.start(config_file.load(MICRO).parallel)
+    ranks.stop()
+
+
+@pytest.fixture
+def make(micro, world):
+    """Makes the steps of a fresh net, warmed up."""
+
+    def fresh(**values: object) -> Steps:
+        cfg = config_file.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
+        net = sharding.build(cfg, world, seed=3)
+        steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+        steps.warm_up()
+        return steps
+
+    return fresh
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Steps]:
+    """The steps of the runs of a test."""
+    capture, made = Steps.capture, []
+    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
+    return made
+
+
+def train(folder, data, *overrides: str) -> int:
+    """The exit code of train.py, run inside this process."""
+    argv = [str(MICRO), f"--run.dir={folder}", *data_overrides(data), "--eval.batch=45", *overrides]
+    return cli.run("train.py", "", killing.train.main, argv)
+
+
+# Whether to capture
+
+
+def chosen(where: torch.device, **values: object) -> str:
+    return manner(config_file.replace(config_file.load(MICRO), **values), where)
+
+
+def on_hip(monkeypatch, version: str) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+
+
+def test_auto_captures_on_nvidia_devices_alone(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert chosen(CUDA) == chosen(CUDA, graph__enabled="on") == CAPTURED
+    assert chosen(CPU) == "eager (a device of type cpu captures no graphs)"
+    assert chosen(CUDA, graph__enabled="off") == chosen(CPU, graph__enabled="off") == "eager (graph.enabled=off)"
+    on_hip(monkeypatch, "2.13.0")
+    assert chosen(CUDA) == "eager (on HIP graphs are captured only when asked for)"
+    assert chosen(CUDA, graph__enabled="on") == CAPTURED
+
+
+def test_on_is_refused_on_a_cpu():
+    with pytest.raises(
+        Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; graph.enabled=auto runs"
+    ):
+        chosen(CPU, graph__enabled="on")
+
+
+def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
+    on_hip(monkeypatch, "2.11.0")
+    assert chosen(CUDA).startswith("eager (torch 2.11.0 cannot capture collectives on HIP")
+    with pytest.raises(
+        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; graph.en"
+    ):
+        chosen(CUDA, graph__enabled="on")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_capture_wants_two_steps_before_it(monkeypatch, steps):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert chosen(CUDA, train__synthetic_steps=steps).startswith(f"eager (train.synthetic_steps={steps} must be")
+    with pytest.raises(Refusal, match=rf"on cannot .*: train.synthetic_steps={steps} must be at least 2, .*; graph.en"):
+        chosen(CUDA, train__synthetic_steps=steps, graph__enabled="on")
+
+
+@pytest.mark.parametrize("name", graphs.ALLOCATOR)
+def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch, name):
+    monkeypatch.setattr(torch.version, "hip", None)
+    for other in (*graphs.ALLOCATOR, graphs.REGISTER):
+        monkeypatch.delenv(other, raising=False)
+    graphs.guard_expandable()
+    assert graphs.REGISTER not in graphs.os.environ
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    monkeypatch.setenv(graphs.REGISTER, "1")
+    graphs.guard_expandable()
+    assert chosen(CUDA) == "eager (NCCL_GRAPH_REGISTER=1 does not go with expandable_segments; unset it)"
+    monkeypatch.delenv(graphs.REGISTER)
+    ranks.start(config_file.load(MICRO).parallel)
+    ranks.stop()
+    assert graphs.os.environ[graphs.REGISTER] == "0" and chosen(CUDA) == CAPTURED
+
+
+def test_train_refuses_what_it_cannot_honour_and_leaves_nothing(tmp_path, shapes_dir, capsys):
+    assert train(tmp_path / "run", shapes_dir, "--graph.enabled=on") == 2
+    assert "graph.enabled=on cannot be honoured: a device of type cpu" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# The capture
+
+
+def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
+    steps = make()
+    noted.clear()
+    steps.capture()
+    assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
+    require_settled(steps.state.net)  # an eager forward that comes next gathers the weights anew
+
+
+def test_a_capture_changes_nothing_though_adamw_has_no_state_yet(log, make):
+    steps = make()
+    steps.state.opt.adamw.state.clear()
+    weights = [shard.detach().clone() for shard in steps.state.opt.shards]
+    steps.capture()
+    found = everything(steps.state)
+    assert len(found) == 4 * len(weights)
+    assert all(torch.equal(before, after) for before, after in zip(weights, steps.state.opt.shards))
+    assert not any(found[f"{name} {part}"].any() for name in steps.state.opt.names for part in ("exp_avg", "step"))
+
+
+def test_gathered_weights_and_gradients_that_are_left_are_noticed(make):
+    steps = make(parallel__reshard_after_forward=False)
+    require_settled(steps.state.net)
+    steps.validate(steps.sums.clone())
+    with pytest.raises(AssertionError, match="the weights of the root are gathered"):
+        require_settled(steps.state.net)
+    sharding.reshard(steps.state.net)
+    require_settled(steps.state.net)
+    parameter = steps.state.opt.parameters[3]
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(AssertionError, match="gradients are left"):
+        require_settled(steps.state.net)
+
+
+def test_weights_that_an_evaluation_has_gathered_are_sharded_before_a_capture(log, make):
+    steps = make(parallel__reshard_after_forward=False)
+    steps.validate(steps.sums.clone())
+    steps.capture()  # StandInRecorder.capture looks
+    assert log.count("capture train") == log.count("capture validate") == 1
+
+
+def test_a_capture_that_executes_the_step_is_noticed(log, make, monkeypatch):
+    steps = make()
+    record = StandInRecorder.capture
+    monkeypatch.setattr(StandInRecorder, "capture", lambda recorder, work: (record(recorder, work), work())[0])
+    with pytest.raises(Fault, match="has executed it"):
+        steps.capture()
+    assert not steps.graphs and log[-3:] == ["reset", "collect", "synchronize"]
+
+
+def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, monkeypatch):
+    steps = make()
+    record = StandInRecorder.capture
+
+    def failing(recorder: StandInRecorder, work):
+        if work == steps._validate:
+            raise Fault("a step cannot be captured")
+        return record(recorder, work)
+
+    monkeypatch.setattr(StandInRecorder, "capture", failing)
+    with pytest.raises(Fault, match="cannot be captured"):
+        steps.capture()
+    assert (
+        log[-4:] == ["synchronize", "reset", "collect", "synchronize"] and not steps.graphs and steps.recorder is None
+    )
+
+
+# Replays
+
+
+def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
+    cfg = config_file.replace(micro, train__micro_batch=6, eval__batch=24)
+    found = history(cfg, world)
+    want = history(config_file.replace(cfg, graph__enabled="off"), world)
+    require_same_history(found, want)
+    assert log.count("replay train") == graph_ranks.STEPS
+    assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
+    assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
+
+
+@pytest.mark.slow
+def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_path):
+    process = script(
+        "tests/helpers/graph_ranks.py", shapes_dir, tmp_path, ranks=2, timeout=100, CUDA_VISIBLE_DEVICES=""
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank_{rank}.pt")
+        require_same_history(found["captured"], found["eager"])
+        assert len({tuple(losses) for losses in found["captured"]["validations"]}) == 4
+
+
+def test_an_evaluation_uses_the_weights_of_the_moment(log, make):
+    """And not those that an evaluation before has gathered."""
+    steps = make(parallel__reshard_after_forward=False)
+    steps.capture()
+    before, after, alone = (steps.sums.clone().zero_() for _ in range(3))
+    steps.validate(before)
+    for _ in range(3):
+        steps.state.opt.lr.fill_(1e-2)
+        steps.train()
+    steps.validate(after)
+    other = make()
+    with torch.no_grad():
+        for own, trained in zip(other.state.opt.shards, steps.state.opt.shards):
+            own.copy_(trained)
+    validation_step(other.state.net, other.val_batch, alone, other.cfg)
+    assert torch.equal(after, alone) and not torch.equal(after, before)
+
+
+def test_tensors_that_move_after_the_capture_are_noticed_by_the_stand_in(log, make):
+    steps = make()
+    steps.capture()
+    steps.train_batch = {name: tensor.clone() for name, tensor in steps.train_batch.items()}
+    with pytest.raises(AssertionError, match="would still use the former tensors"):
+        steps.train()
+
+
+def test_a_run_by_graphs_is_the_eager_run(log, tmp_path, shapes_dir, capsys):
+    assert train(tmp_path / "captured", shapes_dir, *LONG) == 0
+    assert "  steps   captured\n" in capsys.readouterr().out
+    assert train(tmp_path / "eager", shapes_dir, *LONG, "--graph.enabled=off") == 0
+    assert "  steps   eager (graph.enabled=off)\n" in capsys.readouterr().out
+    assert log.count("replay train") == 20 and log.count("replay validate") == 7
+    killing.require_equal_runs(tmp_path / "captured", tmp_path / "eager")
+
+
+def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, made, tmp_path, shapes_dir):
+    log.broken_at = 3
+    assert train(tmp_path / "run", shapes_dir, "--checkpoint.every_samples=24") == 3
+    log.broken_at = None
+    assert train(tmp_path / "run", shapes_dir) == 0
+    assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
+    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
+    assert train(tmp_path / "whole", shapes_dir, "--graph.enabled=off") == 0
+    killing.require_equal_runs(tmp_path / "run", tmp_path / "whole")
+
+
+def test_batch_and_rate_are_in_place_before_each_replay(log, tmp_path, shapes_dir, monkeypatch):
+    filled, rates = [], []
+    to_device, replay = data.to_device, graph_ranks.StandInGraph.replay
+    monkeypatch.setattr(data, "to_device", lambda feed, static: (log.append("fill"), to_device(feed, static))[1])
+
+    def looking(captured: graph_ranks.StandInGraph) -> None:
+        if captured.kind == "train":
+            filled.append(log[-1])
+            rates.append(float(captured.work.__self__.state.opt.lr))
+        replay(captured)
+
+    monkeypatch.setattr(graph_ranks.StandInGraph, "replay", looking)
+    assert train(tmp_path / "run", shapes_dir) == 0
+    assert filled == ["fill"] * 5 and rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
+
+
+# The end
+
+
+@pytest.fixture
+def leaving(noted, monkeypatch) -> Log:
+    """The log, with when the process group is left."""
+    monkeypatch.setattr(ranks, "stop", noted("stop", ranks.stop))
+    return noted
+
+
+def test_graphs_are_dropped_by_all_ranks_before_the_group_is_left(leaving, tmp_path, shapes_dir):
+    assert train(tmp_path / "run", shapes_dir) == 0
+    assert leaving[-7:] == [*DROPPING, "barrier", "stop"] and leaving.count("reset") == 2
+
+
+def test_graphs_are_dropped_without_waiting_for_others_when_a_step_breaks(leaving, tmp_path, shapes_dir, capsys):
+    leaving.broken_at = 2
+    assert train(tmp_path / "run", shapes_dir) == 3
+    assert "an error of the device" in capsys.readouterr().err
+    assert leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2
+
+
+def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
+    for (module, name), stand_in in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
+        monkeypatch.setattr(module, name, stand_in)
+    assert train(tmp_path / "run", shapes_dir) == 143
+    assert leaving[-6:] == [*DROPPING, "stop"]
+
+
+def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(
+    leaving, made, tmp_path, shapes_dir, monkeypatch, capsys
+):
+    def gone(recorder: StandInRecorder) -> None:
+        if leaving.broken_at == leaving.count("replay train"):
+            raise RuntimeError("an illegal memory access")
+
+    leaving.broken_at = 2
+    monkeypatch.setattr(StandInRecorder, "synchronize", gone)
+    assert train(tmp_path / "run", shapes_dir) == 3
+    assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
+    assert [steps.graphs for steps in made] == [{}]
+
+
+def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
+    steps = make()
+    steps.capture()
+    steps.close(agreed=True)
+    leaving.clear()
+    steps.close(agreed=True)
+    assert leaving == [] and steps.recorder is None
+    steps.train()
+
+
+def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
+    cfg = fp8_config(fp8__dynamic_steps=2)
+    net = sharding.build(cfg, world, seed=3)
+    steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+    steps.warm_up()
+    scaling, capture = [], StandInRecorder.capture
+    linear = next(module for module in steps.state.net.modules() if isinstance(module, fp8.Fp8Linear))
+
+    def noted(self, work):
+        scaling.append(linear.scaling)
+        return capture(self, work)
+
+    monkeypatch.setattr(StandInRecorder, "capture", noted)
+    steps.capture()
+    assert list(steps.graphs) == ["train 0", "train 2", "validate"]
+    assert scaling[:2] == ["dynamic", "delayed"]
+    replayed = []
+    for name in steps.graphs:
+        steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)
+    for steps.state.step in range(5):
+        steps.train()
+    assert replayed == ["train 0"] * 2 + ["train 2"] * 3
+    steps.close()
+
+
+def test_once_steps_are_closed_other_code_may_be_compiled(make, monkeypatch):
+    steps = make()
+    steps.cfg = config_file.replace(steps.cfg, parallel__compile=True)
+    try:
+        torch.compiler.set_stance("fail_on_recompile")
+        steps.close()
+        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+    finally:
+        torch.compiler.set_stance("default")

@@ -1,0 +1,516 @@
+"""Files of a checkpoint: what is written comes back bit for bit, any rows of it; what is damaged or foreign is told
+in one line that names the file and the place, and nothing in a folder is ever executed.
+"""
+
+import io
+import json
+import pickle
+import random
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import require_identical
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats.checkpoint_files import Checkpoint, Manifest, TensorEntry
+from flux_ref.formats.safetensors_io import BLOCK, CheckedFile, FileEntry
+from flux_ref.weights import files
+
+INFO = {"step": 7, "samples": 84, "name": "micro", "config": {"train.seed": 0, "model.rope_axes": [4, 2, 2]}}
+NAME = "rank_00000.safetensors"
+SHAPES = {"model.w": (13, 3, 2), "model.b": (1,), "optimizer.state.w.exp_avg": (7, 5), "model.wide": (2, 300)}
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def write_file(path: Path, content: dict[str, torch.Tensor]) -> tuple[FileEntry, dict[str, int]]:
+    """A safetensors file, and where each tensor begins."""
+    entries = {name: (safetensors_io.DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in content.items()}
+    head, begins = safetensors_io.header(entries, {"format": "pt"})
+    file = CheckedFile(path)
+    file.write(head)
+    for tensor in content.values():
+        file.write_tensor(tensor)
+    return file.close(), begins
+
+
+def cut(rows: int, parts: int, draw: random.Random) -> list[tuple[int, int]]:
+    """So many ranges that make up 0 .. rows, some of them empty."""
+    return list(pairwise([0, *sorted(draw.randint(0, rows) for _ in range(parts - 1)), rows]))
+
+
+def write_checkpoint(folder: Path, content: dict[str, torch.Tensor], parts: int = 1, seed: int = 0) -> Path:
+    """A checkpoint whose tensors lie in pieces in `parts` files; a piece of no rows is nowhere."""
+    draw, pieces, chunks = random.Random(seed), [{} for _ in range(parts)], {name: [] for name in content}
+    for name, tensor in content.items():
+        files = draw.sample(range(parts), parts)
+        for number, (low, high) in zip(files, cut(len(tensor), parts, draw)):
+            if low < high:
+                pieces[number][name] = (low, tensor[low:high])
+    partial = folder.with_name(f".{folder.name}.partial")
+    partial.mkdir(parents=True)
+    files = {}
+    for number, piece in enumerate(pieces):
+        file = f"rank_{number:05d}.safetensors"
+        files[file], begins = write_file(partial / file, {name: rows for name, (_, rows) in piece.items()})
+        for name, (low, rows) in piece.items():
+            chunks[name].append((file, begins[name], low, len(rows)))
+    entries = {
+        name: TensorEntry(safetensors_io.DTYPE_NAMES[tensor.dtype], list(tensor.shape), chunks[name])
+        for name, tensor in content.items()
+    }
+    checkpoint_files.publish(partial, folder, Manifest(INFO, files, entries))
+    return folder
+
+
+@pytest.fixture
+def small_blocks(monkeypatch) -> int:
+    """Checksums over so few bytes that small tensors have many."""
+    monkeypatch.setattr(safetensors_io, "BLOCK", 64)
+    return 64
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A checkpoint in three files."""
+    return write_checkpoint(tmp_path / "step_000000007", tensors(), parts=3)
+
+
+def refusal(call: Callable, *args: object) -> str:
+    """Why a call is refused: one line."""
+    with pytest.raises(Refusal) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    found = Checkpoint(folder)
+    return {name: found.read(name) for name in found.tensors}
+
+
+# Writing
+
+
+def require_checksums(path: Path, sizes: list[int], block: int, draw: random.Random) -> None:
+    """Write pieces of such sizes; file, size and checksums must be those of the whole."""
+    content = draw.randbytes(sum(sizes))
+    file, at = CheckedFile(path), 0
+    for size in sizes:
+        file.write(content[at : at + size])
+        at += size
+    entry = file.close()
+    assert path.read_bytes() == content and entry.bytes == len(content)
+    assert entry.crc32 == [zlib.crc32(content[i : i + block]) for i in range(0, len(content), block)], sizes
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [BLOCK], [BLOCK, BLOCK], [BLOCK - 1, 1, 1], [BLOCK + 1], [1, 3 * BLOCK, 5], [7, 2 * BLOCK - 7]]
+)
+def test_checksums_are_crc32_of_each_mebibyte(tmp_path, sizes):
+    require_checksums(tmp_path / "file", sizes, 1 << 20, random.Random(0))
+
+
+def test_checksums_do_not_depend_on_how_the_bytes_came(tmp_path, small_blocks):
+    draw = random.Random(1)
+    for number in range(400):
+        sizes = [draw.choice((0, 1, 8, 63, 64, 65, 128, draw.randint(0, 500))) for _ in range(draw.randint(0, 12))]
+        require_checksums(tmp_path / str(number), sizes, small_blocks, draw)
+
+
+def test_a_file_is_never_written_over(tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        CheckedFile(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_files_are_safetensors(tmp_path):
+    odd = torch.arange(12).reshape(3, 4)
+    content = {
+        "a": torch.randn(3, 5),
+        "transposed": odd.T.bfloat16(),
+        "every other": odd.float()[:, ::2],
+        "no rows": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+        'a "name" \\ ü': torch.ones(1).half(),
+    }
+    entries = {name: (safetensors_io.DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in content.items()}
+    head, begins = safetensors_io.header(entries, {"key": "value", "quote": '"'})
+    assert len(head) % 8 == 0
+    file = CheckedFile(tmp_path / "x.safetensors")
+    file.write(head)
+    for tensor in content.values():
+        file.write_tensor(tensor)
+    file.close()
+    require_identical(load_file(tmp_path / "x.safetensors"), content)
+    whole = (tmp_path / "x.safetensors").read_bytes()
+    for name, begin in begins.items():
+        raw = content[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert whole[begin : begin + len(raw)] == raw
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"key": "value", "quote": '"'}
+
+
+# Reading
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_any_rows_are_those_of_the_whole(tmp_path, small_blocks, parts):
+    draw = random.Random(parts)
+    for seed in range(6):
+        want = tensors(seed)
+        found = Checkpoint(write_checkpoint(tmp_path / str(seed), want, parts, seed))
+        assert found.info == INFO
+        for _ in range(60):
+            name = draw.choice(list(want))
+            low, high = sorted(draw.randint(0, len(want[name])) for _ in range(2))
+            rows = found.read(name, low, high - low)
+            assert torch.equal(rows, want[name][low:high]) and rows.shape == want[name][low:high].shape
+            assert torch.equal(found.read(name, low), want[name][low:])
+        require_identical(everything(tmp_path / str(seed)), want)
+
+
+def test_tensors_larger_than_a_block_come_back(tmp_path):
+    want = {"model.big": torch.randn(700, 1300), "model.after": torch.randn(5)}  # 3.5 blocks of 1 MiB
+    found = Checkpoint(write_checkpoint(tmp_path / "big", want, parts=2))
+    require_identical(everything(tmp_path / "big"), want)
+    for low, high in ((0, 1), (199, 205), (0, 700), (650, 700), (700, 700)):
+        assert torch.equal(found.read("model.big", low, high - low), want["model.big"][low:high])
+    found.verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_keep_their_dtype(tmp_path, dtype):
+    want = {"model.w": torch.randn(9, 4).to(dtype)}
+    require_identical(everything(write_checkpoint(tmp_path / "x", want, parts=2)), want)
+
+
+def test_a_read_that_returns_fewer_bytes_than_asked_for_is_continued(saved, monkeypatch):
+    """As network file systems may."""
+
+    class Short(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            return super().read(min(size, 1000) if size >= 0 else 1000)
+
+        def readinto(self, buffer) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", buffering: int = -1, **options: object):
+        if path.suffix != ".safetensors":
+            return real(path, mode, buffering, **options)
+        return Short(path) if buffering == 0 else io.BufferedReader(Short(path))
+
+    monkeypatch.setattr(Path, "open", opened)
+    require_identical(everything(saved), tensors())
+
+
+# Damage of the tensors
+
+
+def touched(found: Checkpoint, name: str, low: int, high: int, block: int) -> set[tuple[str, int]]:
+    """The blocks (file, number) in which rows of a tensor lie."""
+    width = 4 * tensors()[name][0].numel()
+    places = set()
+    for file, offset, first, count in found.tensors[name].chunks:
+        for row in range(max(low, first), min(high, first + count)):
+            begin = offset + (row - first) * width
+            places |= {(file, number) for number in range(begin // block, (begin + width - 1) // block + 1)}
+    return places
+
+
+def test_a_flipped_bit_is_told_by_every_read_that_meets_it_and_by_no_other(small_blocks, tmp_path):
+    folder, want, draw = write_checkpoint(tmp_path / "own", tensors(), parts=3), tensors(), random.Random(2)
+    for _ in range(150):
+        path = draw.choice(sorted(folder.glob("*.safetensors")))
+        content = path.read_bytes()
+        at = draw.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        block = at // small_blocks
+        end = min((block + 1) * small_blocks, len(content))
+        words = f"checkpoint file {path} is damaged between bytes {block * small_blocks} and {end}"
+        found = Checkpoint(folder)
+        for name in want:
+            low, high = sorted(draw.randint(0, len(want[name])) for _ in range(2))
+            if (path.name, block) in touched(found, name, low, high, small_blocks):
+                assert words in refusal(found.read, name, low, high - low)
+            else:
+                assert torch.equal(found.read(name, low, high - low), want[name][low:high])
+        assert words in refusal(found.verify)
+        path.write_bytes(content)
+    require_identical(everything(folder), want)
+
+
+def test_damage_names_the_mebibyte(tmp_path):
+    folder = write_checkpoint(tmp_path / "big", {"model.big": torch.randn(700, 1300)})
+    with (folder / NAME).open("r+b") as file:
+        file.seek((2 << 20) + 12345)
+        file.write(b"\xff\xff\xff\xff\xff")
+    text = refusal(Checkpoint(folder).verify)
+    assert f"{folder / NAME} is damaged between bytes 2097152 and 3145728" in text and "another checkpoint" in text
+    Checkpoint(folder).read("model.big", 0, 100)  # elsewhere
+
+
+@pytest.mark.parametrize("size, words", [(-1, "has"), (-1000, "has"), (1, "has"), (None, "lacks its file")])
+def test_a_file_that_is_missing_shorter_or_longer_is_refused(saved, size, words):
+    path = saved / "rank_00001.safetensors"
+    content = path.read_bytes()
+    if size is None:
+        path.unlink()
+    else:
+        path.write_bytes(content[:size] if size < 0 else content + b"\0" * size)
+    text = refusal(Checkpoint, saved)
+    assert words in text and path.name in text and str(saved) in text and "use another checkpoint" in text
+    assert size is None or (f"has {len(content) + size} bytes" in text and f"says {len(content)}" in text)
+
+
+def test_a_file_cut_short_after_opening_is_refused(saved):
+    found = Checkpoint(saved)
+    for path in saved.glob("*.safetensors"):
+        path.write_bytes(b"")
+    assert "is damaged between bytes 0 and 0" in refusal(found.read, "model.w")
+    for path in saved.glob("*.safetensors"):
+        path.unlink()
+    assert "No such file" in refusal(Checkpoint.read, found, "model.w")
+
+
+# Damage of the manifest
+
+
+def test_a_flipped_bit_in_the_manifest_is_refused_or_changes_nothing(saved):
+    path = saved / checkpoint_files.MANIFEST
+    content, whole, draw, refused = path.read_bytes(), Checkpoint(saved), random.Random(3), 0
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = Checkpoint(saved)
+        except Refusal as error:
+            assert "\n" not in str(error) and str(saved) in str(error)
+            refused += 1
+            continue
+        assert (found.info, found.files, found.tensors) == (whole.info, whole.files, whole.tensors)
+    assert refused > 0.9 * len(content)  # the rest turns a space into a tab
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"null",
+        b"{}",
+        b'{"crc32": 0}',
+        b'{"format": 1, "crc32": 0}',
+        b"\xff\xfe",
+        b"[" * 99999,
+    ],
+)
+def test_what_is_no_manifest_is_refused(saved, content):
+    (saved / checkpoint_files.MANIFEST).write_bytes(content)
+    assert f"manifest {saved / checkpoint_files.MANIFEST} is damaged" in refusal(Checkpoint, saved)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_manifest_cut_short_is_refused(saved, share):
+    path = saved / checkpoint_files.MANIFEST
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "is damaged" in refusal(Checkpoint, saved)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(saved, tmp_path):
+    (saved / checkpoint_files.MANIFEST).unlink()
+    (tmp_path / "file").write_text("x")
+    for path in (saved, tmp_path / "absent", tmp_path / "file"):
+        assert f"{path} is not a checkpoint: manifest.json" in refusal(Checkpoint, path)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, "two\nlines"])
+def test_another_version_of_the_format_is_refused(saved, version):
+    path = saved / checkpoint_files.MANIFEST
+    content = json.loads(path.read_text()) | {"format": version}
+    del content["crc32"]
+    path.write_text(json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())}))
+    text = refusal(Checkpoint, saved)
+    assert "format version" in text and "this flux_ref reads 1" in text and str(saved) in text
+
+
+def rewrite(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Replace the manifest by another with a right checksum, as only another program would."""
+    path = folder / checkpoint_files.MANIFEST
+    path.write_text(change(Manifest.parse(path.read_text())).dump())
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/tmp/x.safetensors", "a/b.safetensors", "..", "x.pt", "x.safetensors\n", ""]
+)
+def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, tmp_path, name):
+    """Whether it lists them or lets tensors lie in them; they are not even opened."""
+    (tmp_path / "x.safetensors").write_bytes((saved / NAME).read_bytes())
+
+    def listed(manifest: Manifest) -> Manifest:
+        return replace(manifest, files=manifest.files | {name: manifest.files[NAME]})
+
+    def used(manifest: Manifest) -> Manifest:
+        entry = manifest.tensors["model.b"]
+        chunks = [(name, *chunk[1:]) for chunk in entry.chunks]
+        return replace(manifest, tensors=manifest.tensors | {"model.b": replace(entry, chunks=chunks)})
+
+    original = (saved / checkpoint_files.MANIFEST).read_text()
+    for change in (listed, used):
+        (saved / checkpoint_files.MANIFEST).write_text(original)
+        rewrite(saved, change)
+        assert "is damaged" in refusal(lambda: Checkpoint(saved).read("model.b"))
+
+
+@pytest.mark.parametrize("rows", [(0, 4), (4, 9), (9, 13)])
+def test_rows_that_no_file_holds_are_refused(tmp_path, rows):
+    folder, want = write_checkpoint(tmp_path / "x", tensors()), tensors()
+
+    def without_rows(manifest: Manifest) -> Manifest:
+        entry = manifest.tensors["model.w"]
+        (file, offset, _, _), width = entry.chunks[0], 4 * want["model.w"][0].numel()
+        kept = [(0, rows[0]), (rows[1], 13)]
+        chunks = [(file, offset + low * width, low, high - low) for low, high in kept if low < high]
+        return replace(manifest, tensors=manifest.tensors | {"model.w": replace(entry, chunks=chunks)})
+
+    rewrite(folder, without_rows)
+    assert "rows of model.w are missing" in refusal(lambda: Checkpoint(folder))
+
+
+def test_rows_that_are_listed_twice_do_not_stand_for_others(tmp_path):
+    folder = write_checkpoint(tmp_path / "x", tensors())
+
+    def doubled(manifest: Manifest) -> Manifest:
+        entry = manifest.tensors["model.w"]
+        file, offset, _, _ = entry.chunks[0]
+        chunks = [(file, offset, 0, 6), (file, offset, 0, 7)]
+        return replace(manifest, tensors=manifest.tensors | {"model.w": replace(entry, chunks=chunks)})
+
+    rewrite(folder, doubled)
+    assert str(folder) in refusal(lambda: Checkpoint(folder).read("model.w"))
+
+
+@pytest.mark.parametrize("place", [-8, 10**9])
+def test_a_place_outside_its_file_is_refused(tmp_path, place):
+    folder = write_checkpoint(tmp_path / "x", tensors())
+
+    def displaced(manifest: Manifest) -> Manifest:
+        entry = manifest.tensors["model.b"]
+        chunks = [(entry.chunks[0][0], place, 0, 1)]
+        return replace(manifest, tensors=manifest.tensors | {"model.b": replace(entry, chunks=chunks)})
+
+    rewrite(folder, displaced)
+    assert str(folder) in refusal(lambda: Checkpoint(folder).read("model.b"))
+
+
+# Foreign folders
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.pt", "pytorch_model.bin", NAME, checkpoint_files.MANIFEST])
+def test_a_pickle_is_never_executed(tmp_path, micro, name):
+    bomb, content = tmp_path / "executed", pickle.dumps(Payload(tmp_path / "executed"))
+    for number, folder in enumerate((tmp_path / "alone", write_checkpoint(tmp_path / "whole", tensors()))):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+        if number and name == NAME:  # and its manifest says so
+            rewrite(
+                folder,
+                lambda manifest: replace(manifest, files={NAME: FileEntry(len(content), [zlib.crc32(content)])}),
+            )
+        for path in (folder, folder / name):
+            for call in (everything, lambda path: files.open_source(files.find(path), micro.model)):
+                try:
+                    call(path)
+                except Refusal as error:
+                    assert "\n" not in str(error)
+    assert not bomb.exists()
+    pickle.loads(content)
+    assert bomb.exists()  # it would have gone off
+
+
+def test_only_whole_checkpoints_are_found_oldest_first(tmp_path):
+    assert checkpoint_files.found(tmp_path) == []
+    folder = checkpoint_files.folder_of(tmp_path)
+    names = ["step_000000010", "step_000000009", "step_123456789", "step_000000000"]
+    others = [".step_000000011.ab12cd34", ".step_000000001.deleted", "step_12", "step_0000000012", "step_00000001x"]
+    others += [
+        "step_000000012.partial",
+        "x_step_000000012",
+        "Step_000000012",
+        "step_000000012 ",
+        "best",
+        "step_-00000001",
+    ]
+    for name in [*names, *others]:
+        (folder / name).mkdir(parents=True)
+    assert [path.name for path in checkpoint_files.found(tmp_path)] == sorted(names)
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(tmp_path)] == [0, 9, 10, 123456789]
+
+
+def test_cleaning_removes_what_broke_off_and_nothing_else(tmp_path):
+    checkpoint_files.clean(tmp_path)
+    folder = checkpoint_files.folder_of(tmp_path)
+    kept = ["step_000000010", ".hidden", "mine", "step_000000011.backup"]
+    for name in [*kept, ".step_000000011.ab12cd34", ".step_000000001.deleted"]:
+        (folder / name / "below").mkdir(parents=True)
+        (folder / name / "file").write_text(name)
+    (folder / "notes.txt").write_text("mine")
+    checkpoint_files.clean(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "notes.txt"])
+    assert all((folder / name / "file").read_text() == name for name in kept)
+
+
+# What does not fit
+
+
+def test_what_does_not_fit_is_listed(tmp_path):
+    want = {"a": (2,), "b": (3, 4), "c": (1,), "d": (1,), "e": (1,), "f": (1,)}
+    found = {"b": (4, 3), "x": (1,)}
+    text = refusal(safetensors_io.require_fit, found, want, "checkpoint X")
+    assert text.startswith("checkpoint X does not fit: ")
+    assert "5 missing: a, c, d, ...; 1 unexpected: x; 1 misshaped: b (4, 3), want (3, 4)" in text
+    safetensors_io.require_fit(want, want, "checkpoint X")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused(value):
+    tensor = torch.zeros(3, 2)
+    assert safetensors_io.finite(tensor, "model.w", "here") is tensor
+    tensor[2, 1] = value
+    assert re.match(r"here: model\.w holds NaN or infinite", refusal(safetensors_io.finite, tensor, "model.w", "here"))
+    assert safetensors_io.finite(torch.zeros(0, 3), "model.w", "here").shape == (0, 3)
+
+
+def test_a_manifest_is_the_same_after_reading(saved):
+    text = (saved / checkpoint_files.MANIFEST).read_text()
+    assert Manifest.parse(text).dump() == text

@@ -1,0 +1,89 @@
+"""Figures that commands give with --json."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from flux_ref.errors import Refusal, attempt
+from flux_ref.formats import jsonl
+from flux_ref.run import json_option
+
+FIGURES = {"loss": 0.5, "none": float("nan"), "list": [float("inf"), 1, "nan"]}
+PLAIN = {"loss": 0.5, "none": None, "list": [None, 1, "nan"]}
+
+
+def parsed(*argv: str) -> Path | None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("paths", nargs="*")
+    json_option.json_option(parser)
+    return parser.parse_args(argv).json
+
+
+def test_without_the_option_there_is_only_text(capsys):
+    json_option.show("a table", FIGURES, parsed("in"))
+    assert capsys.readouterr() == ("a table\n", "")
+
+
+def test_a_bare_option_has_stdout_for_itself(capsys):
+    json_option.show("a table", FIGURES, parsed("in", "--json"))
+    out, err = capsys.readouterr()
+    assert json.loads(out) == PLAIN and "NaN" not in out and err == "a table\n"
+
+
+def test_a_file_is_written_beside_the_text(capsys, tmp_path):
+    path = tmp_path / "new" / "figures.json"
+    json_option.show("a table", FIGURES, parsed("in", f"--json={path}"))
+    assert capsys.readouterr() == ("a table\n", "")
+    assert json.loads(path.read_text()) == PLAIN
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_input_is_never_taken_for_the_file():
+    with pytest.raises(argparse.ArgumentError, match=r"does not end in \.json; put --json last"):
+        parsed("--json", "result_0.txt", "result_1.txt")
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        *(
+            (bad, "no record of a run")
+            for bad in (b'{"samples": 1, "loss"', b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}")
+        ),
+        (b'{"loss": 1}', "samples is no finite number"),
+        (b'{"samples": -1, "loss": 1}', "no record of a run"),
+        (b'{"samples": true, "loss": 1}', "samples is no finite number"),
+        (b'{"samples": 1}', "loss is no finite number"),
+        *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"null", b'"0.5"', b"NaN")),
+        *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"-Infinity", b"1" * 400)),
+    ],
+)
+def test_a_damaged_line_is_refused_unless_it_is_the_last(line, why, tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", {"samples": 8, "loss": 0.5}
+    before = json.dumps(whole).encode() + b"\n"
+    path.write_bytes(before + line)
+    assert jsonl.records(path, figures=("loss",)) == [whole]
+    path.write_bytes(before + line + b"\n")
+    with pytest.raises(Refusal, match=rf"metrics.jsonl line 2 is damaged \(.*{why}"):
+        jsonl.records(path, figures=("loss",))
+
+
+@pytest.mark.parametrize("text", ['["x"]', "{}", "3", '{"outcome": "run.hang_s"}', '{"outcome": null}', "\0"])
+def test_an_outcome_is_one_of_two(text, tmp_path):
+    assert jsonl.outcome(tmp_path) == ""
+    (tmp_path / "outcome.json").write_text('{"outcome": "target reached"}')
+    assert jsonl.outcome(tmp_path) == "target reached"
+    (tmp_path / "outcome.json").write_text(text)
+    with pytest.raises(Refusal, match=r"outcome.json is damaged"):
+        jsonl.outcome(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    folder = tmp_path / "figures.json"
+    folder.mkdir()
+    assert attempt("plan", lambda: json_option.give(FIGURES, folder)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("plan: ") and err.count("\n") == 1 and str(folder) in err
+    assert list(tmp_path.iterdir()) == [folder]

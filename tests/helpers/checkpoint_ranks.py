@@ -1,0 +1,248 @@
+"""Measures, on every rank of one torchrun launch, what test_checkpoint asserts of several ranks.
+
+    torchrun --nproc-per-node 3 tests/helpers/checkpoint_ranks.py OUT 1 2 4
+
+OUT holds a folder per world size. Ours receives a run with one checkpoint and rank 0's findings, found.pt; those of
+the world sizes in the arguments are read as soon as they have theirs. With 4 ranks the world is HSDP, 2 x 2.
+"""
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import rank_runs
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import MICRO
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flux_ref import checkpoint, config, config_file, ranks, sharding
+from flux_ref.checkpoint import Saver
+from flux_ref.config import Config
+from flux_ref.errors import Fault
+from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.model import parameter_table
+from flux_ref.optim import MOMENTS, ShardedAdamW
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.step import State
+
+FACTS = {"train_samples": 50, "val_samples": 45}
+STEP, SAMPLES = 7, 84  # of the state that is written
+SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
+WAIT_S = 90  # for the other launches
+BREAKS = {  # what fails, and on which rank; -1: the last
+    "the plan": (checkpoint._RowsPlanner, "create_local_plan", -1),
+    "the folder": (checkpoint_files.Writer, "set_up_storage_writer", 0),
+    "opening a file": (safetensors_io.CheckedFile, "__init__", -1),
+    "writing": (safetensors_io.CheckedFile, "write_tensor", 0),
+    "syncing": (safetensors_io.CheckedFile, "close", -1),
+    "the manifest": (checkpoint_files, "publish", 0),
+}
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def narrow_config(run: Path, **values: object) -> Config:
+    """Of a model so narrow that some ranks of three hold no rows of some tensors."""
+    return config_file.replace(config_file.load(MICRO), **(rank_runs.NARROW | {"run__dir": str(run)} | values))
+
+
+def value(key: str, shape: tuple[int, ...]) -> Tensor:
+    """What a tensor of the written state holds, by its key in a checkpoint."""
+    tensor = rank_runs.lively(key, tuple(shape))
+    return tensor.square() if key.endswith("_sq") else tensor
+
+
+def keys(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """The keys that a checkpoint must have, and their shapes."""
+    table = parameter_table(cfg.model)
+    moments = {f"optimizer.state.{name}.{moment}": shape for moment in MOMENTS for name, shape in table.items()}
+    return {f"model.{name}": shape for name, shape in table.items()} | moments
+
+
+def dtensors(state: State) -> dict[str, DTensor]:
+    """The weights and moments of a state by those keys; shares memory with it."""
+    parameters = sharding.named_parameters(state.net)
+    found = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for moment, local in state.opt.moments().items():
+        for (name, p), tensor in zip(parameters.items(), local):
+            found[f"optimizer.state.{name}.{moment}"] = DTensor.from_local(
+                tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+    return found
+
+
+def other_state(cfg: Config, world: World) -> State:
+    """A state that holds other values."""
+    net = sharding.build(cfg, world, seed=1)
+    return State(net, ShardedAdamW(net, cfg.optim, world))
+
+
+def lively_state(cfg: Config, world: World) -> State:
+    """The state that is written."""
+    state = other_state(cfg, world)
+    for key, tensor in dtensors(state).items():
+        want = distribute_tensor(value(key, tensor.shape), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(want.to_local())
+    state.opt.set_steps(STEP)
+    state.step, state.samples = STEP, SAMPLES
+    return state
+
+
+def whole(state: State) -> dict[str, Tensor]:
+    """All weights and moments, gathered."""
+    return {key: tensor.full_tensor().clone() for key, tensor in dtensors(state).items()}
+
+
+def wrong(state: State) -> list[str]:
+    """The keys under which any rank holds something else than the written state."""
+    found = whole(state)
+    own = [key for key, tensor in found.items() if not torch.equal(tensor, value(key, tensor.shape))]
+    return sorted({key for rank in rank_runs.of_all(own) for key in rank})
+
+
+def take_step(state: State, scale: float) -> None:
+    """One step of AdamW on made-up gradients."""
+    for name, p in sharding.named_parameters(state.net).items():
+        gradient = rank_runs.lively(f"gradient {name}", tuple(p.shape)) * scale
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+    state.opt.lr.fill_(1e-2)
+    state.opt.step()
+    state.advance(12)
+
+
+def after_steps(state: State) -> dict[str, Tensor]:
+    """The state after two more steps, the first clipped."""
+    for scale in (1.0, 1e-4):
+        take_step(state, scale)
+    return whole(state)
+
+
+def restored(cfg: Config, world: World, folder: Path) -> State:
+    """A state that goes on from a checkpoint."""
+    state = other_state(cfg, world)
+    saved = checkpoint.open_for(folder, state, FACTS)
+    checkpoint.load_weights(saved, state)
+    checkpoint.load_progress(saved, state)
+    return state
+
+
+def only(run: Path) -> Path:
+    """The one checkpoint of a run; waits until it is there."""
+    deadline = time.monotonic() + WAIT_S
+    while not checkpoint_files.found(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (path,) = checkpoint_files.found(run)
+    return path
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[float, str, str]]]:
+    """What this process puts on the disk and renames meanwhile: (time, "sync" or "rename", path)."""
+    events, sync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        events.append((time.monotonic(), "sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append((time.monotonic(), "rename", str(target)))
+        return rename(path, target)
+
+    with mock.patch.object(os, "fsync", synced), mock.patch.object(Path, "rename", renamed):
+        yield events
+
+
+def writing(cfg: Config, world: World) -> dict:
+    """The written state's checkpoint, and in which order it came to the disk."""
+    state, said = lively_state(cfg, world), []
+    saver = Saver(cfg, world, FACTS, said.append)
+    with recorded() as events:
+        for _ in range(2):  # the second finds it saved
+            saver.save(state, SKIPPED)
+        saver.finish()
+    rows = {key: len(row.local) for key, row in checkpoint.rows_of(state).items()}
+    return {"said": rank_runs.of_all(said), "events": rank_runs.of_all(events), "rows": rank_runs.of_all(rows)}
+
+
+def reading(cfg: Config, world: World, folder: Path) -> dict:
+    """What is read from a checkpoint of any world size, by us and by torch's own reader."""
+    state = restored(cfg, world, folder)
+    found = {"wrong": wrong(state), "clock": (state.step, state.samples)}
+    found["AdamW's steps"] = {float(one["step"]) for one in state.opt.adamw.state.values()}
+    found["after steps"] = after_steps(state)
+    stock = other_state(cfg, world)
+    dcp.load(dtensors(stock), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    return found | {"wrong by torch's reader": wrong(stock)}
+
+
+def attempts(saver: Saver, state: State) -> dict:
+    """A save at a step of its own: whether it failed, on every rank, and what is then there and left."""
+    take_step(state, 1e-4)
+    saver.save(state, {})
+    saver.wait()
+    folder = checkpoint_files.folder_of(saver.run)
+    dist.barrier()
+    return {"failures": rank_runs.of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
+
+
+def finishing(saver: Saver) -> list[str]:
+    """What `finish` raises on every rank."""
+    try:
+        saver.finish()
+    except Fault as error:
+        return rank_runs.of_all(str(error))
+    return rank_runs.of_all("")
+
+
+def breaking(cfg: Config, world: World) -> dict:
+    """Saves that fail on one rank, each between two that do not."""
+    state, said, found = other_state(cfg, world), [], {}
+    saver = Saver(cfg, world, FACTS, said.append)
+    found["before"] = attempts(saver, state)
+    before = checkpoint_files.Checkpoint(checkpoint_files.found(saver.run)[-1])
+    for name, (owner, attribute, rank) in BREAKS.items():
+        said.clear()
+        here = world.rank == rank % world.size
+        patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
+        with patch:
+            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": rank_runs.of_all(said)}
+    before.verify()
+    said.clear()
+    take_step(state, 1e-4)
+    saver.save(state, {})
+    found["after"] = {"faults": finishing(saver), "said": rank_runs.of_all(said), "step": state.step}
+    found["finite"] = all(tensor.isfinite().all() for tensor in whole(state).values())
+    return found
+
+
+def main(out: str, *others: str) -> int:
+    replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
+    world = ranks.start(config.ParallelConfig(replicate=replicate))
+    folder = Path(out) / str(world.size)
+    cfg = narrow_config(folder, parallel__replicate=replicate)
+    found = {"writing": writing(cfg, world)}
+    aside = folder / "breaking"
+    if world.rank == 0:
+        aside.mkdir()
+    dist.barrier()
+    found["breaking"] = breaking(config_file.replace(cfg, run__dir=str(aside)), world)
+    found["on"] = after_steps(lively_state(cfg, world))  # without a checkpoint
+    found["reading"] = {
+        int(other): reading(cfg, world, only(Path(out) / other)) for other in (str(world.size), *others)
+    }
+    if world.rank == 0:
+        torch.save(found, folder / "found.pt")
+    ranks.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

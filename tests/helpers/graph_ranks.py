@@ -1,0 +1,199 @@
+"""Trains with evaluations in between, eagerly and by graphs, for test_graph and test_gpu_graph.
+
+    torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT        both ways
+    python tests/helpers/graph_ranks.py break STEP -- ARGUMENTS  train.py, broken off by an exception before a step
+
+On the CPU stand-ins take the place of graphs: they run the captured work anew, under the limits of a graph.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conftest import MICRO, data_overrides, require_identical
+from torch import Tensor
+
+from flux_ref import config_file, data, ranks, schedule, sharding, steps
+from flux_ref.config import Config
+from flux_ref.data import TrainSet, ValSet
+from flux_ref.evaluate import validation_loss
+from flux_ref.optim import ShardedAdamW
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.step import State
+from flux_ref.steps import Steps, require_settled
+
+import train  # isort: skip
+
+STEPS, EVALUATE_EVERY = 20, 5
+
+
+class Log(list):
+    """What happened, in order; and the graphs of stand-in recorders."""
+
+    broken_at = None  # of the training replay that raises, counted from 0
+
+    def __call__(self, what: str, then: Callable = lambda *args: None) -> Callable:
+        """A function that first writes down `what`."""
+
+        def noted(*args, **kwargs):
+            self.append(what)
+            return then(*args, **kwargs)
+
+        return noted
+
+
+class StandInGraph:
+    """Runs the captured work anew at each replay, and insists that all it uses lies where it lay at the capture."""
+
+    def __init__(self, work: Callable[[], None], log: Log):
+        self.work, self.log, self.kind = work, log, work.__name__.strip("_")
+        self.places = places(work.__self__)
+
+    def replay(self) -> None:
+        if self.log.broken_at == self.log.count("replay train") and self.kind == "train":
+            raise RuntimeError("an error of the device")
+        self.log.append(f"replay {self.kind}")
+        steps = self.work.__self__
+        assert places(steps) == self.places, "a graph would still use the former tensors"
+        sharding.reshard(steps.state.net)  # a graph gathers the weights, whatever the net believes
+        self.work()
+        sharding.reshard(steps.state.net)
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+class StandInRecorder:
+    """Takes the place of device.Recorder; nothing is executed by a capture."""
+
+    log = Log()
+
+    def __init__(self, device: torch.device):
+        self.log.append("stream")
+
+    def capture(self, work: Callable[[], None]) -> StandInGraph:
+        require_settled(work.__self__.state.net)
+        self.log.append(f"capture {work.__name__.strip('_')}")
+        return StandInGraph(work, self.log)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+def places(steps: Steps) -> list[int]:
+    """The addresses of all that a step reads and writes."""
+    opt = steps.state.opt
+    own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
+    kept = (steps.health.flags, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
+    moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
+    return [tensor.data_ptr() for tensor in (*own, *kept, *moments)]
+
+
+def everything(state: State) -> dict[str, Tensor]:
+    """A copy of this rank's weights, moments and step counts."""
+    opt, kept = state.opt, {}
+    for name, shard in zip(opt.names, opt.shards):
+        kept[name] = shard.detach().clone()
+        kept |= {f"{name} {part}": tensor.clone() for part, tensor in opt.adamw.state[shard].items()}
+    return kept
+
+
+def history(cfg: Config, world: World) -> dict:
+    """STEPS steps from fresh weights with evaluations in between; one more evaluation after the graphs are gone.
+
+    Nothing is read from the device before the end, so that the host runs ahead as far as it can.
+    """
+    train_set, val_set = (kind(cfg, world.rank, world.size, world.pin) for kind in (TrainSet, ValSet))
+    train_set.open()
+    val_set.open()
+    net = sharding.build(cfg, world, seed=3)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    steps = Steps(state, cfg, world)
+    steps.warm_up()
+    warm = everything(state)
+    steps.capture()
+    captured = everything(state)
+
+    def evaluate() -> list[float]:
+        args = (net, val_set, steps.val_batch, cfg, state.samples)
+        return validation_loss(*args, validate=steps.validate).losses
+
+    steps.health.restart(0)
+    feed, results, validations = train_set.feed(0), [], []
+    try:
+        for _ in range(STEPS):
+            data.to_device(feed, steps.train_batch)
+            state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+            results.append(torch.stack(steps.train()))
+            state.advance(cfg.train.global_batch)
+            if state.step % EVALUATE_EVERY == 0:
+                validations.append(evaluate())
+    finally:
+        feed.close()
+        used = bool(steps.graphs)
+        steps.close(agreed=True)
+    return {
+        "results": torch.stack(results).tolist(),
+        "validations": validations,
+        "afterwards": evaluate(),
+        "flags": steps.health.flags.tolist(),
+        "state": everything(state),
+        "before the capture": warm,
+        "after the capture": captured,
+        "captured": used,
+    }
+
+
+def require_same_history(found: dict, want: dict) -> None:
+    """Of a captured and an eager one: the same bits."""
+    assert found["captured"] and not want["captured"]
+    for key in ("results", "validations", "afterwards", "flags"):
+        assert found[key] == want[key], key
+    require_identical(found["state"], want["state"])
+    require_identical(found["after the capture"], found["before the capture"])
+
+
+def both(data: Path, out: Path) -> int:
+    cfg = config_file.replace(config_file.load(MICRO, data_overrides(data)), eval__batch=24, graph__enabled="off")
+    world = ranks.start(cfg.parallel)
+    cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
+    if world.device.type == "cpu":
+        steps.Recorder, steps.obstacle = StandInRecorder, lambda device, asked: ""
+    else:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    found = {"eager": history(cfg, world), "captured": history(config_file.replace(cfg, graph__enabled="on"), world)}
+    torch.save(found, out / f"rank_{world.rank}.pt")
+    ranks.stop()
+    return 0
+
+
+def broken(step: int, argv: list[str]) -> int:
+    """Run train.py and raise in the place of a step; the time of it is the last line on the terminal."""
+    run_step = Steps.train
+
+    def breaking(steps: Steps) -> tuple[Tensor, Tensor]:
+        if steps.state.step == step:
+            print(f"broken at {time.time()}", flush=True)
+            raise RuntimeError("an error amid training")
+        return run_step(steps)
+
+    Steps.train = breaking
+    code = cli.run("train.py", "", train.main, argv)
+    gc.collect()
+    return code
+
+
+def main(argv: list[str]) -> int:
+    if argv[0] == "break":
+        return broken(int(argv[1]), argv[3:])
+    return both(*map(Path, argv))
+
+
+if __name__ == "__main__":
+    cli.leave(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""Runs that are stopped or killed from outside, and a train.py that writes down what it trains on.
+
+    torchrun tests/helpers/killing.py RECORDS arguments of train.py ...
+
+trains like train.py and leaves in the folder RECORDS, per rank, a checksum of each sample of each step and the exit
+code. With SIGNAL="step 10 SIGTERM launcher" the last rank sends that signal before step 10, to its launcher or to
+itself; with "evaluation 240 ..." when the evaluation after 240 samples begins.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from conftest import PYTHONPATH, ROOT, require_identical, trained
+
+from flux_ref import steps
+from flux_ref.errors import Refusal
+from flux_ref.formats import checkpoint_files
+from flux_ref.run import cli
+
+sys.path.insert(0, str(ROOT))
+import train
+
+TOKEN = "FLUX_REF_TEST_JOB"
+POLL_S = 0.005
+
+
+class Job:
+    """A script under torchrun, or plain python with ranks=0, that runs beside the tests."""
+
+    def __init__(self, log: Path, path: str, *args: object, ranks: int = 2, restarts: int = 0, **env: str):
+        """log: receives everything it prints."""
+        self.log, self.token = log, secrets.token_hex(8)
+        launcher = [sys.executable]
+        if ranks:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+        own = {TOKEN: self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **env}
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*launcher, str(ROOT / path), *map(str, args)],
+                cwd=ROOT,
+                env=os.environ | own,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def alive(self) -> list[int]:
+        """All processes of this job, the launcher's children too; also those that have lost their launcher."""
+        return [pid for pid, env in environments() if env.get(TOKEN) == self.token]
+
+    def ranks(self) -> dict[int, int]:
+        """{rank: process}"""
+        own = ((pid, env) for pid, env in environments() if env.get(TOKEN) == self.token and "LOCAL_RANK" in env)
+        return {int(env["RANK"]): pid for pid, env in own}
+
+    def until(self, condition: Callable[[], object], timeout: float = 180) -> bool:
+        """Wait for something, or for the end of the job; returns whether the former came."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.process.poll() is not None:
+                return bool(condition())
+            assert time.monotonic() < deadline, f"after {timeout} s:\n{self.said[-4000:]}"
+            time.sleep(POLL_S)
+        return True
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit code of the launcher."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"after {timeout} s:\n{self.said[-4000:]}") from None
+
+    def gone(self, timeout: float, pids: Iterable[int] | None = None) -> bool:
+        """Whether all these processes, or every one of the job, have ended, after waiting for that."""
+        deadline = time.monotonic() + timeout
+        while set(self.alive()) & set(self.alive() if pids is None else pids):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        while pids := self.alive():
+            for pid in pids:
+                send(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(POLL_S)
+        self.process.wait()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
+
+def environments() -> Iterable[tuple[int, dict[str, str]]]:
+    """(process, its environment) of every living process of ours."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        yield int(folder.name), dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def send(pid: int, number: int) -> bool:
+    """Send a signal; returns whether the process was there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def lines(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The records of a run."""
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def count(path: Path) -> int:
+    """Lines of a file that may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def what_counts(run: Path) -> dict[str, list]:
+    """All that a run has written down except what its speed decides."""
+    wall_clock = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
+    return {
+        name: [{key: value for key, value in record.items() if key not in wall_clock} for record in lines(run, name)]
+        for name in ("metrics.jsonl", "eval.jsonl")
+    }
+
+
+def require_equal_runs(found: Path, want: Path) -> None:
+    """The last checkpoints of two runs and all that they wrote down agree bit for bit."""
+    assert what_counts(found) == what_counts(want)
+    one, other = (checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1]).info for run in (found, want))
+    assert (one["step"], one["samples"]) == (other["step"], other["samples"])
+    require_identical(trained(found, ""), trained(want, ""))
+
+
+def verified(run: Path) -> list[int]:
+    """Steps of the checkpoints of a run, after reading all of each; one that is deleted meanwhile does not count."""
+    steps = []
+    for path in checkpoint_files.found(run):
+        try:
+            checkpoint_files.Checkpoint(path).verify()
+            steps.append(checkpoint_files.step_of(path))
+        except (Refusal, OSError):
+            assert not path.exists(), f"{path} is not whole"
+    return steps
+
+
+def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Callable]:
+    """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
+    place, at, name, victim = (plan or "never 0 SIGTERM self").split()
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    train_step, validation_loss = steps.train_step, train.validation_loss
+
+    def strike() -> None:
+        if rank == size - 1:
+            os.kill({"self": os.getpid(), "launcher": os.getppid()}[victim], signal.Signals[name])
+
+    def recorded_step(net, opt, batch, health, cfg):
+        step = int(health.flags[0])
+        if place == "step" and step == int(at):
+            strike()
+        if place == "step" and step >= int(at):
+            time.sleep(0.02)  # the signal travels; the run is short
+        rows = [zlib.crc32(b"".join(part.numpy().tobytes() for part in row)) for row in rows_of(batch)]
+        with (folder / f"rank_{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+        return train_step(net, opt, batch, health, cfg)
+
+    def struck_loss(net, val, static, cfg, samples, *args):
+        if place == "evaluation" and samples == int(at):
+            strike()
+        return validation_loss(net, val, static, cfg, samples, *args)
+
+    return {(steps, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """The rows of a batch, each as the bits of all its tensors."""
+    return zip(*(tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in batch.values()))
+
+
+def trained_on(folder: Path) -> list[tuple[int, list[int]]]:
+    """(step, checksums of its samples in global order) in the order of training, whatever the number of ranks."""
+    ranks = []
+    for path in sorted(folder.glob("rank_*.jsonl")):
+        records = lines(folder, path.name)
+        ranks.append({record["step"]: record["rows"] for record in records})
+        assert len(ranks[-1]) == len(records), f"{path}: a step was trained twice"
+    return [(step, [row for rank in ranks for row in rank.get(step, [])]) for step in ranks[0]]
+
+
+def main(folder: str, *argv: str) -> int:
+    folder = Path(folder)
+    for (module, name), stand_in in recorder(folder, os.environ.get("SIGNAL", "")).items():
+        setattr(module, name, stand_in)
+    code = cli.run("train.py", "", train.main, list(argv))
+    with (folder / "exit_codes.jsonl").open("a") as file:
+        file.write(json.dumps({"rank": int(os.environ.get("RANK", 0)), "code": code}) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""Measures, on every rank of one torchrun launch, what test_precision asserts of several ranks.
+
+    torchrun --nproc-per-node 2 tests/helpers/precision_ranks.py OUT
+
+OUT receives rank 0's findings, found.pt, and a run with one checkpoint.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import rank_runs
+import torch
+from conftest import MICRO
+
+from flux_ref import checkpoint, config, config_file, ranks
+from flux_ref.config import Config
+from flux_ref.data import synthetic
+from flux_ref.optim import ShardedAdamW
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.step import Health, State, train_step
+
+STEPS, ROWS = 4, 12  # samples per step over all ranks
+FACTS = {"train_samples": 50, "val_samples": 45}
+SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16}
+
+
+def fp8_config(**values: object) -> Config:
+    """The micro config with sizes that FP8 can have, and delayed scaling from the first step on."""
+    fp8 = {"fp8__recipe": "delayed", "fp8__dynamic_steps": 0, "fp8__history": 3, "parallel__dtype": "bf16"}
+    return config_file.replace(config_file.load(MICRO), **(SIZES | fp8 | {"train__global_batch": ROWS} | values))
+
+
+def lively_state(cfg: Config, world: World) -> State:
+    net = rank_runs.lively_net(cfg, world)
+    return State(net, ShardedAdamW(net, cfg.optim, world))
+
+
+def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[float]:
+    """Training steps on this rank's part of one synthetic batch; the losses over all ranks."""
+    own = ROWS // world.size
+    batch = synthetic(cfg.model, ROWS)
+    batch = {name: tensor[world.rank * own : (world.rank + 1) * own].to(world.device) for name, tensor in batch.items()}
+    losses, health = [], Health(world.device)
+    state.opt.lr.fill_(2e-3)
+    for _ in range(count):
+        state.net.fp8.begin(state.step)
+        loss, _ = train_step(state.net, state.opt, batch, health, cfg)
+        losses.append(sum(values[0] for values in ranks.gather(loss.reshape(1))) / world.size)
+        state.advance(ROWS)
+    return losses
+
+
+def training(cfg: Config, world: World) -> dict:
+    state = lively_state(cfg, world)
+    losses = steps(state, cfg, world, count=1)
+    first = state.net.fp8.history.clone()
+    losses += steps(state, cfg, world, count=STEPS - 1)
+    fp8 = state.net.fp8
+    linears = [module for module in state.net.modules() if isinstance(module, Fp8Linear)]
+    return {
+        "losses": losses,
+        "first history": first,
+        "histories": rank_runs.of_all(fp8.history),
+        "scales": rank_runs.of_all(torch.stack(fp8.scales)),
+        "buffers": {(type(b), b.dtype, b.shape) for linear in linears for b in linear.buffers()},
+    }
+
+
+def one_nan(state: State, world: World) -> list[bool]:
+    """Whether all histories but that of a tensor with NaN on one rank, each rank in turn, have moved on."""
+    fp8, kept = state.net.fp8, True
+    for bad in range(world.size):
+        before = fp8.history.clone()
+        for amax in fp8.amaxes:
+            amax.fill_(7.0 + world.rank)
+        if world.rank == bad:
+            fp8.amaxes[3].fill_(math.nan)
+        fp8.update()
+        moved = (fp8.history[:, 0] == 7.0 + world.size - 1).tolist()
+        kept &= torch.equal(fp8.history[3], before[3]) and moved.count(False) == 1
+    return rank_runs.of_all(kept)
+
+
+def main(out: str) -> int:
+    world = ranks.start(config.ParallelConfig())
+    cfg = fp8_config(run__dir=out)
+    found = {
+        "base": training(cfg, world),
+        "kept gathered": training(config_file.replace(cfg, parallel__reshard_after_forward=False), world),
+    }
+    state = lively_state(cfg, world)
+    steps(state, cfg, world)
+    saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
+    saver.save(state, {})
+    saver.finish()
+    found["one NaN"] = one_nan(state, world)
+    if world.rank == 0:
+        torch.save(found, Path(out) / "found.pt")
+    ranks.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

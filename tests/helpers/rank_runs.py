@@ -1,0 +1,330 @@
+"""Measures, on every rank of one torchrun launch, what test_parallel, test_evaluate and test_data assert.
+
+    torchrun --nproc-per-node 3 tests/helpers/rank_runs.py DATA OUT
+
+Starting torch takes longer than all the measuring, so there is one launch per world size. Rank 0 writes the
+findings to OUT/found.pt. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
+"""
+
+import functools
+import math
+import os
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from conftest import MICRO, data_overrides, script
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from flux_ref import config, config_file, data, ranks, schedule, sharding
+from flux_ref.config import Config
+from flux_ref.data import TrainSet, ValSet, allocate, to_device
+from flux_ref.errors import Fault, Refusal
+from flux_ref.evaluate import validation_loss
+from flux_ref.model import Flux
+from flux_ref.optim import ShardedAdamW
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.run.reporter import Reporter
+from flux_ref.step import Health, State, train_step, warm_up
+
+STEPS = 4
+CLIP = 1.2  # the norms of these steps lie on both sides of it
+BASE = {"optim__clip_norm": CLIP, "train__caption_drop": 0.5}
+NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 features: 3 ranks hold 2, 2 and 0
+SPLITS = {  # ways to run the same steps, the same at every world size
+    "base": {},
+    "accumulated": {"train__micro_batch": 1},
+    "regions of 2": {"parallel__region_blocks": 2},
+    "regions of 3": {"parallel__region_blocks": 3},
+    "kept gathered": {"parallel__reshard_after_forward": False},
+}
+GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
+VAL_SAMPLES = 36  # the clock at which validation is measured
+TIMEOUT_S = 100
+
+
+@dataclass(frozen=True)
+class Found:
+    """The findings of one launch and the folder of the files it wrote."""
+
+    folder: Path
+    values: dict
+
+    def __getitem__(self, name: str) -> object:
+        return self.values[name]
+
+
+def measured(data: Path, size: int) -> Found:
+    """The findings at a world size; the first call launches it."""
+    process = _launched(data, size)
+    assert process.returncode == 0, process.stderr[-4000:]
+    folder = _folder(data, size)
+    return Found(folder, torch.load(folder / "found.pt"))
+
+
+@functools.cache
+def _launched(data: Path, size: int):
+    _folder(data, size).mkdir()
+    return script("tests/helpers/rank_runs.py", data, _folder(data, size), ranks=size, timeout=TIMEOUT_S)
+
+
+def _folder(data: Path, size: int) -> Path:
+    return data.parent / f"{size} ranks"
+
+
+def micro_config(data: Path, **values: object) -> Config:
+    """The micro config with clipping in effect and half of the captions dropped."""
+    return config_file.replace(config_file.load(MICRO, data_overrides(data)), **(BASE | values))
+
+
+def lively(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Weights with which every part of a net has a say; in the initial ones, the zeros silence most of it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.15 + name.endswith(".scale")
+
+
+def plain_net(cfg: Config) -> Flux:
+    """An unsharded net with lively weights."""
+    net = Flux(cfg.model)
+    net.load_state_dict({name: lively(name, tuple(p.shape)) for name, p in net.named_parameters()})
+    return net
+
+
+def lively_net(cfg: Config, world: World) -> Flux:
+    """A sharded net with lively weights."""
+    net = sharding.build(cfg, world, seed=None)
+    with torch.no_grad():
+        for name, parameter in sharding.named_parameters(net).items():
+            start, local = sharding.local_rows(parameter)
+            local.copy_(lively(name, tuple(parameter.shape))[start : start + len(local)])
+    return net
+
+
+def whole(net: Flux) -> dict[str, Tensor]:
+    """The gathered weights of a sharded net by BFL's names."""
+    return {name: p.detach().full_tensor().clone() for name, p in sharding.named_parameters(net).items()}
+
+
+def of_all(value: object) -> list:
+    """The value of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def open_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
+    sets = TrainSet(cfg, world.rank, world.size, False), ValSet(cfg, world.rank, world.size, False)
+    for data_set in sets:
+        data_set.open()
+    return sets
+
+
+def initial(cfg: Config, world: World) -> dict:
+    net = sharding.build(cfg, world, seed=cfg.train.seed)
+    rows = {name: len(p.to_local()) for name, p in sharding.named_parameters(net).items()}
+    return {"whole": whole(net), "rows": of_all(rows)}
+
+
+def training(cfg: Config, world: World, warm: bool = False, validate: bool = False) -> dict:
+    """A few steps from lively weights, after a warm-up and with validations in between if asked for."""
+    net = lively_net(cfg, world)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    train_set, val_set = open_sets(cfg, world)
+    batch = allocate(cfg.model, cfg.train.global_batch // world.size)
+    val_batch = allocate(cfg.model, cfg.eval.batch)
+    found = {}
+    if warm:
+        warm_up(state, batch, val_batch, cfg)
+        found["warm"] = whole(net)
+        tensors = [tensor for per_shard in state.opt.adamw.state.values() for tensor in per_shard.values()]
+        found["largest state"] = max(of_all(max(float(tensor.abs().sum()) for tensor in tensors)))
+        found["states"] = len(tensors)
+    feed, health = train_set.feed(0), Health(world.device)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        to_device(feed, batch)
+        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+        loss, norm = train_step(net, state.opt, batch, health, cfg)
+        state.advance(cfg.train.global_batch)
+        losses.append(ranks.gather(loss.double()))
+        norms.append(ranks.gather(norm.double()))
+        if validate:
+            validation_loss(net, val_set, val_batch, cfg, state.samples)
+    feed.close()
+    local = [parameter.to_local() for parameter in state.opt.parameters]
+    shared = [a.data_ptr() == b.data_ptr() for a, b in zip(state.opt.shards, local) if a.numel()]
+    return found | {
+        "losses": [sum(ranks) / world.size for ranks in losses],
+        "norms": norms,
+        "whole": whole(net),
+        "names": list(sharding.named_parameters(net)),
+        "storage shared": all(of_all(all(shared))),
+        "flags": health.flags.tolist(),
+    }
+
+
+def optimizer(cfg: Config, world: World) -> dict:
+    """ShardedAdamW over made-up gradients."""
+    net = lively_net(cfg, world)
+    opt = ShardedAdamW(net, cfg.optim, world)
+    norms = []
+    for scale in GRADIENT_SCALES:
+        for name, parameter in sharding.named_parameters(net).items():
+            gradient = lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        opt.lr.fill_(cfg.optim.lr)
+        norms.append(float(opt.step()))
+    found = {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
+    return found | spoiled_step(net, opt, world)
+
+
+def spoiled_step(net: Flux, opt: ShardedAdamW, world: World) -> dict:
+    """A step whose gradient holds a NaN on the last rank: its norm, and what it has moved."""
+
+    def everything() -> list[Tensor]:
+        moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
+        return [tensor.clone() for tensor in (*moments, *whole(net).values())]
+
+    for parameter in net.parameters():
+        parameter.grad = distribute_tensor(torch.ones(parameter.shape), parameter.device_mesh, parameter.placements)
+        local = parameter.grad.to_local()
+        if world.rank == world.size - 1 and local.numel():
+            local.view(-1)[0] = math.nan
+    before, norm = everything(), float(opt.step())
+    moved = sum(not torch.equal(new, old) for new, old in zip(everything(), before))
+    return {"norm with a NaN": norm, "moved by a NaN": moved}
+
+
+def validation(cfg: Config, world: World) -> dict:
+    """Validation of lively weights in several ways, and of others that are put in their place."""
+    net = lively_net(cfg, world)
+
+    def measure(net: Flux, permute: bool = False, **values: object) -> dict:
+        own = config_file.replace(cfg, **values)
+        _, val_set = open_sets(own, world)
+        result = validation_loss(net, val_set, allocate(own.model, own.eval.batch), own, VAL_SAMPLES, permute)
+        return vars(result) | {"of all ranks": of_all(result.loss)}
+
+    found = {f"batches of {rows}": measure(net, eval__batch=rows) for rows in (8, 5)}
+    found["permuted"] = measure(net, permute=True)
+    other = lively_net(cfg, world)
+    for one in (net, other):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.to_local().mul_(1.1)
+    found["changed"], found["changed before use"] = measure(net), measure(other)
+    return found
+
+
+def feeding(cfg: Config, world: World) -> dict[str, Tensor]:
+    """The first two batches of all ranks, in the order of the ranks."""
+    train_set, _ = open_sets(cfg, world)
+    feed = train_set.feed(0)
+    steps = []
+    for _ in range(2):
+        host = feed.take()
+        steps.append({name: tensor.clone() for name, tensor in host.tensors.items()})
+        feed.give_back(host)
+    feed.close()
+    names = ("noise", "latent_eps", "t", "weight", "mean")
+    return {name: torch.cat([batch[name] for step in steps for batch in of_all(step)]) for name in names}
+
+
+def reporting(cfg: Config, world: World, folder: Path) -> dict:
+    """What the reporter of every rank says when something is wrong on the last rank."""
+    folder = folder / "reporting"
+    folder.mkdir(exist_ok=True)
+    cfg = config_file.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
+    reporter = Reporter(cfg, world, None)
+    reporter.begin(0, evaluates=False)
+    net = lively_net(cfg, world)
+    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    train_set, _ = open_sets(cfg, world)
+    feed, batch = train_set.feed(0), allocate(cfg.model, cfg.train.global_batch // world.size)
+
+    def complaint(health: Health, skipped: dict[int, str] | None = None) -> str:
+        one = torch.ones(())
+        try:
+            reporter.step(state, one, one, health, feed, SimpleNamespace(skipped=skipped or {}))
+        except Fault as error:
+            return str(error)
+        return ""
+
+    found = {"fine": of_all(complaint(Health(world.device)))}
+    own = {world.rank: f"reason {world.rank}"}
+    found["one bad sample per rank"] = of_all(complaint(Health(world.device), own))
+    found["the same bad sample on every rank"] = of_all(complaint(Health(world.device), {7: "met in other epochs"}))
+    health = Health(world.device)
+    health.update(torch.ones(()), torch.ones(()))
+    health.update(torch.ones(()), torch.tensor(math.inf))
+    found["infinite norm"] = of_all(complaint(health))
+
+    health = Health(world.device)
+    for step in range(STEPS):  # step 1 changes no weight, so later losses are sound again
+        data.to_device(feed, batch)
+        if step == 1 and world.rank == world.size - 1:
+            batch["mean"][0] = math.nan
+        state.opt.lr.fill_(cfg.optim.lr)
+        train_step(net, state.opt, batch, health, cfg)
+        state.advance(cfg.train.global_batch)
+    found["flags"] = of_all(health.flags.tolist())
+    found["NaN at step 1"] = of_all(complaint(health))
+    feed.close()
+    reporter.close()
+    return found
+
+
+def refusing(world: World) -> list[str]:
+    """What `together` raises on every rank when only the last is refused."""
+
+    def task() -> None:
+        if world.rank == world.size - 1:
+            raise Refusal("no such shard")
+
+    try:
+        ranks.together(task)
+    except Refusal as error:
+        return of_all(str(error))
+    return of_all("")
+
+
+def main(data: str, out: str) -> int:
+    data, out = Path(data), Path(out)
+    replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
+    world = ranks.start(config.ParallelConfig(replicate=replicate))
+    cfg = micro_config(data, parallel__replicate=replicate)
+    found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
+    found["initial"] = initial(cfg, world)
+    for name in SPLITS if world.size == 2 else ("base", "accumulated"):
+        found[name] = training(config_file.replace(cfg, **SPLITS[name]), world)
+    if world.size == 2:
+        found["bf16"] = training(config_file.replace(cfg, parallel__dtype="bf16"), world)
+        found["warm"] = training(cfg, world, warm=True)
+    if world.size == 3:
+        narrow = config_file.replace(cfg, **NARROW)
+        found["validating"] = training(cfg, world, validate=True)
+        found["narrow"] = training(narrow, world)
+        found["reporting"] = reporting(cfg, world, out)
+        found["refusing"] = refusing(world)
+    if world.size == 4:
+        flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+        found["flat initial"] = initial(cfg, flat)
+        found["flat"] = training(cfg, flat)
+    found["optimizer"] = optimizer(cfg, world)
+    found["validation"] = validation(cfg, world)
+    found["feeding"] = feeding(cfg, world)
+    if world.rank == 0:
+        torch.save(found, out / "found.pt")
+    ranks.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

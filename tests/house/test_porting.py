@@ -1,0 +1,107 @@
+"""What PORTING.md and docs/architecture.md say exists and holds."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+from test_layering import FILES, WITHOUT_TORCH, named
+
+from flux_ref import config, config_file
+from flux_ref.tables import commands as tables
+
+PORTING, ARCHITECTURE = (ROOT / "PORTING.md").read_text(), (ROOT / "docs" / "architecture.md").read_text()
+PROSE = PORTING.split("## Decisions that bite")[0]
+BLOCKS = re.findall(r"^```\n(.*?)^```", PROSE, re.M | re.S)
+SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PROSE + ARCHITECTURE, flags=re.M | re.S)))
+COMMANDS = {line for block in BLOCKS for line in block.splitlines()}
+COMMANDS |= {span for span in SPANS if span.split()[0] in ("python", "pytest", "torchrun")}
+GOLDEN = (
+    r"(draws|batch|init|double_blocks|single_blocks|grad|step[123]|val|bf16|fp8)\.\*"
+    r"|latent|x_t|img|target|rope|time_waves|vec|prediction|loss|losses"
+)
+MODULES = {path.stem: named(path) for path in FILES.values()}
+
+
+def is_there(name: str) -> bool:
+    """Whether module.attribute... exists in flux_ref."""
+    module, *path = name.split(".")
+    if module not in MODULES:
+        return False
+    found = importlib.import_module(f"flux_ref.{MODULES[module]}")
+    for part in path:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def complaint(command: str) -> str:
+    """Why a command would be refused; "" if it would not."""
+    program, *args = shlex.split(command)
+    if program == "pytest":
+        return "".join(arg for arg in args if not (ROOT / arg).is_file())
+    if program == "torchrun":
+        assert args[0] == "train.py"
+        files = [arg for arg in args[1:] if arg[0] != "-"] or ["configs/tiny.toml"]
+        config_file.load(ROOT / files[0], [arg for arg in args[1:] if arg[0] == "-"])
+        return ""
+    assert program == "python" and args[0] == "-m"
+    if args[1] == "flux_ref.tables":
+        return "" if set(args[2:]) <= tables.TABLES.keys() else args[2]
+    return "" if importlib.util.find_spec(args[1]) else args[1]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_commands_are_accepted(command):
+    assert not complaint(command)
+
+
+@pytest.mark.parametrize(
+    "bad", ["pytest tests/test_none.py", "python -m flux_ref.tables speed", "python -m flux_ref.x"]
+)
+def test_the_check_finds_a_bad_command(bad):
+    assert complaint(bad)
+
+
+def test_named_files_exist():
+    for text in (PORTING, ARCHITECTURE):
+        for path in re.findall(r"\b(?:flux_ref|tests|docs|configs|bench)/[\w/]+\.\w+|\b(?:train|eval)\.py", text):
+            assert (ROOT / path).is_file(), path
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (ROOT / link).is_file(), link
+
+
+def test_named_functions_and_keys_exist():
+    dotted = {span.split("=")[0] for span in SPANS if re.fullmatch(r"[a-z_0-9]+\.[A-Za-z_.0-9]+(=\w+)?", span)}
+    assert len(dotted) > 40
+    missing = [name for name in dotted if not (is_there(name) or name in config.TYPES or name.endswith(".py"))]
+    assert not missing
+
+
+def test_every_span_is_known():
+    """Nothing stands in code style that no check looks at."""
+    known = r"[a-z_0-9]+\.[A-Za-z_.0-9]+(=\w+)?|[\w/]+\.(py|md)|grad_scale|found_inf"
+    rest = {span for span in SPANS - COMMANDS if not re.fullmatch(f"{known}|{GOLDEN}", span)}
+    assert not rest
+
+
+def test_values_of_keys_are_accepted():
+    given = [span for span in SPANS if re.fullmatch(r"\w+\.\w+=\w+", span)]
+    assert given
+    config_file.load(ROOT / "configs/schnell_gbs512.toml", [f"--{text}" for text in given])
+
+
+def test_what_needs_no_torch_needs_none():
+    listed = set(re.findall(r"`flux_ref/(\w+)\.py`", PROSE.split("## The order")[0]))
+    assert listed <= WITHOUT_TORCH and len(listed) > 10
+
+
+def test_one_diagram_of_files_that_exist():
+    (diagram,) = re.findall(r"```mermaid\n(.*?)```", ARCHITECTURE, re.S)
+    assert set(re.findall(r"flux_ref/(\w+)\.py", diagram)) <= MODULES
+    nodes = set(re.findall(r"(\w+)\[\"", diagram))
+    ends = re.findall(r"(?m)^ +(\w+).*?-\.?->.*?(\w+)(?:\[\".*\"\])?$", diagram)
+    assert len(ends) == diagram.count("->") and {node for pair in ends for node in pair} == nodes

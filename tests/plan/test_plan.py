@@ -1,0 +1,499 @@
+"""Plans: memory against closed forms and runs, communication against counted collectives, and what is said of them."""
+
+import json
+import math
+from dataclasses import replace
+from math import ceil, prod
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MICRO, ROOT
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import plan_check, plan_memory
+from flux_ref import config, config_file, ranks, sharding
+from flux_ref.benchmark import hardware
+from flux_ref.data import allocate
+from flux_ref.errors import Refusal
+from flux_ref.model import parameter_table
+from flux_ref.optim import ShardedAdamW
+from flux_ref.plan import commands as plan
+from flux_ref.plan import footprint, memory, step_time
+from flux_ref.plan.step_time import Machine
+from flux_ref.step import Health, State, train_step
+
+SMALL = config_file.load(MICRO)
+GPU, ASSUMED = hardware.load("h200")
+WIDE = {  # a model whose parts outweigh all that is not counted
+    "model__hidden": 192,
+    "model__heads": 3,
+    "model__rope_axes": (16, 24, 24),
+    "model__double_blocks": 3,
+    "model__single_blocks": 4,
+    "model__text_tokens": 24,
+    "parallel__dtype": "bf16",
+    "eval__batch": 1,
+}
+
+
+def wide(**values: object) -> config.Config:
+    return config_file.replace(SMALL, **(WIDE | values))
+
+
+def fake_world(cfg, gpus: int, node: int) -> ranks.World:
+    """Rank 0 of a group of so many, the others of which do not exist: collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
+    nodes = [str(rank // node) for rank in range(gpus)]
+    mesh = ranks.make_mesh("cpu", gpus, ranks.replica_count(cfg.parallel.replicate, nodes))
+    return ranks.World(0, gpus, torch.device("cpu"), mesh, nodes)
+
+
+# Shards
+
+
+@pytest.mark.parametrize("gpus,node", [(1, 8), (2, 8), (3, 8), (5, 8), (8, 8), (12, 4)])
+def test_weights_and_moments_by_closed_form(gpus, node):
+    """Shards of the first dimension, padded to equal sizes; moments of rank 0 are not padded."""
+    cfg = config_file.replace(SMALL, train__global_batch=12 * gpus)
+    layout = memory.layout(cfg, gpus, node)
+    shards = min(gpus, node)
+    assert (layout.shards, layout.replicas) == (shards, gpus // shards)
+    rows = [(min(ceil(shape[0] / shards), shape[0]), shape) for shape in parameter_table(cfg.model).values()]
+    found = memory.moments(cfg, layout, footprint.trace(cfg, "cpu", 12), gpus, 12)
+    for moment in found:
+        assert moment.parts["weights"] == sum(4 * ceil(shape[0] / shards) * prod(shape[1:]) for _, shape in rows)
+        assert moment.parts["moments"] == sum(8 * own * prod(shape[1:]) for own, shape in rows)
+
+
+def test_layout_of_schnell_on_512_ranks():
+    cfg = config_file.load(ROOT / "configs" / "mi300x_64x8.toml")
+    layout = memory.layout(cfg, 512, 8)
+    assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
+    assert (layout.replicas, layout.shards) == (64, 8)
+
+
+# Footprints
+
+
+def test_saved_bytes_are_what_autograd_saves():
+    """A second count: the storages that pass through saved_tensors_hooks, and the output."""
+    cfg = wide()
+    with footprint.FakeTensorMode():
+        net = footprint._net(cfg, "cpu", 1)
+        block = net.single_blocks[0]
+        tokens = cfg.model.text_tokens + cfg.model.image_tokens
+        x, vec = (torch.zeros(2, *size, dtype=torch.bfloat16, requires_grad=True) for size in ((tokens, 192), (192,)))
+        given = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), x, vec, net.rope)}
+        saved = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            saved.update({storage._cdata: storage.nbytes()} if storage._cdata not in given else {})
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = block(x, vec, net.rope)
+        want = sum(saved.values()) + out.nbytes
+    assert footprint.trace(cfg, "cpu", 2)["single 1"].saved == pytest.approx(want, rel=1e-3)
+
+
+def test_a_smaller_budget_keeps_less_and_computes_more():
+    own = [wide()] + [wide(parallel__compile=True, parallel__activation_budget=budget) for budget in (1.0, 0.0)]
+    traces = [footprint.trace(cfg, "cpu", 4) for cfg in own]
+    for kind in ("double 1", "single 1"):
+        eager, whole, least = (found[kind] for found in traces)
+        stream = 4 * (24 + 6) * 192 * 2
+        assert eager.saved > whole.saved > 3 * least.saved
+        assert stream <= least.saved < 1.2 * stream, "the output alone"
+        eager, whole, least = (sum(p.flop for p in own.backward_work.products) for own in (eager, whole, least))
+        assert eager == whole < least
+
+
+def test_products_add_up_to_the_closed_form():
+    """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
+    cfg, model = wide(), wide().model
+    found = footprint.trace(cfg, "cpu", 2)
+    S, D = model.text_tokens + model.image_tokens, model.hidden
+    linear = 2 * S * 12 * D * D
+    for kind, modulation in (("double 1", 24), ("single 1", 6)):
+        forward = sum(product.flop for product in found[kind].forward_work.products)
+        backward = sum(product.flop for product in found[kind].backward_work.products)
+        assert forward == 2 * (linear + 4 * S * S * D + modulation * D * D)
+        assert backward == 2 * (2 * linear + 10 * S * S * D + 2 * modulation * D * D)
+
+
+def test_fp8_moves_the_linears_of_blocks():
+    cfg = wide(fp8__recipe="dynamic", model__text_tokens=32, model__latent_height=8, model__latent_width=8)
+    for arch in ("sm90", "gfx942"):
+        found = footprint.trace(cfg, arch, 2)
+        for kind, linears in (("double 1", 8), ("single 1", 2)):
+            works = found[kind].forward_work, found[kind].backward_work
+            assert [sum(p.is_fp8 for p in work.products) for work in works] == [linears, 2 * linears]
+
+
+# Memory
+
+ROWS = 24  # per rank: activations outweigh weights
+CASES = {
+    "1 rank": (1, 8, {}),
+    "8 ranks": (8, 8, {}),
+    "kept": (8, 8, {"parallel__reshard_after_forward": False}),
+    "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
+    "recomputed": (8, 8, {"parallel__recompute": "block"}),
+    "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__reshard_after_forward": False}),
+    "accumulated": (4, 4, {"train__micro_batch": 12}),
+    "accumulated, few": (4, 4, {"train__micro_batch": 1, "train__global_batch": 8}),
+    "hsdp accumulated": (8, 4, {"train__micro_batch": 1, "train__global_batch": 16, "parallel__reduce_dtype": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_of_a_step_without_peers(name):
+    """A real step of rank 0 on real tensors, its collectives answered by nobody, against the plan."""
+    gpus, node, values = CASES[name]
+    cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
+    rows = config.micro_batch(cfg, gpus)
+    moment = memory.fullest(
+        memory.moments(cfg, memory.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows), gpus, rows)
+    )
+    world = fake_world(cfg, gpus, node)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            net = sharding.build(cfg, world, seed=None)
+            state, health = State(net, ShardedAdamW(net, cfg.optim, world)), Health(world.device)
+            state.opt.moments()
+            batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
+            for _ in range(2):
+                with record_function(plan_memory.STEP):
+                    train_step(net, state.opt, batch, health, cfg)
+    finally:
+        ranks.stop()
+    assert moment.total == pytest.approx(plan_memory.peaks(profiler)[1], rel=0.03)
+
+
+def test_activations_rise_in_forward_and_fall_in_backward():
+    cfg, gpus = wide(train__global_batch=32), 4
+    layout, traced = memory.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
+    found = {m.name: m.parts["activations"] for m in memory.moments(cfg, layout, traced, gpus, 8)}
+    kept = traced["ends"].saved
+    for i, unit in enumerate(layout.units[:-1], start=1):
+        assert found[f"forward of region {i}"] == found[f"reduction of region {i}"] == kept
+        kept += traced[unit.kind].saved
+        assert found[f"backward of region {i}"] == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", plan_memory.CASES)
+def test_memory_of_real_ranks(name):
+    assert abs(plan_memory.launch(name)["error"]) <= 0.05
+
+
+# Communication
+
+
+class Counted(TorchDispatchMode):
+    """Bytes that one rank would send in rings, by collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            group = next(value for value in args if isinstance(value, torch.ScriptObject))
+            n = dist.ProcessGroup.unbox(group).size()
+            if "_allgather_base" in name:
+                self.sent["all_gather"] += args[0].nbytes * (n - 1) / n
+            elif "_reduce_scatter_base" in name:
+                self.sent["reduce_scatter"] += args[1].nbytes * (n - 1) / n
+            elif "allreduce" in name and args[0][0].numel() > 1:  # the norm is a scalar
+                self.sent["all_reduce"] += 2 * args[0][0].nbytes * (n - 1) / n
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("gpus,node,micros", [(3, 8, 1), (4, 8, 2), (8, 4, 2)])
+def test_communication_is_what_a_step_asks_for(gpus, node, micros, kept):
+    cfg = wide(
+        train__global_batch=gpus * micros,
+        train__micro_batch=1,
+        parallel__reshard_after_forward=not kept,
+        parallel__reduce_dtype="bf16" if kept else "fp32",
+    )
+    layout = memory.layout(cfg, gpus, node)
+    world = fake_world(cfg, gpus, node)
+    try:
+        net = sharding.build(cfg, world, seed=None)
+        opt, batch = ShardedAdamW(net, cfg.optim, world), allocate(cfg.model, micros)
+        with Counted() as counted:
+            train_step(net, opt, batch, Health(world.device), cfg)
+    finally:
+        ranks.stop()
+    assert counted.sent == pytest.approx(step_time.sent(cfg, layout, micros))
+
+
+def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
+    """A step of 8 ranks that moves as many bytes as its memory moves in a second."""
+    cfg = wide(train__global_batch=8, parallel__reshard_after_forward=not kept, **values)
+    machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
+    second = footprint.Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
+    one = footprint.Footprint(0, 0, 0, 0, second, second)
+    layout = memory.layout(cfg, 8, 8)
+    return step_time.step(cfg, layout, dict.fromkeys(("double 1", "single 1", "ends"), one), machine, 1), len(
+        layout.units
+    )
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_fast_links_hide_behind_slow_compute(kept):
+    times, units = paced(kept)
+    assert times.compute == pytest.approx(2 * units, rel=1e-3)
+    assert 0 < times.exposed < times.communication < 1e-2
+    assert times.step == pytest.approx(times.compute + times.exposed)
+
+
+def test_slow_links_are_waited_for():
+    slow = replace(GPU, scale_up_gb_s=1e-4, scale_out_gb_s=1e-4)
+    times, _ = paced(kept=False, gpu=slow)
+    assert times.communication > 3 * times.compute
+    assert times.communication - times.compute < times.exposed < times.communication
+    apart, _ = paced(kept=False, gpu=slow, parallel__separate_reduce_scatter=True)
+    assert apart.step < times.step, "gathers and reductions at the same time"
+
+
+def test_rings_by_closed_form():
+    gpu = replace(GPU, scale_up_gb_s=400.0, scale_out_gb_s=50.0, domain=8)
+    machine = Machine(gpu, replace(ASSUMED, link_share=0.5, hop_us=2.0), 64)
+    assert machine.ring(8e9, 1) == 0
+    assert machine.ring(8e9, 8) == pytest.approx(7e9 / 200e9 + 14e-6), "inside a node"
+    assert machine.ring(8e9, 8, stride=8) == pytest.approx(7e9 / 25e9 + 14e-6), "one rank of each node"
+    assert machine.ring(8e9, 64) == pytest.approx(7.875e9 / 200e9 + 126e-6), "all adapters of a node share a ring"
+
+
+def test_products_take_what_is_longer():
+    machine = Machine(GPU, ASSUMED, 1)
+    peak, bandwidth = ASSUMED.gemm_share * GPU.bf16_tflops * 1e12, ASSUMED.memory_share * GPU.memory_tb_s * 1e12
+    small, large = footprint.Product(peak, 2 * bandwidth, False), footprint.Product(3 * peak, bandwidth, False)
+    eight = footprint.Product(peak, 0, True)
+    assert machine.seconds(footprint.Work(bandwidth, (small, large))) == pytest.approx(1 + 2 + 3)
+    assert machine.seconds(footprint.Work(0, (eight,))) == pytest.approx(GPU.bf16_tflops / GPU.fp8_tflops)
+
+
+# Hardware
+
+
+def own_file(tmp_path, text: str):
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    return path
+
+
+def test_own_figures_lie_over_the_table(tmp_path):
+    path = own_file(tmp_path, "gpu.h200.bf16_tflops = 800\nassumed.margin = 0.1\n")
+    gpu, assumed = hardware.load("h200", path)
+    assert gpu == replace(GPU, bf16_tflops=800) and assumed == replace(ASSUMED, margin=0.1)
+
+
+@pytest.mark.parametrize(
+    "name,text,words",
+    [
+        ("h20", "", "did you mean h200?"),
+        ("mi300", "", "did you mean mi300x?"),
+        ("zzz", "", "a100, h100"),
+        ("h200", "gpu.h200.tflops = 3", "unknown key 'tflops'"),
+        ("h200", "gpus.h200.node = 3", "unknown table 'gpus'; did you mean gpu?"),
+        ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a positive number"),
+        ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
+        ("h200", "gpu.h200.memory_gb = '1'", "gpu.h200.memory_gb='1'"),
+        ("h200", "assumed.link_share = true", "assumed.link_share=True"),
+        ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5 is a share"),
+        ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
+        ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
+        ("h200", "gpu.h200 = 1", "not a table"),
+        ("h200", "gpu = 1", "not a table"),
+        ("h200", "= 1", "not valid TOML"),
+    ],
+)
+def test_wrong_hardware_is_refused(tmp_path, name, text, words):
+    with pytest.raises(Refusal) as refusal:
+        hardware.load(name, own_file(tmp_path, text) if text else None)
+    assert words in str(refusal.value)
+
+
+def test_every_gpu_of_the_table_loads_and_names_its_source():
+    text = hardware.TABLE.read_text()
+    for block in text.split("\n\n"):
+        if "[gpu." in block:
+            assert "https://" in block and hardware.load(block.split("[gpu.")[1].split("]")[0])
+
+
+# The command
+
+ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
+
+
+def made(**values: object) -> plan.Plan:
+    cfg = config_file.replace(SMALL, **values)
+    return plan.make(cfg, "h200", 4, GPU, ASSUMED)
+
+
+def test_command_writes_all_it_prints(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert plan.main([*ARGS, "--json", str(path), "--eval.batch=4"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    found = json.loads(path.read_text())
+    assert found["gpus"] == 4 and found["overrides"] == ["--eval.batch=4"]
+    assert found["moment"]["parts"].keys() == set(memory.PARTS)
+    tensors = sum(found["moment"]["parts"].values())
+    assert found["total"] == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
+    assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
+    assert found["train"] is None and "unknown" in shown, "no reference convergence point is of a micro model"
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        ([str(MICRO)], "--gpus N"),
+        ([*ARGS[:-1], "h20"], "did you mean h200?"),
+        ([*ARGS, "--price-per-gpu-hour", "nan"], "not negative"),
+        ([*ARGS, "--gpus", "x"], "invalid int"),
+        ([*ARGS, "--gpus", "1000000000"], "--gpus N from 1 to 16384"),
+        ([*ARGS, "--nothing=1"], "unknown key"),
+        ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
+        ([*ARGS, "--calibrate", "no.json"], "No such file"),
+        ([str(ROOT / "configs" / "schnell_gbs512.toml"), "--gpus", "8", "--gpu", "a100", "--fp8.recipe=dynamic"],
+         "needs FP8 matrix units"),
+        (["--validate", "x"], "no further argument"),
+    ],
+)  # fmt: skip
+def test_command_refuses(args, words):
+    with pytest.raises(Refusal) as refusal:
+        plan.main(args)
+    assert words in str(refusal.value)
+
+
+def test_measured_compute_takes_the_place_of_ours(tmp_path):
+    """Of a report of bench.whole, alone or in a sweep's, whose runs took twice our time."""
+    cfg = config_file.replace(SMALL, train__global_batch=8)
+    first, machine = plan.make(cfg, "h200", 4, GPU, ASSUMED), Machine(GPU, ASSUMED, 4)
+    found = footprint.trace(cfg, GPU.arch, 2)
+    ms = 2e3 * sum(
+        machine.seconds(work)
+        for unit in memory.layout(cfg, 4, 8).units
+        for work in (found[unit.kind].forward_work, found[unit.kind].backward_work)
+    )
+    part = {"commit": None, "device": "some card", "config": json.loads(json.dumps(config.flat(cfg)))}
+    part["runs"] = [{"micro_batch": 2, "forward": ms / 4, "backward": 3 * ms / 4}, {"micro_batch": 64, "failed": "x"}]
+    path = tmp_path / "whole.json"
+    for report in (part, {"runs": [{"module": "bench.whole", "report": part}, {"module": "bench.step"}]}):
+        path.write_text(json.dumps(report))
+        again = plan.make(cfg, "h200", 4, GPU, ASSUMED, hardware.calibration(path))
+        assert "some card, micro-batch 2, 2.00 times our compute" in again.calibrated
+        assert again.times.compute - first.times.compute == pytest.approx(ms / 2e3)
+    for wrong in ({"micro_batch": 0}, {"micro_batch": "x"}, {"forward": math.nan}, {"backward": -1.0}):
+        path.write_text(json.dumps(part | {"runs": [part["runs"][0] | wrong]}))
+        with pytest.raises(Refusal, match=r"whole.json is no report of bench.whole or bench.sweep \(ValueError: "):
+            hardware.calibration(path)
+    part["config"]["parallel.compile"] = True
+    path.write_text(json.dumps(part))
+    with pytest.raises(Refusal, match=r"parallel\.compile=True"):
+        plan.make(cfg, "h200", 4, GPU, ASSUMED, hardware.calibration(path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": 3}', '{"runs": [1]}', '{"runs": []}'])
+def test_no_measurements_are_refused(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(Refusal, match="bench"):
+        hardware.calibration(path)
+
+
+def said(found: plan.Plan) -> str:
+    return " ".join(found.warnings)
+
+
+def test_a_sound_plan_warns_of_nothing():
+    cfg = wide(data__val_count=48, eval__batch=4, train__global_batch=64)
+    assert not plan.make(cfg, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
+
+
+def test_warnings():
+    found = made(data__val_count=45, eval__batch=8)
+    assert "validation: 19 of 64 rows are padding, 30% of its time" in said(found)
+    assert "initialisation" not in said(found) and "memory" not in said(found)
+    assert "validation: 1 of 4 ranks get no sample" in said(made(data__val_count=45, eval__batch=15))
+    slow = replace(ASSUMED, draws_per_s=1.0)
+    assert "the closed division allows 30" in said(plan.make(SMALL, "h200", 4, GPU, slow))
+    tiny = replace(GPU, memory_gb=4.0001)
+    assert "do not fit 4.0001 GB; no micro-batch fits" in said(plan.make(SMALL, "h200", 4, tiny, ASSUMED))
+    far = replace(GPU, scale_up_gb_s=1e-3)
+    assert "communication" in said(plan.make(SMALL, "h200", 4, far, ASSUMED))
+    cfg = config_file.replace(SMALL, parallel__replicate=1)
+    assert "12 GPUs are no whole nodes of 8" in said(plan.make(cfg, "h200", 12, GPU, ASSUMED))
+
+
+def test_warnings_of_convergence_come_from_the_reference():
+    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
+    stub = replace(made(), largest_rows=1)
+    words = " ".join(plan.warnings(cfg, stub, GPU))
+    assert "above the largest reference convergence point, 4096" in words and "optim.lr=0.01" in words
+
+
+def test_largest_micro_batch_is_the_last_that_fits():
+    cfg = wide(train__global_batch=8)
+    layout, found = memory.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 2)
+
+    def total(rows: int) -> float:
+        own = footprint.trace(cfg, "cpu", rows)
+        return plan.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
+
+    card = replace(GPU, memory_gb=total(21) / 1e9)
+    assert plan.largest_rows(cfg, layout, found, 4, card, ASSUMED, 2) in (19, 20, 21)
+
+
+# Against public results
+
+
+def test_public_systems_are_whole():
+    found = plan_check.systems()
+    assert [sum(s.round == number for s in found) for number in ("5.1", "6.0")] == [16, 2]
+    for system in found:
+        assert hardware.load(system.gpu) and system.global_batch % system.gpus == 0
+        if system.round == "PR 832":
+            continue
+        steps = system.samples / system.global_batch
+        evaluations = system.samples / (ceil(262_144 / system.global_batch) * system.global_batch)
+        minutes = (steps * system.step_s + evaluations * system.evaluation_s) / 60
+        assert minutes == pytest.approx(system.minutes, rel=0.06), system.system
+
+
+def test_validate_fits_a_terminal(monkeypatch, capsys):
+    """With steps made up in place of traced ones, which take half a minute."""
+
+    class Case(SimpleNamespace):
+        def step_s(self, assumed):
+            return self.system.step_s * (1 + assumed.gemm_share)
+
+        def evaluation_s(self, assumed):
+            return self.system.evaluation_s * (2 - assumed.memory_share)
+
+    monkeypatch.setattr(plan_check, "cases", lambda: [Case(system=system) for system in plan_check.systems()])
+    assert plan.main(["--validate"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" ms") == 21 and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_shares_are_the_fitted_ones():
+    found = plan_check.cases()
+    fitted = plan_check.fit(found, ASSUMED)
+    errors = [abs(math.log(c.step_s(ASSUMED) / c.step_s(fitted))) for c in found]
+    assert max(errors) < 0.03, f"fit gives {fitted}"
+    shown = plan_check.report([])
+    assert shown.count(" ms") == len(found) == 21 and "2 parameters" in shown

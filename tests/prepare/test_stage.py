@@ -1,0 +1,793 @@
+"""Staging a data set, as `python -m flux_ref.prepare stage SRC DST` does.
+
+Nodes are forked processes here, each with a DST of its own; they write down what they read, write and rename. The
+last two tests launch the command itself.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flux_ref.errors import Fault
+from flux_ref.prepare import stage
+from flux_ref.run import cli
+
+ROOT = Path(__file__).parents[2]
+CHUNK, MARK = 4 << 10, 8 << 10
+ALONE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+FORKS = multiprocessing.get_context("forkserver")  # which has imported torch once
+FORKS.set_forkserver_preload(["flux_ref.prepare.stage", "pytest"])
+
+
+# The data set
+
+
+def make_set(folder: Path, seed: int = 1) -> Path:
+    draw = random.Random(seed)
+    sizes = {f"train/shard_{i:06d}.tar": draw.randrange(4 * CHUNK, 24 * CHUNK) for i in range(9)}
+    sizes |= {"train/shard_000009.tar": 8 * MARK, "val/shard_000000.tar": 3 * CHUNK + 1, "val/empty.tar": 0}
+    sizes |= {"train/.nv-meta/index.sqlite": 700, "empty_encodings/t5_empty.npy": CHUNK, "a name.txt": 5}
+    for name, size in sizes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(draw.randbytes(size))
+    return folder
+
+
+@pytest.fixture
+def src(tmp_path) -> Path:
+    return make_set(tmp_path / "shared" / "set")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The sha256 of every file below a folder, but for what staging itself keeps there."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    sums = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {name: digest for name, digest in sums.items() if not name.startswith(".stage/")}
+
+
+def require_staged(src: Path, *dsts: Path) -> None:
+    """Identical copies, and a manifest with all of it."""
+    want = tree(src)
+    for dst in dsts:
+        found = tree(dst)
+        manifest = {line[66:]: line[:64] for line in (dst / "manifest.sha256").read_text().splitlines()}
+        if "manifest.sha256" not in want:
+            del found["manifest.sha256"]
+        assert found == want
+        assert manifest == {name: digest for name, digest in want.items() if name != "manifest.sha256"}
+        assert os.listdir(dst / ".stage") == ["journal"]
+
+
+def total(src: Path) -> int:
+    return sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
+
+
+def write_manifest(src: Path) -> None:
+    text = "".join(f"{digest}  {name}\n" for name, digest in tree(src).items())
+    (src / "manifest.sha256").write_text(text)
+
+
+def lasting(text: str) -> list[str]:
+    """The lines of an output that stay on a terminal: progress bars are wiped."""
+    lines = (line.rpartition("\r")[2] for line in text.split("\n"))
+    return [line for line in lines if line.strip()]
+
+
+# Nodes
+
+
+def small(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    """The small chunks of these tests, for good or for one of them."""
+    for name, value in {"CHUNK": CHUNK, "MARK": MARK, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(stage, name, value) if monkeypatch else setattr(stage, name, value)
+
+
+def node(src: Path, dst: Path, log: Path, env: dict[str, str], pause: float, hook: Callable | None) -> None:
+    """One node, in a process of its own."""
+    for name in ALONE:
+        os.environ.pop(name, None)
+    os.environ |= env
+    events = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    output = os.open(log.with_suffix(".out"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+    def note(*event: object) -> None:
+        os.write(events, json.dumps(event, default=str).encode() + b"\n")
+
+    def audit(event: str, args: tuple) -> None:
+        if event == "open" and isinstance(args[0], str | Path):
+            note("write" if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else "open", args[0])
+        if event in ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink"):
+            paths = args[: 1 if event in ("os.mkdir", "os.remove", "os.rmdir") else 2]
+            folder = os.readlink(f"/proc/self/fd/{args[-1]}") if args[-1] >= 0 else ""
+            note(event, *(Path(folder, path) for path in paths))
+
+    def recorded_fill(chunk, source, file):
+        begin = source.tell()
+        if hook:
+            hook(source.name, begin)
+        fill(chunk, source, file)
+        note("read", source.name, begin, source.tell())
+        time.sleep(pause)
+
+    def recorded_fsync(descriptor):  # a killed process loses nothing that it has written: no need to wait for the disk
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if hook:
+            hook(path, None)
+        note("fsync", path)
+
+    small()
+    fill, stage.fill, os.fsync, cli.LINGER_S = stage.fill, recorded_fill, recorded_fsync, 0.5
+    sys.addaudithook(audit)
+    cli.leave(stage.run(argparse.Namespace(src=src, dst=dst)))
+
+
+class Nodes:
+    """Nodes that stage at the same time."""
+
+    def __init__(
+        self, src: Path, *dsts: Path, pause: float = 0.0, hook: Callable | None = None, last_src: Path | None = None
+    ):
+        """pause: seconds after each chunk that is read; hook: is called with path and offset before that.
+
+        It is also called before each fsync, with the path and None.
+
+        last_src: what the last node takes for SRC.
+        """
+        self.src, self.dsts = src, dsts
+        self.logs = [src.parent.parent / f"log_{time.monotonic_ns()}_{rank}" for rank in range(len(dsts))]
+        # As under torchrun, the store outlives the nodes.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if len(dsts) > 1 else None
+        self.processes = []
+        for rank, (dst, log) in enumerate(zip(dsts, self.logs)):
+            own_src = last_src if last_src and rank == len(dsts) - 1 else src
+            args = (own_src, dst, log, self._env(rank), pause, hook)
+            self.processes.append(FORKS.Process(target=node, args=args))
+            self.processes[-1].start()
+
+    def _env(self, rank: int) -> dict[str, str]:
+        if self.store is None:
+            return {}
+        numbers = {"RANK": rank, "WORLD_SIZE": len(self.dsts), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+        return {name: str(value) for name, value in (numbers | address | agent).items()}
+
+    def exits(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        for process in self.processes:
+            process.join(60)
+            assert process.exitcode is not None, self.said
+        return [process.exitcode for process in self.processes]
+
+    def codes(self) -> list[int]:
+        """Exit codes, once all have ended. Whatever they did, no node has written anything outside its DST."""
+        codes = self.exits()
+        for dst, log in zip(self.dsts, self.logs):
+            changed = {path for kind, *paths in events(log) if kind not in ("open", "read", "fsync") for path in paths}
+            outside = {path for path in changed if not Path(path).is_relative_to(dst)}
+            assert outside <= {str(folder) for folder in dst.parents}, "those may have to be made"
+        return codes
+
+    @property
+    def said(self) -> list[str]:
+        """What all of them printed."""
+        paths = (log.with_suffix(".out") for log in self.logs)
+        return lasting("".join(path.read_bytes().decode() for path in paths if path.exists()))
+
+    def reads(self) -> Counter:
+        """How often each byte of SRC was read."""
+        found = Counter()
+        for log in self.logs:
+            for kind, path, *span in events(log):
+                if kind == "read" and Path(path).is_relative_to(self.src):
+                    found.update((path, at) for at in range(*span))
+        return found
+
+    def opened(self) -> Counter:
+        """How often each file of SRC was opened."""
+        found = (event[1] for log in self.logs for event in events(log) if event[0] == "open")
+        return Counter(path for path in found if Path(path).is_relative_to(self.src) and Path(path).is_file())
+
+    def readers(self) -> list[set[str]]:
+        """The files that each node has read from."""
+        return [{event[1] for event in events(log) if event[0] == "read"} for log in self.logs]
+
+
+def events(log: Path) -> Iterator[list]:
+    for line in log.read_bytes().splitlines() if log.exists() else ():
+        if line.endswith(b"]"):  # a kill may cut one short
+            yield json.loads(line)
+
+
+class Strike:
+    """A hook by which a node kills itself when it has read so many chunks."""
+
+    def __init__(self, chunks: int, rank: int = 0):
+        self.left, self.rank = chunks, str(rank)
+
+    def __call__(self, path: str, offset: int | None) -> None:
+        self.left -= offset is not None and os.environ.get("RANK", "0") == self.rank
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def staged(src: Path, *dsts: Path, **options) -> Nodes:
+    """Nodes that have staged and found nothing wrong."""
+    nodes = Nodes(src, *dsts, **options)
+    assert nodes.codes() == [0] * len(dsts), nodes.said
+    return nodes
+
+
+@pytest.fixture
+def here(monkeypatch, capsys) -> Callable:
+    """Staging in this process: returns exit code and the lines that stay on a terminal."""
+    small(monkeypatch)
+    for name in ALONE:
+        monkeypatch.delenv(name, raising=False)
+
+    def run(src: Path, dst: Path) -> tuple[int, list[str]]:
+        code = stage.run(argparse.Namespace(src=src, dst=dst))
+        captured = capsys.readouterr()
+        return code, lasting(captured.out + captured.err)
+
+    return run
+
+
+@pytest.fixture
+def mount(tmp_path) -> Iterator[Callable]:
+    """mount(folder, *arguments); gone after the test."""
+    mounted = []
+
+    def mount(folder: Path, *arguments: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        try:
+            subprocess.run(["mount", *arguments, folder], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"mounting is not permitted: {getattr(error, 'stderr', error)}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+# Copying
+
+
+def test_one_node_gets_an_identical_copy_with_a_manifest(src, tmp_path, here):
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 0
+    require_staged(src, tmp_path / "dst")
+    line = r"(\S+): (\d+) files, ([\d,]+) bytes; read ([\d,]+) bytes of \S+, moved ([\d,]+) bytes per node in [\d.]+ s,"
+    found = re.fullmatch(line + r" [\d.]+ GB/s", lines[-1])
+    assert len(lines) == 1 and [int(number.replace(",", "")) for number in found.groups()[1:]] == [
+        15,
+        *3 * [total(src)],
+    ]
+
+
+def test_copies_keep_the_time_of_their_last_change(src, tmp_path, here):
+    os.utime(src / "a name.txt", ns=(1, 10**18 + 7))
+    here(src, tmp_path / "dst")
+    assert (tmp_path / "dst" / "a name.txt").stat().st_mtime_ns == 10**18 + 7
+
+
+def test_sha256sum_accepts_the_manifest(src, tmp_path, here):
+    here(src, tmp_path / "dst")
+    command = ["sha256sum", "--check", "--strict", "--quiet", "manifest.sha256"]
+    subprocess.run(command, cwd=tmp_path / "dst", check=True)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_nodes_together_read_each_byte_of_the_source_once(src, tmp_path, count):
+    dsts = [tmp_path / f"dst{rank}" for rank in range(count)]
+    nodes = staged(src, *dsts)
+    require_staged(src, *dsts)
+    reads = nodes.reads()
+    assert len(reads) == total(src) and set(reads.values()) == {1}
+    assert set(nodes.opened().values()) == {1}
+    assert all(len(files) > 2 for files in nodes.readers()), "all nodes read"
+    assert len(nodes.said) == 1 and f"read {total(src):,} bytes" in nodes.said[0]
+
+
+def test_staging_again_reads_nothing(src, tmp_path):
+    staged(src, tmp_path / "0", tmp_path / "1")
+    again = staged(src, tmp_path / "0", tmp_path / "1")
+    assert not again.reads() and not again.opened()
+    require_staged(src, tmp_path / "0", tmp_path / "1")
+
+
+def test_a_new_node_gets_all_from_those_that_have_it(src, tmp_path):
+    dsts = [tmp_path / f"dst{rank}" for rank in range(3)]
+    staged(src, *dsts[:2])
+    (dsts[0] / "train" / "shard_000003.tar").unlink()
+    nodes = staged(src, *dsts)
+    require_staged(src, *dsts)
+    assert not nodes.reads() and not nodes.opened()
+    assert nodes.readers()[0] and nodes.readers()[1] and not nodes.readers()[2]
+    assert str(dsts[1] / "train" / "shard_000003.tar") in nodes.readers()[1]
+
+
+def test_a_file_that_came_later_is_the_only_one_read(src, tmp_path):
+    staged(src, tmp_path / "0", tmp_path / "1")
+    (src / "train" / "late.tar").write_bytes(bytes(3 * CHUNK))
+    nodes = staged(src, tmp_path / "0", tmp_path / "1")
+    assert nodes.opened() == {str(src / "train" / "late.tar"): 1}
+    require_staged(src, tmp_path / "0", tmp_path / "1")
+
+
+def test_a_staged_set_can_be_the_source_of_another(src, tmp_path, here):
+    here(src, tmp_path / "one")
+    assert here(tmp_path / "one", tmp_path / "two")[0] == 0
+    require_staged(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):
+    (log,) = staged(src, tmp_path / "dst").logs
+    begun, journal = tmp_path / "dst" / ".stage" / "files", tmp_path / "dst" / ".stage" / "journal"
+    found = list(events(log))
+    for path in (src / "train").glob("*.tar"):
+        partial, final = begun / "train" / path.name, tmp_path / "dst" / "train" / path.name
+        renamed = found.index(["os.rename", str(partial), str(final)])
+        synced = max(at for at in range(renamed) if found[at] == ["fsync", str(partial)])
+        assert ["fsync", str(journal)] in found[synced:renamed], "the mark follows the bytes, the name the mark"
+        assert ["fsync", str(final.parent)] in found[renamed:]
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_copy_goes_on_and_loses_little(src, tmp_path, seed):
+    draw, dst, read = random.Random(seed), tmp_path / "dst", 0
+    for _ in range(3):
+        nodes = Nodes(src, dst, pause=draw.random() / 100, hook=Strike(draw.randrange(20, 50)))
+        assert nodes.codes() == [-signal.SIGKILL]
+        read += nodes.reads().total()
+        assert tree(dst).items() <= tree(src).items(), "what has its name is whole"
+        cut_short(dst / ".stage" / "journal", draw)
+    last = staged(src, dst)
+    require_staged(src, dst)
+    assert last.reads().total() < total(src)
+    # Since its last mark, each stream has read less than MARK and one chunk; cut_short took one mark.
+    assert read + last.reads().total() <= total(src) + 3 * (stage.STREAMS * (MARK + CHUNK) + MARK)
+
+
+def marks(journal: Path) -> list[tuple[str, int, int, int, str]]:
+    """(name, bytes, mtime_ns, marked bytes, their sha256)"""
+    return [tuple(event) for event in events(journal)]
+
+
+def cut_short(journal: Path, draw: random.Random) -> None:
+    """Lose some of the last mark, as a kill while it was written would. A file's last is there before its name."""
+    begun, _, line = journal.read_bytes().rpartition(b"\n")
+    if line.endswith(b"]") and marks(journal)[-1][3] < marks(journal)[-1][1]:
+        journal.write_bytes(begun + b"\n" + line[: draw.randrange(len(line))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_when_a_node_is_killed_the_others_end_and_all_go_on_later(src, tmp_path, seed):
+    draw, dsts, victim = random.Random(seed), [tmp_path / f"dst{rank}" for rank in range(3)], seed
+    nodes = Nodes(src, *dsts, pause=0.01, hook=Strike(draw.randrange(10, 30), victim))
+    codes = nodes.codes()
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [3, 3]
+    assert ["lost another rank" in line for line in nodes.said] == [True, True], nodes.said
+    assert all(tree(dst).items() <= tree(src).items() for dst in dsts), "what has its name is whole"
+    last = staged(src, *dsts)
+    require_staged(src, *dsts)
+    assert 0 < len(last.reads()) < total(src) and set(last.reads().values()) == {1}
+
+
+def die_last(path: str, offset: int | None) -> None:
+    """When the other node has done all that it has to do."""
+    if os.environ["RANK"] == "1" and path.endswith(".stage/files/val/empty.tar"):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_node_that_is_killed_with_the_last_file_is_missed(src, tmp_path):
+    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", hook=die_last)
+    assert nodes.codes() == [3, -signal.SIGKILL]
+    assert len(nodes.said) == 1 and "lost another rank" in nodes.said[0]
+    assert not (tmp_path / "0" / "manifest.sha256").exists()
+    assert not staged(src, tmp_path / "0", tmp_path / "1").reads()
+
+
+def test_a_node_that_lost_its_disk_does_not_cost_the_others_their_whole_files(src, tmp_path):
+    dsts = [tmp_path / "0", tmp_path / "1"]
+    Nodes(src, *dsts, pause=0.01, hook=Strike(50)).codes()
+    shutil.rmtree(dsts[1])
+    whole = {str(src / name) for name in tree(dsts[0])}
+    last = staged(src, *dsts)
+    require_staged(src, *dsts)
+    assert whole and not whole & last.opened().keys()
+
+
+def test_a_damaged_beginning_is_found_and_copied_again(src, tmp_path):
+    victim = interrupted(src, tmp_path / "dst")
+    with victim.open("r+b") as file:
+        file.write(bytes([victim.read_bytes()[0] ^ 1]))
+    nodes = Nodes(src, tmp_path / "dst")
+    assert nodes.codes() == [3]
+    assert nodes.said == [f"stage: {victim} was damaged and is removed; start again"]
+    staged(src, tmp_path / "dst")
+    require_staged(src, tmp_path / "dst")
+
+
+def test_a_beginning_of_an_older_version_is_not_gone_on_with(src, tmp_path, here):
+    partial = interrupted(src, tmp_path / "dst")
+    changed = src / partial.relative_to(tmp_path / "dst" / ".stage" / "files")
+    changed.write_bytes(random.Random(5).randbytes(changed.stat().st_size))
+    assert here(src, tmp_path / "dst")[0] == 0
+    require_staged(src, tmp_path / "dst")
+
+
+def interrupted(src: Path, dst: Path) -> Path:
+    """Break off a copy; returns a file under way with a mark in it."""
+    assert Nodes(src, dst, pause=0.01, hook=Strike(90)).codes() == [-signal.SIGKILL]
+    begun = (dst / ".stage" / "files" / name for name, _, _, count, _ in marks(dst / ".stage" / "journal") if count)
+    return next(path for path in begun if path.exists())
+
+
+# What is noticed
+
+
+def test_a_source_that_changed_after_it_was_staged_is_refused_by_name(src, tmp_path, here):
+    here(src, tmp_path / "dst")
+    copy, before = tmp_path / "dst" / "val" / "shard_000000.tar", tree(tmp_path / "dst")
+    (src / "val" / "shard_000000.tar").write_bytes(bytes(copy.stat().st_size))
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and tree(tmp_path / "dst") == before
+    assert lines == [f"stage: {copy} was staged from a source that has changed since; remove it to stage it again"]
+    copy.unlink()
+    assert here(src, tmp_path / "dst")[0] == 0
+    require_staged(src, tmp_path / "dst")
+
+
+def rewrite(path: str, offset: int | None) -> None:
+    if path.endswith("shard_000009.tar") and offset == 4 * MARK:
+        Path(path).write_bytes(bytes(8 * MARK))
+
+
+def shorten(path: str, offset: int | None) -> None:
+    if path.endswith("shard_000009.tar") and offset == 4 * MARK:
+        os.truncate(path, 4 * MARK + 1)
+
+
+def grow(path: str, offset: int | None) -> None:
+    if path.endswith("shard_000009.tar") and offset == 8 * MARK - CHUNK:
+        with open(path, "ab") as file:
+            file.write(b"more")
+
+
+@pytest.mark.parametrize("change", [rewrite, shorten, grow])
+def test_a_source_that_changes_while_it_is_copied_is_noticed_on_all_nodes(src, tmp_path, change):
+    dsts, name = [tmp_path / "0", tmp_path / "1"], "train/shard_000009.tar"
+    nodes = Nodes(src, *dsts, hook=change)
+    assert nodes.exits() == [3, 3]
+    assert len(nodes.said) == 1, nodes.said
+    (line,) = nodes.said
+    found = re.fullmatch(r"stage: node [01] \(\S+\): (\S+) changed while it was copied; start again .*", line)
+    assert found[1] == str(src / name)
+    assert not any((dst / name).exists() for dst in dsts)
+    staged(src, *dsts)
+    require_staged(src, *dsts)
+
+
+def test_a_read_that_ends_early_is_noticed(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(10))
+    with (tmp_path / "file").open("rb", buffering=0) as source:
+        source.seek(5)
+        with pytest.raises(Fault, match="changed while it was copied"):
+            stage.fill(memoryview(bytearray(10)), source, stage.scan(tmp_path)["file"])
+
+
+def test_a_source_with_a_good_manifest_is_copied_with_it(src, tmp_path):
+    write_manifest(src)
+    staged(src, tmp_path / "0", tmp_path / "1")
+    require_staged(src, tmp_path / "0", tmp_path / "1")
+
+
+def test_a_byte_that_the_manifest_does_not_allow_is_noticed_on_all_nodes(src, tmp_path):
+    write_manifest(src)
+    name, dsts = "train/shard_000004.tar", [tmp_path / "0", tmp_path / "1"]
+    content = bytearray((src / name).read_bytes())
+    content[2 * CHUNK + 5] ^= 1
+    (src / name).write_bytes(content)
+    for _ in range(2):
+        nodes = Nodes(src, *dsts)
+        assert nodes.codes() == [3, 3]
+        assert len(nodes.said) == 1, nodes.said
+        (line,) = nodes.said
+        assert re.fullmatch(rf"stage: node [01] \(\S+\): {name} is damaged: its sha256 is \w+, want \w+", line)
+        assert not any((dst / name).exists() for dst in dsts)
+
+
+@pytest.mark.parametrize(
+    "line,problem",
+    [
+        ("nonsense", "line 16: not a line of sha256sum"),
+        (f"{'0' * 63}g  a", "line 16: not a line of sha256sum"),
+        (f"{'0' * 64}  gone.tar", "only one of them has gone.tar"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(src, tmp_path, here, line, problem):
+    write_manifest(src)
+    with (src / "manifest.sha256").open("a") as file:
+        file.write(f"{line}\n")
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and problem in lines[0]
+
+
+def test_a_file_that_the_manifest_lacks_is_refused(src, tmp_path, here):
+    write_manifest(src)
+    (src / "new.tar").touch()
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and "only one of them has new.tar" in lines[0]
+
+
+def test_copies_that_differ_between_nodes_are_refused(src, tmp_path):
+    other = make_set(tmp_path / "other" / "set")
+    changed = other / "a name.txt"
+    changed.write_bytes(b"12345")
+    for path in src.rglob("*"):
+        os.utime(path, ns=(10**18, 10**18))
+        os.utime(other / path.relative_to(src), ns=(10**18, 10**18))
+    staged(src, tmp_path / "0")
+    staged(other, tmp_path / "1")
+    nodes = Nodes(src, tmp_path / "0", tmp_path / "1")
+    assert nodes.codes() == [2, 2]
+    assert nodes.said == ["stage: the copies of a name.txt on nodes [0, 1] are not all right; remove them there"]
+
+
+# What is refused
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent / "shard_000000.tar")
+
+
+def linked_folder(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def listener(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path may be too long for it
+    socket.socket(socket.AF_UNIX).bind(path.name)
+    os.chdir(here)
+
+
+@pytest.mark.parametrize("make", [link, linked_folder, fifo, listener])
+def test_what_is_no_plain_file_is_refused_by_name(src, tmp_path, here, make):
+    make(src / "train" / "odd")
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and not (tmp_path / "dst").exists()
+    assert len(lines) == 1 and lines[0].startswith(f"stage: {src}/train/odd is a link or special file")
+
+
+@pytest.mark.parametrize("name", ["new\nline.tar", "back\\slash.tar", b"\xff.tar"])
+def test_a_name_that_a_manifest_cannot_hold_is_refused(src, tmp_path, here, name):
+    (src / os.fsdecode(name)).touch()
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and "rename it" in lines[0]
+
+
+def test_a_link_in_the_destination_leads_nowhere(src, tmp_path, here):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "train").symlink_to(tmp_path / "elsewhere")
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and f"{tmp_path}/dst/train is a link" in lines[0]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(
+    "source,destination,problem",
+    [
+        ("set", "set", "lie inside each other"),
+        ("set", "set/train/copy", "lie inside each other"),
+        ("set/train", "set", "lie inside each other"),
+        ("set", "link/copy", "lie inside each other"),
+        ("missing", "dst", "does not exist or is no folder"),
+        ("set/a name.txt", "dst", "does not exist or is no folder"),
+        ("nothing", "dst", "holds no file"),
+        ("set", "file", "Not a directory"),
+        ("set", "file/dst", "Not a directory"),
+    ],
+)
+def test_folders_that_make_no_sense_are_refused_in_one_line(src, tmp_path, here, source, destination, problem):
+    shared = src.parent
+    (shared / "nothing" / "folder").mkdir(parents=True)
+    (shared / "file").touch()
+    (shared / "link").symlink_to(src)
+    before = sorted(shared.rglob("*"))
+    code, lines = here(shared / source, shared / destination)
+    assert code == 2 and len(lines) == 1 and problem in lines[0]
+    assert sorted(shared.rglob("*")) == before
+
+
+def test_a_read_only_destination_is_refused_in_one_line(src, tmp_path, here, mount):
+    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs")
+    code, lines = here(src, disk / "dst")
+    assert code == 2 and len(lines) == 1 and "Read-only file system" in lines[0]
+
+
+def test_too_little_space_is_refused_with_figures_before_anything_is_read(src, tmp_path, mount):
+    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs")
+    nodes = Nodes(src, tmp_path / "0", disk / "1")
+    assert nodes.codes() == [2, 2] and not nodes.opened()
+    assert len(nodes.said) == 1
+    assert re.search(r"node 1 \(\S+\): \S+ has 0.000 GB free, what is missing takes 0.001 GB", nodes.said[0])
+
+
+def test_space_is_asked_for_what_is_missing_only(src, tmp_path, mount):
+    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={total(src) + (128 << 10)}", "tmpfs")
+    interrupted(src, disk / "dst")
+    staged(src, disk / "dst")
+    require_staged(src, disk / "dst")
+
+
+class Filler:
+    """Takes all space of a disk at the first chunk."""
+
+    def __init__(self, disk: Path):
+        self.disk = disk
+
+    def __call__(self, path: str, offset: int | None) -> None:
+        if not (self.disk / "full").exists():
+            with (self.disk / "full").open("wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError:
+                    pass
+
+
+def test_a_disk_that_fills_up_ends_all_nodes_with_one_line_that_names_it(src, tmp_path, mount):
+    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=2m", "tmpfs")
+    nodes = Nodes(src, tmp_path / "0", disk / "1", tmp_path / "2", hook=Filler(disk))
+    assert nodes.exits() == [3, 3, 3]
+    assert len(nodes.said) == 1, nodes.said
+    (line,) = nodes.said
+    assert re.fullmatch(rf"stage: node 1 \(\S+\): copying \S+ to {disk}/1: No space left on device(: \S+)?", line)
+    (disk / "full").unlink()
+    staged(src, tmp_path / "0", disk / "1", tmp_path / "2")
+    require_staged(src, tmp_path / "0", disk / "1", tmp_path / "2")
+
+
+def test_a_source_that_one_node_does_not_see_is_refused_naming_it(src, tmp_path):
+    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", last_src=tmp_path / "missing")
+    assert nodes.codes() == [2, 2]
+    assert len(nodes.said) == 1, nodes.said
+    (line,) = nodes.said
+    assert re.fullmatch(rf"stage: node 1 \(\S+\): source {tmp_path}/missing does not exist or is no folder", line)
+
+
+def test_nodes_that_see_different_sources_are_refused(src, tmp_path):
+    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", last_src=make_set(tmp_path / "other", seed=2))
+    assert nodes.codes() == [2, 2]
+    assert len(nodes.said) == 1 and "node 1 sees other files" in nodes.said[0]
+
+
+def test_two_nodes_may_not_share_a_destination(src, tmp_path):
+    nodes = Nodes(src, tmp_path / "dst", tmp_path / "dst")
+    assert nodes.codes() == [2, 2]
+    assert len(nodes.said) == 1 and "is being staged already; every node wants a DST of its own" in nodes.said[0]
+
+
+def test_a_destination_in_use_is_refused(src, tmp_path, here):
+    (tmp_path / "dst" / ".stage").mkdir(parents=True)
+    with (tmp_path / "dst" / ".stage" / "journal").open("a") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and "is being staged already" in lines[0]
+
+
+def test_files_that_others_put_into_the_destination_are_left_alone(src, tmp_path, here):
+    dst = tmp_path / "dst"
+    (dst / "train").mkdir(parents=True)
+    for name in ("train/shard_000000.tar", "train/own.tar"):
+        (dst / name).write_bytes(b"mine")
+        code, lines = here(src, dst)
+        assert code == 2 and len(lines) == 1 and f"{dst / name} is not " in lines[0]
+        assert (dst / name).read_bytes() == b"mine"
+        (dst / name).unlink()
+
+
+def test_a_copy_that_was_changed_in_the_destination_is_refused(src, tmp_path, here):
+    here(src, tmp_path / "dst")
+    copy = tmp_path / "dst" / "val" / "shard_000000.tar"
+    copy.write_bytes(bytes(copy.stat().st_size))
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and lines == [f"stage: {copy} is not as it was staged; remove it"]
+
+
+def test_more_than_one_process_per_node_is_refused_with_the_remedy(src, tmp_path, here, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    code, lines = here(src, tmp_path / "dst")
+    assert code == 2 and len(lines) == 1 and "torchrun --nproc-per-node 1" in lines[0]
+
+
+# Real launches
+
+
+def launch(rank: int, address: str, port: int, src: Path, dst: Path, *prefix: str, **env: str) -> subprocess.Popen:
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)]
+    rendezvous += ["--master-addr", address, "--master-port", str(port)]
+    stage_command = ["-m", "flux_ref.prepare", "stage", str(src), str(dst)]
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *rendezvous, *stage_command]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    clean = {name: value for name, value in os.environ.items() if name not in ALONE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=clean | own, **pipes)
+
+
+def test_two_launchers_stage_as_one_job(src, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = [launch(rank, "127.0.0.1", port, src, tmp_path / str(rank)) for rank in range(2)]
+    (said, errors), (silent, _) = (job.communicate(timeout=90) for job in jobs)
+    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert f"read {total(src):,} bytes" in said and not silent
+    require_staged(src, tmp_path / "0", tmp_path / "1")
+
+
+@pytest.mark.slow
+def test_two_hosts_with_a_network_between_them(src, tmp_path):
+    """Hosts are network namespaces; nothing but the link joins them."""
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+    hosts = [f"stage{os.getpid()}h{rank}" for rank in range(2)]
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces are not permitted: {getattr(error, 'stderr', error)}")
+    try:
+        ip("link", "add", "eth9", "netns", hosts[0], "type", "veth", "peer", "name", "eth9", "netns", hosts[1])
+        for rank, host in enumerate(hosts):
+            ip("-n", host, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth9")
+            ip("-n", host, "link", "set", "eth9", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        jobs = [
+            launch(
+                rank, "10.77.0.1", 29500, src, tmp_path / host, "ip", "netns", "exec", host, GLOO_SOCKET_IFNAME="eth9"
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        (said, errors), _ = (job.communicate(timeout=120) for job in jobs)
+        assert [job.returncode for job in jobs] == [0, 0], errors
+        assert f"read {total(src):,} bytes" in said
+        require_staged(src, *(tmp_path / host for host in hosts))
+    finally:
+        for host in hosts:
+            ip("netns", "del", host)

@@ -1,0 +1,725 @@
+"""Scores of benchmark logs: against mlperf-logging's own code and closed forms; damaged logs must be explained."""
+
+import errno
+import glob
+import gzip
+import html.parser
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import made_logs
+import pytest
+from conftest import MICRO, ROOT
+from made_logs import MadeLog
+
+from flux_ref import config_file
+from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.report import axes, drawing, official, page, result_files, result_log, score
+from flux_ref.report import commands as report
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with ten runs that are a valid result."""
+    made_logs.system(tmp_path / "results")
+    return tmp_path / "results"
+
+
+def run_report(capsys, *args, out):
+    """Exit code, the terminal's text, and the figures."""
+    code = report.main([*map(str, args), f"--out={out}", f"--json={out}.json"])
+    text = capsys.readouterr()
+    figures = json.loads(out.with_suffix(".json").read_text()) if code != 2 else None
+    return code, text.out + text.err, figures
+
+
+def judged(folder, ruleset="6.0.0", points=None):
+    group = result_files.find([str(folder)])[0]
+    return score.judge(group.name, [result_log.read(path) for path in group.files], ruleset, points)
+
+
+# ---------------------------------------------------------------------------------------------------- valid results
+
+
+def by_hand(folder):
+    """Minutes of each run and their olympic mean, in as few lines as it takes."""
+    minutes = []
+    for path in sorted(folder.glob("result_*.txt")):
+        found = dict(re.findall(r'"key": "(run_\w+)".*"time_ms": (\d+)', path.read_text()))
+        minutes.append((int(found["run_stop"]) - int(found["run_start"])) / 60_000)
+    return minutes, sum(sorted(minutes)[1:-1]) / 8
+
+
+@pytest.mark.parametrize("ruleset", ["5.1.0", "6.0.0"])
+def test_valid_system(results, ruleset):
+    """Score, samples and verdict: by hand, and by mlperf-logging's own score and convergence check."""
+    from mlperf_logging.rcp_checker import rcp_checker
+    from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
+
+    system = judged(results, ruleset)
+    assert system.reasons == [] and [run.faults for run in system.runs] == [[]] * 10
+    minutes, mean = by_hand(results)
+    assert sorted(run.minutes for run in system.runs) == pytest.approx(sorted(minutes), abs=1e-9)
+    assert system.olympic_mean_minutes == pytest.approx(mean, abs=1e-9)
+    track, _, official_score, _, _ = _compute_strong_score_standalone(
+        "flux1", "any", False, str(results), "training", ruleset, return_full_scores=True
+    )
+    assert {str(run.log.path): run.minutes for run in system.runs} == track
+    assert system.olympic_mean_minutes == pytest.approx(official_score, abs=1e-12)
+    files = glob.glob(f"{results}/result_*.txt")
+    _, samples, _ = rcp_checker.get_submission_epochs(files, ruleset, False)
+    assert sorted(run.samples_to_target for run in system.runs) == sorted(samples)
+    passed, message, factor = rcp_checker.check_directory(
+        str(results), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
+    )
+    found = system.verdicts.convergence
+    assert (found.passed, found.message, found.factor) == (passed, message, factor)
+    assert system.samples_to_converge == sum(sorted(samples)[1:-1]) / 8
+
+
+def test_faster_than_the_reference_is_normalised(tmp_path):
+    """Within what is accepted, the score is the time the reference's convergence would have taken."""
+    folder = tmp_path / "fast"
+    for i in range(10):
+        MadeLog(i, evaluations=31, rate=1600).write(folder / f"result_{i}.txt")
+    system = judged(folder)
+    mean = 31 * made_logs.INTERVAL
+    assert system.verdicts.convergence.least_mean < mean < system.verdicts.convergence.reference_mean
+    factor = system.verdicts.convergence.reference_mean / mean
+    assert system.score_minutes == pytest.approx(system.olympic_mean_minutes * factor) and factor > 1.01
+
+
+def test_throughput_by_closed_form(tmp_path):
+    """300 s of initialisation; blocks at the given rate; 6.4 s per evaluation."""
+    log = result_log.read(MadeLog(3, evaluations=20, rate=2000).write(tmp_path / "result_0.txt"))
+    run = score.measure(log)
+    samples = 20 * made_logs.INTERVAL
+    assert run.samples == samples and run.init_s == 300
+    assert run.evaluation_s == pytest.approx(20 * 6.4)
+    assert run.throughput == pytest.approx(samples / run.run_s)
+    assert run.training_throughput == pytest.approx(samples / (run.run_s - 128), rel=1e-12)
+    assert [x for x, _ in run.speeds] == [(k + 1) * made_logs.INTERVAL for k in range(20)]
+    assert all(0.985 * 2000 < speed < 1.015 * 2000 for _, speed in run.speeds)
+    total = sum(made_logs.INTERVAL / speed for _, speed in run.speeds)
+    assert total == pytest.approx(run.run_s - run.evaluation_s, abs=0.1)
+    assert len(run.train_curve) == 20
+
+
+def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
+    """One before run_start is a warm-up; a second value for the same samples is another rank's."""
+    log = MadeLog(3, evaluations=5)
+    at = [entry[0] for entry in log.entries].index("run_start")
+    early = [list(entry) for entry in log.entries if entry[0] in ("eval_start", "eval_stop", "eval_accuracy")][:3]
+    for entry in early:
+        entry[4] = log.entries[at][4] - 1000
+    log.entries[at:at] = early
+    again = [list(entry) for entry in log.entries if entry[0] == "eval_accuracy"][2]
+    plain = score.measure(result_log.read(MadeLog(3, evaluations=5).write(tmp_path / "plain.txt")))
+    again[1] = 0.1
+    log.entries.insert(len(log.entries) - 1, again)
+    found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
+    assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
+    assert found.speeds == plain.speeds
+
+
+def test_olympic_mean():
+    assert score.olympic_mean([*range(10)]) == sum(range(1, 9)) / 8
+    assert score.olympic_mean([*range(9)], dropped=1) == sum(range(1, 9)) / 8
+
+
+def test_report_of_a_valid_system(capsys, results, tmp_path):
+    code, text, figures = run_report(capsys, results, out=tmp_path / "out")
+    assert code == 0 and "valid result" in text and "ruleset 6.0.0" in text
+    (system,) = figures["systems"]
+    assert system["olympic_mean_minutes"] == pytest.approx(by_hand(results)[1])
+    assert system["valid"] and system["seeds_pass"] and system["convergence_pass"] and system["compliant_logs"] == 10
+    assert all(len(line) <= 80 for line in text.splitlines() if str(tmp_path) not in line)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"report.html", "loss_0.png", "minutes.png", "samples.png", "throughput.png", "time.png"} <= names
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_lines_of_any_names_fit_a_terminal(capsys, tmp_path, monkeypatch):
+    """Long names and values are broken, a path that fits into a line is not."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / f"system-{'x' * 113}"
+    made_logs.system(folder, 3, submission_org="o" * 300, submission_platform=f"8xMADE-{'UP' * 20}")
+    entry = {"Benchmark": "flux1", "BS": 1024, "samples to converge": [1, 2, 3]}
+    entry["Hyperparams"] = {"opt_base_learning_rate": 1e-4, "opt_learning_rate_warmup_steps": 0}
+    for points in ("a-" * 25, "b-" * 100):
+        path = tmp_path / points[:50] / points[50:100] / points[100:] / "points.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"mine": entry}))
+        path = path.relative_to(tmp_path)
+        report.main([folder.name, "--out=out", f"--points={path}"])
+        text = capsys.readouterr().out
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+        joined = "".join(text.split())
+        assert all(word in joined for word in (folder.name, "o" * 300, str(path), "notavalidresult"))
+        assert (str(path) in text) == (len(str(path)) < 80)
+
+
+def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
+    """mlperf-logging writes logs and scaling.json where it can, and talks through the root logger."""
+    from mlperf_logging.compliance_checker import mlp_compliance
+    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
+
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    root, folders = logging.getLogger(), []
+    monkeypatch.setattr(root, "level", logging.ERROR)
+    monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
+    monkeypatch.setattr(RCP_Checker, "_reset_results_scaling", lambda self, folder: folders.append(folder))
+    before, files = [*root.handlers], sorted(tmp_path.rglob("*"))
+    assert [run.faults for run in judged(results).runs] == [[]] * 10
+    assert sorted(tmp_path.rglob("*")) == files
+    assert (root.handlers, root.level) == (before, logging.ERROR)
+    assert folders and "" not in folders  # it removes scaling.json in that folder, in / for an empty one
+
+
+# ----------------------------------------------------------------------------------------------- tolerant in reading
+
+
+def gzipped(path):
+    with gzip.open(path.with_name(path.name + ".gz"), "wb") as file:
+        file.write(path.read_bytes())
+    path.unlink()
+
+
+def rewrite(change):
+    def apply(path):
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        gzipped,
+        rewrite(lambda raw: raw.replace(b"\n", b"\r\n")),
+        rewrite(lambda raw: b"\x00\xff\xfe junk \x1b[31m\n" + raw + b"\xe9\xa0\x85 end"),
+        rewrite(lambda raw: raw.replace(b" 0: :::", b"\x1b[32m 12%|#\r 0: :::MLLOGnot \xe9 :::")),
+        rewrite(lambda raw: b"x" * 5_000_000 + b"\n" + raw),
+        rewrite(lambda raw: b"".join(line + line.replace(b" 0:", b" 1:") for line in raw.splitlines(True))),
+    ],
+    ids=["gzip", "crlf", "latin-1", "prefixes", "long line", "two ranks"],
+)
+def test_what_lies_around_entries_changes_nothing(tmp_path, damage):
+    path = MadeLog().write(tmp_path / "result_0.txt")
+    (before,) = judged(tmp_path).runs
+    damage(path)
+    (after,) = judged(tmp_path).runs
+    assert after.faults == before.faults == []
+    for figure in ("minutes", "val_curve", "evaluation_s", "samples", "speeds"):
+        assert getattr(after, figure) == getattr(before, figure)
+
+
+def test_names_beyond_ascii(tmp_path):
+    path = MadeLog(submission_org="Universität").write(tmp_path / "result_0.txt")
+    path.write_text(path.read_text().replace("\\u00e4", "ä"), encoding="utf-8")
+    assert result_log.read(path).value("submission_org") == "Universität"
+    path.write_text(path.read_text(), encoding="latin-1")
+    assert result_log.read(path).value("submission_org") == "Universität"
+
+
+# ------------------------------------------------------------------------------------------------- exact in judging
+
+
+def edit(path, change):
+    """Change the lines of a log."""
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(change(lines)) + "\n")
+
+
+def without(key):
+    return lambda path: edit(path, lambda lines: [line for line in lines if f'"key": "{key}"' not in line])
+
+
+def replaced(old, new):
+    return lambda path: path.write_text(path.read_text().replace(old, new))
+
+
+def twice(path):
+    again = MadeLog(555, evaluations=3)
+    path.write_text(path.read_text() + "\n".join(again.lines()) + "\n")
+
+
+def samples_lost(path):
+    def change(lines):
+        at = max(i for i, line in enumerate(lines) if "eval_accuracy" in line)
+        lines[at] = re.sub(r', "samples_count": \d+', "", lines[at])
+        return lines
+
+    edit(path, change)
+
+
+def huge_entry(path):
+    path.write_text(path.read_text() + ':::MLLOG {"key": "x' + "y" * 20_000_000 + '"}\n')
+
+
+# What is done to one of the ten, and what the report must say.
+BROKEN = {
+    "missing key": (without("opt_name"), "Required EXACTLY_ONE occurrence of 'opt_name' but found 0"),
+    "wrong value": (replaced('"opt_name", "value": "adamw"', '"opt_name", "value": "lion"'), "opt_name=lion in line"),
+    "missed the target": (replaced("0.5855", "0.5865"), "no evaluation reached the target"),
+    "aborted": (replaced('"status": "success"', '"status": "aborted"'), "run_stop has status 'aborted'"),
+    "truncated": (rewrite(lambda raw: raw[: len(raw) // 2]), "run_stop is missing"),
+    "half a line": (rewrite(lambda raw: raw[: raw.rindex(b"}, ") - 40]), "an entry that is cut off or damaged"),
+    "empty": (rewrite(lambda raw: b""), "is empty"),
+    "junk": (rewrite(lambda raw: bytes(range(256)) * 1000), "holds no :::MLLOG entry"),
+    "no run_start": (without("run_start"), "run_start is missing"),
+    "no run_stop": (without("run_stop"), "run_stop is missing"),
+    "two runs": (twice, "two runs in one file"),
+    "no samples_count": (samples_lost, "has no samples_count"),
+    "NaN": (replaced('"value": 0.5855', '"value": NaN'), "has the value nan"),
+    "no time": (replaced('"time_ms": 17', '"time_ms": "soon", "x": 17'), "which is no time"),
+    "time runs back": (replaced('"INTERVAL_END", "time_ms": 176', '"INTERVAL_END", "time_ms": 1'), "not later"),
+    "a list": (rewrite(lambda raw: raw + b':::MLLOG [1, {"key": 2}]\n'), "cut off or damaged"),
+    "deep": (rewrite(lambda raw: raw + b":::MLLOG " + b"[" * 10_000 + b"\n"), "cut off or damaged"),
+    "colour after it": (rewrite(lambda raw: raw.replace(b"}\n", b"}\x1b[0m\n")), "goes on after its entry"),
+    "a huge entry": (huge_entry, "longer than 16,384 characters"),
+    "an entry far along its line": (
+        rewrite(lambda raw: raw + b"x" * 16_380 + b':::MLLOG {"key": "a"}\n'),
+        "longer than 16",
+    ),
+    "broken gzip": (rewrite(lambda raw: gzip.compress(raw)[:-2000]), "cannot be read to its end"),
+    "another benchmark": (replaced('"value": "flux1"', '"value": "bert"'), "submission_benchmark is 'bert'"),
+    "metadata is null": (
+        rewrite(lambda raw: raw + b':::MLLOG {"key": "seed", "value": 1, "time_ms": 1}\n'),
+        "KeyError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_log_is_explained(tmp_path, name):
+    damage, says = BROKEN[name]
+    path = MadeLog().write(tmp_path / "result_0.txt")
+    damage(path)
+    (run,) = judged(tmp_path).runs
+    assert any(says in fault for fault in run.faults), run.faults
+    assert not any("\n" in fault or len(fault) > 300 for fault in run.faults)
+
+
+def test_report_of_all_broken_logs(capsys, tmp_path):
+    """A page all the same, no traceback, and a line for every one of them."""
+    for i, (damage, _) in enumerate(BROKEN.values()):
+        damage(MadeLog().write(tmp_path / "tree" / f"s{i}" / "result_0.txt"))
+    code, text, figures = run_report(capsys, tmp_path / "tree", out=tmp_path / "out")
+    assert code == report.INVALID and "Traceback" not in text
+    assert len(figures["systems"]) == len(BROKEN) and (tmp_path / "out" / "report.html").exists()
+    joined = " ".join(text.split())
+    for name, (_, says) in BROKEN.items():
+        assert " ".join(says.split()) in joined, name
+
+
+@pytest.mark.parametrize("name", ["missing key", "a huge entry"])
+def test_one_broken_log_of_ten(results, name):
+    """The other nine keep their figures, and it counts as the worst."""
+    minutes, _ = by_hand(results)
+    BROKEN[name][0](results / "result_3.txt")
+    system = judged(results)
+    assert [run.name for run in system.runs if run.faults] == ["result_3.txt"]
+    del minutes[3]
+    assert [run.minutes for run in system.counted] == pytest.approx(minutes)
+    assert system.olympic_mean_minutes == pytest.approx(sum(sorted(minutes)[1:]) / 8)
+    assert (system.reasons == []) == (name == "missing key")  # the official seed check reads no damaged log
+
+
+def test_an_unconverged_run_counts_as_the_worst(results):
+    MadeLog(5, evaluations=2).change("eval_accuracy", 0.7, -1).change("run_stop", status="aborted").write(
+        results / "result_5.txt"
+    )
+    system = judged(results)
+    assert system.reasons == [] and "result_5.txt counts as the worst" in system.notes[0]
+    kept = sorted(run.minutes for run in system.runs if run.name != "result_5.txt")
+    assert system.olympic_mean_minutes == pytest.approx(sum(kept[1:]) / 8)
+
+
+def test_two_unconverged_runs_are_too_many(results):
+    for i in (5, 6):
+        MadeLog(i, evaluations=2).change("eval_accuracy", 0.7, -1).change("run_stop", status="aborted").write(
+            results / f"result_{i}.txt"
+        )
+    system = judged(results)
+    assert system.olympic_mean_minutes is None and system.score_minutes is None
+    assert any("2 runs failed, 1 may: result_5.txt, result_6.txt" in reason for reason in system.reasons)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda log: log.change("seed", 101), "already logs the same seed"),
+        (lambda log: log.change("seed", 5, file=[]), "the official seed checker stopped: TypeError"),
+        (lambda log: log.change("submission_division", ["open"]), "mixed submission_division"),
+        (lambda log: log.change("global_batch_size", 2048), "mixed global_batch_size: 1024 in result_0.txt ..., 2048"),
+        (lambda log: log.change("submission_platform", "8xOTHER"), "mixed submission_platform"),
+        (lambda log: log.change("submission_org", "Another"), "mixed submission_org"),
+    ],
+    ids=["doubled seed", "odd seed", "odd division", "mixed batch", "two systems", "two submitters"],
+)
+def test_runs_that_do_not_belong_together(tmp_path, change, says):
+    made_logs.system(tmp_path, 3)
+    assert judged(tmp_path).reasons == ["3 runs; the rules ask for 10"]
+    change(MadeLog(777)).write(tmp_path / "result_3.txt")
+    system = judged(tmp_path)
+    assert any(says in reason for reason in system.reasons), system.reasons
+    assert system.score_minutes is None
+
+
+def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path):
+    """Five of the ten of another submitter: no figure of them together anywhere, each run's own stay."""
+    mixed_folder, valid_folder = (shutil.copytree(results, tmp_path / name) for name in ("mixed", "valid"))
+    for path in sorted(mixed_folder.iterdir())[:5]:
+        replaced("SUBMISSION_ORG_PLACEHOLDER", "Another")(path)
+    code, text, figures = run_report(capsys, mixed_folder, valid_folder, out=tmp_path / "out")
+    mixed, valid = figures["systems"]
+    means = ("olympic_mean_minutes", "normalisation_factor", "score_minutes", "mean_minutes", "stdev_minutes")
+    means += ("samples_to_converge", "samples_per_s", "samples_per_s_without_evaluation")
+    assert [mixed[key] for key in means] == [None] * 8 and None not in [valid[key] for key in means]
+    assert code == report.INVALID and "mixed submission_org" in " ".join(mixed["reasons"])
+    assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
+    assert text.count("olympic mean: ") == text.count("spread: ") == 1
+    (line,) = re.findall("^mixed +10/10 +(.*)", text, re.M)
+    assert line.split() == ["-"] * 4
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
+    (row,) = re.findall(r"<tr><td><span class=key[^>]*></span>mixed</td>(.*?)</tr>", page)
+    assert re.findall(r"<td class=n>(.*?)</td>", row)[2:] == ["10/10", "-", "-", "-", "-", "-"]
+    assert page.count("olympic mean: ") == page.count("spread: ") == 1
+    run_report(capsys, mixed_folder, out=tmp_path / "alone")
+    facts = re.findall("<p class=big>(.*?)</p>", (tmp_path / "alone" / "report.html").read_text())
+    assert facts == ["-", "-", "10 of 10"]
+
+
+def test_number_of_runs(results, tmp_path):
+    (results / "result_9.txt").unlink()
+    system = judged(results)
+    assert any("9 runs; the rules ask for 10" in reason for reason in system.reasons)
+    assert system.olympic_mean_minutes is None
+    single = judged(MadeLog().write(tmp_path / "one" / "result_0.txt").parent)
+    assert single.reasons == ["1 run; the rules ask for 10"]
+    assert single.verdicts.convergence.passed is None
+
+
+def test_open_division_has_no_convergence_check(tmp_path):
+    made_logs.system(tmp_path, 3, submission_division="open")
+    system = judged(tmp_path)
+    assert system.verdicts.convergence is None and system.verdicts.seeds == []
+
+
+def test_own_points_replace_the_official_ones(tmp_path):
+    results = tmp_path / "results"
+    made_logs.system(results, 3)
+    entry = {
+        "Benchmark": "flux1",
+        "BS": 1024,
+        "Hyperparams": {"opt_base_learning_rate": 1e-4, "opt_learning_rate_warmup_steps": 0},
+        "samples to converge": [20_000_000 + 1000 * i for i in range(20)],
+    }
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps({"mine": entry}))
+    found = judged(results, points=points).verdicts.convergence
+    assert not found.passed and found.reference_mean == 20_000_000 + 1000 * 9.5
+    assert judged(results).verdicts.convergence.passed
+
+
+def test_no_rule_file_named_by_a_log_is_run(tmp_path):
+    """The official checker would run the code of a rule file that the division leads to."""
+    trap = tmp_path / "x_common.yaml"
+    trap.write_text(f"- BEGIN:\n    CODE: open({str(tmp_path / 'sprung')!r}, 'w')\n")
+    path = MadeLog(submission_division=f"{'../' * 20}{tmp_path}/x").write(tmp_path / "results" / "result_0.txt")
+    assert "submission_division is" in judged(path.parent).runs[0].faults[0]
+    assert not (tmp_path / "sprung").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(official, "SAFE", {})
+        official.check([result_log.read(path)], "6.0.0")
+    assert (tmp_path / "sprung").exists()  # the trap is one
+
+
+# ------------------------------------------------------------------------------------------ which runs are a system
+
+
+def own_run(folder, seed, **changes):
+    """A run folder as train.py leaves it."""
+    folder.mkdir(parents=True)
+    cfg = config_file.replace(config_file.load(MICRO, [f"--run.dir={folder}", f"--train.seed={seed}"]), **changes)
+    (folder / "config.toml").write_text(config_file.dump(cfg))
+    log = BenchmarkLog(folder / "result_0.txt")
+    log.text("flux_ref micro: FLUX.1\n  ranks   2 x cpu (2 shard), torch 2.15")
+    log.cache_clear()
+    log.init_start()
+    log.describe(cfg, 2, 100, 10)
+    log.run_start()
+    log.block_start(0)
+    log.eval_start(100)
+    log.eval_stop(100, 0.5)
+    time.sleep(0.002)  # the log counts in milliseconds
+    log.run_stop(100, True, "target reached")
+    log.close()
+    for samples in (50, 100):
+        record = {"samples": samples, "val_loss": 0.5, "val_loss_per_timestep": [0.1 * k for k in range(8)]}
+        step = {"samples": samples, "loss": 0.6, "peak_memory_gb": 1.5, "data_wait": 0.0}
+        for name, own in (("eval.jsonl", record), ("metrics.jsonl", step)):
+            with (folder / name).open("a") as file:
+                file.write(json.dumps(own) + "\n")
+    return folder
+
+
+def test_a_tree_holds_systems(tmp_path):
+    for name in ("A/results/one/flux1", "A/results/two/flux1", "B/results/one/flux1"):
+        for i in (10, 9, 2):
+            MadeLog(i).write(tmp_path / name / f"result_{i}.txt")
+    groups = result_files.find([str(tmp_path)])
+    assert [group.name for group in groups] == ["A/one", "A/two", "B/one"]
+    assert [path.name for path in groups[0].files] == ["result_2.txt", "result_9.txt", "result_10.txt"]
+    again = result_files.find([str(tmp_path), str(tmp_path / "A"), str(groups[0].files[0])])
+    assert [len(group.files) for group in again] == [3, 3, 3]  # a file given twice is one run
+
+
+def test_our_runs_side_by_side(tmp_path):
+    """Equal but for the seed: one system. Another batch: another system."""
+    for seed in range(3):
+        own_run(tmp_path / f"seed_{seed}", seed)
+    own_run(tmp_path / "other", 0, train__global_batch=24)
+    groups = result_files.find([str(tmp_path)])
+    assert {group.name: len(group.files) for group in groups} == {"other": 1, tmp_path.name: 3}
+    logs = [result_log.read(path) for path in next(group.files for group in groups if len(group.files) == 3)]
+    names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
+    assert names == [f"seed_{seed}/result_0.txt" for seed in range(3)]
+    found = result_files.machine(groups[0].files[0], result_log.read(groups[0].files[0]).system)
+    assert result_files.accelerators(found) == 2
+
+
+def test_what_launch_gathers_counts_once(tmp_path):
+    for run in range(2):
+        own_run(tmp_path / f"run_{run}", run)
+        shutil.copy(tmp_path / f"run_{run}" / "result_0.txt", tmp_path / f"result_{run}.txt")
+    (group,) = result_files.find([str(tmp_path)])
+    assert [path.parent.name for path in group.files] == ["run_0", "run_1"]
+    with (tmp_path / "result_1.txt").open("a") as file:
+        file.write("another run's\n")
+    assert sum(len(group.files) for group in result_files.find([str(tmp_path)])) == 3
+
+
+def test_report_of_our_runs(capsys, tmp_path):
+    own_run(tmp_path / "runs" / "mine", 0)
+    with (tmp_path / "runs" / "mine" / "eval.jsonl").open("a") as file:
+        file.write('{"samples": "x", "val_loss_per_timestep": [null]}\n[1]\n{"half')
+    code, text, figures = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
+    assert code == report.INVALID and "1 run; the rules ask for 10" in text
+    assert figures["systems"][0]["runs"][0]["samples"] == 100
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Validation loss per timestep" in page and "train.global_batch" in page and "peak memory" in page
+
+
+def test_system_description_of_the_benchmarks_tree(tmp_path):
+    path = MadeLog().write(tmp_path / "A" / "results" / "sys" / "flux1" / "result_0.txt")
+    (tmp_path / "A" / "systems").mkdir()
+    (tmp_path / "A" / "systems" / "sys.json").write_text(
+        '{"number_of_nodes": "18", "accelerators_per_node": 4, "other_software_stack": {"nccl": "2.28"}, "x": [1]}'
+    )
+    found = result_files.machine(path, {})
+    assert result_files.accelerators(found) == 72 and found["nccl"] == "2.28"
+
+
+def test_bare_json_is_all_that_comes_on_stdout(capsys, tmp_path):
+    path = MadeLog().write(tmp_path / "result_0.txt")
+    code, _, figures = run_report(capsys, path, out=tmp_path / "out")
+    assert report.main([str(path), f"--out={tmp_path}/out", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == figures and "page: " in err
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda folder: [folder / "nothing"], "is not there"),
+        (lambda folder: [folder], "holds no result_*.txt"),
+        (lambda folder: [rewritten(folder / "result_0.txt", b"\x00" * 100)], "no log could be read"),
+        (lambda folder: [MadeLog().write(folder / "result_0.txt"), f"--points={folder}/x"], "reference convergence"),
+    ],
+)
+def test_refusals(capsys, tmp_path, make, says):
+    code = report.main([*map(str, make(tmp_path)), f"--out={tmp_path}/out"])
+    error = capsys.readouterr().err
+    assert code == 2 and says in error and error.count("\n") == 1, error
+    assert not [*tmp_path.glob("out/*")]
+
+
+def test_an_empty_path_is_not_the_current_folder(capsys, results, monkeypatch):
+    monkeypatch.chdir(results)
+    for given in ([""], ["result_0.txt", ""]):
+        assert report.main([*given, "--out=out"]) == 2
+        error = capsys.readouterr().err
+        assert "empty path" in error and error.count("\n") == 1
+    assert not (results / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["full/report", "file", "file/sub", "made", "--json=file/a.json", "--json=made/a.json"]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_logs_are_read(capsys, tmp_path, monkeypatch, name):
+    """What is a file, below one, in /dev/full, or has a folder of the page's or the JSON's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(result_log, "read", lambda path: pytest.fail("a log was read"))
+    MadeLog().write(tmp_path / "results" / "result_0.txt")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").symlink_to("/dev/full")
+    for own in ("report.html", "a.json"):
+        (tmp_path / "made" / own).mkdir(parents=True)
+    option, place = name.split("=") if "=" in name else ("--out", name)
+    assert report.main(["results", f"{option}={place}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{option}={place}" in error and "give a" in error and error.count("\n") == 1 and "Errno" not in error
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_without_permission_or_space_is_refused(capsys, results, tmp_path, monkeypatch):
+    """Root may write anywhere, so that the system's answers are made up."""
+
+    def deny(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for trial, says in ((deny, "Permission denied"), (lambda **_: open("/dev/full", "wb", 0), "No space left")):
+        monkeypatch.setattr(report.tempfile, "TemporaryFile", trial)
+        assert report.main([str(results), f"--out={tmp_path}/out"]) == 2
+        error = capsys.readouterr().err
+        assert says in error and "Errno" not in error and error.count("\n") == 1
+
+
+def rewritten(path, raw):
+    path.write_bytes(raw)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+
+
+def test_a_folder_used_again_holds_what_the_page_has(capsys, results, tmp_path):
+    """Charts of the report before it go, whatever else lies there stays; and without such a report all does."""
+    own_run(tmp_path / "mine", 0)
+    out = tmp_path / "out"
+    foreign = [out / name for name in ("timesteps_a.png", "old_timesteps_0.png", "timesteps_0.jpg", "notes.txt")]
+    run_report(capsys, tmp_path / "mine", out=out)
+    assert (out / "timesteps_0.png").exists()
+    for path in foreign:
+        path.write_text("mine")
+    run_report(capsys, results, out=out)
+    made = {path.name for path in out.iterdir()}
+    assert {*out.glob("*.png")} == {*page.charts_of(out / "report.html"), *foreign[:2]}
+    assert not (out / "timesteps_0.png").exists() and all(path.read_text() == "mine" for path in foreign)
+    run_report(capsys, results, out=tmp_path / "fresh")
+    assert made == {path.name for path in (tmp_path / "fresh").iterdir()} | {path.name for path in foreign}
+    for number, content in enumerate([None, "<html>mine</html>"]):
+        other = tmp_path / f"other_{number}"
+        other.mkdir()
+        (other / "timesteps_0.png").write_text("mine")
+        if content:
+            (other / "report.html").write_text(content)
+        run_report(capsys, results, out=other)
+        assert (other / "timesteps_0.png").read_text() == "mine"
+
+
+class Page(html.parser.HTMLParser):
+    """Every tag is closed; the tags and addresses that there are."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes = [], set(), []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_closed_and_safe(capsys, tmp_path):
+    """Whatever a log says, nothing is loaded, run or left open."""
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp;"
+    folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
+    made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
+    (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
+    code, text, _ = run_report(capsys, folder, out=tmp_path / "out")
+    assert code == report.INVALID and "\x1b" not in text
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert not page.tags & {"script", "img", "link", "iframe", "object", "b"}
+    assert not [name for name, _ in page.attributes if name in ("src", "href") or name.startswith("on")]
+
+
+def test_colours_are_defined_in_both_modes():
+    style = drawing.style()
+    light, dark = style.split("@media(prefers-color-scheme:dark)")
+    for name in drawing.COLOURS:
+        assert f"--c-{name}:" in light and f"--c-{name}:" in dark
+
+
+def test_one_drawing_makes_an_svg_and_a_png(tmp_path):
+    from PIL import Image
+
+    own = drawing.Drawing(100, 60, "A <title>")
+    own.box(10, 10, 30, 20, "0")
+    own.box(10, 35, 30, 10, "ink", opacity=0.5)
+    own.line([(50, 20), (90, 20)], "bad", 4)
+    own.dot(70, 45, "1", 6)
+    own.text(5, 55, "a < b", "ink")
+    text = drawing.svg(own)
+    assert "a &lt; b" in text and "A &lt;title&gt;" in text and text.count("<polygon") == 2
+    drawing.png(own, tmp_path / "a.png")
+    image = Image.open(tmp_path / "a.png")
+    assert image.size == (200, 188)
+
+    def pixel(x, y):
+        return "#{:02x}{:02x}{:02x}".format(*image.getpixel((2 * x, 2 * (y + 34))))
+
+    assert pixel(25, 20) == drawing.COLOURS["0"][0] and pixel(70, 20) == drawing.COLOURS["bad"][0]
+    assert int(pixel(25, 40)[1:3], 16) == pytest.approx((0xFF + int(drawing.COLOURS["ink"][0][1:3], 16)) / 2, abs=2)
+    assert pixel(70, 45) == drawing.COLOURS["1"][0] and pixel(95, 50) == drawing.COLOURS["paper"][0]
+
+
+def test_axes():
+    assert axes.ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
+    assert axes.ticks(0.58, 0.66) == pytest.approx([0.58, 0.59, 0.6, 0.61, 0.62, 0.63, 0.64, 0.65, 0.66])
+    assert axes.ticks(5, 5) == [5]
+    assert (axes.short(8_650_752), axes.short(1500), axes.short(0)) == ("8.65M", "1.5k", "0")
+    frame = axes.Frame("t", (0, 10), (0, 1), [])
+    (x0, y0), (x1, y1) = frame.at(0, 0), frame.at(10, 1)
+    assert frame.at(5, 0.5) == ((x0 + x1) / 2, (y0 + y1) / 2) and y1 < y0
+    assert axes.cut([(0, 2), (2, 0), (4, 2)], 0, 1) == [[(1, 1), (2, 0), (3, 1)]]
+    assert axes.cut([(0, 3), (1, 3)], 0, 1) == []
+    assert axes.cut([(0, 0.25), (1, 0.5), (2, 0.75)], 0, 1) == [[(0, 0.25), (1, 0.5), (2, 0.75)]]
+    assert axes.flattened((0, 2), (2, 0), 1) == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_command_runs_without_torch(tmp_path):
+    """A laptop with the logs is enough: what scores and tables needs no torch."""
+    code = (
+        "import sys; from flux_ref import report; code = report.main(sys.argv[1:]);"
+        " assert not {'torch', 'torchvision'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(MadeLog().write(tmp_path / "result_0.txt")), f"--out={tmp_path}/out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == report.INVALID and not done.stderr

@@ -1,0 +1,87 @@
+"""The README's first command and the compliance run, as a user types them. Minutes each."""
+
+import json
+import re
+import shutil
+import time
+
+import numpy as np
+import pytest
+from compliance import RULESETS, check
+from conftest import MICRO, ROOT, data_overrides, rank_exit_code, script
+
+from flux_ref.toy import shapes
+
+pytestmark = pytest.mark.slow
+
+
+def grid_tiles(path, columns=6, side=160, tile=(196, 160), padding=6):
+    """The pictures of a grid written by pictures.grid, as (3, side, side) in [-1, 1]."""
+    from PIL import Image
+
+    pixels = np.asarray(Image.open(path).convert("RGB"), np.float32).transpose(2, 0, 1) / 127.5 - 1
+    for i in range(18):
+        top = padding + (i // columns) * (tile[0] + padding)
+        left = padding + (i % columns) * (tile[1] + padding)
+        yield pixels[:, top : top + side, left : left + side]
+
+
+def test_first_command_learns_to_draw(tmp_path):
+    """A fifth of the untrained loss, captions that matter, and 15 of 18 pictures of held-out captions right."""
+    for name in ("train.py", "eval.py", "flux_ref", "configs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    begin = time.perf_counter()
+    done = script("train.py", ranks=1, cwd=tmp_path, timeout=900, OMP_NUM_THREADS="2")
+    print(f"wall time {time.perf_counter() - begin:.0f} s")
+    assert rank_exit_code(done) == 0, done.stderr
+    assert "2,302,528 parameters" in done.stdout  # what runs is said
+    losses = [json.loads(line)["val_loss"] for line in (tmp_path / "runs/tiny/eval.jsonl").open()]
+    permuted = float(re.search(r"permuted among the samples: ([0-9.]+)", done.stdout).group(1))
+    print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}, captions permuted {permuted:.4f}")
+    assert losses[-1] <= losses[0] / 5
+    assert permuted > 2 * losses[-1]
+
+    grid = next((tmp_path / "runs/tiny/samples").glob("*.png"))
+    assert sum(matches(tile, want) for tile, want in zip(grid_tiles(grid), shapes.held_out())) >= 15
+
+    evaluated = script("eval.py", "runs/tiny", ranks=0, cwd=tmp_path, timeout=300)
+    assert f"{losses[-1]:.4f}" in evaluated.stdout, evaluated.stderr
+
+
+def matches(tile, want):
+    """Whether, of all drawings there are, the wanted one is the nearest to the picture."""
+    small = tile.reshape(3, 32, 5, 32, 5).mean(axis=(2, 4))
+    distance = {d: np.square(shapes.draw(d, 32, 32) - small).mean() for d in shapes.all_drawings()}
+    return min(distance, key=distance.get) == want
+
+
+@pytest.mark.parametrize("ruleset", RULESETS)
+def test_closed_smoke_is_compliant(tmp_path, ruleset):
+    done = script(
+        "train.py",
+        "configs/closed_smoke.toml",
+        f"--run.dir={tmp_path}/run",
+        f"--mllog.ruleset={ruleset}",
+        ranks=1,
+        timeout=900,
+        OMP_NUM_THREADS="2",
+    )
+    assert rank_exit_code(done) == 0, done.stderr
+    accepted, output = check(tmp_path / "run" / "result_0.txt", ruleset)
+    assert accepted, output
+    log = (tmp_path / "run" / "result_0.txt").read_text()
+    assert '"key": "eval_samples", "value": 29696' in log
+    counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "eval.jsonl").open()]
+    assert counts and set(counts) == {29_696}
+
+
+def test_memory_stays_flat_over_two_thousand_steps(tmp_path, shapes_dir):
+    """Nothing per step stays behind on the host."""
+    args = ["--train.max_samples=24000", "--train.log_every_samples=1200", "--eval.every_samples=24000"]
+    done = script(
+        "train.py", MICRO, *args, *data_overrides(shapes_dir), f"--run.dir={tmp_path}/run", ranks=0, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    peak_gb = [json.loads(line)["peak_memory_gb"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert len(peak_gb) == 20
+    assert peak_gb[-1] - peak_gb[3] < 0.01

@@ -1,0 +1,303 @@
+"""eval.py finds the very numbers that training logged, of a run, its checkpoints and what was exported from it; and its
+pictures and options."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import MICRO, data_overrides, script
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import eval as eval_script
+import train as train_script
+from flux_ref.formats import checkpoint_files
+from flux_ref.run import cli, loss_chart
+from flux_ref.sampling import euler, grid, vae
+from flux_ref.weights import commands as weights
+
+STEPS = (2, 4, 5)  # of the checkpoints
+OFTEN = ["--eval.every_samples=24", "--checkpoint.every_samples=24", "--checkpoint.keep=9"]  # a loss for each of them
+FIGURES = ("samples", "val_loss", "val_loss_per_timestep", "count", "stderr", "stderr_per_timestep")
+CAPTION = "a small red circle at the middle"
+
+
+def logged(run: Path) -> list[dict]:
+    """What training found at each evaluation."""
+    records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    return [{key: record[key] for key in FIGURES} for record in records]
+
+
+def figures(record: dict) -> dict:
+    return {key: record[key] for key in FIGURES}
+
+
+@pytest.fixture(scope="module")
+def run(shapes_dir, tmp_path_factory) -> Path:
+    """A finished run of this process; tests only add pictures and charts to it."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    argv = [str(MICRO), *data_overrides(shapes_dir), f"--run.dir={folder}", *OFTEN]
+    assert cli.run("train.py", "", train_script.main, argv) == 0
+    return folder
+
+
+@pytest.fixture
+def evaluate(capsys, monkeypatch, tmp_path):
+    """evaluate(*argv) runs eval.py in an empty folder; returns what it prints, and of --json the object."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def call(*argv: object, code: int = 0) -> str | dict:
+        capsys.readouterr()
+        assert cli.run("eval.py", "", eval_script.main, [str(arg) for arg in argv]) == code
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err, shown.err
+        if code:
+            assert shown.out == ""
+            (line,) = re.findall(r"eval\.py: ([^\r\n]*)", shown.err)
+            return line
+        return json.loads(shown.out) if "--json" in argv else shown.out
+
+    return call
+
+
+# The number that training logged
+
+
+def test_the_newest_checkpoint_gives_what_training_logged_last(run, evaluate):
+    record = evaluate(run, "--json")
+    assert figures(record) == logged(run)[-1]
+    assert record["weights"] == str(run / "checkpoints" / "step_000000005")
+
+
+@pytest.mark.parametrize("number, step", list(enumerate(STEPS)))
+def test_each_checkpoint_gives_what_training_logged_then(run, evaluate, number, step):
+    record = evaluate(run, f"--checkpoint={step}", "--json")
+    assert figures(record) == logged(run)[number]
+    assert evaluate(record["weights"], "--json") == record  # also given as the folder
+
+
+def test_all_gives_a_record_per_checkpoint_and_the_curve(run, evaluate):
+    (run / "eval_all.png").unlink(missing_ok=True)
+    found = evaluate(run, "--all", "--json")
+    assert [figures(record) for record in found["checkpoints"]] == logged(run)
+    assert found["chart"] == str(run / "eval_all.png")
+    with Image.open(found["chart"]) as image:
+        assert image.format == "PNG"
+        dots = (np.asarray(image.convert("RGB")) == loss_chart.VAL).all(-1)
+    assert dots.sum() > 3 * 40  # a dot for each, and lines between
+
+
+def test_as_text_every_checkpoint_has_its_table(run, evaluate):
+    text = evaluate(run, "--all").splitlines()
+    want = []
+    for step, record in zip(STEPS, logged(run)):
+        want.append(f"{run}/checkpoints/step_{step:09d} after {record['samples']:,} training samples")
+        pairs = zip(record["val_loss_per_timestep"], record["stderr_per_timestep"])
+        want += [f"t = {k}/8   {loss:.4f} +- {error:.4f}" for k, (loss, error) in enumerate(pairs)]
+        want.append(f"mean      {record['val_loss']:.4f} +- {record['stderr']:.4f}  over 45 samples")
+    assert text == [*want, f"curve: {run}/eval_all.png"]
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
+    argv = [MICRO, *data_overrides(shapes_dir), f"--run.dir={tmp_path / 'run'}", *OFTEN]
+    assert script("train.py", *argv, ranks=2).returncode == 0
+    process = script("eval.py", tmp_path / "run", "--all", "--json", "--sample.count=1", ranks=2)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stdout.count("\n") == 1
+    found = json.loads(process.stdout)
+    assert [figures(record) for record in found["checkpoints"]] == logged(tmp_path / "run")
+    assert len({record["pictures"] for record in found["checkpoints"]}) == 3
+    assert all(Path(record["pictures"]).is_file() for record in found["checkpoints"])
+
+
+def test_captions_permuted_are_measured_where_asked_for(run, evaluate):
+    record = evaluate(run, "--json", "--eval.permuted_captions=true")
+    assert figures(record) == logged(run)[-1]
+    assert record["captions_permuted"] != record["val_loss"]
+    assert f"with captions permuted among the samples: {record['captions_permuted']:.4f}" in evaluate(
+        run, "--eval.permuted_captions=true"
+    )
+
+
+# What was exported from the run
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> dict[str, Path]:
+    """The newest checkpoint in other forms."""
+    folder = tmp_path_factory.mktemp("exported")
+    for layout in ("bfl", "diffusers"):
+        for dtype in ("fp32", "bf16"):
+            out = folder / f"{layout} {dtype}"
+            assert weights.main(["export", str(run), str(out), f"--format={layout}", f"--dtype={dtype}"]) == 0
+    assert weights.main(["import", str(folder / "bfl fp32"), str(folder / "checkpoint"), f"--config={MICRO}"]) == 0
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32", "checkpoint"])
+def test_exports_give_the_same_number(run, exported, evaluate, shapes_dir, name):
+    fixed = "--eval.noise=fixed"
+    record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed)
+    assert record["val_loss"] == evaluate(run, "--json", fixed)["val_loss"]
+    assert record["weights"] == str(exported[name])
+
+
+@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32"])
+def test_exports_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir, name):
+    record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir))
+    assert figures(record) == logged(run)[-1]
+
+
+@pytest.mark.parametrize("name", ["bfl bf16", "diffusers bf16"])
+def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(run, exported, evaluate, shapes_dir, name):
+    """Both are rounded before they are used; in fp32 the rounding shows."""
+    options = ["--json", "--eval.noise=fixed", f"--config={MICRO}", *data_overrides(shapes_dir)]
+    for dtype, same in (("bf16", True), ("fp32", False)):
+        losses = [evaluate(exported[e], *options, f"--parallel.dtype={dtype}")["val_loss"] for e in (name, "bfl fp32")]
+        assert (losses[0] == losses[1]) == same
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("samples", ["many", "-5", "1e3", "", "9" * 30])
+def test_a_clock_that_is_none_is_refused_or_passed_over(exported, shapes_dir, tmp_path, samples):
+    """Anyone may write anything into a file's header."""
+    save_file(load_file(exported["bfl fp32"]), tmp_path / "odd.safetensors", {"samples": samples})
+    argv = [str(tmp_path / "odd.safetensors"), f"--config={MICRO}", *data_overrides(shapes_dir)]
+    assert cli.run("eval.py", "", eval_script.main, argv) in (0, 2)
+
+
+# Pictures
+
+
+def embeddings(run: Path) -> list[str]:
+    """The run's data taken for encodings of photographs."""
+    return [str(run), "--data.kind=embeddings", "--sample.count=2", "--sample.steps=2"]
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return image.size
+
+
+def test_without_an_autoencoder_pictures_are_false_colours_and_it_says_so(run, evaluate, monkeypatch):
+    grids = []
+    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append((drawn, captions)))
+    text = evaluate(*embeddings(run)).splitlines()
+    assert text[-1].startswith(f"pictures: {run}/samples/eval_step_000000005.png (latents in false colours, ")
+    assert "--sample.vae=ae.safetensors" in text[-1]
+    ((drawn, captions),) = grids
+    assert [picture.shape for picture in drawn] == [(3, 32, 48)] * 2 and len(set(captions)) == 2
+
+
+@pytest.fixture(scope="module")
+def autoencoder(tmp_path_factory) -> Path:
+    """A file of random weights, in full size."""
+    path = tmp_path_factory.mktemp("vae") / "ae.safetensors"
+    torch.manual_seed(0)
+    save_file({name: tensor.bfloat16() for name, tensor in vae.Autoencoder().state_dict().items()}, path)
+    yield path
+    path.unlink()
+
+
+def test_with_an_autoencoder_latents_are_decoded(run, evaluate, autoencoder, monkeypatch):
+    grids, latents, draw = [], [], euler.draw_latents
+    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append(drawn))
+    monkeypatch.setattr(euler, "draw_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
+    text = evaluate(*embeddings(run), f"--vae={autoencoder}")
+    assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005.png"
+    with torch.no_grad():
+        want = vae.load(autoencoder).decode(latents[0])
+    np.testing.assert_allclose(np.stack(grids[0]), want, rtol=1e-4, atol=1e-4)
+    assert want.std() > 0.01
+
+
+def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate, shapes_dir):
+    drawing = [f"--sample.captions=['{CAPTION}', '']", "--sample.steps=2"]
+    record = evaluate(run, "--json", *drawing)
+    assert record["pictures"] == str(run / "samples" / "eval_step_000000005.png")
+    assert f"pictures: {record['pictures']}" in evaluate(run, *drawing).splitlines()
+    other = evaluate(exported["diffusers fp32"], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), *drawing)
+    assert other["pictures"] == "eval_diffusers fp32.png"
+    assert size_of(Path(other["pictures"])) == size_of(Path(record["pictures"]))
+    assert Path(other["pictures"]).read_bytes() == Path(record["pictures"]).read_bytes()  # of the same weights
+
+
+def test_fewer_captions_than_asked_for_are_said(run, evaluate):
+    last = evaluate(run, "--sample.count=400", "--sample.steps=1").splitlines()[-1]
+    assert re.search(r"eval_step_000000005\.png \([1-9]\d* captions differ, sample\.count=400\)", last), last
+    own = evaluate(run, "--sample.count=400", "--sample.steps=1", f"--sample.captions=['{CAPTION}']").splitlines()[-1]
+    assert own.endswith("eval_step_000000005.png"), own
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
+        (["--checkpoint=last"], ["--checkpoint=last", "as in --checkpoint=900"]),
+        (["--checkpoint=-1"], ["--checkpoint=-1", "give the step"]),
+        (["--checkpoint"], ["--checkpoint: give the step"]),
+        (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
+        (["--al"], ["--al", "--section.key=value"]),
+        (["--all=yes"], ["unknown key all"]),
+        (["--json=1"], ["unknown key json"]),
+        (["--config=none.toml"], ["config none.toml: No such file"]),
+        (["--config=."], ["config .", "directory"]),
+        (["--vae"], ["--vae", "--section.key=value"]),
+        (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
+        (
+            ["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"],
+            ["autoencoder none.safetensors: "],
+        ),
+        (["--data.kind=embeddings", "--sample.captions=['x']"], ["sample.captions needs data.kind=shapes"]),
+        (["--eval.batch=0"], ["eval.batch=0"]),
+        (["runs/other"], ["'runs/other'", "comes first"]),
+    ],
+    ids=lambda value: value[0] if value[0].startswith("--") else "",
+)
+def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate, options, words):
+    line = evaluate(run, *options, code=2)
+    assert all(word in line for word in words), line
+
+
+def test_a_file_that_holds_no_weights_is_named_before_data_that_is_not_there(evaluate, tmp_path):
+    (tmp_path / "notes.txt").write_text("not weights")
+    line = evaluate(tmp_path / "notes.txt", f"--config={MICRO}", "--data.val=nowhere/val", code=2)
+    assert "weights " in line and "notes.txt" in line
+
+
+def test_what_pictures_need_is_looked_at_before_the_evaluation(run, evaluate, monkeypatch):
+    monkeypatch.setattr(eval_script, "validation_loss", None)
+    line = evaluate(*embeddings(run), "--vae=none.safetensors", code=2)
+    assert "autoencoder none.safetensors: " in line
+
+
+@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32", "checkpoint"])
+def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate, name):
+    for option in ("--all", "--checkpoint=5"):
+        line = evaluate(exported[name], option, f"--config={MICRO}", code=2)
+        assert "is not a run" in line and "give a run, a checkpoint" in line, line
+
+
+def test_a_checkpoint_damaged_among_others_is_refused_by_its_name(run, evaluate, tmp_path):
+    copy = tmp_path / "run"
+    for path in sorted(run.rglob("*")):
+        if path.is_file():
+            target = copy / path.relative_to(run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    damaged = checkpoint_files.found(copy)[1]
+    content = bytearray((damaged / "rank_00000.safetensors").read_bytes())
+    content[-1] ^= 1
+    content[len(content) // 6] ^= 1
+    (damaged / "rank_00000.safetensors").write_bytes(content)
+    line = evaluate(copy, "--all", "--json", code=2)
+    assert "step_000000004/rank_00000.safetensors is damaged" in line

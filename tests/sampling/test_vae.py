@@ -1,0 +1,367 @@
+"""The autoencoder: its parameter table, parity with diffusers' AutoencoderKL, where it pads, and what it refuses."""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flux_ref.errors import Refusal
+from flux_ref.sampling import vae
+from flux_ref.sampling.vae import FLUX, Autoencoder, Sizes
+
+MICRO = Sizes(base=32, latent_channels=5)
+PARITY_SIZES = {"micro": MICRO, "deep": Sizes(32, (1, 2, 4), 3, 8), "shallow": Sizes(64, (1, 1), 1, 4)}
+
+BFL_SHAPES = {
+    "encoder.conv_in.weight": (128, 3, 3, 3),
+    "encoder.down.0.block.0.conv1.weight": (128, 128, 3, 3),
+    "encoder.down.0.downsample.conv.bias": (128,),
+    "encoder.down.1.block.0.norm1.weight": (128,),
+    "encoder.down.1.block.0.norm2.weight": (256,),
+    "encoder.down.1.block.0.nin_shortcut.weight": (256, 128, 1, 1),
+    "encoder.down.2.downsample.conv.weight": (512, 512, 3, 3),
+    "encoder.down.3.block.1.conv2.weight": (512, 512, 3, 3),
+    "encoder.mid.attn_1.q.weight": (512, 512, 1, 1),
+    "encoder.conv_out.weight": (32, 512, 3, 3),
+    "decoder.conv_in.weight": (512, 16, 3, 3),
+    "decoder.mid.attn_1.proj_out.bias": (512,),
+    "decoder.up.3.block.2.conv2.weight": (512, 512, 3, 3),
+    "decoder.up.1.block.0.nin_shortcut.weight": (256, 512, 1, 1),
+    "decoder.up.1.upsample.conv.weight": (256, 256, 3, 3),
+    "decoder.up.0.block.0.conv1.weight": (128, 256, 3, 3),
+    "decoder.norm_out.weight": (128,),
+    "decoder.conv_out.weight": (3, 128, 3, 3),
+}
+
+
+def bfl_modules() -> Iterator[str]:
+    """Every module with a weight and a bias in Black Forest Labs' file."""
+    shortcuts = ("encoder.down.1.block.0", "encoder.down.2.block.0", "decoder.up.0.block.0", "decoder.up.1.block.0")
+    blocks = [f"{half}.mid.block_{i}" for half in ("encoder", "decoder") for i in (1, 2)]
+    blocks += [f"encoder.down.{number}.block.{i}" for number in range(4) for i in range(2)]
+    blocks += [f"decoder.up.{number}.block.{i}" for number in range(4) for i in range(3)]
+    for block in blocks:
+        yield from (f"{block}.{part}" for part in ("norm1", "conv1", "norm2", "conv2"))
+    yield from (f"{block}.nin_shortcut" for block in shortcuts)
+    for half in ("encoder", "decoder"):
+        yield from (f"{half}.{part}" for part in ("conv_in", "norm_out", "conv_out"))
+        yield from (f"{half}.mid.attn_1.{part}" for part in ("norm", "q", "k", "v", "proj_out"))
+    yield from (f"encoder.down.{number}.downsample.conv" for number in (0, 1, 2))
+    yield from (f"decoder.up.{number}.upsample.conv" for number in (1, 2, 3))
+
+
+# What diffusers calls the parts of a name; levels are renamed by diffusers_name.
+DIFFUSERS = {
+    "nin_shortcut": "conv_shortcut",
+    "norm_out": "conv_norm_out",
+    "mid.block_1": "mid_block.resnets.0",
+    "mid.block_2": "mid_block.resnets.1",
+    "mid.attn_1.norm": "mid_block.attentions.0.group_norm",
+    "mid.attn_1.q": "mid_block.attentions.0.to_q",
+    "mid.attn_1.k": "mid_block.attentions.0.to_k",
+    "mid.attn_1.v": "mid_block.attentions.0.to_v",
+    "mid.attn_1.proj_out": "mid_block.attentions.0.to_out.0",
+    "downsample.conv": "downsamplers.0.conv",
+    "upsample.conv": "upsamplers.0.conv",
+    ".block.": ".resnets.",
+}
+
+
+def diffusers_name(name: str, levels: int) -> str:
+    """diffusers counts the decoder's levels from the latent."""
+    for ours, theirs in DIFFUSERS.items():
+        name = name.replace(ours, theirs)
+    for number in range(levels):
+        name = name.replace(f"encoder.down.{number}.", f"encoder.down_blocks.{number}.")
+        name = name.replace(f"decoder.up.{number}.", f"decoder.up_blocks.{levels - 1 - number}.")
+    return name
+
+
+def to_diffusers(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Weights under diffusers' names, sharing memory; attention projects with linears there."""
+    linear = (".q.weight", ".k.weight", ".v.weight", ".proj_out.weight")
+    return {
+        diffusers_name(name, len(sizes.multipliers)): tensor[:, :, 0, 0] if name.endswith(linear) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def diffusers_net(sizes: Sizes) -> nn.Module:
+    """On the meta device."""
+    levels = len(sizes.multipliers)
+    with torch.device("meta"):
+        return AutoencoderKL(
+            block_out_channels=tuple(sizes.base * multiplier for multiplier in sizes.multipliers),
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            layers_per_block=sizes.blocks,
+            latent_channels=sizes.latent_channels,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+
+
+def lively_net(sizes: Sizes, seed: int = 0) -> Autoencoder:
+    """A net in which no weight is zero or one and activations stay near unit variance."""
+    with torch.device("meta"):
+        net = Autoencoder(sizes).requires_grad_(False)
+    net.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        width = math.sqrt(3 / parameter[0].numel()) if parameter.ndim == 4 else 0.3
+        parameter.uniform_(-width, width, generator=generator)
+    for name, module in net.named_modules():
+        if "norm" in name.rpartition(".")[2]:
+            module.weight.add_(1.0)
+    return net
+
+
+def twins(sizes: Sizes) -> tuple[Autoencoder, nn.Module]:
+    """Ours, and diffusers' with the same memory as weights."""
+    net, twin = lively_net(sizes), diffusers_net(sizes)
+    twin.load_state_dict(to_diffusers(net.state_dict(), sizes), strict=True, assign=True)
+    return net, twin.eval()
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape and theirs.std() > 0.05, "the outputs must say something"
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def assert_parity(sizes: Sizes, height: int, width: int, batch: int = 2, scale: float = 1.0) -> None:
+    """The moments of random pixels, and the pixels of a random latent."""
+    net, twin = twins(sizes)
+    patch = 2 ** (len(sizes.multipliers) - 1)
+    pixels_B3HW = scale * random(batch, 3, height, width).clamp(-1, 1)
+    z_BCYX = scale * random(batch, sizes.latent_channels, height // patch, width // patch, seed=2)
+    with torch.no_grad():
+        theirs = twin.encode(pixels_B3HW).latent_dist
+        mean_BCYX, logvar_BCYX = net.encode(pixels_B3HW)
+        errors = {
+            "mean": relative_error(mean_BCYX, theirs.mean),
+            "logvar": relative_error(logvar_BCYX, theirs.logvar),
+            "pixels": relative_error(net.decode(z_BCYX), twin.decode(z_BCYX).sample),
+        }
+    assert mean_BCYX.shape == z_BCYX.shape
+    assert not {name: error for name, error in errors.items() if not error < 1e-5}, errors
+
+
+def test_parameters_are_those_of_the_public_file():
+    with torch.device("meta"):
+        table = {name: tuple(parameter.shape) for name, parameter in Autoencoder().named_parameters()}
+    assert len(table) == 244
+    assert sum(math.prod(shape) for shape in table.values()) == 83_819_683
+    assert table.keys() == {f"{module}.{kind}" for module in bfl_modules() for kind in ("weight", "bias")}
+    assert {name: table[name] for name in BFL_SHAPES} == BFL_SHAPES
+
+
+def test_nothing_but_parameters_is_kept():
+    """A buffer would be missing from the public file."""
+    with torch.device("meta"):
+        assert not list(Autoencoder().buffers())
+
+
+def test_every_parameter_has_a_counterpart_in_diffusers():
+    """At full size: same names after the map, same shapes, nothing left over."""
+    with torch.device("meta"):
+        mapped = to_diffusers(Autoencoder().state_dict(), FLUX)
+    theirs = diffusers_net(FLUX).state_dict()
+    assert {name: tensor.shape for name, tensor in mapped.items()} == {n: t.shape for n, t in theirs.items()}
+
+
+def test_every_norm_has_32_groups_and_its_small_epsilon():
+    with torch.device("meta"):
+        norms = [module for module in Autoencoder().modules() if isinstance(module, nn.GroupNorm)]
+    assert len(norms) == 52  # two of each of 24 residual blocks, and per half one of attention and one at the end
+    assert {(module.num_groups, module.eps) for module in norms} == {(32, 1e-6)}
+
+
+@pytest.mark.parametrize("name", PARITY_SIZES)
+@pytest.mark.parametrize("height, width", [(32, 32), (48, 24)])
+def test_small_nets_agree_with_diffusers(name, height, width):
+    assert_parity(PARITY_SIZES[name], height, width)
+
+
+def test_faint_pictures_agree_with_diffusers():
+    """With one feature map per group, the variance at the first norms is near their epsilon, which then shows."""
+    assert_parity(MICRO, 32, 32, scale=1e-3)
+
+
+def test_the_full_net_agrees_with_diffusers():
+    """83.8 M parameters and a picture of 32 x 48 pixels."""
+    assert_parity(FLUX, 32, 48, batch=1)
+
+
+def impulse(row: int, column: int) -> Tensor:
+    """A 3 x 3 kernel for every pair of 32 channels, one of its weights 1 between a channel and itself."""
+    kernel = torch.zeros(32, 32, 3, 3)
+    kernel[:, :, row, column] = torch.eye(32)
+    return kernel
+
+
+@pytest.mark.parametrize("row, column", [(0, 0), (1, 2), (2, 2)])
+def test_downsampling_pads_below_and_to_the_right(row, column):
+    """Output (y, x) is input (2 * y + row, 2 * x + column), zero beyond the end; symmetric padding is one less."""
+    x = random(1, 32, 6, 10)
+    down = lively_net(MICRO).encoder.down[0].downsample
+    down.conv.weight.copy_(impulse(row, column))
+    down.conv.bias.zero_()
+    extended = torch.zeros(1, 32, 7, 11)
+    extended[:, :, :6, :10] = x
+    assert torch.equal(down(x), extended[:, :, row::2, column::2][:, :, :3, :5])
+
+
+def test_upsampling_repeats_each_pixel():
+    x = random(1, 32, 3, 5)
+    up = lively_net(MICRO).decoder.up[1].upsample
+    up.conv = nn.Identity()
+    assert torch.equal(up(x), x.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3))
+
+
+def test_attention_is_softmax_over_all_positions():
+    """In float64, position by position; one head of all feature maps, scores over the root of their number."""
+    attention = lively_net(MICRO).decoder.mid.attn_1.double()
+    x = random(2, 128, 2, 3).double()
+    grouped = x.reshape(2, 32, -1)
+    mean, variance = grouped.mean(2, keepdim=True), grouped.var(2, correction=0, keepdim=True)
+    normed = ((grouped - mean) / (variance + 1e-6).sqrt()).reshape(2, 128, 6)
+    normed = normed * attention.norm.weight[:, None] + attention.norm.bias[:, None]
+
+    def project(conv: nn.Conv2d, tokens: Tensor) -> Tensor:
+        return torch.einsum("oi,bil->bol", conv.weight[:, :, 0, 0], tokens) + conv.bias[:, None]
+
+    q, k, v = (project(conv, normed) for conv in (attention.q, attention.k, attention.v))
+    weights = (torch.einsum("bil,bim->blm", q, k) / math.sqrt(128)).softmax(dim=-1)
+    expected = x + project(attention.proj_out, torch.einsum("blm,bim->bil", weights, v)).reshape(x.shape)
+    torch.testing.assert_close(attention(x), expected)
+
+
+@pytest.mark.parametrize("height, width", [(32, 36), (36, 32), (7, 8)])
+def test_pictures_that_do_not_fit_the_latent_are_an_error(height, width):
+    with pytest.raises(ValueError, match=f"{height} x {width} pixels.* multiples of 8"):
+        lively_net(MICRO).encode(torch.zeros(1, 3, height, width))
+
+
+def test_pictures_of_a_batch_do_not_touch():
+    net, pixels_B3HW = lively_net(MICRO), random(3, 3, 16, 24)
+    alone = [torch.cat(net.encode(pixels_B3HW[i : i + 1]), dim=1) for i in range(3)]
+    assert relative_error(torch.cat(alone), torch.cat(net.encode(pixels_B3HW), dim=1)) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def lively() -> dict[str, Tensor]:
+    """Tensors of a file for the micro net; tests take copies of the dict."""
+    return dict(lively_net(MICRO).state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("as_path", [Path, str])
+def test_files_load_bit_for_bit_as_fp32(lively, tmp_path, dtype, as_path):
+    path = tmp_path / "ae.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in lively.items()}, path)
+    net = vae.load(as_path(path), sizes=MICRO)
+    parameters = dict(net.named_parameters())
+    assert parameters.keys() == lively.keys()
+    assert all(p.dtype == torch.float32 and not p.requires_grad and p.device.type == "cpu" for p in net.parameters())
+    assert not [name for name, p in parameters.items() if not torch.equal(p, lively[name].to(dtype).float())]
+
+
+def refusal(path: Path) -> str:
+    """Why a file is refused, in one line that names it."""
+    with pytest.raises(Refusal) as caught:
+        vae.load(path, sizes=MICRO)
+    text = str(caught.value)
+    assert text.startswith(f"autoencoder {path}") and "\n" not in text
+    return text
+
+
+def saved(tensors: dict[str, Tensor], folder: Path) -> Path:
+    save_file(tensors, folder / "ae.safetensors")
+    return folder / "ae.safetensors"
+
+
+def without(lively: dict, *names: str) -> dict:
+    return {name: tensor for name, tensor in lively.items() if name not in names}
+
+
+MISFITS: dict[str, tuple[Callable[[dict], dict], str]] = {
+    "missing": (
+        lambda lively: without(lively, "encoder.conv_in.bias", "decoder.conv_in.weight"),
+        "does not fit: 2 missing: decoder.conv_in.weight, encoder.conv_in.bias",
+    ),
+    "unexpected": (
+        lambda lively: lively | {"quant_conv.bias": torch.zeros(10)},
+        "1 unexpected: quant_conv.bias",
+    ),
+    "misshaped": (
+        lambda lively: lively | {"encoder.mid.attn_1.q.weight": torch.zeros(128, 128)},
+        "1 misshaped: encoder.mid.attn_1.q.weight (128, 128), want (128, 128, 1, 1)",
+    ),
+    "another model": (lambda lively: {"img_in.weight": torch.zeros(4)}, "244 missing"),
+    "no tensors": (lambda lively: {}, "244 missing"),
+    "half precision": (
+        lambda lively: lively | {"encoder.conv_in.bias": lively["encoder.conv_in.bias"].half()},
+        "encoder.conv_in.bias is F16, want F32 or BF16",
+    ),
+    "diffusers": (
+        lambda lively: to_diffusers(lively, MICRO),
+        "diffusers' names, want Black Forest Labs' ae.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_files_that_do_not_fit_are_refused(lively, tmp_path, name):
+    change, reason = MISFITS[name]
+    tensors = {name: tensor.contiguous() for name, tensor in change(lively).items()}
+    assert reason in refusal(saved(tensors, tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(lively, tmp_path, dtype, value):
+    name = "decoder.up.2.block.1.conv2.weight"
+    tensors = {name: tensor.to(dtype, copy=True) for name, tensor in lively.items()}
+    tensors[name][-1, -1, -1, -1] = value
+    assert f"{name} holds NaN or infinite values" in refusal(saved(tensors, tmp_path))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 4000, -4])
+def test_truncated_files_are_refused(lively, tmp_path, keep):
+    path = saved(lively, tmp_path)
+    path.write_bytes(path.read_bytes()[:keep])
+    refusal(path)
+
+
+def test_an_absent_file_and_a_folder_are_refused(tmp_path):
+    refusal(tmp_path / "absent.safetensors")
+    refusal(tmp_path)
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.mkdir, (self.mark,)
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path):
+    path, mark = tmp_path / "ae.safetensors", tmp_path / "it ran"
+    path.write_bytes(pickle.dumps(Payload(mark)))
+    refusal(path)
+    assert not mark.exists()
+    pickle.loads(path.read_bytes())
+    assert mark.exists(), "the payload must be one that works"

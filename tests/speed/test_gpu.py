@@ -1,0 +1,95 @@
+"""On an accelerator: the CPU's losses, a training step without a host sync, and resuming bit for bit."""
+
+import pytest
+import torch
+from conftest import MICRO
+
+from flux_ref import checkpoint, config_file, ranks, sharding
+from flux_ref.checkpoint import Saver
+from flux_ref.data import allocate, synthetic
+from flux_ref.formats import checkpoint_files
+from flux_ref.optim import ShardedAdamW
+from flux_ref.step import Health, State, train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator"),
+]
+
+
+def losses_of(cfg, steps, sync_debug=False):
+    """Training losses on synthetic data on this machine's device."""
+    world = ranks.start(cfg.parallel)
+    try:
+        net = sharding.build(cfg, world, seed=3)
+        opt = ShardedAdamW(net, cfg.optim, world)
+        batch = allocate(cfg.model, cfg.train.global_batch, world.device)
+        for name, tensor in synthetic(cfg.model, cfg.train.global_batch).items():
+            batch[name].copy_(tensor)
+        opt.lr.fill_(1e-2)
+        health, losses = Health(world.device), []
+        losses.append(train_step(net, opt, batch, health, cfg)[0])  # lazy set-up may wait for the device
+        if sync_debug:
+            torch.cuda.set_sync_debug_mode("error")
+        losses += [train_step(net, opt, batch, health, cfg)[0] for _ in range(steps - 1)]
+        torch.cuda.set_sync_debug_mode("default")
+        return [float(loss) for loss in losses]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        ranks.stop()
+
+
+def test_losses_equal_the_cpus(monkeypatch):
+    cfg = config_file.load(MICRO)
+    on_device = losses_of(cfg, 4)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    on_cpu = losses_of(cfg, 4)
+    assert on_device == pytest.approx(on_cpu, rel=1e-3)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_training_step_never_waits_for_the_device(micro_batch):
+    """No .item(), no implicit sync."""
+    cfg = config_file.replace(config_file.load(MICRO), parallel__dtype="bf16", train__micro_batch=micro_batch)
+    losses = losses_of(cfg, 5, sync_debug=True)
+    assert losses[-1] < losses[0]
+
+
+def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """The save overlaps with the steps that come after it, which must not show in it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cfg = config_file.replace(config_file.load(MICRO), run__dir=str(tmp_path), parallel__dtype="bf16")
+    world = ranks.start(cfg.parallel)
+    try:
+        batch = allocate(cfg.model, cfg.train.global_batch, world.device)
+        for name, tensor in synthetic(cfg.model, cfg.train.global_batch).items():
+            batch[name].copy_(tensor)
+
+        def state_with(seed: int) -> State:
+            net = sharding.build(cfg, world, seed)
+            return State(net, ShardedAdamW(net, cfg.optim, world))
+
+        def train(state: State, steps: int) -> dict[str, torch.Tensor]:
+            state.opt.lr.fill_(1e-2)
+            for _ in range(steps):
+                train_step(state.net, state.opt, batch, Health(world.device), cfg)
+                state.advance(cfg.train.global_batch)
+            return {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
+
+        first = state_with(seed=3)
+        train(first, 2)
+        saver = Saver(cfg, world, {}, print)
+        saver.save(first, {})
+        want = train(first, 3)
+        saver.finish()
+        second = state_with(seed=4)
+        saved = checkpoint.open_for(checkpoint_files.found(tmp_path)[-1], second, {})
+        checkpoint.load_weights(saved, second)
+        checkpoint.load_progress(saved, second)
+        found = train(second, 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        ranks.stop()
+    assert second.step == 5
+    assert [key for key in want if not torch.equal(found[key], want[key])] == []

@@ -1,0 +1,168 @@
+"""Captured steps on a device that captures: bit for bit the eager ones, without growth, and with a clean end."""
+
+import re
+import time
+
+import pytest
+import torch
+from conftest import MICRO, data_overrides, require_identical, script
+from graph_ranks import STEPS, everything, history, require_same_history
+
+from flux_ref import config, config_file, ranks, sharding
+from flux_ref.optim import ShardedAdamW
+from flux_ref.step import State
+from flux_ref.steps import CAPTURED, Steps, manner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator"),
+]
+ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
+EXIT_S = 20.0  # a process group that waits for a graph never ends
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """Bit for bit needs kernels that add in a fixed order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def world():
+    yield ranks.start(config_file.load(MICRO).parallel)
+    ranks.stop()
+
+
+def make(micro: config.Config, world: ranks.World, **values: object) -> Steps:
+    """The steps of a fresh net after a warm-up."""
+    cfg = config_file.replace(micro, **(ON | values))
+    net = sharding.build(cfg, world, seed=3)
+    steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+    steps.warm_up()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"train__micro_batch": 4},
+        {"train__micro_batch": 4, "parallel__reshard_after_forward": False},
+        {"parallel__region_blocks": 2, "parallel__compile": True},
+    ],
+    ids=["plain", "accumulated", "kept gathered", "compiled"],
+)
+def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, values):
+    cfg = config_file.replace(micro, **(ON | values))
+    want = history(config_file.replace(cfg, graph__enabled="off"), world)
+    found = history(cfg, world)
+    require_same_history(found, want)
+    assert found["flags"][0] == STEPS and found["validations"][-1] == found["afterwards"]
+    assert len({tuple(losses) for losses in found["validations"]}) == len(found["validations"]), "stale weights"
+    assert found["results"][0] != found["results"][-1]
+
+
+def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
+    """cuDNN's attention, which real runs have on Hopper, takes heads of this size."""
+    torch.use_deterministic_algorithms(False)
+    sizes = {"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24)}
+    cfg = config_file.replace(micro, **(ON | sizes))
+    want, found = history(config_file.replace(cfg, graph__enabled="off"), world), history(cfg, world)
+    assert found["captured"] and found["flags"] == want["flags"]
+    for key in ("results", "validations"):
+        assert torch.allclose(torch.tensor(found[key]), torch.tensor(want[key]), rtol=2e-2), key
+
+
+def test_a_capture_executes_nothing(micro, world):
+    steps = make(micro, world)
+    before, flags = everything(steps.state), steps.health.flags.clone()
+    steps.capture()
+    try:
+        torch.accelerator.synchronize()
+        require_identical(everything(steps.state), before)
+        assert torch.equal(flags, steps.health.flags)
+    finally:
+        steps.close()
+
+
+def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
+    steps = make(micro, world, train__micro_batch=4)
+    steps.capture()
+    try:
+        sums = torch.zeros_like(steps.sums)
+
+        def replay(times: int) -> None:
+            for _ in range(times):
+                steps.state.opt.lr.fill_(1e-3)
+                steps.train()
+                steps.validate(sums)
+
+        replay(2)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+        torch.cuda.set_sync_debug_mode("error")
+        replay(50)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.accelerator.synchronize()
+        assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == before
+        assert steps.health.flags.tolist()[1:] == [-1, -1]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        steps.close()
+
+
+def test_memory_of_graphs_comes_back_when_they_are_dropped(micro, world):
+    steps = make(micro, world)
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    steps.capture()
+    held = torch.accelerator.memory_reserved()
+    steps.close()
+    torch.accelerator.empty_cache()
+    assert before < held and torch.accelerator.memory_reserved() < held
+
+
+def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(micro, world):
+    steps = make(micro, world)
+    train = steps._train
+
+    def waiting() -> None:
+        train()
+        float(steps.loss)
+
+    steps._train = waiting
+    with pytest.raises(Exception, match=r"a step cannot be captured: .*; set graph.enabled=off"):
+        steps.capture()
+    assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device")
+def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir, tmp_path):
+    ranks = min(4, torch.accelerator.device_count())
+    process = script("tests/helpers/graph_ranks.py", shapes_dir, tmp_path, ranks=ranks, timeout=300)
+    assert process.returncode == 0, process.stderr[-4000:]
+    for rank in range(ranks):
+        found = torch.load(tmp_path / f"rank_{rank}.pt")
+        require_same_history(found["captured"], found["eager"])
+
+
+@pytest.mark.parametrize("ranks", [0, 1], ids=["python", "torchrun"])
+def test_a_run_ends_soon_after_its_last_line(shapes_dir, tmp_path, ranks):
+    assert manner(config_file.replace(config_file.load(MICRO), **ON), torch.device("cuda", 0)) == CAPTURED
+    options = (MICRO, f"--run.dir={tmp_path / 'run'}", *data_overrides(shapes_dir), "--graph.enabled=on")
+    process = script("train.py", *options, ranks=ranks, timeout=300)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "  steps   captured" in process.stdout
+    assert time.time() - (tmp_path / "run" / "outcome.json").stat().st_mtime < EXIT_S
+
+
+def test_a_run_that_breaks_amid_training_ends_soon(shapes_dir, tmp_path):
+    options = (MICRO, f"--run.dir={tmp_path / 'run'}", *data_overrides(shapes_dir), "--graph.enabled=on")
+    process = script("tests/helpers/graph_ranks.py", "break", "3", "--", *options, ranks=0, timeout=300)
+    left = time.time()
+    assert process.returncode == 3 and "an error amid training" in process.stderr
+    broken = float(re.search(r"broken at ([\d.]+)", process.stdout).group(1))
+    assert left - broken < EXIT_S

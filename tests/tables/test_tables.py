@@ -1,0 +1,156 @@
+"""The tables: complete, equal to the committed page, and true of the code that runs."""
+
+import contextlib
+import io
+import re
+from math import ceil, prod
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+
+from flux_ref import config_file, optim, ranks, sharding
+from flux_ref.errors import Refusal
+from flux_ref.model import parameter_table
+from flux_ref.speed import fp8
+from flux_ref.tables import commands as tables
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert tables.main([]) == 0
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def page(printed):
+    """The tables by name."""
+    sections = printed.split("\n## ")[1:]
+    assert [text.splitlines()[0] for text in sections] == [tables.TABLES[name][0] for name in tables.PAGE]
+    return dict(zip(tables.PAGE, sections))
+
+
+def rows(text, columns):
+    """The rows of the tables of so many columns, without their heads."""
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    found = [row for row in found if len(row) == columns]
+    return found[2:]
+
+
+def test_the_committed_page_is_what_the_command_prints(printed):
+    assert printed == (ROOT / "docs" / "tables.md").read_text(), "run python -m flux_ref.tables > docs/tables.md"
+
+
+def test_one_table_by_its_name(capsys):
+    assert tables.main(["activations"]) == 0
+    assert capsys.readouterr().out == tables.page(["activations"])
+
+
+@pytest.mark.parametrize("argv", [["speed"], ["log", "parameters"], ["--all"]])
+def test_anything_else_is_refused(argv):
+    with pytest.raises(Refusal, match="parameters, operations"):
+        tables.main(argv)
+
+
+def test_parameters_are_all_there(page):
+    found = rows(page["parameters"], 9)
+    shapes = parameter_table(tables.BENCHMARK.model)
+    assert sum(int(row[1]) for row in found) == len(shapes) == 776
+    sizes = [int(row[1]) * prod(map(int, row[2].split(" x "))) for row in found]
+    assert sum(sizes) == sum(map(prod, shapes.values())) == 11_891_178_560
+    assert "776 tensors, 11,891,178,560 parameters" in page["parameters"]
+    for name, shape in shapes.items():
+        (row,) = [row for row in found if re.fullmatch(re.escape(row[0].strip("`")).replace(r"\*", r"\d+"), name)]
+        assert row[2] == " x ".join(map(str, shape))
+
+
+def test_what_the_table_says_of_parameters_is_what_is_built(page, micro):
+    """Init, dtype, decay, shard axis and FP8 of a real net."""
+    said = {row[0].strip("`"): row for row in rows(page["parameters"], 9)}
+    world = ranks.start(micro.parallel)
+    try:
+        wide = {"model__hidden": 32, "model__heads": 2, "model__rope_axes": (4, 6, 6)}
+        cfg = config_file.replace(micro, fp8__recipe="dynamic", parallel__dtype="bf16", **wide)
+        net = sharding.build(cfg, world, seed=3)
+        opt = optim.ShardedAdamW(net, cfg.optim, world)
+        assert {group["weight_decay"] for group in opt.adamw.param_groups} == {tables.BENCHMARK.optim.weight_decay}
+        converted = {id(module.weight) for module in net.modules() if isinstance(module, fp8.Fp8Linear)}
+        for name, parameter in sharding.named_parameters(net).items():
+            _, _, _, dtype, start, decay, fp8, axis, _ = said[tables._fold(name)]
+            values, kind = parameter.to_local().detach(), start.split()[0]
+            assert {"fp32": torch.float32}[dtype] == parameter.dtype
+            assert parameter.placements[-1].dim == int(axis), name
+            assert (fp8 == "yes") == (id(parameter) in converted), name
+            assert float(decay) == tables.BENCHMARK.optim.weight_decay
+            if kind in ("zeros", "ones"):
+                assert (values == (kind == "ones")).all(), name
+            else:  # a uniform distribution's deviation is its half-width over the root of 3
+                want = 0.02 if kind == "normal" else values.abs().max().item() / 3**0.5
+                assert 0 < values.std().item() == pytest.approx(want, rel=0.2), name
+    finally:
+        ranks.stop()
+
+
+def test_widths_of_the_uniform_ones_are_xaviers(page):
+    with torch.device("cpu"):
+        for row in rows(page["parameters"], 9):
+            if row[4].startswith("uniform") and int(row[1]) == 1:
+                weight = nn.init.xavier_uniform_(torch.empty(*map(int, row[2].split(" x "))))
+                assert float(row[4].split()[1]) == pytest.approx(weight.abs().max().item(), rel=1e-3)
+
+
+def test_operations_add_up(page):
+    found = rows(page["operations"], 9)
+    last = found.pop()
+    for column in range(3, 9):
+        whole = float(last[column].replace(",", ""))
+        assert sum(int(row[1]) * float(row[column]) for row in found) == pytest.approx(whole, rel=1e-3)
+    assert float(last[3].replace(",", "")) + float(last[4].replace(",", "")) == pytest.approx(20_413.7, rel=1e-4)
+
+
+def test_activations_add_up(page):
+    found = rows(page["activations"], 5)
+    parts = {row[0].removeprefix("all "): float(row[4].replace(",", "")) for row in found if row[0].startswith("all ")}
+    for part, whole in parts.items():
+        own = [int(row[2]) * float(row[4]) for row in found if row[0].startswith(f"{part}: ")]
+        assert sum(own) == pytest.approx(whole, abs=0.06, rel=1e-3)
+    assert sum(parts.values()) == pytest.approx(3233, rel=1e-3)
+
+
+def test_communication_is_the_formulas(page):
+    """By hand, from the shapes alone."""
+    shapes = parameter_table(tables.BENCHMARK.model)
+    for size, mesh, padding, gather, kept, scatter, reduce in rows(page["communication"], 7):
+        r, n = map(int, mesh.split(" x "))
+        assert r * n == int(size)
+        padded = {name: n * ceil(shape[0] / n) * prod(shape[1:]) for name, shape in shapes.items()}
+        W, E = sum(padded.values()), sum(size for name, size in padded.items() if "blocks." not in name)
+        assert int(padding.replace(",", "")) == W - 11_891_178_560
+        for said, want in (
+            (gather, 2 * (2 * W - E) * (n - 1) / n),
+            (kept, 2 * W * (n - 1) / n),
+            (scatter, 4 * W * (n - 1) / n),
+            (reduce, 8 * W / n * (r - 1) / r),
+        ):
+            assert float(said) == pytest.approx(want / 1e9, abs=0.006)
+
+
+def test_log_keys_follow_the_ruleset(page):
+    found = rows(page["log"], 7)
+    keys = [row[0].strip("`") for row in found]
+    landmarks = ["init_start", "submission_benchmark", "global_batch_size", "evaluation_frequency", "init_stop"]
+    landmarks += ["run_start", "block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop"]
+    assert [key for key in keys if key in landmarks] == landmarks
+    only_later = {row[0].strip("`") for row in found if row[4:] == ["", "yes", "yes"]}
+    assert "micro_batch_size" in only_later and "seed" not in only_later
+    assert all(row[4:] in (["yes"] * 3, ["", "yes", "yes"]) for row in found)
+
+
+def test_rows_of_equal_blocks_are_folded_only_if_equal(monkeypatch):
+    shapes = parameter_table(tables.BENCHMARK.model) | {"double_blocks.3.img_attn.proj.bias": (5,)}
+    monkeypatch.setattr(tables, "parameter_table", lambda model: shapes)
+    with pytest.raises(AssertionError, match=r"double_blocks\.\*\.img_attn\.proj\.bias"):
+        tables.parameters()

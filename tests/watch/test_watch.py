@@ -1,0 +1,211 @@
+"""The panel: what it says of a folder, at 80 columns, and on a real terminal."""
+
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from flux_ref import config_file
+from flux_ref.benchmark import convergence
+from flux_ref.errors import Refusal
+from flux_ref.watch import commands as watch
+
+BATCH = 1024
+
+
+@pytest.fixture
+def put(tmp_path):
+    """put(name, samples=, ...) makes a run's folder that has come so far along the public median."""
+
+    def make(
+        name: str, samples: int, factor: float = 1.0, outcome: str = "", ranks: int = 32, age_s: float = 0
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        overrides = ["--optim.lr=1.85e-4", "--optim.warmup_steps=0"]
+        cfg = config_file.load(ROOT / "configs/schnell_gbs1024.toml", overrides)
+        (folder / "config.toml").write_text(config_file.dump(cfg))
+        (folder / "environment.json").write_text(json.dumps({"ranks": ranks, "device": "NVIDIA GB200"}))
+        band = convergence.public_band(BATCH)
+        steps = [
+            {"samples": at, "loss": 0.6, "samples_per_s": 1600.0, "data_wait": 0.01, "peak_memory_gb": 120.25}
+            for at in range(BATCH * 10, samples + 1, BATCH * 10)
+        ]
+        evaluations = [
+            {"samples": at, "val_loss": loss * factor, "seconds": 6.0}
+            for at, loss in zip(band.samples, band.median)
+            if at <= samples
+        ]
+        for file, records in (("metrics.jsonl", steps), ("eval.jsonl", evaluations)):
+            (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
+            then = time.time() - age_s
+            os.utime(folder / file, (then, then))
+        if outcome:
+            (folder / "outcome.json").write_text(json.dumps({"outcome": outcome}))
+        return folder
+
+    return make
+
+
+def shown(*folders: Path, width: int = 80) -> str:
+    text = watch.panel([watch.look(folder) for folder in folders], width, coloured=False)
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+def test_a_run_under_way(put):
+    text = shown(put("run", 5_000_000))
+    assert re.search(r"run +training, 34 min left\n", text)
+    assert "61%  4,997,120 of 8,247,827 samples (the reference's mean)" in text
+    median = convergence.public_band(BATCH).at(4_980_736, "median")
+    assert f"validation {median:.4f} at 4,980,736" in text and "target 0.586" in text
+    # 1600 samples/s of 20.42 TFLOP over 32 ranks
+    assert "1,600 samples/s   1,021 TFLOP/s per rank (MFU 41%)   wait 1.0%   120.2 GB\n" in text
+    assert "░ public MLPerf v5.1 runs at batch 1024" in text and text.count("●") >= 12 and "╌" in text
+    assert "warning" not in text
+
+
+def test_states(put):
+    assert "silent for 40 min" in shown(put("silent", 1_000_000, age_s=2400))
+    assert "target reached" in shown(put("done", 3_000_000, outcome="target reached", age_s=2400))
+    assert "starting" in shown(put("new", 0))
+
+
+def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
+    folder = put("run", 1_000_000)
+    stop = ':::MLLOG {"key": "run_stop", "metadata": {"reason": "loss is not \\"finite\\""}}\n'
+    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_start"}\n' + stop)
+    assert 'ended: loss is not "finite"' in shown(folder)
+    with (folder / "result_0.txt").open("a") as log:
+        log.write(':::MLLOG {"key": "init_start"}\n')
+    assert "training, " in shown(folder)
+
+
+def test_alarms_are_told(put):
+    text = shown(put("bad", 2_000_000, factor=1.05))
+    assert "● warning at 524,288 samples: validation loss" in text
+
+
+def test_several_runs_share_a_chart(put):
+    text = shown(put("one", 3_000_000), put("two", 2_000_000, factor=1.01), width=100)
+    assert "● " in text and "◆ " in text and text.count("│") == watch.CHART_ROWS and text.count("◆") > 3
+
+
+def test_the_end_of_the_curve_is_at_its_place(put):
+    """The chart against its own numbers: columns are samples, rows losses."""
+    one = watch.look(put("run", 5_000_000))
+    rows = [line.partition("│")[2] for line in watch.chart([one], 80, False) if "│" in line]
+    found = {(column, row) for row, line in enumerate(rows) for column, cell in enumerate(line) if cell == "●"}
+    high = one.curve[0][1]
+    for samples, loss in one.curve:
+        column = samples / one.goal[0] * (len(rows[0]) - 1)
+        row = (high - loss) / (high - 0.586) * (len(rows) - 1)
+        assert any(abs(column - x) <= 0.5 and abs(row - y) <= 0.5 for x, y in found)
+
+
+def test_damage_and_absence_are_refused(put, tmp_path, capsys):
+    folder = put("run", 1_000_000)
+    assert watch.main([str(tmp_path / "none")]) == 2 and "holds no run" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text("{}\n{}\n")
+    assert watch.main([str(folder)]) == 2 and "line 1 is damaged" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text('{"samples"')  # being written
+    (folder / "outcome.json").write_text("{")
+    with pytest.raises(Refusal, match=r"outcome.json is damaged"):
+        watch.look(folder)
+    assert watch.main([str(folder)] * 20) == 2 and "at most 8" in capsys.readouterr().err
+
+
+ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
+        *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
+        *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
+        *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
+        *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
+        ("eval.jsonl", b'{"samples": 4096}\n'),
+        *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
+        ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "\\q"}}\n'),
+        *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
+    ],
+)
+def test_damage_is_one_line_with_the_files_name(name, content, put, capsys):
+    path = put("run", 1_000_000) / name
+    path.unlink(missing_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert watch.main([str(path.parent)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("watch: ") and err.count("\n") == 1 and str(path if name != "config.toml" else name) in err
+
+
+def test_a_run_that_ended_after_its_first_evaluation(put):
+    folder = put("run", 0)
+    (folder / "eval.jsonl").write_text(json.dumps(ALIVE | {"samples": 0}) + "\n" + '{"sam')
+    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_stop", "metadata": {"reason": "SIGTERM"}}\n')
+    text = shown(folder)
+    assert "ended: SIGTERM" in text and "validation 0.6000 at 0" in text and "│●" in text
+
+
+@pytest.mark.parametrize("every", ["0", "-1", "nan", "inf", "1e10"])
+def test_a_pause_that_is_none_is_refused(every, put, capsys):
+    assert watch.main([str(put("run", 0)), f"--every={every}"]) == 2
+    assert "must be above 0 and at most 3600 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "stdout, encoding, said", [("/dev/full", "utf-8", "No space left"), ("/dev/null", "ascii", "PYTHONIOENCODING")]
+)
+def test_a_stdout_that_cannot_take_the_panel(stdout, encoding, said, put):
+    command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
+    with open(stdout, "w") as file:
+        env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""}  # Python buffers, as it usually does
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [5, 20, 40, 60, 80])
+def test_a_narrow_terminal_gets_lines_that_fit(width, put):
+    narrow = shown(put("run", 5_000_000, factor=1.05), width=width)
+    assert "●" in narrow and (width < 40 or "left\n" in narrow)
+
+
+def test_cutting_counts_no_colours_and_drops_control_characters():
+    text = watch.paint("abc", watch.RED, True)
+    assert watch.cut(text + "\x1b[2Jd\n", 4) == text + "["
+    assert watch.cut(text, 2) == watch.paint("ab", watch.RED, True)
+
+
+def test_durations():
+    assert [watch.duration(s) for s in (0.4, 99, 130, 5000, 11_100)] == ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
+
+
+def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
+    """Under a pseudo-terminal of 40 columns: coloured, drawn again in place, left when outcome.json comes."""
+    folder = put("run", 1_000_000)
+    main, side = pty.openpty()
+    command = [sys.executable, "-m", "flux_ref.watch", str(folder), "--every", "0.1"]
+    panel = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40"})
+    os.close(side)
+    time.sleep(1.0)
+    assert panel.poll() is None
+    (folder / "outcome.json").write_text('{"outcome": "target reached"}')
+    text = b""
+    try:
+        while chunk := os.read(main, 65536):
+            text += chunk
+    except OSError:
+        pass  # the other side has closed
+    assert panel.wait(timeout=20) == 0
+    assert text.count(b"\x1b[H") >= 2 and b"\x1b[32mtarget reached" in text
+    assert max(map(len, re.sub(r"\x1b\[[0-9]*[A-Za-z]|\r", "", text.decode()).split("\n"))) == 40

@@ -1,0 +1,474 @@
+"""What export writes, diffusers opens and computes the same with; what diffusers writes comes in bit for bit; and there
+and back nothing changes."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_runs
+import torch
+from conftest import MICRO, ROOT
+from diffusers import FluxTransformer2DModel
+from diffusers.loaders import single_file_model, single_file_utils
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_model import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
+from torch import Tensor, nn
+
+from flux_ref import config, config_file
+from flux_ref.config import Config, ModelConfig
+from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.model import Flux, parameter_table
+from flux_ref.weights import commands as weights
+from flux_ref.weights import diffusers_names, files
+
+CFG = config_file.load(MICRO)
+MODEL = CFG.model
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TRAINED = {"step": 5, "samples": 60, "name": "micro", "config": config.flat(CFG)}
+TOLERANCE = 1e-5  # relative, fp32
+
+
+@pytest.fixture
+def lively() -> dict[str, Tensor]:
+    return {name: rank_runs.lively(name, shape) for name, shape in parameter_table(MODEL).items()}
+
+
+@pytest.fixture
+def checkpoint(lively, tmp_path) -> Path:
+    """A trained checkpoint: the file of two ranks, and the counters."""
+    folder = tmp_path / ".checkpoint"
+    folder.mkdir()
+    files, tensors = {}, {}
+    for rank in range(2):
+        rows = {f"model.{name}": tensor.chunk(2)[rank] for name, tensor in lively.items()}
+        head, begins = safetensors_io.header({key: ("F32", part.shape) for key, part in rows.items()}, {})
+        file = safetensors_io.CheckedFile(folder / f"rank_{rank:05d}.safetensors")
+        file.write(head)
+        for key, part in rows.items():
+            file.write_tensor(part)
+            whole = lively[key.removeprefix("model.")].shape
+            entry = tensors.setdefault(key, checkpoint_files.TensorEntry("F32", list(whole), []))
+            first = rank * -(-whole[0] // 2)
+            entry.chunks.append((f"rank_{rank:05d}.safetensors", begins[key], first, len(part)))
+        files[f"rank_{rank:05d}.safetensors"] = file.close()
+    checkpoint_files.publish(folder, tmp_path / "checkpoint", checkpoint_files.Manifest(TRAINED, files, tensors))
+    return tmp_path / "checkpoint"
+
+
+def command(*argv: object) -> int:
+    return weights.main([str(arg) for arg in argv])
+
+
+def export(source: Path, out: Path, layout: str = "bfl", dtype: str = "fp32", cfg: Path = MICRO) -> Path:
+    assert command("export", source, out, f"--format={layout}", f"--dtype={dtype}", f"--config={cfg}") == 0
+    return out
+
+
+def import_(source: Path, out: Path) -> Path:
+    assert command("import", source, out, f"--config={MICRO}") == 0
+    return out
+
+
+def kept(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint by BFL's names, in the dtype on disk."""
+    saved = checkpoint_files.Checkpoint(path)
+    return {key.removeprefix("model."): saved.read(key) for key in saved.tensors}
+
+
+def require_identical(found: dict[str, Tensor], want: dict[str, Tensor]):
+    assert found.keys() == want.keys()
+    assert [
+        name for name in want if found[name].dtype != want[name].dtype or not torch.equal(found[name], want[name])
+    ] == []
+
+
+# The map
+
+
+def test_the_map_gives_diffusers_names_and_shapes_at_full_size():
+    with torch.device("meta"):
+        twin = FluxTransformer2DModel()
+    want = {name: tuple(tensor.shape) for name, tensor in twin.state_dict().items()}
+    assert diffusers_names.diffusers_table(ModelConfig()) == want
+
+
+def tiles(parts: dict[str, list[diffusers_names.Part]], table: dict[str, tuple[int, ...]]) -> bool:
+    """Whether the parts, side by side, are every row of every tensor of a table once."""
+    ends = dict.fromkeys(table, 0)
+    for part in sorted((part for found in parts.values() for part in found), key=lambda part: part.first):
+        if part.first != ends[part.name]:
+            return False
+        ends[part.name] += part.rows
+    return ends == {name: shape[0] for name, shape in table.items()}
+
+
+@pytest.mark.parametrize("model", [MODEL, ModelConfig()], ids=["micro", "schnell"])
+def test_the_map_is_a_bijection_of_rows(model):
+    """Both ways every row goes to one place, and the two maps undo each other."""
+    from_diffusers, from_bfl = diffusers_names.diffusers_parts(model), diffusers_names.bfl_parts(model)
+    assert tiles(from_bfl, parameter_table(model)) and tiles(from_diffusers, diffusers_names.diffusers_table(model))
+    for name, (rows, *_) in parameter_table(model).items():
+        assert sum(part.rows for part in from_diffusers[name]) == rows
+        for row in {0, 1, rows // 6, rows // 3, rows // 2, 2 * rows // 3, rows - 1}:
+            there = locate(from_diffusers[name], row)
+            assert locate(from_bfl[there[0]], there[1]) == (name, row)
+
+
+def locate(parts: list[diffusers_names.Part], row: int) -> tuple[str, int]:
+    """Where a row of a tensor comes from."""
+    for part in parts:
+        if row < part.rows:
+            return part.name, part.first + row
+        row -= part.rows
+    raise AssertionError("beyond the tensor")
+
+
+def test_the_map_equals_an_independent_one(lively):
+    """That with which the model's own parity is tested."""
+    want = to_diffusers(lively, MODEL.hidden)
+    assert diffusers_names.bfl_parts(MODEL).keys() == want.keys()
+    for name, parts in diffusers_names.bfl_parts(MODEL).items():
+        pieces = [lively[part.name][part.first : part.first + part.rows] for part in parts]
+        assert torch.equal(torch.cat(pieces), want[name]), name
+
+
+# diffusers opens what export wrote
+
+
+def output(net: nn.Module, inputs: dict[str, Tensor], model: ModelConfig) -> Tensor:
+    """The velocity by diffusers' net."""
+    rows, columns = model.latent_height // 2, model.latent_width // 2
+    img, txt, clip, t = (inputs[name] for name in INPUTS)
+    with torch.no_grad():
+        return net(
+            hidden_states=img,
+            encoder_hidden_states=txt,
+            pooled_projections=clip,
+            timestep=t,
+            img_ids=torch.tensor([(0.0, row, column) for row in range(rows) for column in range(columns)]),
+            txt_ids=torch.zeros(model.text_tokens, 3),
+            return_dict=False,
+        )[0]
+
+
+def own_output(tensors: dict[str, Tensor], inputs: dict[str, Tensor], model: ModelConfig) -> Tensor:
+    with torch.device("meta"):
+        net = Flux(model)
+    net.load_state_dict(tensors, assign=True)
+    net.rope = net.make_rope()
+    with torch.no_grad():
+        return net(*inputs.values())
+
+
+def from_pretrained(folder: Path, **options: object) -> FluxTransformer2DModel:
+    return FluxTransformer2DModel.from_pretrained(folder, local_files_only=True, **options)
+
+
+def from_single_file(file: Path, folder: Path) -> FluxTransformer2DModel:
+    """config: a folder with diffusers' config.json, as text."""
+    return FluxTransformer2DModel.from_single_file(str(file), config=str(folder), local_files_only=True)
+
+
+@pytest.fixture
+def any_width(monkeypatch) -> None:
+    """diffusers' reader of single files knows schnell's width only: give it that of MODEL."""
+    name = "convert_flux_transformer_checkpoint_to_diffusers"
+    source = inspect.getsource(getattr(single_file_utils, name))
+    assert source.count("inner_dim = 3072") == 1
+    scope = dict(vars(single_file_utils))
+    exec(source.replace("inner_dim = 3072", f"inner_dim = {MODEL.hidden}"), scope)
+    entry = {"checkpoint_mapping_fn": scope[name], "default_subfolder": "transformer"}
+    monkeypatch.setitem(single_file_model.SINGLE_FILE_LOADABLE_CLASSES, "FluxTransformer2DModel", entry)
+
+
+def test_diffusers_computes_the_same_with_its_folder(checkpoint, lively, tmp_path):
+    net = from_pretrained(export(checkpoint, tmp_path / "out", "diffusers"))
+    inputs = random_inputs(MODEL)
+    assert net.config.guidance_embeds is False and net.dtype == torch.float32
+    assert relative_error(own_output(lively, inputs, MODEL), output(net, inputs, MODEL)) < TOLERANCE
+
+
+def test_diffusers_computes_the_same_with_bfls_file(checkpoint, lively, tmp_path, any_width):
+    folder = export(checkpoint, tmp_path / "folder", "diffusers")
+    net = from_single_file(export(checkpoint, tmp_path / "out.safetensors"), folder)
+    inputs = random_inputs(MODEL)
+    assert relative_error(own_output(lively, inputs, MODEL), output(net, inputs, MODEL)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_diffusers_opens_a_file_of_schnells_width_as_it_is(tmp_path):
+    """One double and one single block, 2 GB a file; nothing of diffusers is changed."""
+    net = random_net(FULL_WIDTH)
+    save_file(dict(net.state_dict()), tmp_path / "net.safetensors")
+    (tmp_path / "full.toml").write_text(config_file.dump(Config(model=FULL_WIDTH)))
+    saved = [tmp_path / "net.safetensors", tmp_path / "out.safetensors", tmp_path / "folder"]
+    export(saved[0], saved[1], cfg=tmp_path / "full.toml")
+    export(saved[0], saved[2], "diffusers", cfg=tmp_path / "full.toml")
+    inputs = random_inputs(FULL_WIDTH, batch=1)
+    want = own_output(dict(net.state_dict()), inputs, FULL_WIDTH)
+    for twin in (from_pretrained(saved[2]), from_single_file(saved[1], saved[2])):
+        assert relative_error(want, output(twin, inputs, FULL_WIDTH)) < TOLERANCE
+    for path in (*saved[:2], *saved[2].iterdir()):
+        path.unlink()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 4])
+def test_diffusers_reads_what_was_kept_to_the_bit(checkpoint, lively, tmp_path, monkeypatch, dtype, count):
+    """Also from several files, into which it splits what is larger than 10 GB."""
+    total = sum(tensor.numel() for tensor in lively.values()) * DTYPES[dtype].itemsize
+    monkeypatch.setattr(files, "DIFFUSERS_FILE_BYTES", total if count == 1 else total / 3.2)
+    folder = export(checkpoint, tmp_path / "out", "diffusers", dtype)
+    assert len(list(folder.glob("*.safetensors"))) == count
+    for path in folder.glob("*.safetensors"):
+        assert count == 1 or path.stat().st_size < total / 3.2 + 10_000
+    net = from_pretrained(folder, torch_dtype=DTYPES[dtype])
+    want = to_diffusers({name: tensor.to(DTYPES[dtype]) for name, tensor in lively.items()}, MODEL.hidden)
+    require_identical(dict(net.state_dict()), want)
+    if count > 1:
+        index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == total and index["weight_map"].keys() == want.keys()
+
+
+# What diffusers wrote comes in
+
+
+@pytest.fixture
+def twin(lively) -> FluxTransformer2DModel:
+    """diffusers' net with the weights of `lively`."""
+    settings = {key: value for key, value in diffusers_names.diffusers_config(MODEL).items() if not key.startswith("_")}
+    net = FluxTransformer2DModel(**settings)
+    net.load_state_dict(to_diffusers(lively, MODEL.hidden))
+    return net
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("most", ["10GB", "50KB"])
+def test_a_folder_that_diffusers_saved_comes_in_bit_for_bit(twin, lively, tmp_path, dtype, most):
+    twin.to(DTYPES[dtype]).save_pretrained(tmp_path / "theirs", max_shard_size=most)
+    many = len(list((tmp_path / "theirs").glob("*.safetensors")))
+    assert (many == 1) == (most == "10GB")
+    found = kept(import_(tmp_path / "theirs", tmp_path / "ours"))
+    require_identical(found, {name: tensor.to(DTYPES[dtype]).float() for name, tensor in lively.items()})
+
+
+def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, checkpoint, tmp_path):
+    twin.save_pretrained(tmp_path / "theirs")
+    ours = export(checkpoint, tmp_path / "ours", "diffusers")
+    assert {path.name for path in ours.iterdir()} == {path.name for path in (tmp_path / "theirs").iterdir()}
+    own, their = (json.loads((folder / "config.json").read_text()) for folder in (ours, tmp_path / "theirs"))
+    assert own.items() <= their.items()
+    assert {key: their[key] for key in their.keys() - own.keys() - {"_diffusers_version"}} == {"out_channels": None}
+    own, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
+    require_identical(own, their)
+
+
+# There and back
+
+
+@pytest.mark.parametrize("piece", [files.PIECE_BYTES, 1000], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypatch, dtype, piece):
+    """Checkpoint to BFL, to a checkpoint, to diffusers, to a checkpoint, to BFL; bf16 rounds once, at the first."""
+    monkeypatch.setattr(files, "PIECE_BYTES", piece)
+    want = {name: tensor.to(DTYPES[dtype]) for name, tensor in lively.items()}
+    first = export(checkpoint, tmp_path / "1.safetensors", dtype=dtype)
+    require_identical(load_file(first), want)
+    again = import_(first, tmp_path / "2")
+    require_identical(kept(again), {name: tensor.float() for name, tensor in want.items()})
+    theirs = export(again, tmp_path / "3", "diffusers", dtype)
+    require_identical(load_file(theirs / "diffusion_pytorch_model.safetensors"), to_diffusers(want, MODEL.hidden))
+    last = export(import_(theirs, tmp_path / "4"), tmp_path / "5.safetensors", dtype=dtype)
+    require_identical(load_file(last), want)
+
+
+def test_a_file_becomes_a_folder_without_a_checkpoint_between(lively, tmp_path):
+    save_file(lively, tmp_path / "bfl.safetensors")
+    theirs = export(tmp_path / "bfl.safetensors", tmp_path / "theirs", "diffusers")
+    require_identical(load_file(export(theirs, tmp_path / "back.safetensors")), lively)
+
+
+def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
+    """Ties, both neighbours of a tie, both signs, the smallest numbers and zeros with their signs."""
+    ties = [1 + k / 256 for k in range(16)] + [1 + k / 256 + e for k in range(16) for e in (2**-23, -(2**-23))]
+    values = torch.tensor([*ties, 1e-40, 2**-149, 0.0, 3e38])
+    values = torch.cat((values, -values))
+    lively["txt_in.weight"].view(-1)[: len(values)] = values
+    save_file(lively, tmp_path / "w.safetensors")
+    found = load_file(export(tmp_path / "w.safetensors", tmp_path / "out", dtype="bf16"))["txt_in.weight"].view(-1)
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    want = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    assert torch.equal(found[: len(values)].view(torch.int16).long() & 0xFFFF, want)
+
+
+def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypatch):
+    """Nothing larger than a piece, unless a single row is; so memory does not grow with the model."""
+    sizes, write = [], safetensors_io.CheckedFile.write_tensor
+    monkeypatch.setattr(files, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(safetensors_io.CheckedFile, "write_tensor", lambda f, t: (sizes.append(t.nbytes), write(f, t)))
+    export(checkpoint, tmp_path / "bfl")
+    export(checkpoint, tmp_path / "diffusers", "diffusers")
+    import_(tmp_path / "diffusers", tmp_path / "again")
+    assert max(sizes) <= 2000 and sum(sizes) == 3 * 4 * sum(tensor.numel() for tensor in lively.values())
+
+
+# What is written beside the weights
+
+
+def header_of(path: Path) -> dict[str, str] | None:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+def test_files_say_what_trained_them(checkpoint, tmp_path):
+    want = {"format": "pt", "trained_by": "flux_ref", "step": "5", "samples": "60", "name": "micro"}
+    folder = export(checkpoint, tmp_path / "folder", "diffusers")
+    for path in (export(checkpoint, tmp_path / "file"), folder / "diffusion_pytorch_model.safetensors"):
+        assert header_of(path) == want
+    again = export(tmp_path / "file", tmp_path / "again")
+    assert header_of(again) == want
+
+
+def test_files_claim_nothing_of_weights_that_were_trained_elsewhere(lively, tmp_path):
+    save_file(lively, tmp_path / "public.safetensors")
+    assert header_of(export(tmp_path / "public.safetensors", tmp_path / "out")) == {"format": "pt"}
+
+
+def test_an_imported_checkpoint_says_where_it_comes_from(lively, tmp_path, capsys):
+    save_file(lively, tmp_path / "public.safetensors")
+    path = import_(tmp_path / "public.safetensors", tmp_path / "ours")
+    info = checkpoint_files.Checkpoint(path).info
+    assert info["from"] == str(tmp_path / "public.safetensors") and (info["step"], info["samples"]) == (0, 0)
+    assert config_file.from_flat(info["name"], info["config"]).model == MODEL
+    assert command("inspect", path, "--verify") == 0
+    assert f"from      {tmp_path / 'public.safetensors'}" in capsys.readouterr().out
+
+
+def test_a_run_is_exported_as_its_newest_checkpoint_or_that_of_a_step(lively, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.toml").write_text(config_file.dump(CFG))
+    for step in (3, 7):
+        save_file({name: tensor * step for name, tensor in lively.items()}, tmp_path / f"{step}.safetensors")
+        import_(tmp_path / f"{step}.safetensors", run / "checkpoints" / f"step_{step:09d}")
+    for option, step in (([], 7), (["--checkpoint=3"], 3)):
+        assert command("export", run, tmp_path / f"out {step}", *option) == 0
+        require_identical(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
+
+
+# Refused
+
+
+def complaint(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert command(*argv) == 2
+    (line,) = re.findall(r"weights: ([^\r\n]*)", capsys.readouterr().err)  # a progress bar may stand before it
+    return line
+
+
+@pytest.mark.parametrize("options", [["export"], ["export", "--format=diffusers"], ["import"]], ids=" ".join)
+def test_what_exists_is_not_overwritten(checkpoint, tmp_path, capsys, options):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        assert f"{name} exists; remove it" in complaint(capsys, *options, checkpoint, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "folder").iterdir())
+
+
+@pytest.mark.parametrize("change", [{"model__mlp_ratio": 3}, {"model__rope_theta": 1000}], ids=lambda c: next(iter(c)))
+def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys, change):
+    """It has no place for these numbers, and would take its own."""
+    cfg = config_file.replace(CFG, **change)
+    (tmp_path / "other.toml").write_text(config_file.dump(cfg))
+    tensors = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}
+    save_file(tensors, tmp_path / "w.safetensors")
+    where = [tmp_path / "w.safetensors", tmp_path / "out", f"--config={tmp_path / 'other.toml'}"]
+    assert next(iter(change)).replace("__", ".") in complaint(capsys, "export", *where, "--format=diffusers")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.toml", "w.safetensors"]
+    assert command("export", *where) == 0
+    require_identical(load_file(tmp_path / "out"), tensors)
+
+
+# Breaking off
+
+
+KILLED = """
+import os, signal, sys
+from flux_ref import storage, weights
+write, left = storage.CheckedFile.write_tensor, [40]
+def stop(file, tensor):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(file, tensor)
+storage.CheckedFile.write_tensor = stop
+weights.main(sys.argv[1:])
+"""
+
+
+def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:
+    """Make the next write of that many fail."""
+    write, left = safetensors_io.CheckedFile.write_tensor, [after]
+
+    def stop(file: safetensors_io.CheckedFile, tensor: Tensor) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+        write(file, tensor)
+
+    monkeypatch.setattr(safetensors_io.CheckedFile, "write_tensor", stop)
+
+
+COMMANDS = {"bfl": ["export"], "diffusers": ["export", "--format=diffusers"], "checkpoint": ["import"]}
+
+
+@pytest.mark.parametrize("then", COMMANDS)
+@pytest.mark.parametrize("first", COMMANDS)
+def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively, tmp_path, monkeypatch, first, then):
+    """Also when the next is to become something else under the same name."""
+    before = set(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        break_off(patch, KeyboardInterrupt())
+        assert command(*COMMANDS[first], checkpoint, tmp_path / "out") == 130
+    assert not (tmp_path / "out").exists()
+    assert command(*COMMANDS[then], checkpoint, tmp_path / "out") == 0
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
+    source = files.open_source(files.find(tmp_path / "out"), MODEL)
+    require_identical({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
+
+
+def test_a_full_disk_is_one_line_and_what_was_written_is_removed(checkpoint, tmp_path, monkeypatch, capsys):
+    before = set(tmp_path.iterdir())
+    for options in COMMANDS.values():
+        with monkeypatch.context() as patch:
+            break_off(patch, OSError(28, "No space left on device"))
+            assert "No space left on device" in complaint(capsys, *options, checkpoint, tmp_path / "out")
+        assert set(tmp_path.iterdir()) == before
+
+
+def test_after_a_kill_the_next_export_succeeds(checkpoint, lively, tmp_path):
+    argv = ["export", str(checkpoint), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], env=environment, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "out").exists()
+    assert command(*argv) == 0
+    require_identical(load_file(tmp_path / "out"), lively)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """The benchmark's own figures: beside torch, a few pieces of 64 MiB, of a model of more than 2 GB."""
+    command = [sys.executable, "-m", "bench.export", "--gigabytes=1", f"--folder={tmp_path}"]
+    subprocess.run([*command, f"--json={tmp_path / 'report.json'}"], cwd=ROOT, check=True, timeout=600)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fp32_gb"] > 2 and len(report["steps"]) == 6
+    assert all(0 < step["above_torch_gb"] < 0.8 for step in report["steps"].values()), report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -1,0 +1,561 @@
+"""Weights of every form fill a net bit for bit at any number of ranks; what does not fit, is damaged or means harm is
+refused in one line.
+
+    torchrun --nproc-per-node 3 tests/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
+"""
+
+import json
+import math
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import rank_runs
+import torch
+from conftest import MICRO, ROOT, data_overrides, script
+from safetensors.torch import save_file
+from test_model import to_diffusers
+from torch import Tensor
+
+import eval as eval_script
+import train as train_script
+from flux_ref import config, config_file, ranks, sharding
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Refusal
+from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.model import parameter_table
+from flux_ref.ranks import World
+from flux_ref.run import cli
+from flux_ref.weights import commands as weights
+from flux_ref.weights import diffusers_names, files
+
+CFG = config_file.load(MICRO)
+NARROW = config_file.replace(CFG, **rank_runs.NARROW)  # the third of three ranks has no rows of some parameters
+FILE, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+KINDS = {  # name of a form below the folder that holds them all -> what it is recognised as
+    "bfl.safetensors": "BFL",
+    "bf16.safetensors": "BFL",
+    "f16.safetensors": "BFL",
+    "prefixed.safetensors": "BFL",
+    "diffusers": "diffusers",
+    "diffusers_bf16": "diffusers",
+    "diffusers_in_three": "diffusers",
+    "pipeline": "diffusers",
+    "checkpoint": "checkpoint",
+    "run": "checkpoint",
+}
+
+
+# The same weights in every form
+
+
+def tensors_of(model: ModelConfig) -> dict[str, Tensor]:
+    return {name: rank_runs.lively(name, shape) for name, shape in parameter_table(model).items()}
+
+
+def rounded(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a form of these weights keeps of them, as fp32."""
+    dtype = next((dtype for part, dtype in DTYPES.items() if part in kind), torch.float32)
+    return {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
+
+
+def write_diffusers(folder: Path, model: ModelConfig, tensors: dict[str, Tensor], files: int = 1) -> None:
+    """A transformer folder as diffusers writes it, by a map of the tests' own."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(diffusers_names.diffusers_config(model)))
+    renamed = {name: tensor.contiguous() for name, tensor in to_diffusers(tensors, model.hidden).items()}
+    if files == 1:
+        save_file(renamed, folder / FILE, {"format": "pt"})
+        return
+    weight_map = {}
+    for number in range(files):
+        file = f"diffusion_pytorch_model-{number + 1:05d}-of-{files:05d}.safetensors"
+        part = dict(list(renamed.items())[number::files])  # the rows of one of our tensors lie in different files
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_run(folder: Path, data: Path, source: Path, *overrides: str) -> int:
+    """train.py with a rate of 0 from weights of any form: its checkpoint holds what it started from."""
+    still = ["--optim.lr=0", "--train.max_samples=12", f"--run.dir={folder}", f"--init.weights={source}"]
+    return cli.run("train.py", "", train_script.main, [str(MICRO), *data_overrides(data), *still, *overrides])
+
+
+@pytest.fixture(scope="module")
+def kept(shapes_dir, tmp_path_factory) -> Path:
+    """A folder of the same weights in every form; tests must not change it."""
+    folder, model = tmp_path_factory.mktemp("kept"), CFG.model
+    tensors = tensors_of(model)
+    save_file(tensors, folder / "bfl.safetensors")
+    for name, dtype in DTYPES.items():
+        save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
+    prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(prefixed, folder / "prefixed.safetensors")
+    write_diffusers(folder / "diffusers", model, tensors)
+    halved = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    write_diffusers(folder / "diffusers_bf16", model, halved)
+    write_diffusers(folder / "diffusers_in_three", model, tensors, files=3)
+    write_diffusers(folder / "pipeline" / "transformer", model, tensors)
+    save_file({"encoder.conv_in.bias": torch.zeros(1)}, folder / "pipeline" / "ae.safetensors")  # lies there, too
+    files.import_(files.open_source(folder / "bfl.safetensors", model), CFG, folder / "checkpoint")
+    assert write_run(folder / "run", shapes_dir, folder / "bfl.safetensors") == 0
+    return folder
+
+
+def require_identical(found: dict[str, Tensor], want: dict[str, Tensor]):
+    assert found.keys() == want.keys()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+@pytest.fixture
+def alone() -> World:
+    """A world of this process."""
+    yield ranks.start(config.ParallelConfig())
+    ranks.stop()
+
+
+def opened(path: Path, model: ModelConfig, step: int | None = None) -> files.Source:
+    return files.open_source(files.find(path, step), model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_fills_a_net_bit_for_bit(kept, alone, kind):
+    source = opened(kept / kind, CFG.model)
+    assert source.kind == KINDS[kind]
+    net = sharding.build(CFG, alone, seed=0)
+    files.load(net, source)
+    require_identical(rank_runs.whole(net), rounded(kind, tensors_of(CFG.model)))
+
+
+def test_training_goes_on_from_bf16_weights_in_fp32(kept, alone):
+    net = sharding.build(CFG, alone, seed=0)
+    files.load(net, opened(kept / "bf16.safetensors", CFG.model))
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["bfl.safetensors", "diffusers_in_three", "checkpoint"])
+def test_rows_are_those_asked_for_wherever_they_begin(kept, kind):
+    """Also across the borders of diffusers' tensors, and none at all, as a rank has that holds nothing."""
+    source, tensors = opened(kept / kind, CFG.model), tensors_of(CFG.model)
+    for name in ("single_blocks.1.linear1.weight", "double_blocks.0.txt_attn.qkv.bias", "img_in.weight"):
+        tensor = tensors[name]
+        for first in range(0, len(tensor), 5):
+            for count in (0, 1, 7, len(tensor) - first):
+                want = tensor[first : first + count]
+                assert torch.equal(source.read(name, first, len(want)), want), (name, first, count)
+
+
+def test_a_source_tells_what_trained_it(kept):
+    assert {"step": 1, "samples": 12, "name": "micro"}.items() <= opened(kept / "run", CFG.model).info.items()
+    save_file(tensors_of(CFG.model), kept / "told.safetensors", {"samples": "36"})
+    assert opened(kept / "told.safetensors", CFG.model).info == {"samples": "36"}
+
+
+# Three ranks
+
+
+def load_and_gather(path: Path, cfg: Config, world: World) -> dict:
+    """The whole weights of a sharded net that was filled from a path, and how many values each rank read."""
+    net = sharding.build(cfg, world, seed=1)
+    source, values = opened(path, cfg.model), []
+    read = source.tensors.read
+
+    def counted(*which: object) -> Tensor:
+        rows = read(*which)
+        values.append(rows.numel())
+        return rows
+
+    source.tensors.read = counted
+    files.load(net, source)
+    return {"whole": rank_runs.whole(net), "read": rank_runs.of_all(sum(values))}
+
+
+def refusals(path: Path, cfg: Config, world: World) -> list[str]:
+    """What each rank says of weights that only some ranks find wrong."""
+    net = sharding.build(cfg, world, seed=1)
+    try:
+        ranks.together(lambda: files.load(net, opened(path, cfg.model)))
+    except Refusal as error:
+        return rank_runs.of_all(str(error))
+    return rank_runs.of_all("")
+
+
+def main(folder: str) -> int:
+    folder = Path(folder)
+    world = ranks.start(config.ParallelConfig())
+    found = {kind: load_and_gather(folder / kind, CFG, world) for kind in KINDS}
+    found |= {f"narrow {kind}": load_and_gather(folder / "narrow" / kind, NARROW, world) for kind in ("bfl", "split")}
+    found["NaN"] = refusals(folder / "nan.safetensors", CFG, world)
+    if world.rank == 0:
+        torch.save(found, folder / "found.pt")
+    ranks.stop()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks(kept) -> dict:
+    tensors, narrow = tensors_of(CFG.model), tensors_of(NARROW.model)
+    tensors["img_in.weight"][-1, 3] = math.nan  # a row of the last rank
+    save_file(tensors, kept / "nan.safetensors")
+    (kept / "narrow").mkdir()
+    save_file(narrow, kept / "narrow" / "bfl")
+    write_diffusers(kept / "narrow" / "split", NARROW.model, narrow, files=2)
+    process = script("tests/test_weights.py", kept, ranks=3)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return torch.load(kept / "found.pt")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ranks_read_the_same_weights_and_each_only_its_own(on_three_ranks, kind):
+    tensors, found = tensors_of(CFG.model), on_three_ranks[kind]
+    require_identical(found["whole"], rounded(kind, tensors))
+    total = sum(tensor.numel() for tensor in tensors.values())
+    assert sum(found["read"]) == total and max(found["read"]) < 0.36 * total
+
+
+@pytest.mark.parametrize("kind", ["bfl", "split"])
+def test_a_rank_without_rows_reads_nothing(on_three_ranks, kind):
+    require_identical(on_three_ranks[f"narrow {kind}"]["whole"], tensors_of(NARROW.model))
+
+
+def test_what_one_rank_finds_wrong_all_ranks_refuse(on_three_ranks):
+    (line,) = set(on_three_ranks["NaN"])
+    assert "rank 2: " in line and "img_in.weight" in line
+
+
+# Training that starts from them
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, capsys, kind):
+    """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
+    fixed = "--eval.noise=fixed"
+    assert write_run(tmp_path / "run", shapes_dir, kept / kind, "--eval.at_start=true", fixed) == 0
+    saved = checkpoint_files.Checkpoint(files.find(tmp_path / "run"))
+    model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
+    require_identical(model, rounded(kind, tensors_of(CFG.model)))
+
+    capsys.readouterr()
+    options = [str(kept / kind), "--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed]
+    assert cli.run("eval.py", "", eval_script.main, options) == 0
+    first = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
+    assert first["samples"] == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == first["val_loss"]
+
+
+def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir, tmp_path, capsys):
+    assert write_run(tmp_path / "run", shapes_dir, kept / "bfl.safetensors", "--model.single_blocks=4") == 2
+    assert "8 missing: single_blocks.3.linear1.bias, " in the_line(capsys.readouterr().err, "train.py")
+    assert write_run(tmp_path / "run", shapes_dir, kept / "no such") == 2
+    assert "no such does not exist" in the_line(capsys.readouterr().err, "train.py")
+    assert not (tmp_path / "run").exists()
+
+
+# Which weights a path means
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with three checkpoints, a save under way and a deletion."""
+    for name in (
+        "step_000000002",
+        "step_000000010",
+        "step_000000009",
+        ".step_000000011.ab12",
+        ".step_000000001.deleted",
+    ):
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").touch()
+    return tmp_path / "run"
+
+
+def test_of_a_run_the_newest_checkpoint_is_meant_or_that_of_a_step(run):
+    assert files.find(run).name == "step_000000010"
+    assert files.find(run, 2).name == "step_000000002"
+
+
+def found_nothing(path: Path, step: int | None = None) -> str:
+    with pytest.raises(Refusal) as caught:
+        files.find(path, step)
+    return str(caught.value)
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
+    assert found_nothing(run, 11) == f"{run} holds no checkpoint of step 11; it has 2, 9, 10"
+    shutil.rmtree(run / "checkpoints")
+    assert found_nothing(run) == f"{run} holds no checkpoint; it has none"
+
+
+def test_only_a_run_has_steps(kept):
+    for name in ("bfl.safetensors", "checkpoint", "pipeline"):
+        assert "is not a run, so it has no checkpoint 3" in found_nothing(kept / name, 3)
+
+
+def test_a_path_without_weights_is_refused_with_what_is_wanted(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    for path, problem in ((tmp_path, "holds no weights"), (tmp_path / "none", "does not exist")):
+        text = found_nothing(path)
+        assert text.startswith(f"{path} {problem}; ") and "a .safetensors file in BFL's layout" in text
+
+
+# What is refused: (how to make it in an empty folder, words of the line)
+
+
+class Payload:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return Path.mkdir, (self.folder,)
+
+
+def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
+    """BFL's file with changed tensors, cut short."""
+    tensors, path = tensors_of(CFG.model), folder / "w.safetensors"
+    change(tensors)
+    save_file(tensors, path)
+    path.write_bytes(path.read_bytes()[:cut])
+    return path
+
+
+def write_bytes(folder: Path, content: bytes) -> Path:
+    (folder / "w.safetensors").write_bytes(content)
+    return folder / "w.safetensors"
+
+
+def write_pickle(folder: Path, dump: Callable) -> Path:
+    with (folder / "w.safetensors").open("wb") as file:
+        dump({"img_in.bias": Payload(folder / "executed")}, file)
+    return folder / "w.safetensors"
+
+
+def write_folder(folder: Path, name: str, content: object, files: int = 2) -> Path:
+    """A transformer folder with one file replaced; content: its text, what to change of its JSON, or None: no file."""
+    (folder / "evil.safetensors").write_bytes(b"")
+    path = folder / "transformer" / name
+    write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model), files)
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    return folder
+
+
+def write_index(folder: Path, file: object) -> Path:
+    """A transformer folder whose index gives a tensor another file."""
+    write_folder(folder, INDEX, {})
+    index = json.loads((folder / "transformer" / INDEX).read_text())
+    index["weight_map"]["x_embedder.bias"] = file
+    (folder / "transformer" / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def write_partly(folder: Path) -> Path:
+    """A transformer folder whose index lists all its files, one of which lacks a tensor."""
+    write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model))
+    renamed = to_diffusers(tensors_of(CFG.model), CFG.model.hidden)
+    del renamed["single_transformer_blocks.0.proj_mlp.bias"]
+    save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, folder / "transformer" / FILE)
+    return folder
+
+
+def put_nan(tensors: dict, name: str, value: float = math.nan) -> None:
+    tensors[name].view(-1)[-1] = value
+
+
+REFUSED = {
+    "missing": (
+        partial(write_bfl, change=lambda t: (t.pop("img_in.bias"), t.pop("txt_in.weight"))),
+        ["w.safetensors", "2 missing: img_in.bias, txt_in.weight"],
+    ),
+    "many missing": (
+        partial(write_bfl, change=lambda t: [t.pop(name) for name in list(t)[:4]]),
+        ["4 missing: img_in.bias, img_in.weight, time_in.in_layer.bias, ..."],
+    ),
+    "unexpected": (
+        partial(write_bfl, change=lambda t: t.update({"guidance_in.in_layer.bias": torch.zeros(24)})),
+        ["1 unexpected: guidance_in.in_layer.bias"],
+    ),
+    "misshaped": (
+        partial(write_bfl, change=lambda t: t.update({"img_in.weight": torch.zeros(24, 60)})),
+        ["1 misshaped: img_in.weight (24, 60), want (24, 64)"],
+    ),
+    "a scalar": (
+        partial(write_bfl, change=lambda t: t.update({"img_in.bias": torch.zeros(())})),
+        ["1 misshaped: img_in.bias (), want (24,)"],
+    ),
+    "all three": (
+        partial(write_bfl, change=lambda t: t.update({"x": t.pop("img_in.bias"), "img_in.weight": torch.zeros(1)})),
+        ["1 missing: img_in.bias; 1 unexpected: x; 1 misshaped: img_in.weight"],
+    ),
+    "no tensors": (partial(write_bfl, change=dict.clear), ["88 missing"]),
+    "another model's": (partial(write_bytes, content=b"\x02" + b"\0" * 7 + b"{}"), ["88 missing"]),
+    "empty": (partial(write_bytes, content=b""), ["w.safetensors"]),
+    "rubbish": (partial(write_bytes, content=b"\xff" * 1000), ["w.safetensors"]),
+    "an endless header": (partial(write_bytes, content=b"\xff" * 7 + b"\0" + b"{}"), ["w.safetensors"]),
+    "cut in the length": (partial(write_bfl, cut=5), ["w.safetensors"]),
+    "cut in the header": (partial(write_bfl, cut=4000), ["w.safetensors"]),
+    "cut at the end": (partial(write_bfl, cut=-4), ["w.safetensors"]),
+    "a pickle": (partial(write_pickle, dump=pickle.dump), ["w.safetensors"]),
+    "torch's pickle": (partial(write_pickle, dump=torch.save), ["w.safetensors"]),
+    "NaN": (partial(write_bfl, change=partial(put_nan, name="txt_in.weight")), ["txt_in.weight holds NaN"]),
+    "infinity": (
+        partial(write_bfl, change=partial(put_nan, name="txt_in.bias", value=-math.inf)),
+        ["txt_in.bias holds NaN or infinite"],
+    ),
+    "int8": (
+        partial(write_bfl, change=lambda t: t.update({"img_in.bias": t["img_in.bias"].to(torch.int8)})),
+        ["img_in.bias is I8, want F32, BF16, F16"],
+    ),
+    "fp8": (
+        partial(write_bfl, change=lambda t: t.update({"img_in.bias": t["img_in.bias"].to(torch.float8_e4m3fn)})),
+        ["img_in.bias is F8_E4M3, want F32, BF16, F16"],
+    ),
+    "fp64": (
+        partial(write_bfl, change=lambda t: t.update({"img_in.bias": t["img_in.bias"].double()})),
+        ["img_in.bias is F64, want F32, BF16, F16"],
+    ),
+    "diffusers, missing": (write_partly, ["1 missing: single_transformer_blocks.0.proj_mlp.bias"]),
+    "index, outside": (partial(write_index, file="../evil.safetensors"), [INDEX, "'../evil.safetensors'"]),
+    "index, absolute": (partial(write_index, file="/etc/passwd"), [INDEX, "'/etc/passwd'"]),
+    "index, missing": (partial(write_index, file="gone.safetensors"), [INDEX, "'gone.safetensors'"]),
+    "index, the folder": (partial(write_index, file=".."), [INDEX, "'..'"]),
+    "index, not a name": (partial(write_index, file=["a"]), [INDEX, "is not an index"]),
+    "index, a number": (partial(write_index, file=5), [INDEX, "is not an index"]),
+    "index, numbers": (
+        partial(write_folder, name=INDEX, content={"weight_map": {"x_embedder.bias": 5}}),
+        [INDEX, "is not an index"],
+    ),
+    "index, a null byte": (partial(write_index, file="a\0b"), [INDEX]),
+    "index, no JSON": (partial(write_folder, name=INDEX, content="{"), [INDEX, "is not an index"]),
+    "index, a list": (partial(write_folder, name=INDEX, content="[]"), [INDEX, "is not an index"]),
+    "index, nested": (partial(write_folder, name=INDEX, content="[" * 100_000), [INDEX, "is not an index"]),
+    "index, no map": (partial(write_folder, name=INDEX, content='{"metadata": {}}'), [INDEX, "weight_map"]),
+    "config, dev": (
+        partial(write_folder, name="config.json", content={"guidance_embeds": True}),
+        ["config.json is another model's: guidance_embeds=True, want False", "--config"],
+    ),
+    "config, layers": (
+        partial(write_folder, name="config.json", content={"num_layers": 19, "num_single_layers": 38}),
+        ["num_layers=19, want 2; num_single_layers=38, want 3"],
+    ),
+    "config, class": (
+        partial(write_folder, name="config.json", content={"_class_name": "SD3Transformer2DModel"}),
+        ["_class_name='SD3Transformer2DModel', want 'FluxTransformer2DModel'"],
+    ),
+    "config, none": (partial(write_folder, name="config.json", content=None), ["config.json: No such file"]),
+    "config, no JSON": (partial(write_folder, name="config.json", content="{"), ["is not diffusers' config"]),
+    "config, nested": (
+        partial(write_folder, name="config.json", content="[" * 100_000),
+        ["config.json is not diffusers' config"],
+    ),
+    "config, a list": (partial(write_folder, name="config.json", content="[1]"), ["is not diffusers' config"]),
+}
+
+
+def the_line(stderr: str, name: str = "weights") -> str:
+    """The one line that says what is wrong; a progress bar may stand before it."""
+    assert "Traceback" not in stderr, stderr
+    (line,) = re.findall(rf"(?:^|\r|\n){re.escape(name)}: ([^\r\n]*)", stderr)
+    return line
+
+
+@pytest.mark.parametrize("make, words", REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_said_in_one_line(make, words, tmp_path, capsys):
+    path = make(tmp_path)
+    code = weights.main(["inspect", str(path), "--verify", f"--config={MICRO}"])
+    shown = capsys.readouterr()
+    line = the_line(shown.err)
+    assert code == 2 and shown.out == "" and all(word in line for word in words), line
+    assert str(path) in line
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_payload_would_have_run(tmp_path):
+    write_pickle(tmp_path, pickle.dump)
+    pickle.loads((tmp_path / "w.safetensors").read_bytes())
+    assert (tmp_path / "executed").exists()
+
+
+def test_nan_is_met_wherever_values_are_read(tmp_path, capsys, alone):
+    path = write_bfl(tmp_path, partial(put_nan, name="single_blocks.2.linear2.weight"))
+    with pytest.raises(Refusal, match=r"single_blocks\.2\.linear2\.weight holds NaN"):
+        files.load(sharding.build(CFG, alone, seed=0), opened(path, CFG.model))
+    for command in (["export"], ["export", "--format=diffusers"], ["import"]):
+        assert weights.main([*command, str(path), str(tmp_path / "out"), f"--config={MICRO}"]) == 2
+        assert "single_blocks.2.linear2.weight holds NaN" in the_line(capsys.readouterr().err)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_net_keeps_its_weights_when_others_do_not_fit(tmp_path, alone):
+    net = sharding.build(CFG, alone, seed=0)
+    before = rank_runs.whole(net)
+    with pytest.raises(Refusal):
+        files.load(net, opened(write_bfl(tmp_path, lambda t: t.pop("img_in.bias")), CFG.model))
+    require_identical(rank_runs.whole(net), before)
+
+
+# The command
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_says_what_is_there(kept, capsys, kind):
+    assert weights.main(["inspect", str(kept / kind), "--verify", f"--config={MICRO}"]) == 0
+    first, fits, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(str(kept / kind)) and first.endswith(f": {KINDS[kind]}")
+    assert fits.split() == ["fits", "88", "tensors,", "82,520", "parameters"]
+    assert "verified" in rest[-1] and ("  samples   12" in rest) == (kind == "run")
+
+
+def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(safetensors_io, "BLOCK", 4096)  # else one checksum covers weights and moments
+    run = tmp_path / "run"
+    assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
+    saved = checkpoint_files.Checkpoint(files.find(run))
+    ((file, begin, *_),) = saved.tensors["optimizer.state.img_in.weight.exp_avg_sq"].chunks
+    flip(saved.folder / file, begin)
+    assert weights.main(["inspect", str(run)]) == 0
+    assert weights.main(["inspect", str(run), "--verify"]) == 2
+    assert "is damaged between bytes" in the_line(capsys.readouterr().err)
+
+
+def test_without_a_config_the_sizes_are_schnells(kept, capsys):
+    assert weights.main(["inspect", str(kept / "bfl.safetensors")]) == 2
+    line = the_line(capsys.readouterr().err)
+    assert "688 missing: double_blocks.10.img_attn.norm.key_norm.scale, " in line and "img_in" not in line.split(";")[0]
+
+
+def test_a_config_that_is_not_there_is_refused(kept, capsys):
+    assert weights.main(["inspect", str(kept / "bfl.safetensors"), "--config=none.toml"]) == 2
+    assert "config none.toml: No such file" in the_line(capsys.readouterr().err)
+
+
+def test_the_exit_code_and_the_line_of_a_process(tmp_path):
+    command = [sys.executable, "-m", "flux_ref.weights", "export", str(tmp_path / "none"), str(tmp_path / "out")]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr == f"weights: {the_line(process.stderr)}\n" and "none does not exist" in process.stderr
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))
