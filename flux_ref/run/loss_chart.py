@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from flux_ref.formats.files import whole
+
 INK, PALE, TRAIN, VAL = (40, 40, 40), (215, 215, 215), (150, 180, 220), (200, 70, 40)
 
 
@@ -34,6 +36,5 @@ def chart(train: list[tuple[int, float]], val: list[tuple[int, float]], target: 
         pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
     pen.text((left + 10, 16), "training loss", fill=TRAIN, font=font)
     pen.text((left + 130, 16), "validation loss" + (f"   - - target {target:g}" if target else ""), fill=VAL, font=font)
-    partial = path.with_name(f".{path.name}")
-    image.save(partial)
-    partial.replace(path)
+    with whole(path) as partial:
+        image.save(partial, format="PNG")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flux_ref.formats.files import whole
+
 INK = (40, 40, 40)
 
 
@@ -23,9 +25,8 @@ def grid(pictures: list[np.ndarray], captions: list[str], path: Path, columns: i
         ImageDraw.Draw(tile).multiline_text((4, side + 3), _wrap(caption, side // 6), fill=INK, font=font, spacing=2)
         tiles.append(torch.from_numpy(np.array(tile)).permute(2, 0, 1).float() / 255)
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    save_image(make_grid(torch.stack(tiles), nrow=columns, padding=6, pad_value=1.0), partial)
-    partial.replace(path)
+    with whole(path) as partial:
+        save_image(make_grid(torch.stack(tiles), nrow=columns, padding=6, pad_value=1.0), partial, format="PNG")
 
 
 def _wrap(text: str, width: int) -> str:
