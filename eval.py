@@ -13,56 +13,44 @@ equals the one that training logged.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
+import argparse
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import config, config_file, ranks, sharding
+from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
-from flux_ref.data import ValSet, allocate
+from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
-from flux_ref.evaluate import validation_loss
+from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter
-from flux_ref.run.hang_watch import Watch
-from flux_ref.sampling import euler
+from flux_ref.run.hang_watch import HangWatch
+from flux_ref.sampling.euler import Artist
+from flux_ref.step import State
+from flux_ref.steps import Steps
 from flux_ref.weights import files
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for beside the config."""
-
-    path: Path
-    overrides: list[str]
-    step: int | None = None
-    config: str | None = None
-    all: bool = False
-    json: bool = False
-
-
-def parse(argv: list[str]) -> Options:
-    """Raises: Refusal."""
-    path, rest = cli.config_and_overrides(argv, default="runs/tiny")
-    known, overrides = {}, []
-    for text in rest:
-        key, _, value = text.partition("=")
-        if text in ("--all", "--json"):
-            known[text[2:]] = True
-        elif key == "--checkpoint":
-            if not value.isdecimal():
-                raise Refusal(f"{text}: give the step of a checkpoint, as in --checkpoint=900")
-            known["step"] = int(value)
-        elif key == "--config":
-            known["config"] = value
-        else:
-            overrides.append(text.replace("--vae=", "--sample.vae=") if key == "--vae" else text)
-    if known.get("all") and "step" in known:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("path", nargs="?", default="runs/tiny", type=Path)
+    parser.add_argument("--checkpoint", dest="step", type=int, metavar="STEP")
+    parser.add_argument("--config", metavar="FILE")
+    parser.add_argument("--vae", metavar="FILE")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    try:
+        options, overrides = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise Refusal(f"{error}; see --help") from None
+    if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
-    return Options(Path(path), overrides, **known)
+    options.overrides = [*overrides, *([f"--sample.vae={options.vae}"] if options.vae else [])]
+    return options
 
 
 def main(argv: list[str]) -> int:
@@ -72,9 +60,9 @@ def main(argv: list[str]) -> int:
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {files.KINDS}")
     cfg = config_file.override(files.config_of(first, options.config), options.overrides)
-    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # hang.py speaks first
+    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
-    with contextlib.closing(Watch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
+    with contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
@@ -88,38 +76,40 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def evaluate(cfg: Config, world: World, watch: Watch, paths: list[Path], options: Options) -> list[dict]:
+def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
     say = print if world.rank == 0 and not options.json else lambda line: None
-    ranks.together(lambda: files.open_source(paths[0], cfg.model))  # a file that is none is named before the data
-    val_set = ranks.together(lambda: ValSet(cfg, world.rank, world.size, world.pin))
-    ranks.together(val_set.open)
-    pictured = bool(cfg.sample.count or cfg.sample.captions)
-    empty = ranks.together(lambda: pictured and shards.read_empty(config.empty_dir(cfg), val_set.shards.layout))
-    decode = ranks.together(lambda: euler.decoder(cfg) if pictured and world.rank == 0 else None)
-    net = sharding.build(cfg, world, seed=None)
-    batch = allocate(cfg.model, cfg.eval.batch, world.device)
+    draws = bool(cfg.sample.count or cfg.sample.captions)
+    with ranks.agreed():
+        files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
+        val_set = ValSet(cfg, world.rank, world.size, world.pin)
+        val_set.open()
+        empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if draws else None
+    artist = Artist(cfg, world) if draws else None
+    steps = Steps(State.build(cfg, world, seed=None, trains=False), cfg, world)
     records = []
 
-    def at(batch: int) -> None:
-        watch.at(f"validation batch {batch}")
+    def validate(samples: int, permute_captions: bool = False) -> Validation:
+        return validation_loss(
+            steps, val_set, samples, permute_captions, lambda batch: watch.at(f"validation batch {batch}")
+        )
 
     for path in paths:
-        source = ranks.together(lambda path=path: files.open_source(path, cfg.model))
-        ranks.together(lambda source=source: files.load(net, source))
+        with ranks.agreed():
+            source = files.open_source(path, cfg.model)
+            files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
-        result = validation_loss(net, val_set, batch, cfg, samples, between=at)
+        result = validate(samples)
         say(f"{path} after {samples:,} training samples")
         say(reporter.table(result))
         record = {"weights": str(path), "samples": samples} | reporter.validation_record(result)
         if cfg.eval.permuted_captions:
-            permuted = validation_loss(net, val_set, batch, cfg, samples, permute_captions=True, between=at)
-            record["captions_permuted"] = permuted.loss
-            say(f"with captions permuted among the samples: {permuted.loss:.4f}")
-        if pictured:
+            record["captions_permuted"] = validate(samples, permute_captions=True).loss
+            say(f"with captions permuted among the samples: {record['captions_permuted']:.4f}")
+        if artist:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(euler.draw(net, decode, val_set, empty, cfg, world, Path(record["pictures"]), watch.at))
+            say(artist.draw(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
         records.append(record)
     return records
 

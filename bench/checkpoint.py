@@ -27,7 +27,6 @@ from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
-from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
 from flux_ref.step import State
@@ -86,7 +85,7 @@ class Bench:
     def __init__(self, cfg: Config, world: World, args: argparse.Namespace):
         self.cfg, self.args, self.clock = cfg, args, Clock(world.device)
         net = sharding.build(cfg, world, cfg.train.seed)
-        self.state = State(net, ShardedAdamW(net, cfg.optim, world))
+        self.state = State.of(net, cfg, world)
         self.eager = Steps(self.state, cfg, world)  # never captured
         self.eager.warm_up()
         self.said: list[str] = []

@@ -24,7 +24,6 @@ from bench.step import Clock, build, environment, run_steps
 from flux_ref import config_file, config_rules, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
 from flux_ref.step import State
@@ -157,7 +156,7 @@ def timeline(trace: dict) -> list[Span]:
 def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
     """The timeline of some training steps on a synthetic batch. Collective."""
     net = build(cfg, world, synthetic=True)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     run, clock = Steps(state, cfg, world), Clock(world.device)
     activities = [ProfilerActivity.CPU] if world.device.type == "cpu" else [ProfilerActivity.CUDA]
     try:

@@ -27,7 +27,6 @@ from bench.step import ROOT, device_name, git
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.optim import ShardedAdamW
 from flux_ref.plan import footprint, memory
 from flux_ref.run import cli, json_option
 from flux_ref.step import State
@@ -107,7 +106,7 @@ def measure(name: str, out: Path) -> int:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
-        steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+        steps = Steps(State.of(net, cfg, world), cfg, world)
         steps.state.opt.moments()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bench import peers
-from flux_ref import config, config_file, config_rules, data, ranks, schedule, sharding, steps
+from flux_ref import config, config_file, config_rules, ranks, schedule, sharding, steps
 from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
@@ -119,10 +120,13 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
     train_set = None
     if not args.synthetic:
-        ranks.together(lambda: world.rank or make.ensure(cfg))
-        train_set = ranks.together(lambda: TrainSet(cfg, world.rank, world.size, world.pin))
+        with ranks.agreed():
+            if world.rank == 0:
+                make.ensure(cfg)
+        with ranks.agreed():
+            train_set = TrainSet(cfg, world.rank, world.size, world.pin)
     net = build(cfg, world, args.synthetic)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     run = Steps(state, cfg, world)
     run.warm_up()
     if cfg.fp8.recipe == "delayed":
@@ -133,7 +137,8 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
         if train_set:
-            ranks.together(train_set.open)
+            with ranks.agreed():
+                train_set.open()
             feed = train_set.feed(state.samples)
         run_steps(run, feed, clock, args.warmup)
         clock.start()
@@ -203,7 +208,7 @@ def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> floa
     for _ in range(count):
         clock.mark("data")
         if feed:
-            data.to_device(feed, steps.train_batch)
+            feed.copy_into(steps.train_batch)
         clock.mark("step")
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, _ = steps.train()
@@ -220,9 +225,9 @@ class MarkedOptimizer:
     def __init__(self, opt: ShardedAdamW, clock: Clock):
         self.opt, self.clock = opt, clock
 
-    def step(self, sound: Tensor | None) -> Tensor:
+    def step(self, norm_factor: Tensor | None) -> Tensor:
         self.clock.mark("optimizer")
-        return self.opt.step(sound)
+        return self.opt.step(norm_factor)
 
 
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
@@ -233,10 +238,11 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     before = state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
     after = state.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
     steps, health = [], Health(batch["t"].device)
+    marked = replace(state, opt=MarkedOptimizer(state.opt, clock))
     for _ in range(SPLIT_STEPS):
         clock.start()
         clock.mark("forward")
-        train_step(state.net, MarkedOptimizer(state.opt, clock), batch, health, cfg)
+        train_step(marked, batch, health, cfg)
         clock.mark(END)
         steps += clock.steps()
     before.remove()
@@ -269,7 +275,7 @@ def environment(cfg: Config, world: World, argv: list[str]) -> dict:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
         "torch": torch.__version__,
-        "steps_run": steps.manner(cfg, world.device),
+        "steps_run": steps.mode(cfg, world.device),
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),

@@ -1,8 +1,8 @@
-"""Saving a run and continuing it: what a checkpoint holds, when it becomes one, and which ones stay.
+"""Saving a run and continuing it: what a checkpoint holds, who writes which rows, and which checkpoints stay.
 
-It holds fp32 weights, AdamW's moments, the history of delayed FP8 scaling, the counters and the config. Nothing in it
-belongs to a rank, so any number of ranks continues from it. Keys, with BFL's NAME: model.NAME,
-optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.
+A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
+config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
+name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.
 """
 
 import secrets
@@ -10,115 +10,95 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats.checkpoint_files import HEAD_BYTES, Checkpoint, Rows
 from flux_ref.model import parameter_table
+from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
 from flux_ref.step import State
 
-BYTES_PER_PARAMETER = 12  # a weight and two moments, fp32
-
-
-@dataclass(frozen=True)
-class Rows:
-    """This rank's rows first, first + 1, ... of a tensor of `shape`."""
-
-    local: Tensor
-    first: int
-    shape: torch.Size
-
 
 def rows_of(state: State) -> dict[str, Rows]:
-    """All tensors of a state, by checkpoint key; shares memory with the state."""
-    found = {}
+    """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
+    rows = {}
     for name, parameter in sharding.named_parameters(state.net).items():
         first, local = sharding.local_rows(parameter)
-        found[f"model.{name}"] = Rows(local.detach(), first, parameter.shape)
+        rows[f"model.{name}"] = Rows(local.detach(), first, parameter.shape)
     for moment, tensors in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, tensors):
-            found[f"optimizer.state.{name}.{moment}"] = replace(found[f"model.{name}"], local=tensor)
-    history = state.net.fp8.history
-    if history.numel():  # every rank has all of it; as of replicas' rows, one copy is written
-        found["fp8.history"] = Rows(history, 0, history.shape)
-    return found
+            rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
+    history = state.fp8.history
+    if history.numel():  # every rank has all rows
+        rows["fp8.history"] = Rows(history, 0, history.shape)
+    return rows
 
 
-class _RowsPlanner(DefaultSavePlanner):
-    """Tells torch.distributed.checkpoint which rows this rank has; replicas' equal rows are written once."""
+def rows_to_write(rows: dict[str, Rows], world: World) -> dict[str, Rows]:
+    """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
 
-    def __init__(self, rows: dict[str, Rows]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.rows = rows  # not the state dict, of which torch.distributed.checkpoint logs every entry
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_item(key, rows) for key, rows in self.rows.items() if rows.local.numel()])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.rows[index.fqn].local
-
-
-def _item(key: str, rows: Rows) -> WriteItem:
-    offsets = torch.Size((rows.first, *(0 for _ in rows.shape[1:])))
-    chunk = ChunkStorageMetadata(offsets, rows.local.shape)
-    data = TensorWriteData(chunk, TensorProperties(rows.local.dtype), rows.shape)
-    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+    The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
+    """
+    replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
+    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
+    written, own = [0] * world.replicas, {}
+    for key, part in rows.items():
+        writer = written.index(min(written))
+        written[writer] += part.shape.numel()
+        is_whole = key == "fp8.history"
+        if writer == replica and part.local.numel() and (shard == 0 or not is_whole):
+            own[key] = part
+    return own
 
 
 class Saver:
     """Writes checkpoints behind the training, one at a time.
 
-    Training waits for the copy to host memory only, which takes as much memory as this rank's shards and moments.
+    Training waits only for the copy to host memory. The copy takes as much memory as this rank's shards and moments.
     """
 
     def __init__(
         self,
         cfg: Config,
         world: World,
-        facts: dict,
+        data_sizes: dict[str, int],
         say: Callable[[str], None],
-        saved: checkpoint_files.Checkpoint | None = None,
+        resumed: Checkpoint | None = None,
     ):
-        """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or some rank cannot write to it.
+        """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
 
-        facts: of the run, for the manifest, {"train_samples", "val_samples"}; saved: the checkpoint that the run
-        goes on from.
+        data_sizes: {"train_samples", "val_samples"}, for the manifest. resumed: the checkpoint that the run started
+        from, which is not saved again.
         """
-        self.cfg, self.world, self.facts, self.say = cfg, world, facts, say
+        self.cfg, self.world, self.data_sizes, self.say = cfg, world, data_sizes, say
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
-        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # no two jobs write into one folder
+        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         self.host: dict[str, Rows] = {}
         self.thread: threading.Thread | None = None
-        self.step = saved.info["step"] if saved else None  # of the save begun last
-        self.failure: str | None = None  # why the save begun last failed
+        self.step = resumed.info["step"] if resumed else None  # step of the newest save
+        self.failure: str | None = None  # why the newest save failed
         self._require_place()
 
     def _require_place(self) -> None:
-        """Every rank writes where its files will go."""
-        place = checkpoint_files.folder_of(self.run) / f".step_trial.{self.nonce}"
-        need = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
-
-        def make() -> None:
-            place.mkdir(parents=True)
-            checkpoint_files.require_space(place.parent, need)
-
+        """Try the disk: every rank writes a file to the place of its later files."""
+        size = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
+        trial = checkpoint_files.folder_of(self.run) / f".step_trial.{self.nonce}"
         try:
-            ranks.together(lambda: self.world.rank or make())
-            ranks.together(lambda: (place / str(self.world.rank)).touch())
+            with ranks.agreed():
+                if self.world.rank == 0:
+                    trial.mkdir(parents=True)
+                    checkpoint_files.require_space(trial.parent, size)
+            with ranks.agreed():
+                (trial / str(self.world.rank)).touch()
         except Refusal as error:
             raise Refusal(
                 f"no checkpoint can be saved: {error};"
@@ -126,29 +106,29 @@ class Saver:
             ) from None
         finally:
             if self.world.rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(trial, ignore_errors=True)
 
     def save(self, state: State, skipped: dict[int, str]) -> None:
-        """Begin to save a state unless that is done; waits for the save before. Collective.
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
 
-        skipped: the damaged samples that any rank has passed over, and why.
+        skipped: the damaged samples that any rank has left out, with the reasons.
         """
         self.wait()
         if self.step == state.step and self.failure is None:
             return
-        copied = self._stage(state)
+        copied = self._copy(state)
         info = {
             "step": state.step,
             "samples": state.samples,
             "skipped": {str(sample): reason for sample, reason in skipped.items()},
-            **self.facts,
+            **self.data_sizes,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
             "world_size": self.world.size,
             "torch": torch.__version__,
         }
         self.step = state.step
-        self.thread = threading.Thread(target=self._write, args=(info, copied), daemon=True)
+        self.thread = threading.Thread(target=self._save, args=(info, copied), daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
@@ -157,13 +137,13 @@ class Saver:
             self.thread.join()
 
     def finish(self) -> None:
-        """Wait for the last save. Raises: Fault, on every rank, if it failed."""
+        """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
         self.wait()
         if self.failure is not None:
             raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
 
-    def _stage(self, state: State) -> object:
-        """Copy the state to buffers of the host that live as long as the run."""
+    def _copy(self, state: State) -> object:
+        """Copy the state to host buffers that live as long as the run. Returns the mark of the copy's end."""
         for key, rows in rows_of(state).items():
             if key not in self.host:
                 buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=self.world.pin)
@@ -171,21 +151,22 @@ class Saver:
             self.host[key].local.copy_(rows.local, non_blocking=True)
         return ranks.copied(self.world.device)
 
-    def _write(self, info: dict, copied: object) -> None:
+    def _save(self, info: dict, copied: object) -> None:
+        """In a thread of its own, on every rank."""
         name, begin = f"step_{info['step']:09d}", time.perf_counter()
         final = checkpoint_files.folder_of(self.run) / name
-        writer = checkpoint_files.Writer(final.with_name(f".{name}.{self.nonce}"), final, info)
+        partial = final.with_name(f".{name}.{self.nonce}")
         try:
             if copied is not None:
                 copied.synchronize()
-            dcp.save({}, storage_writer=writer, planner=_RowsPlanner(self.host), process_group=self.group)
+            self._write(partial, final, info)
             self.failure = None
-        except (Exception, dcp.CheckpointException) as error:  # on every rank: disks fill up
-            self.failure = _reason(error)
+        except Exception as error:  # on every rank: disks fill up
+            self.failure = " ".join(str(error).split())
         if self.world.rank > 0:
             return
         if self.failure is not None:
-            shutil.rmtree(writer.partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
             return
         self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
@@ -194,8 +175,22 @@ class Saver:
         except OSError as error:
             self.say(f"older checkpoints are not deleted: {error}; training goes on")
 
+    def _write(self, partial: Path, final: Path, info: dict) -> None:
+        """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
+        with ranks.agreed(self.group):
+            if self.world.rank == 0:
+                size = sum(rows.shape.numel() * rows.local.itemsize for rows in self.host.values())
+                checkpoint_files.require_space(partial.parent, size + HEAD_BYTES * len(self.host) * self.world.size)
+                partial.mkdir(parents=True)
+        with ranks.agreed(self.group):
+            part = checkpoint_files.write_rank(partial, self.world.rank, rows_to_write(self.host, self.world))
+        parts = ranks.gather_objects(part, self.group)
+        with ranks.agreed(self.group):
+            if self.world.rank == 0:
+                checkpoint_files.publish(partial, final, checkpoint_files.manifest(info, parts))
+
     def _prune(self) -> None:
-        """Delete all but the last checkpoint.keep and every checkpoint.keep_every-th."""
+        """Delete all checkpoints but the last checkpoint.keep and every checkpoint.keep_every-th."""
         cfg = self.cfg
         interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
         for path in checkpoint_files.found(self.run)[: -cfg.checkpoint.keep]:
@@ -204,23 +199,26 @@ class Saver:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
 
-def _reason(error: BaseException) -> str:
-    """One line; torch.distributed.checkpoint wraps what each rank raised."""
-    for rank, (cause, _) in sorted(getattr(error, "failures", {}).items()):
-        return f"rank {rank}: {' '.join(str(cause).split())}"
-    return " ".join(str(error).split())
+def resume(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
+    """Fill the weights from a checkpoint of the same run. Collective. Raises: Refusal.
+
+    `load_progress` fills the rest after the warm-up, which clears moments and FP8 history.
+    """
+    with ranks.agreed():
+        saved = open_for(path, state, data_sizes)
+        _load(saved, state, "model.")
+    return saved
 
 
-def open_for(path: Path, state: State, facts: dict) -> checkpoint_files.Checkpoint:
-    """A checkpoint from which a state can go on. facts: what `Saver` was given. Raises: Refusal."""
-    saved = checkpoint_files.Checkpoint(path)
-    has = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
-    if not any(key.startswith("optimizer.") for key in has):
+def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
+    """A checkpoint from which a state can go on. data_sizes: as for `Saver`. Raises: Refusal."""
+    saved = Checkpoint(path)
+    shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
+    if not any(key.startswith("optimizer.") for key in shapes):
         raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
-    safetensors_io.require_fit(
-        has, {key: tuple(rows.shape) for key, rows in rows_of(state).items()}, f"checkpoint {path}"
-    )
-    for key, value in facts.items():
+    wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items()}
+    safetensors_io.require_fit(shapes, wanted, f"checkpoint {path}")
+    for key, value in data_sizes.items():
         if saved.info[key] != value:
             raise Refusal(
                 f"checkpoint {path} comes from a data set of {saved.info[key]} {key.replace('_', ' ')}, this one has"
@@ -229,23 +227,20 @@ def open_for(path: Path, state: State, facts: dict) -> checkpoint_files.Checkpoi
     return saved
 
 
-def load_weights(saved: checkpoint_files.Checkpoint, state: State) -> None:
-    """Fill the weights. Raises: Refusal."""
-    _load(saved, state, "model.")
-
-
-def load_progress(saved: checkpoint_files.Checkpoint, state: State) -> None:
-    """Fill AdamW's moments and FP8's history and set the clocks: what the warm-up would have lost. Raises: Refusal."""
-    _load(saved, state, "optimizer.")
-    _load(saved, state, "fp8.")
-    state.net.fp8.rescale()
+def load_progress(saved: Checkpoint, state: State) -> None:
+    """Fill the moments and the FP8 history, and set the counters. Collective. Raises: Refusal."""
+    with ranks.agreed():
+        _load(saved, state, "optimizer.")
+        _load(saved, state, "fp8.")
+    state.fp8.rescale()
     state.step, state.samples = saved.info["step"], saved.info["samples"]
     state.opt.set_steps(state.step)
 
 
-def _load(saved: checkpoint_files.Checkpoint, state: State, prefix: str) -> None:
-    """Each rank reads its own rows only."""
+def _load(saved: Checkpoint, state: State, prefix: str) -> None:
+    """Each rank reads only its own rows."""
     with torch.no_grad():
         for key, rows in rows_of(state).items():
             if key.startswith(prefix):
-                rows.local.copy_(safetensors_io.finite(saved.read(key, rows.first, len(rows.local)), key, saved.folder))
+                values = saved.read(key, rows.first, len(rows.local))
+                rows.local.copy_(safetensors_io.finite(values, key, saved.folder))

@@ -1,9 +1,9 @@
 """From shards to batches: which sample goes where, and reading ahead.
 
-Global position p of a run is sample order(epoch)[p % n] of epoch p // n. Step k covers the positions
-k * global_batch .. (k + 1) * global_batch, and rank r its r-th slice; nothing else decides who sees what.
-A run that goes on begins at position `samples`, which its checkpoint holds; no other state of reading is kept.
-Threads read samples and make their draws straight into pinned host buffers, off the training thread.
+Position p of a run is sample order(epoch)[p % n] of epoch p // n, where n is the size of the data set. Step k covers
+the positions k * global_batch to (k + 1) * global_batch - 1, and rank r takes the r-th slice of them. Nothing else
+decides which rank sees which sample. A resumed run starts at position `samples` of its checkpoint.
+Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
 """
 
 import queue
@@ -52,7 +52,7 @@ def allocate(model: ModelConfig, rows: int, device: torch.device | str = "cpu", 
 
 
 def numpy_rows(batch: Batch) -> Rows:
-    """The same memory as numpy arrays; bf16 appears as its bits in uint16."""
+    """The same memory as numpy arrays. bf16 values appear as their bits in uint16."""
     return {
         name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
         for name, tensor in batch.items()
@@ -60,20 +60,21 @@ def numpy_rows(batch: Batch) -> Rows:
 
 
 class HostBatch:
-    """One reusable, pinned buffer. Whoever copies from it asynchronously leaves word in `in_use`."""
+    """One reusable, pinned buffer. An asynchronous copy stores its completion event in `in_use`."""
 
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
         self.rows = numpy_rows(self.tensors)
-        self.in_use = None  # with a `synchronize` that returns once the buffer may be overwritten
+        self.in_use = None  # its `synchronize` returns once the buffer may be overwritten
 
 
 @dataclass
 class Feed:
-    """Fills host batches in plan order, ahead of their use, and hands them out one by one.
+    """Fills host batches in the order of a plan, ahead of their use, and gives them out one by one.
 
-    plan: per batch, one item per row; fill(rows, i, item) puts an item into row i.
-    expect: hears of a batch's items before.
+    plan:   per batch, one item per row.
+    expect: expect(items) is called before a batch is read, to start reading ahead.
+    fill:   fill(rows, i, item) puts an item into row i.
     """
 
     plan: Iterator[Sequence]
@@ -81,7 +82,7 @@ class Feed:
     fill: Callable[[Rows, int, object], None]
     buffers: list[HostBatch]
     workers: int
-    wait_s: float = 0.0  # time that `take` has waited for data while the device was idle
+    wait_s: float = 0.0  # seconds that `take` has waited for data while the device was idle
     _free: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     _ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     _stopped: bool = False
@@ -92,11 +93,25 @@ class Feed:
         self._thread = threading.Thread(target=self._produce, daemon=True)
         self._thread.start()
 
-    def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
-        """The next batch; give it back when its content has been copied or the copy is enqueued.
+    def copy_into(self, static: Batch) -> None:
+        """Copy the next batch into static buffers. On an accelerator the copy is enqueued and the host goes on."""
+        device = static["t"].device
+        if device.type == "cpu":
+            host = self.take()
+        else:
+            work = torch.Event(device.type)
+            work.record()  # while the device still computes earlier steps, waiting for data costs nothing
+            host = self.take(idle=work.query)
+        for name, tensor in static.items():
+            tensor.copy_(host.tensors[name], non_blocking=True)
+        host.in_use = ranks.copied(device)
+        self.give_back(host)
 
-        idle: whether the device has run out of work; only then does waiting count.
-        Raises:  what a reading thread raised.
+    def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
+        """The next batch. Give it back once its content is copied or the copy is enqueued.
+
+        idle:   whether the device has no work left. Waiting counts only then.
+        Raises: the error of a reading thread.
         """
         while self._ready.empty() and not idle():
             time.sleep(2e-4)
@@ -104,7 +119,7 @@ class Feed:
         item = self._ready.get()
         self.wait_s += time.perf_counter() - begin
         if isinstance(item, BaseException):
-            self._ready.put(item)  # for whoever asks again
+            self._ready.put(item)  # for the next call
             raise item
         return item
 
@@ -112,7 +127,7 @@ class Feed:
         self._free.put(buffer)
 
     def close(self) -> None:
-        """Stop reading; returns when no thread touches the buffers any more."""
+        """Stop reading. Returns when no thread touches the buffers any more."""
         self._stopped = True
         self._free.put(None)
         self._thread.join()
@@ -141,24 +156,8 @@ class Feed:
             self.fill(buffer.rows, i, items[i])
 
 
-def to_device(feed: Feed, static: Batch) -> Batch:
-    """Copy the feed's next batch into the static device buffers; on an accelerator the copy runs behind the host."""
-    device = static["t"].device
-    if device.type == "cpu":
-        host = feed.take()
-    else:
-        work = torch.Event(device.type)
-        work.record()  # while the device is still busy with earlier steps, waiting for data costs nothing
-        host = feed.take(idle=work.query)
-    for name, tensor in static.items():
-        tensor.copy_(host.tensors[name], non_blocking=True)
-    host.in_use = ranks.copied(device)
-    feed.give_back(host)
-    return static
-
-
 def rank_slice(step: int, rank: int, size: int, global_batch: int) -> range:
-    """The global positions that a rank trains on in a step."""
+    """The positions of the run that a rank trains on in a step."""
     rank_batch = global_batch // size
     start = step * global_batch + rank * rank_batch
     return range(start, start + rank_batch)
@@ -171,7 +170,7 @@ class TrainSet:
         self.cfg, self.rank, self.size = cfg, rank, size
         self.shards = open_set(cfg, "train")
         self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
-        self.skipped: dict[int, str] = {}  # damaged samples that this rank passed over, and why
+        self.skipped: dict[int, str] = {}  # damaged samples that this rank left out, with the reason
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -179,13 +178,17 @@ class TrainSet:
         self.shards.open(self.rank, self.size)
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
-    def take_up(self, skipped: dict[str, str]) -> None:
-        """Remember the damaged samples that an interrupted run had passed over; rank 0 does so for all."""
+    def restore_skipped(self, skipped: dict[str, str]) -> None:
+        """Remember the damaged samples that an interrupted run left out. Rank 0 remembers them for all ranks."""
         if self.rank == 0:
             self.skipped = {int(sample): reason for sample, reason in skipped.items()}
 
+    def skipped_everywhere(self) -> dict[int, str]:
+        """The damaged samples that any rank has left out so far, with the reasons. Collective."""
+        return {sample: reason for rank in ranks.gather_objects(self.skipped) for sample, reason in rank.items()}
+
     def feed(self, samples: int) -> Feed:
-        """Batches from the position `samples` on, without end."""
+        """Batches from position `samples` of the run on, without end."""
         plan = self._plan(samples // self.cfg.train.global_batch)
         return Feed(plan, self._expect, self._fill, self.buffers, self.cfg.data.workers)
 
@@ -193,7 +196,7 @@ class TrainSet:
         self.shards.expect(sample for _, sample in items)
 
     def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
-        """(epoch, sample) of each row of this rank's batches; the order of an epoch is drawn once."""
+        """(epoch, sample) of each row of this rank's batches. The order of an epoch is drawn once."""
         orders: dict[int, np.ndarray] = {}
         while True:
             items = []
@@ -232,7 +235,7 @@ class TrainSet:
 
 
 class ValSet:
-    """The validation samples of one rank. spec: every sample once over all ranks; padding has weight 0."""
+    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows have weight 0."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         self.cfg, self.rank, self.size = cfg, rank, size
@@ -249,7 +252,7 @@ class ValSet:
         return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
 
     def feed(self, evaluation: int, permute_captions: bool = False) -> Feed:
-        """All batches of one evaluation. evaluation: the noise stream, see draws.val_draw."""
+        """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
         count = len(self.shards)
         texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
 
@@ -258,7 +261,7 @@ class ValSet:
                 rows["weight"][i] = 1.0
                 self._fill(rows, i, sample, int(texts[sample]), evaluation)
             else:
-                for values in rows.values():  # also what would only move an FP8 scale, which the batch shares
+                for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
                     values[i] = 0
 
         def expect(samples: range) -> None:
@@ -291,31 +294,31 @@ class ValSet:
         )
 
     def captions(self, count: int) -> list[tuple[str, Rows]]:
-        """The first `count` stored captions that differ, with their T5 and CLIP encodings as bf16 bits."""
-        found: dict[str, Rows] = {}
+        """The first `count` different captions, with their T5 and CLIP encodings as bf16 bits in uint16."""
+        encodings: dict[str, Rows] = {}
         for sample in range(len(self.shards)):
-            if len(found) == count:
+            if len(encodings) == count:
                 break
             rows = {name: np.empty(self.shards.layout.shapes[name], np.uint16) for name in shards.MEMBERS}
             meta = self.shards.read(sample, rows)
-            found.setdefault(meta.caption or meta.key, rows)
-        return list(found.items())
+            encodings.setdefault(meta.caption or meta.key, rows)
+        return list(encodings.items())
 
 
 def open_set(cfg: Config, split: str) -> shards.ShardSet:
-    """The shards of data.train or data.val, checked by size alone. Raises: Refusal."""
+    """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""
     folder, count = getattr(cfg.data, split), getattr(cfg.data, f"{split}_count")
-    found = shards.ShardSet(folder, shards.layout(cfg.model), split)
-    if cfg.data.kind == "embeddings" and count not in (0, len(found)):
+    opened = shards.ShardSet(folder, shards.layout(cfg.model), split)
+    if cfg.data.kind == "embeddings" and count not in (0, len(opened)):
         raise Refusal(
-            f"{folder} holds {len(found)} samples, data.{split}_count={count} asks for {count};"
+            f"{folder} holds {len(opened)} samples, data.{split}_count={count} asks for {count};"
             " set it to 0 for any number"
         )
-    return found
+    return opened
 
 
 def synthetic(model: ModelConfig, rows: int) -> Batch:
-    """A batch of plausible random values, for warm-up and benchmarks."""
+    """A batch of plausible random values on the host, for warm-up and benchmarks."""
     batch = allocate(model, rows)
     for number, tensor in enumerate(batch.values()):
         count = tensor.numel() + tensor.numel() % 2

@@ -1,6 +1,6 @@
 """The ways in which a run ends early, and the exit code of each.
 
-alone: only this rank knows, so it has to speak for itself; otherwise rank 0 does.
+alone: only this rank has the error, so this rank prints it. Otherwise all ranks raise it and rank 0 prints it.
 """
 
 import os
@@ -10,7 +10,7 @@ from signal import Signals
 
 
 class Refusal(Exception):
-    """The request cannot be honoured as asked; nothing has been trained. The process exits with 2."""
+    """The request cannot be honoured. Nothing has been trained. The process exits with 2."""
 
     exit_code = 2
 
@@ -30,7 +30,7 @@ class Fault(Exception):
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; it has. The process exits with 128 + the signal, as shells have it."""
+    """A signal has stopped the run. The process exits with 128 + the signal's number, as shells do."""
 
     alone = False
 
@@ -41,7 +41,7 @@ class Interrupted(Exception):
 
 
 def attempt(name: str, task: Callable[[], int]) -> int:
-    """The exit code of a command that needs no torch; what ends it early is one line. cli.run does so for ranks."""
+    """Run a command of one process; an error becomes one line. Returns the exit code. For ranks see run/cli.py."""
     try:
         return task()
     except (Refusal, Fault) as error:
@@ -56,7 +56,7 @@ def attempt(name: str, task: Callable[[], int]) -> int:
 
 
 def _give_stdout_up() -> None:
-    """Where stdout takes no more: Python would try again at its end, and change the exit code."""
+    """Close a full stdout. Otherwise Python writes to it again at its end, and changes the exit code."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,71 +1,65 @@
-"""The validation loss: every sample once at any world size, the same number on every rank.
+"""The validation loss: every sample counts once at any world size, and every rank gets the same number.
 
-Rows that only fill a batch have weight 0 (data.ValSet) and timestep sums count weights (step.validation_step), so they
-are in no mean. Sums are reduced to rank 0's bits (parallel.all_reduce): all ranks see the target reached, or none.
+The last batches may have rows that only fill them. Such rows have weight 0 (data.ValSet), and sums count weights
+(step.validation_step), so they are in no mean. All ranks get rank 0's bits of the sums (ranks.all_reduce). So either
+all ranks see the target reached, or none does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
-from flux_ref import data, ranks, schedule, sharding
-from flux_ref.config import Config
-from flux_ref.data import Batch, ValSet
+from flux_ref import ranks, sharding
+from flux_ref.data import ValSet
 from flux_ref.errors import Fault
-from flux_ref.step import validation_step
+from flux_ref.steps import Steps
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What one evaluation found; losses are means over samples."""
+    """The result of one evaluation."""
 
     loss: float  # mean of the eight per-timestep means
-    stderr: float  # of that mean, over samples and noise
-    losses: list[float]
-    stderrs: list[float]
-    count: int
+    stderr: float  # standard error of `loss`, over samples and noise
+    losses: list[float]  # per timestep, the mean over its samples
+    stderrs: list[float]  # per timestep, the standard error of the mean
+    count: int  # samples
 
 
 def validation_loss(
-    net: nn.Module,
+    steps: Steps,
     val: ValSet,
-    static: Batch,
-    cfg: Config,
     samples: int,
     permute_captions: bool = False,
-    between: Callable[[int], None] = lambda batch: None,
-    validate: Callable[[Tensor], None] | None = None,
+    on_batch: Callable[[int], None] = lambda batch: None,
 ) -> Validation:
-    """Evaluate the net on the whole validation set. Collective: every rank runs the same number of batches.
+    """Evaluate a net on the whole validation set. Collective: every rank runs the same number of batches.
 
-    samples:          the clock; it names the noise when cfg.eval.noise is fresh.
-    permute_captions: exchange the captions among the samples, which a net that reads them must notice.
-    between:          called with the number of each batch after it; may raise, on all ranks alike.
-    validate:         adds the batch in `static` to sums, which it is given; None: validation_step does.
+    samples:          training samples so far; they name the noise if cfg.eval.noise is "fresh".
+    permute_captions: exchange the captions among the samples. The loss of a net that reads captions must rise.
+    on_batch:         called after each batch with its number. It may raise, on all ranks alike.
     Raises:           Fault if a timestep has no sample or the loss is not finite.
     """
-    validate = validate or (lambda sums: validation_step(net, static, sums, cfg))
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=static["t"].device)
-    feed = val.feed(samples if cfg.eval.noise == "fresh" else 0, permute_captions)
+    sums = torch.zeros_like(steps.sums)
+    feed = val.feed(samples if steps.cfg.eval.noise == "fresh" else 0, permute_captions)
     try:
         for batch in range(val.batches):
-            data.to_device(feed, static)
-            validate(sums)
-            between(batch)
+            feed.copy_into(steps.val_batch)
+            steps.validate(sums)
+            on_batch(batch)
     finally:
         feed.close()
-        sharding.reshard(net)  # also when told to stop: a checkpoint is taken of shards
+        sharding.reshard(steps.state.net)  # also after an interruption: a checkpoint saves shards
     # sync: once per evaluation.
     return summarise(ranks.all_reduce(sums).tolist(), samples)
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:
-    """From per-timestep counts, sums and sums of squares over all ranks to means and standard errors.
+    """Means and standard errors from per-timestep counts, sums and sums of squares over all ranks.
 
-    sums: (3, 8); samples: of training so far.
-    Raises: Fault for a timestep without samples or a loss that is not finite.
+    sums: (3, 8). samples: training samples so far, for the message.
+    Raises: Fault for a timestep without samples, or for a loss that is not finite.
     """
     losses, variances = [], []
     for timestep, (count, total, squares) in enumerate(zip(*sums)):

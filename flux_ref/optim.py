@@ -1,4 +1,11 @@
-"""AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync."""
+"""AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync.
+
+Another optimizer has the same interface; the benchmark's log (mllog.py) and `flux_ref.plan` know AdamW, too:
+    lr                  device scalar, filled in place before each step
+    step(norm_factor)   clips, updates, clears gradients, returns the gradient norm
+    names, moments()    what a checkpoint holds beside the weights
+    set_steps, reset    after a resume, after the warm-up
+"""
 
 import warnings
 
@@ -11,14 +18,15 @@ from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 12  # in a checkpoint: a weight and its moments, all fp32
 CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 class ShardedAdamW:
-    """AdamW over the local shards of a sharded net; equal to AdamW and clip_grad_norm_ over its DTensors.
+    """AdamW over the local shards of a sharded net. It equals torch's AdamW and clip_grad_norm_ over its DTensors.
 
-    The shards share storage with the net's parameters. `lr` is a device scalar, so that a captured graph
-    can be told a new rate.
+    The shards share storage with the net's parameters. `lr` is a device scalar, because a captured graph reads the
+    learning rate from device memory.
     """
 
     def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
@@ -35,24 +43,24 @@ class ShardedAdamW:
             fused=True,
             capturable=world.device.type != "cpu",
         )
-        # Eager steps are no mistake; every rank would warn of them.
+        # Without this filter every rank would warn of eager steps, which are no mistake.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
-    def step(self, sound: Tensor | None = None) -> Tensor:
-        """Clip, update, clear the gradients; returns the gradient norm before clipping, a device scalar.
+    def step(self, norm_factor: Tensor | None = None) -> Tensor:
+        """Clip, update and clear the gradients. Returns the gradient norm before clipping, an fp32 device scalar.
 
-        A norm that is not finite changes neither weights nor moments; `step.Health` remembers it.
-        sound: 1, or NaN to have the norm NaN; the same on all ranks.
+        A norm that is not finite changes neither weights nor moments. `step.Health` remembers the norm.
+        norm_factor: multiplied into the norm, the same on all ranks. NaN marks the step as bad; None is 1.
         """
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
-        # numerics: replicas hold equal gradients; summing over all ranks gives them the same bits of the norm.
+        # numerics: replicas hold equal gradients. A sum over all ranks gives all ranks the same bits of the norm.
         squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()
-        norm = norm if sound is None else norm * sound
-        # The fused kernel divides gradients by the one and does nothing where the other is 1: clipping takes no pass
-        # over memory, and the check no host sync. torch.amp.GradScaler speaks to it in the same way.
+        norm = norm if norm_factor is None else norm * norm_factor
+        # torch's fused kernel divides gradients by grad_scale and does nothing if found_inf is 1 (as for GradScaler).
+        # So clipping needs no pass over memory, and the check for infinity needs no host sync.
         self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
         self.adamw.found_inf = norm.isfinite().logical_not().float()
         self.adamw.step()
@@ -61,7 +69,7 @@ class ShardedAdamW:
         return norm
 
     def moments(self) -> dict[str, list[Tensor]]:
-        """The first and second moments, {"exp_avg", "exp_avg_sq"}, one tensor per shard; zero before the first step."""
+        """The moments by name, {"exp_avg", "exp_avg_sq"}, one tensor per shard. They are zero before the first step."""
         for shard in self.shards:
             if not self.adamw.state[shard]:
                 zeros = (torch.zeros_like(shard, requires_grad=False) for _ in MOMENTS)
@@ -69,7 +77,7 @@ class ShardedAdamW:
         return {name: [self.adamw.state[shard][name] for shard in self.shards] for name in MOMENTS}
 
     def set_steps(self, steps: int) -> None:
-        """Tell AdamW, whose moments have been filled, how many steps they stand for."""
+        """Set the step count of moments that were loaded."""
         self.moments()
         for state in self.adamw.state.values():
             state["step"].fill_(steps)

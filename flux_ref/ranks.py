@@ -1,9 +1,8 @@
-"""Processes, devices and sharding: the file that names backends and kinds of devices.
+"""The processes of a run: who they are, which device each has, and how they agree.
 
-Of graphs, device.py does; of the formats and layouts of FP8, precision.py.
-
-Another accelerator with torch.distributed and FSDP2 needs an entry in BACKENDS and a look at `to_device` and
-`peak_memory_gb`; a port without them replaces this file, and the few collectives in optim.py and weights.py.
+This file names backends and kinds of devices. Another accelerator with torch.distributed needs an entry in BACKENDS
+and a look at `peak_memory_gb` and `Feed.copy_into` (data.py). A port replaces this file and sharding.py.
+Graphs have their own such file, speed/graphs.py; kernels of attention have speed/attention.py.
 """
 
 import json
@@ -11,7 +10,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -23,18 +23,18 @@ from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
-from flux_ref.errors import Refusal
+from flux_ref.errors import Fault, Refusal
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SAVING = "save"  # name of the group in which checkpoints are agreed on
-RECORDED = "64"  # collectives that torch's flight recorder keeps, for the message about a hang
+RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all; the mesh has the dimension shard, for HSDP replicate and shard."""
+    """This process among all ranks. The mesh has the dimensions (shard,) for FSDP, (replicate, shard) for HSDP."""
 
     rank: int
     size: int
@@ -54,9 +54,9 @@ class World:
 
 
 def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
-    """Join the process group that torchrun describes; without one, a world of this process alone.
+    """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
-    timeout_s: for one collective, 0 for the backend's own.
+    timeout_s: the limit of one collective; 0 for the backend's default.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
@@ -127,8 +127,8 @@ def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
 def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
     """A part of torchrun's store that only the ranks of this attempt write to.
 
-    torchrun keeps one store for all its restarts, full of the addresses of dead ranks (github.com/pytorch/pytorch
-    issue 167288). Rank 0 draws a name; the others join it once they see that rank 0 has heard of them.
+    torchrun keeps one store for all its restarts. It is full of the addresses of dead ranks (github.com/pytorch/pytorch
+    issue 167288). So rank 0 draws a name. Another rank takes this name once rank 0 lists that rank's own token.
     """
     store, *_ = next(dist.rendezvous("env://", rank, size, **({"timeout": timeout} if timeout else {})))
     own = secrets.token_hex(8)
@@ -177,31 +177,47 @@ def is_single() -> bool:
     return is_apart() or dist.get_world_size() == 1
 
 
-def together(task: Callable[[], object]) -> object:
-    """Run a task on every rank; if it is refused on any of them, all ranks raise the first rank's reason."""
-    result, reason = None, None
+@contextmanager
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What any rank refuses in this block is refused on all ranks, with the first rank's reason. Collective.
+
+    No collective may stand inside the block: a rank that refuses would not reach it.
+    group:  of all ranks, for use in another thread; None for the default group.
+    Raises: Refusal for a Refusal or an OSError of any rank. Another error is raised as it is on its own rank; all
+            other ranks raise a Fault that names it.
+    """
+    error = None
     try:
-        result = task()
-    except (Refusal, OSError) as error:
-        reason = str(error)
-    reasons = gather_objects(reason)
-    for rank, text in enumerate(reasons):
-        if text is not None:
-            raise Refusal(text if reasons[0] == text else f"rank {rank}: {text}")
-    return result
+        yield
+    except Exception as raised:
+        error = raised
+    is_refused = isinstance(error, (Refusal, OSError))
+    reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
+    reasons = gather_objects(error and (is_refused, reason), group)
+    if error and not is_refused:
+        raise error
+    for rank, (refused, text) in ((rank, reason) for rank, reason in enumerate(reasons) if reason):
+        if not refused:
+            raise Fault(f"rank {rank}: {text}")
+        raise Refusal(text if reasons[0] == (True, text) else f"rank {rank}: {text}")
 
 
-def gather_objects(value: object) -> list:
-    """A small Python value of every rank. sync: the host waits for all ranks."""
+def together(task):
+    with agreed():
+        return task()
+
+
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """A small Python value of every rank, by rank. sync: the host waits for all ranks."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has begun this job before. Collective.
+    """Whether torchrun has started this job before. Collective.
 
-    The node that failed counts its restarts; those that only joined again do not.
+    Only the node that failed counts its restarts, so all ranks are asked.
     """
     return any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
@@ -231,7 +247,7 @@ def collectives(group: dist.ProcessGroup) -> int:
 
 
 def last_collective() -> str:
-    """What this rank began to communicate last, but for saves, from torch's flight recorder; "" if nothing."""
+    """The last collective that this rank began, from torch's flight recorder. Saves do not count. "" if none."""
     dumps = (_distributed_c10d._dump_nccl_trace_json(), _distributed_c10d._dump_fr_trace_json())
     entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", ())]
     entries = [entry for entry in entries if entry["process_group"][1] != SAVING]
@@ -257,7 +273,7 @@ def gather(tensor: Tensor) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class _Copied:
-    """The end of an asynchronous copy; may be awaited from any thread."""
+    """The end of an asynchronous copy. Any thread may wait for it."""
 
     event: torch.Event
     device: torch.device
@@ -268,16 +284,16 @@ class _Copied:
 
 
 def host_group(name: str, timeout_s: float = 0.0) -> dist.ProcessGroup:
-    """One more group of all ranks, for host tensors, so that it may be used beside the others. Collective.
+    """One more group of all ranks, for host tensors and for use in a thread of its own. Collective.
 
-    timeout_s: for one collective, 0 for the backend's own.
+    timeout_s: the limit of one collective; 0 for the backend's default.
     """
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     return dist.new_group(backend=BACKENDS["cpu"], timeout=timeout, group_desc=name)
 
 
 def copied(device: torch.device) -> _Copied | None:
-    """A mark behind the copies to host memory that were just enqueued; None where they are done already."""
+    """A mark behind the copies that were just enqueued. None on the CPU, where a copy is done when it returns."""
     if device.type == "cpu":
         return None
     event = torch.Event(device.type)

@@ -1,4 +1,7 @@
-"""How the net is split over the ranks: regions, FSDP2 units, shards and their initial values."""
+"""How the net is split over the ranks: regions, FSDP2 units, shards and their initial values.
+
+A port replaces this file. Parameters keep Black Forest Labs' names whatever the regions are (`named_parameters`).
+"""
 
 import re
 
@@ -20,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by BFL's names, whatever the regions of the net."""
+    """Parameters by Black Forest Labs' names, whatever the regions of the net."""
     inside = re.compile(r"^((?:double|single)_blocks)\.(\d+)\.blocks\.(\d+)")
 
     def block_name(match: re.Match) -> str:
@@ -31,23 +34,22 @@ def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build(cfg: Config, world: World, seed: int | None) -> Flux:
-    """The sharded net of a config, with its initial weights if a seed is given, else with any values."""
+    """The sharded net of a config. seed: of its initial weights; None leaves the weights undefined."""
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
         fp8.convert(net, cfg, world.device)
     net = shard(net, cfg.parallel, world)
     materialise(net, world, seed)
-    net.fp8 = fp8.Fp8State(net, cfg.fp8, world.device)
     return net
 
 
 def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
-    """Group the blocks of a net on the meta device into regions and shard it; order matters as written.
+    """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
 
-    Weights are gathered, and gradients of each micro-batch reduced, among the ranks of a replica; the shards are summed
-    over replicas with a step's last micro-batch only (step.train_step).
-    numerics: master weights stay fp32; units are gathered in cfg.dtype and gradients reduced in cfg.reduce_dtype.
+    The ranks of a replica gather weights and reduce the gradients of each micro-batch.
+    Replicas sum their gradient shards once per step, with the last micro-batch (step.train_step).
+    numerics: master weights stay fp32. Units are gathered in cfg.dtype; gradients are reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)
     net.single_blocks = regions.regions(net.single_blocks, cfg)
@@ -67,10 +69,10 @@ def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
 
 
 def materialise(net: Flux, world: World, seed: int | None) -> None:
-    """Allocate the shards and, given a seed, fill each with its part of the initial weights.
+    """Allocate the shards. With a seed, fill each shard with its part of the initial weights.
 
-    Element e of a parameter is a function of (seed, name, e), so every world size starts from the same
-    values and no rank draws more than it keeps.
+    Element e of a parameter is a function of (seed, name, e). So every world size starts from the same values, and no
+    rank draws more than it keeps.
     """
     net.to_empty(device=world.device)
     net.rope = net.make_rope().to(world.device)
@@ -87,7 +89,7 @@ def materialise(net: Flux, world: World, seed: int | None) -> None:
 
 
 def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
-    """(first row, rows) of a parameter on this rank; FSDP2 splits dimension 0 like torch.chunk."""
+    """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
     assert isinstance(parameter, DTensor), "sharded parameters only"
     mesh = parameter.device_mesh
     chunk = -(-parameter.shape[0] // mesh.size(-1))
@@ -108,7 +110,7 @@ def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, s
 
 
 def reshard(net: nn.Module) -> None:
-    """Free all gathered weights: after a forward without backward they would go stale."""
+    """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,6 +1,6 @@
 """One training step and one validation step, as plain functions over static device buffers.
 
-Eager, compiled and captured runs call these same functions; only what wraps them differs.
+Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (steps.py).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
+from flux_ref.ranks import World
 from flux_ref.speed import regions
+from flux_ref.speed.fp8 import Fp8State
 
 NEVER = -1.0
 
@@ -23,9 +25,21 @@ class State:
     """All that outlives a step. What is not in here does not survive a restart."""
 
     net: nn.Module
-    opt: ShardedAdamW
+    opt: ShardedAdamW | None  # None in evaluation
+    fp8: Fp8State  # the history of delayed FP8 scales; empty for other recipes
     step: int = 0  # optimizer steps done
     samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
+
+    @classmethod
+    def build(cls, cfg: Config, world: World, seed: int | None, trains: bool = True) -> "State":
+        """A sharded net, its optimizer and its FP8 scales. seed: of the weights; None leaves the weights undefined."""
+        return cls.of(sharding.build(cfg, world, seed), cfg, world, trains)
+
+    @classmethod
+    def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
+        """The state of a sharded net before its first step. trains: with an optimizer."""
+        opt = ShardedAdamW(net, cfg.optim, world) if trains else None
+        return cls(net, opt, Fp8State(net, cfg.fp8, world.device))
 
     def advance(self, global_batch: int) -> None:
         self.step += 1
@@ -33,9 +47,10 @@ class State:
 
 
 class Health:
-    """Remembers on the device, without a host sync, the first step whose loss or norm was not finite.
+    """Remembers on the device the first step whose loss or norm was not finite. The host does not wait.
 
-    flags: (steps taken, first bad loss, first bad norm), steps counted from 0; NEVER where there was none.
+    flags: (steps taken, step of the first bad loss, step of the first bad norm) in fp64. The first step is 0. NEVER
+           stands where no loss or norm was bad.
     """
 
     def __init__(self, device: torch.device, step: int = 0):
@@ -47,17 +62,18 @@ class Health:
         self.flags.fill_(NEVER)[0] = step
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Take in one step. loss, grad_norm: scalars on the device; the host does not wait."""
+        """Look at one step. loss, grad_norm: scalars on the device."""
         bad = ~torch.stack((loss, grad_norm)).isfinite()
         first = bad & (self.flags[1:] == NEVER)
         self.flags[1:] = torch.where(first, self.flags[0], self.flags[1:])
         self.flags[0] += 1
 
 
-def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
-    """Forward, backward, clip and AdamW over one rank's batch, micro-batch by micro-batch.
+def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
+    """Forward, backward, clip and update over one rank's batch, micro-batch by micro-batch.
 
-    Returns this rank's loss and the gradient norm before clipping, both device scalars.
+    Each rank takes the mean over its own rows. FSDP2 then takes the mean over the ranks.
+    Returns this rank's loss and the gradient norm of all ranks before clipping, both fp32 device scalars.
     """
     rows = batch["t"].shape[0]
     micro = cfg.train.micro_batch or rows
@@ -66,33 +82,33 @@ def train_step(net: nn.Module, opt: ShardedAdamW, batch: Batch, health: Health, 
     for start in range(0, rows, micro):
         part = {name: tensor[start : start + micro] for name, tensor in batch.items()}
         last = start + micro == rows
-        # Each micro-batch is reduced to shards at once; replicas are summed with the last only.
-        net.set_is_last_backward(last)
-        net.set_requires_all_reduce(last)
-        part_loss = (flow.losses(net, part, dtype) * part["weight"]).sum() / rows
+        # Each micro-batch is reduced to shards at once. Replicas are summed with the last micro-batch only.
+        state.net.set_is_last_backward(last)
+        state.net.set_requires_all_reduce(last)
+        part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
-    grad_norm = opt.step(net.fp8.update())
+    grad_norm = state.opt.step(state.fp8.update())
     health.update(loss, grad_norm)
     return loss, grad_norm
 
 
 def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
-    """Add a batch to sums (3, 8) fp64: per timestep the weights, the losses and the squared losses."""
+    """Add a batch to sums, (3, 8) fp64: per timestep the sum of weights, of losses and of squared losses."""
     with torch.no_grad():
         losses = flow.losses(net, batch, sharding.DTYPES[cfg.parallel.dtype]).double()
         weight = batch["weight"].double()
         rows = torch.stack((weight, weight * losses, weight * losses.square()))
-        # numerics: a product with a one-hot matrix sums in a fixed order, which scattered adds on a GPU do not.
+        # numerics: a product with a one-hot matrix sums in a fixed order. Scattered adds on a GPU do not.
         one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
         sums += rows @ one_hot.double()
 
 
 def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> None:
-    """Real steps on synthetic batches before the clock starts: compiles, allocates and connects everything.
+    """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
-    spec: weights stay bit-identical (at rate 0 AdamW's decay factor is 1 and its update 0); moments, step counts
-    and the history of FP8 are zeroed after.
+    spec: weights stay bit-identical, because at learning rate 0 AdamW's decay factor is 1 and its update is 0. Moments,
+    step counts and the FP8 history are zeroed afterwards.
     """
     device = state.opt.lr.device
     few = synthetic(cfg.model, rows=8)
@@ -104,14 +120,14 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     state.opt.lr.zero_()
     health = Health(device)
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=device)
-    for phase in state.net.fp8.phases:
-        state.net.fp8.begin(phase)
+    for phase in state.fp8.phases:
+        state.fp8.begin(phase)
         for _ in range(cfg.train.synthetic_steps):
-            train_step(state.net, state.opt, train_batch, health, cfg)
+            train_step(state, train_batch, health, cfg)
             validation_step(state.net, val_batch, sums, cfg)
             sharding.reshard(state.net)
     state.opt.reset()
-    state.net.fp8.reset()
+    state.fp8.reset()
     if health.flags[1:].max() != NEVER:  # sync: before the clock starts
         raise Fault(
             "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"

@@ -1,12 +1,12 @@
-"""The two steps of a run over static buffers: run eagerly, or captured once each as a graph and then replayed.
+"""The training and the validation step on fixed buffers, run eagerly or replayed as captured graphs.
 
-A graph repeats the work that it has seen, on the memory where it was: forward and backward of all micro-batches,
-collectives, clipping, AdamW. What a step reads and writes is therefore made once and only filled in place: batches,
-`opt.lr`, weights, moments, and here loss, norm, health and sums. Draws come with the batch, so no generator is inside.
+A graph repeats recorded work on the memory that the work used: forward and backward of all micro-batches, collectives,
+clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
+`opt.lr`, weights, moments, loss, norm, health and sums. Random draws come with the batch; a graph holds no generator.
 
-A batch is copied from pinned memory just before its step, on the same stream; the host enqueues the copy while the
-device is still busy with the step before. What a second set of device buffers would hide is the transfer alone: for 64
-samples of schnell 147 MB, some 3 ms in a step of more than a second. It is not worth the events.
+A batch is copied from pinned memory just before its step, on the same stream. The host enqueues the copy while the
+device still computes the step before. A second set of device buffers would only hide the transfer: 147 MB for 64
+samples of schnell, about 3 ms (calculated) in a step of more than a second.
 """
 
 import gc
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import ranks, schedule, sharding
 from flux_ref.config import Config
-from flux_ref.data import allocate
+from flux_ref.data import Feed, allocate
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
 from flux_ref.speed import regions
@@ -27,7 +27,7 @@ from flux_ref.speed.graphs import Recorder, obstacle
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
 CAPTURED = "captured"
-WARM_STEPS = 2  # before a capture: the first makes what is made lazily, the second is like all that follow
+WARM_STEPS = 2  # before a capture: the first step allocates lazily, the second is like all later steps
 
 
 class Graph(Protocol):
@@ -37,8 +37,8 @@ class Graph(Protocol):
     def reset(self) -> None: ...
 
 
-def manner(cfg: Config, device: torch.device) -> str:
-    """How the steps of a run are run on a device: CAPTURED, or "eager" and why.
+def mode(cfg: Config, device: torch.device) -> str:
+    """How a device runs the steps of a run: CAPTURED, or "eager (REASON)".
 
     Raises: Refusal if graph.enabled=on cannot be honoured.
     """
@@ -54,24 +54,38 @@ def manner(cfg: Config, device: torch.device) -> str:
 
 
 class Steps:
-    """The training and the validation step of one net, with the buffers that they read and write.
+    """The training and the validation step of one net, with the buffers that the steps read and write.
 
-    Fill `train_batch` and `val_batch` (parallel.to_device) and `state.opt.lr` before each step.
+    A state without an optimizer has a validation step only, which runs eagerly.
     """
 
     def __init__(self, state: State, cfg: Config, world: World):
         self.state, self.cfg = state, cfg
-        self.recorder = Recorder(world.device) if manner(cfg, world.device) == CAPTURED else None
+        captures = state.opt is not None and mode(cfg, world.device) == CAPTURED
+        self.recorder = Recorder(world.device) if captures else None
         self.graphs: dict[str, Graph] = {}
-        self.train_batch = allocate(cfg.model, cfg.train.global_batch // world.size, world.device)
+        rows = cfg.train.global_batch // world.size if state.opt else 0
+        self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
         self.health = Health(world.device)
         self.loss, self.grad_norm = torch.zeros(2, device=world.device).unbind()
         self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
 
+    def train_on(self, feed: Feed) -> tuple[Tensor, Tensor]:
+        """The whole of one training step: next batch, learning rate, `train`, clock. Returns what `train` returns."""
+        cfg, state = self.cfg, self.state
+        feed.copy_into(self.train_batch)
+        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
+        loss, grad_norm = self.train()
+        state.advance(cfg.train.global_batch)
+        return loss, grad_norm
+
     def train(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step; returns this rank's loss and the norm, device scalars that the next step overwrites."""
-        fp8 = self.state.net.fp8
+        """One optimizer step on `train_batch` at `opt.lr`. The clock does not move.
+
+        Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
+        """
+        fp8 = self.state.fp8
         fp8.begin(self.state.step)
         if self.graphs:
             self.graphs[f"train {fp8.phase(self.state.step)}"].replay()
@@ -80,7 +94,7 @@ class Steps:
         return self.loss, self.grad_norm
 
     def validate(self, sums: Tensor) -> None:
-        """Add the validation batch to sums, as step.validation_step does. Every rank calls it equally often."""
+        """Add `val_batch` to sums, as step.validation_step does. Every rank calls this equally often."""
         if self.graphs:
             self.graphs["validate"].replay()
         else:
@@ -88,7 +102,7 @@ class Steps:
         sums += self.sums
 
     def _train(self) -> None:
-        loss, grad_norm = train_step(self.state.net, self.state.opt, self.train_batch, self.health, self.cfg)
+        loss, grad_norm = train_step(self.state, self.train_batch, self.health, self.cfg)
         self.loss.copy_(loss)
         self.grad_norm.copy_(grad_norm)
 
@@ -97,22 +111,25 @@ class Steps:
         validation_step(self.state.net, self.val_batch, self.sums, self.cfg)
 
     def warm_up(self) -> None:
-        """step.warm_up on the buffers, and on the stream, of what follows. Raises: Fault."""
+        """step.warm_up on these buffers and on the stream of the later steps. Raises: Fault."""
         warm_up(self.state, self.train_batch, self.val_batch, self.cfg)
 
     def capture(self) -> None:
-        """If steps are to be captured, do it; none is executed. After `warm_up`. Collective. Raises: Fault."""
+        """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.
+
+        Collective. Raises: Fault.
+        """
         if self.recorder is None:
             return
-        self.state.opt.moments()  # AdamW must not make its state inside a graph
+        self.state.opt.moments()  # the optimizer must not allocate its state inside a graph
         before = self.health.flags.clone()
         try:
-            # The larger ones first: the last then lives in the memory that they have freed.
-            for phase in self.state.net.fp8.phases:
-                self.state.net.fp8.begin(phase)
+            # The training graphs are larger. Captured first, they leave freed memory for the validation graph.
+            for phase in self.state.fp8.phases:
+                self.state.fp8.begin(phase)
                 self._capture(f"train {phase}", self._train)
             self._capture("validate", self._validate)
-            sharding.reshard(self.state.net)  # the capture has left it as if weights had been gathered
+            sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
             if not torch.equal(before, self.health.flags):
                 raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)
         except BaseException:
@@ -124,7 +141,7 @@ class Steps:
         self.graphs[name] = self.recorder.capture(work)
 
     def _settle(self) -> None:
-        """Bring the net to where a step begins, and all ranks to a halt. sync: before the clock starts."""
+        """Bring the net to the start of a step, and all ranks to a halt. sync: before the clock starts."""
         net = self.state.net
         sharding.reshard(net)
         require_settled(net)
@@ -133,10 +150,10 @@ class Steps:
         ranks.gather_objects(None)  # no rank's collectives run into another's capture
 
     def close(self, agreed: bool = False) -> None:
-        """Drop the graphs; steps run eagerly from here on. Before the process group ends, for good or ill.
+        """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
 
-        A communicator is not let go of while a graph holds it: leaving the group would wait for ever.
-        agreed: all ranks close now, so that they can wait for each other.
+        A graph keeps its communicator alive, so destroying the process group first would hang.
+        agreed: all ranks close now and can wait for each other.
         """
         if self.cfg.parallel.compile:
             regions.permit_compilation()
@@ -152,7 +169,7 @@ class Steps:
             recorder.synchronize()
         except RuntimeError:
             if agreed:
-                raise  # otherwise what broke the run is on its way, and says more
+                raise  # otherwise the error that broke the run follows, and says more
         finally:
             self.graphs.clear()
         if agreed:
@@ -160,10 +177,10 @@ class Steps:
 
 
 def require_settled(net: nn.Module) -> None:
-    """Of a net between two steps: a capture that begins otherwise records a wrong step, or fails.
+    """Assert that the net is between two steps. A capture started in another state records a wrong step, or fails.
 
-    Weights that are gathered already would not be gathered by the graph, which would use them for ever; gradients
-    would be added to; an event of an eager step cannot be waited for.
+    A graph would not gather weights that are gathered already, and would use these old weights for ever. It would add
+    to gradients that are left. It cannot wait for an event of an eager step.
     """
     for name, module in net.named_modules():
         if isinstance(module, FSDPModule):

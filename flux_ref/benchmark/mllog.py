@@ -108,9 +108,10 @@ class BenchmarkLog:
         self._start(constants.RUN_START)
 
     def block_start(self, samples: int) -> None:
-        """A stretch of training begins; the next evaluation ends it."""
-        self.in_block = True
-        self._start(constants.BLOCK_START, samples_count=samples)
+        """Training goes on. Starts a block unless one has begun; the next evaluation ends the block."""
+        if not self.in_block:
+            self.in_block = True
+            self._start(constants.BLOCK_START, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
         """samples: of training so far."""

@@ -1,37 +1,32 @@
-"""Checkpoints on disk: one safetensors file per rank, and the manifest that makes them whole.
+"""Checkpoints on disk: one safetensors file per rank, and the manifest that makes them one checkpoint.
 
     step_000000900/
         rank_00000.safetensors   this rank's rows of every tensor
-        manifest.json            what trained it, which file holds which rows, a checksum per MiB
+        manifest.json            counters and config; which file holds which rows; a checksum per MiB
 
-`Writer` is a storage of torch.distributed.checkpoint, which decides who writes what; each file follows the
-convention of its HuggingFaceStorageReader and opens there, too. Nothing is pickled. `Checkpoint` reads any rows of
-any tensor and believes no byte whose checksum it has not seen.
+A folder gets this name only after every byte is on the disk. Folders with other names are ignored. Nothing is pickled.
+torch's HuggingFaceStorageReader opens such a folder, too. `Checkpoint` reads any rows of any tensor; it returns no byte
+before it has checked the byte's checksum.
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from flux_ref.errors import Refusal
+from flux_ref.formats.files import sync
 from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedFile, FileEntry, Moved, header
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-HEAD_BYTES = 512  # at most so many tell of one tensor's rows, in its file's head and the manifest
+HEAD_BYTES = 512  # upper bound of what one tensor's rows take in the head of their file and in the manifest
 
 
 NAME = re.compile(r"step_(\d{9})")
@@ -43,7 +38,7 @@ def folder_of(run: Path) -> Path:
 
 
 def found(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first; anything else in the folder has another name."""
+    """The whole checkpoints of a run, oldest first."""
     folder = folder_of(run)
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
 
@@ -57,9 +52,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def clean(run: Path) -> None:
-    """Remove what saves and deletions that broke off have left."""
+    """Remove what interrupted saves and deletions have left."""
     for path in folder_of(run).glob(".step_*"):
         shutil.rmtree(path)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows first, first + 1, ... of a tensor of `shape`, as `local` on this rank."""
+
+    local: Tensor
+    first: int
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -71,84 +75,18 @@ class TensorEntry:
     chunks: list[tuple[str, int, int, int]]
 
 
-def require_space(folder: Path, need: int) -> None:
-    """Raises: OSError unless a checkpoint of so many bytes fits."""
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {need / 1e9:.3g} GB")
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written. file: None if the rank has no rows, and so no file."""
 
-
-class Writer(StorageWriter):
-    """Writes `partial` and, once every byte of every rank is on the disk, renames it to `final`."""
-
-    def __init__(self, partial: Path, final: Path, info: dict):
-        self.partial, self.final, self.info = partial, final, info
-
-    def reset(self, checkpoint_id=None) -> None:
-        """Nothing is kept between saves."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False  # it is told its folders
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        if is_coordinator:
-            self.partial.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator. A save that would fill the disk is not begun: logs need a place, too."""
-        items = [item for plan in plans for item in plan.items]
-        require_space(self.partial.parent, sum(item.tensor_storage_size() + HEAD_BYTES for item in items))
-        return [replace(plan, storage_data=f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future = Future()
-        future.set_result(self._write(plan.storage_data, plan.items, planner) if plan.items else [])
-        return future
-
-    def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        entries, offsets = {}, {}
-        for item in items:
-            data = item.tensor_data
-            entries[item.index.fqn] = (DTYPE_NAMES[data.properties.dtype], data.chunk.sizes)
-            offsets[item.index.fqn] = {"saved_offsets": list(data.chunk.offsets)}
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        head, begins = header(entries, metadata)
-        if not self.partial.is_dir():
-            raise OSError(
-                f"{self.partial.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes"
-            )
-        file = CheckedFile(self.partial / name)
-        file.write(head)
-        for item in items:
-            file.write_tensor(planner.resolve_data(item))
-        entry = file.close()
-        results = [WriteResult(item.index, 0, (name, begins[item.index.fqn])) for item in items]
-        return [*results, WriteResult(MetadataIndex(name), entry.bytes, entry)]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written."""
-        files, tensors = {}, {}
-        for result in (result for rank in results for result in rank):
-            if isinstance(result.storage_data, FileEntry):
-                files[result.index.fqn] = result.storage_data
-                continue
-            stored = metadata.state_dict_metadata[result.index.fqn]
-            shape = list(stored.size)
-            entry = tensors.setdefault(result.index.fqn, TensorEntry(DTYPE_NAMES[stored.properties.dtype], shape, []))
-            chunk = stored.chunks[result.index.index]
-            entry.chunks.append((*result.storage_data, chunk.offsets[0], chunk.sizes[0]))
-        for key, entry in tensors.items():
-            _require_sound(key, entry, files)
-        publish(self.partial, self.final, Manifest(self.info, files, tensors))
+    name: str
+    file: FileEntry | None
+    tensors: dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """info: {"step", "samples", "config", ...}; see checkpoint.py."""
+    """What a checkpoint holds. info: {"step", "samples", "config", ...}, as checkpoint.Saver writes it."""
 
     info: dict
     files: dict[str, FileEntry]
@@ -180,8 +118,53 @@ class Manifest:
         return cls(content["info"], files, tensors)
 
 
+def require_space(folder: Path, size: int) -> None:
+    """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB")
+
+
+def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
+    """Write the rows of one rank as one safetensors file, and wait until the file is on the disk. Raises: OSError.
+
+    The file's metadata follow the convention of torch's HuggingFaceStorageReader.
+    """
+    if not folder.is_dir():
+        raise OSError(f"{folder.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes")
+    name, tensors = f"rank_{rank:05d}.safetensors", {}
+    if not rows:
+        return Part(name, None, tensors)
+    entries = {key: (DTYPE_NAMES[part.local.dtype], part.local.shape) for key, part in rows.items()}
+    offsets = {key: {"saved_offsets": [part.first, *(0 for _ in part.shape[1:])]} for key, part in rows.items()}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    head, begins = header(entries, metadata)
+    file = CheckedFile(folder / name)
+    file.write(head)
+    for key, part in rows.items():
+        file.write_tensor(part.local)
+        tensors[key] = TensorEntry(
+            entries[key][0], list(part.shape), [(name, begins[key], part.first, len(part.local))]
+        )
+    return Part(name, file.close(), tensors)
+
+
+def manifest(info: dict, parts: list[Part]) -> Manifest:
+    """The manifest of the files of all ranks. Raises: ValueError if rows of a tensor are missing or doubled."""
+    files, tensors = {}, {}
+    for part in parts:
+        if part.file:
+            files[part.name] = part.file
+        for key, entry in part.tensors.items():
+            whole = tensors.setdefault(key, TensorEntry(entry.dtype, entry.shape, []))
+            whole.chunks.extend(entry.chunks)
+    for key, entry in tensors.items():
+        _require_sound(key, entry, files)
+    return Manifest(info, files, tensors)
+
+
 def _require_sound(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    """Each row of a tensor has one place, and that lies in one of the files. Raises: ValueError, KeyError."""
+    """Check that each row of a tensor has one place inside one of the files. Raises: ValueError, KeyError."""
     row_bytes = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
     row = 0
     for file, offset, first, rows in sorted(entry.chunks, key=lambda chunk: chunk[2]):
@@ -192,25 +175,18 @@ def _require_sound(key: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
         raise ValueError(f"rows of {key} are missing")
 
 
-def publish(partial: Path, final: Path, manifest: Manifest) -> None:
+def publish(partial: Path, final: Path, content: Manifest) -> None:
     """Make a folder whose files are on the disk visible under its name, in one step."""
     with (partial / MANIFEST).open("x", encoding="utf-8") as file:
-        file.write(manifest.dump())
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(partial)
+        file.write(content.dump())
+    sync(partial / MANIFEST)
+    sync(partial)
     partial.rename(final)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync(final.parent)
 
 
 class Checkpoint:
-    """A whole checkpoint, open for reading. Damage is told where it is met; nothing damaged is returned."""
+    """A whole checkpoint, open for reading. It names damage where it meets damage, and returns no damaged bytes."""
 
     def __init__(self, folder: Path):
         """Raises: Refusal if the manifest is missing, damaged or of another version, or a file missing or cut short."""
@@ -226,7 +202,7 @@ class Checkpoint:
                     f"checkpoint file {path} has {path.stat().st_size} bytes, its manifest says {entry.bytes};"
                     " use another checkpoint"
                 )
-        self._cache: dict[str, tuple[int, bytes]] = {}  # of each file, the last block that was read
+        self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
 
     @property
     def bytes(self) -> int:

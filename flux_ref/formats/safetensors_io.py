@@ -18,7 +18,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Moved:
-    """Bytes that this process has moved between memory and disk; hang.py takes them for a sign of life."""
+    """Bytes that this process has moved between memory and disk. The hang watch counts them as progress."""
 
     total = 0
 
@@ -32,7 +32,7 @@ class FileEntry:
 
 
 class CheckedFile:
-    """A new file, written front to back, checksummed on the way and on the disk when closed."""
+    """A new file that is written front to back with a checksum per block. When closed, it is on the disk."""
 
     def __init__(self, path: Path):
         self.file = path.open("xb", buffering=0)  # nothing is left to be flushed when a write has failed
@@ -62,7 +62,7 @@ class CheckedFile:
 
 
 def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file with tensors of (dtype, shape) back to back, and where in the file each begins.
+    """The head of a safetensors file with tensors of (dtype, shape) back to back, and the offset of each tensor.
 
     Format: 8 bytes little-endian length, then JSON (github.com/huggingface/safetensors).
     """

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flux_ref import config_file, data, evaluate, flow, model, ranks, rng, schedule, sharding, step
+from flux_ref import config_file, data, evaluate, flow, model, ranks, rng, schedule, sharding, step, steps
 from flux_ref.config import Config, Fp8Config
 from flux_ref.formats import shard_writer, shards
 from flux_ref.golden import places
 from flux_ref.golden.hooks import watched, wrapped
-from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.speed import fp8
 from flux_ref.step import Health, State
@@ -171,7 +170,7 @@ def _started(cfg: Config, world: World, given: dict[str, np.ndarray]) -> State:
     with torch.no_grad():
         for name, local in _local(sharding.named_parameters(net)).items():
             local.copy_(torch.from_numpy(given[f"weights.{name}"]))
-    return State(net, ShardedAdamW(net, cfg.optim, world))
+    return State.of(net, cfg, world)
 
 
 def _local(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -192,12 +191,12 @@ def _training(values: Values, cfg: Config, world: World, given: dict[str, np.nda
     batch, feed = data.allocate(cfg.model, cfg.train.global_batch), train_set.feed(0)
     try:
         for number in range(1, STEPS + 1):
-            data.to_device(feed, batch)
+            feed.copy_into(batch)
             if number == 1:
                 values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
             state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
             with _watched_step(values, state, number):
-                loss, norm = step.train_step(state.net, state.opt, batch, health, cfg)
+                loss, norm = step.train_step(state, batch, health, cfg)
             _after_step(values, f"step{number}", state, loss, norm, start)
     finally:
         feed.close()
@@ -237,13 +236,13 @@ def _validation(values: Values, cfg: Config, world: World, given: dict[str, np.n
     """The validation loss of the given weights."""
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
-    batch = data.allocate(cfg.model, cfg.eval.batch)
+    state = _started(cfg, world, given)
 
     def each(result: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
         values["val.t"], values["val.losses"] = batch["t"][: len(VAL_TIMESTEPS)].clone(), result[: len(VAL_TIMESTEPS)]
 
     with wrapped(flow, "losses", after=each):
-        found = evaluate.validation_loss(_started(cfg, world, given).net, val_set, batch, cfg, samples=0)
+        found = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
     values["val.loss_per_timestep"] = np.array(found.losses, np.float32)
     values["val.loss"] = np.array(found.loss, np.float32)
 

@@ -1,4 +1,4 @@
-"""The command line that train.py and eval.py share."""
+"""The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
 import os
 import re
@@ -20,21 +20,21 @@ LOOK_S = 1.0  # how soon a rank notices that its launcher has died
 
 
 def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a task and turn what ends it into one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
+    """Run a task. An error becomes one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_follow_launcher, args=(name,), daemon=True).start()
     code = _attempt(name, task, argv)
-    # After a fault, peers may wait in a collective; leaving the group would then wait for them.
+    # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.
     if code == 0 or ranks.is_single():
         ranks.stop()
     return code
 
 
 def _follow_launcher(name: str) -> None:
-    """End with torchrun: ranks that outlive it would hold memory, devices and the run's folder."""
+    """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
     launcher = os.getppid()
     orphaned = launcher == 1 and not _is_python(1)  # while starting; in a container torchrun itself may be process 1
     while os.getppid() == launcher and not orphaned:
@@ -44,7 +44,7 @@ def _follow_launcher(name: str) -> None:
 
 
 def _is_python(process: int) -> bool:
-    """Whether a process may be torchrun; yes where the system does not say."""
+    """Whether a process may be torchrun. Yes if the system gives no answer."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
     except OSError:
@@ -67,17 +67,17 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
         if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
             traceback.print_exc()
             return Fault.exit_code
-        time.sleep(LINGER_S)  # another rank broke and says why; torchrun ends this one meanwhile
+        time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
         return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
     except KeyboardInterrupt:
         return 130
-    except Exception:  # a defect of ours: show where
+    except Exception:  # a defect of flux_ref: the traceback shows where
         traceback.print_exc()
         return Fault.exit_code
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. Static destructors of a backend's threads can abort a run that is already done."""
+    """End the process at once, because static destructors of a backend's threads can abort a finished run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -85,14 +85,14 @@ def leave(code: int) -> NoReturn:
 
 def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
     rank = int(os.environ.get("RANK", 0))
-    # Before the group exists nothing is agreed on: one rank of each node speaks.
+    # Before the process group exists, one rank of each node prints.
     speaks = rank == 0 or (ranks.is_apart() and os.environ.get("LOCAL_RANK") == "0")
     if speaks or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
         line = " ".join(f"{name}: {prefix}{error}".splitlines())
         print(line, file=sys.stderr, flush=True)
     else:
-        time.sleep(LINGER_S)  # torchrun ends all ranks when one ends: let rank 0 speak first
+        time.sleep(LINGER_S)  # torchrun ends all ranks when one ends; rank 0 must print before that
     return error.exit_code
 
 

@@ -1,22 +1,24 @@
-"""Whose a run's folder is, and where a run that broke off goes on. All on rank 0.
+"""Locks a run's folder for one job, and picks the checkpoint from which an unfinished run goes on.
 
-The folder belongs to one job at a time, which holds a lock on it for as long as it lives. A run without
-outcome.json is unfinished; the same command continues it.
+Rank 0 does all of this. The lock lasts as long as the process. A run without outcome.json is unfinished; the same
+command continues it.
 """
 
-import fcntl
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from flux_ref import config, config_file
+from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
-from flux_ref.formats.files import write_whole
+from flux_ref.formats.files import locked, write_whole
+from flux_ref.ranks import World
 
 RUN_FILES = ("config.toml", "environment.json", "metrics.jsonl", "eval.jsonl", "result_0.txt", "loss.png")
 RUN_FILES += ("outcome.json",)
@@ -25,67 +27,96 @@ LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
 
-@dataclass
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, the same on every rank."""
+
+    is_new: bool  # nothing has been trained in this folder
+    checkpoint: Path | None  # from which to go on
+
+
+@dataclass(frozen=True)
 class Claim:
-    """A folder that is ours. The lock goes with the process."""
+    """A locked folder. The lock lasts until the file is closed."""
 
     folder: Path
-    made: bool  # by us
+    is_made: bool  # by this process
     lock: IO
-    fresh: bool  # nothing has been trained here
-    start: Path | None = None  # the checkpoint from which to go on
+    start: Start
+
+
+def result_file(cfg: Config, world: World) -> Path | None:
+    """Where rank 0 writes the benchmark's log. None on other ranks."""
+    return config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
+
+
+@contextmanager
+def claimed(cfg: Config, world: World) -> Iterator[Start]:
+    """Holds the run's folder in this block. Collective.
+
+    A run that is refused inside the block, before it has trained, leaves no trace.
+    Raises: Refusal if another job has the folder, or if the folder's run cannot go on with cfg.
+    """
+    restarted = ranks.is_restarted()
+    own = None
+    with ranks.agreed():
+        if world.rank == 0:
+            own = claim(cfg, restarted)
+    try:
+        yield ranks.gather_objects(own and own.start)[0]
+    except Refusal:
+        if own:
+            _release(own)
+        raise
 
 
 def claim(cfg: Config, restarted: bool) -> Claim:
-    """Take the run's folder. restarted: torchrun has begun this job before, and repeats its command.
+    """Lock the run's folder. restarted: torchrun repeats its command after a failure.
 
-    Raises: Refusal if another job has it, or it holds a run that cannot go on with cfg.
+    Raises: Refusal as `claimed`.
     """
     folder = config.run_dir(cfg)
-    made = not folder.exists()
+    is_made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         try:
-            start = _start(cfg, folder, restarted)
+            checkpoint = _checkpoint(cfg, folder, restarted)
         except Refusal:
-            _leave(folder, made)
+            _leave(folder, is_made)
             raise
         checkpoint_files.clean(folder)
         own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
         write_whole(folder / "config.toml", config_file.dump(own))
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-    fresh = start is None and not any((folder / name).exists() for name in RECORDS)
-    return Claim(folder, made, lock, fresh, start)
+    is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
+    return Claim(folder, is_made, lock, Start(is_new, checkpoint))
 
 
 def _lock(folder: Path) -> IO:
     path = folder / LOCK
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
-        lock = path.open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.fstat(lock.fileno()).st_ino == path.stat().st_ino:  # else its owner removed it
-                break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                lock.seek(0)
-                raise Refusal(
-                    f"{folder} is in use by another job ({lock.read().strip()}); wait for it or set run.dir to another"
-                ) from None
-            time.sleep(0.2)
-        lock.close()
+        lock = locked(path)
+        if lock and path.exists() and os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+            break
+        if lock:  # the job before has removed this file meanwhile
+            lock.close()
+            continue
+        if time.monotonic() > deadline:
+            owner = path.read_text(encoding="utf-8").strip()
+            raise Refusal(f"{folder} is in use by another job ({owner}); wait for it or set run.dir to another")
+        time.sleep(0.2)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     lock.flush()
     return lock
 
 
-def _start(cfg: Config, folder: Path, restarted: bool) -> Path | None:
-    """The checkpoint from which this config goes on in the folder; None to begin. Raises: Refusal."""
-    if cfg.run.overwrite and not restarted:  # what it began itself is not to be overwritten
+def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
+    """The checkpoint from which this config goes on in the folder. None for a new run. Raises: Refusal."""
+    if cfg.run.overwrite and not restarted:  # a restarted job must not delete its own run
         _remove(folder)
         return None
     if not (folder / "config.toml").exists():
@@ -107,7 +138,7 @@ def _start(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 
 
 def _require_same(cfg: Config, folder: Path) -> None:
-    """Raises: Refusal naming the keys that differ from the run's, except those that may."""
+    """Raises: Refusal that names the keys with other values than the run's. config.MAY_DIFFER lists the exceptions."""
     own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
     differ = [f"{key}={own[key]!r}, there {ran[key]!r}" for key in own if own[key] != ran[key]]
     differ = [text for text in differ if text.split("=")[0] not in config.MAY_DIFFER]
@@ -118,18 +149,18 @@ def _require_same(cfg: Config, folder: Path) -> None:
         )
 
 
-def release(claimed: Claim) -> None:
-    """Undo a claim, for a run that was refused before it trained; one that has trained is left alone."""
-    if claimed.fresh and not (claimed.folder / "metrics.jsonl").exists():
-        _remove(claimed.folder)
-        _leave(claimed.folder, claimed.made)
+def _release(own: Claim) -> None:
+    """Undo a claim of a run that was refused before it trained. A run that has trained keeps its files."""
+    if own.start.is_new and not (own.folder / "metrics.jsonl").exists():
+        _remove(own.folder)
+        _leave(own.folder, own.is_made)
 
 
-def _leave(folder: Path, made: bool) -> None:
-    """Remove our lock from a folder that holds nothing else, and the folder if we made it."""
+def _leave(folder: Path, is_made: bool) -> None:
+    """Remove the lock from a folder that holds nothing else. is_made: remove the folder, too."""
     if [path.name for path in folder.iterdir()] == [LOCK]:
         (folder / LOCK).unlink()
-        if made:
+        if is_made:
             folder.rmdir()
 
 

@@ -1,9 +1,9 @@
-"""Ending a job that hangs, with the name of the rank at fault, instead of letting it wait in silence.
+"""Ends a job that hangs and names the rank at fault.
 
-A thread on every rank tells the others, through the store that torchrun keeps, how far its rank has come. When no
-rank has moved for run.hang_s seconds, the ranks that fell behind are named and the job ends; torchrun --max-restarts
-then brings it back from the last checkpoint. Should the thread itself stand still, because something holds Python's
-lock, a timer that needs no lock ends the process after DEAD_MAN times as long.
+A thread on every rank writes the progress of its rank into the store that torchrun keeps. If no rank has moved for
+run.hang_s seconds, the job ends with the names of the ranks that fell behind. torchrun --max-restarts then starts the
+job again from its last checkpoint. If the watching thread cannot run because another thread holds the GIL, a C-level
+timer ends the process after DEAD_MAN * run.hang_s seconds.
 """
 
 import faulthandler
@@ -21,19 +21,19 @@ from flux_ref.errors import Fault
 from flux_ref.formats import safetensors_io
 from flux_ref.ranks import World
 
-LINGER_S = 3.0  # at least so long the silent ranks let the one that speaks be first
+LINGER_S = 3.0  # the other ranks wait at least so long, so that the message of one rank comes first
 SILENT = {"beat": 0, "still": 0.0, "collectives": 0, "last": "", "place": "start-up"}
 DEAD_MAN = 3  # the store may take twice run.hang_s to fail
 
 
-class Watch:
-    """Watches this rank and all others from the moment it is made."""
+class HangWatch:
+    """Watches this rank and all other ranks from the moment it is made."""
 
     def __init__(self, name: str, world: World, groups: list[dist.ProcessGroup], limit_s: float):
-        """groups: those whose collectives count; limit_s: 0 watches nothing."""
+        """groups: whose collectives count as progress. limit_s: seconds without progress; 0 watches nothing."""
         self.name, self.world, self.limit_s = name, world, limit_s
         self.period = min(5.0, limit_s / 20)
-        self.linger_s = max(LINGER_S, 2 * self.period)  # ranks reach their verdicts so far apart
+        self.linger_s = max(LINGER_S, 2 * self.period)  # two ranks judge at most so far apart
         self.store = dist.PrefixStore("watch", ranks.store_clone())
         self.groups = groups
         self.place, self.marks, self.beat = "start-up", 0, 0
@@ -42,11 +42,11 @@ class Watch:
             threading.Thread(target=self._run, daemon=True).start()
 
     def at(self, place: str) -> None:
-        """Say where this rank is; each call is a sign of life."""
+        """Note the place of this rank. Each call counts as progress."""
         self.place, self.marks = place, self.marks + 1
 
     def close(self) -> None:
-        """The work is done: what comes now may take its time."""
+        """Stop watching: the work is done."""
         self.closed.set()
 
     def _run(self) -> None:
@@ -61,13 +61,13 @@ class Watch:
         return time.monotonic() - self.since
 
     def _tell(self) -> None:
-        """Publish how far this rank is."""
+        """Write the progress of this rank into the store."""
         collectives = sum(ranks.collectives(group) for group in self.groups)
         moved = (self.marks, collectives, safetensors_io.Moved.total)
         if moved != self.moved:
             self.moved, self.since = moved, time.monotonic()
         self.beat += 1
-        # The recorder is asked only when nothing moves: asking it may disturb a graph that is being captured.
+        # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
         last = ranks.last_collective() if self._still_s() > self.limit_s / 2 else ""
         record = {
             "beat": self.beat,
@@ -82,7 +82,7 @@ class Watch:
         return [self._with_store(lambda rank=rank: self._told(str(rank))) for rank in range(self.world.size)]
 
     def _told(self, rank: str) -> dict:
-        """What a rank told last; one that has not spoken yet is still at its start, and must not be waited for."""
+        """The newest record of a rank. A rank without a record is still starting; nobody waits for it."""
         return json.loads(self.store.get(rank)) if self.store.check([rank]) else dict(SILENT)
 
     def _with_store(self, ask: Callable[[], object]) -> object:
@@ -92,14 +92,14 @@ class Watch:
             self._leave(
                 f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
                 " which is on the first node",
-                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # this node may hear of nothing else
+                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # one rank per node: no other message may reach it
             )
 
     def _judge(self) -> None:
-        """Find out who is behind, unless some rank still moves."""
+        """Name the ranks that are behind and end the job, unless some rank still moves."""
         before = self._heard()
         deadline = time.monotonic() + 4 * self.period
-        while time.monotonic() < deadline:  # long enough for every living rank to be heard again
+        while time.monotonic() < deadline:  # every living rank writes again in this time
             time.sleep(self.period)
             self._tell()
         verdict = judge(before, self._heard(), self.limit_s)
@@ -109,7 +109,7 @@ class Watch:
             self._leave(f"{self.name}: {message}", speaks=self.world.rank == innocent[0])
 
     def _leave(self, message: str, speaks: bool) -> None:
-        # Whatever holds Python's lock by then.
+        # The timer ends the process even if another thread holds the GIL.
         faulthandler.dump_traceback_later(2 * self.linger_s, exit=True, file=sys.__stderr__)
         if speaks:
             print(message, file=sys.stderr, flush=True)
@@ -119,7 +119,7 @@ class Watch:
 
 
 def judge(before: list[dict], after: list[dict], limit_s: float) -> tuple[list[int], str] | None:
-    """From what all ranks told, twice: the ranks at fault and the message; None while any of them moves."""
+    """(ranks at fault, message) from two records of every rank. None while any rank moves."""
     frozen = [rank for rank, (old, new) in enumerate(zip(before, after)) if old["beat"] == new["beat"]]
     alive = [rank for rank in range(len(after)) if rank not in frozen]
     if any(after[rank]["still"] < limit_s for rank in alive):

@@ -1,10 +1,9 @@
-"""What a run writes into its folder and shows on the terminal while it runs. Rank 0 speaks."""
+"""What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -32,13 +31,12 @@ from flux_ref.step import NEVER, Health, State
 
 
 class Reporter:
-    """Terminal, metrics.jsonl, eval.jsonl and loss.png of one run; on ranks above 0 it only computes."""
+    """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
 
-    def __init__(self, cfg: Config, world: World, band: Band | None):
-        """band: what validation losses are held against."""
-        self.cfg, self.world, self.band, self.folder = cfg, world, band, config.run_dir(cfg)
+    def __init__(self, cfg: Config, world: World, log: BenchmarkLog, band: Band | None):
+        """band: the losses of reference runs, which the validation losses are compared with."""
+        self.cfg, self.world, self.log, self.band, self.folder = cfg, world, log, band, config.run_dir(cfg)
         self.speaks = world.rank == 0
-        self.log = BenchmarkLog(self.folder / "result_0.txt" if self.speaks else None)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
         self.recent: list[dict] = []  # the last logged steps
@@ -54,18 +52,20 @@ class Reporter:
             self.log.text(line)
 
     def introduce(self, train_count: int, val_count: int) -> None:
-        """Say what is about to run."""
+        """Print what is going to run, and write environment.json. train_count, val_count: samples."""
+        if not self.speaks:
+            return
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
         mesh = ranks.describe_mesh(world.replicas, world.nodes)
-        found = environment(world)
+        facts = environment(world)
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {found['device']} ({mesh}), torch {torch.__version__}\n"
+            f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
             f"  compute {fp8.describe(cfg)}; attention: {attention_kernel(cfg, world.device)}\n"
-            f"  steps   {steps.manner(cfg, world.device)}\n"
+            f"  steps   {steps.mode(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
             f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
@@ -73,25 +73,27 @@ class Reporter:
         )
         for complaint in convergence.unlike_reference(cfg):
             self.say(f"warning: {complaint}")
-        if self.speaks:
-            write_whole(self.folder / "environment.json", json.dumps(found, indent=2) + "\n")
+        write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
     def resume(self, step: int, samples: int) -> None:
-        """Take up the records of the run so far, up to the checkpoint it goes on from. Collective. Raises: Refusal.
+        """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
 
-        What came after the checkpoint is cut off: it will come again, the same.
+        The run repeats what came after the checkpoint, with the same results.
         """
-        figures = {"metrics.jsonl": ("loss",), "eval.jsonl": ("val_loss",)} if self.speaks else {}
-        kept = ranks.together(lambda: [records(self.folder / name, samples, own) for name, own in figures.items()])
-        ranks.together(lambda: [rewrite(self.folder / name, own) for name, own in zip(figures, kept)])
-        trained, evaluated = kept or ([], [])
-        self.train_curve = [(record["samples"], record["loss"]) for record in trained]
-        self.val_curve = ranks.gather_objects([(record["samples"], record["val_loss"]) for record in evaluated])[0]
+        with ranks.agreed():
+            if self.speaks:
+                trained = records(self.folder / "metrics.jsonl", samples, ("loss",))
+                evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
+                rewrite(self.folder / "metrics.jsonl", trained)
+                rewrite(self.folder / "eval.jsonl", evaluated)
+                self.train_curve = [(record["samples"], record["loss"]) for record in trained]
+                self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
+        self.val_curve = ranks.gather_objects(self.val_curve)[0]
         self.log.disqualify("resumed_from_step", step, "resumed")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
-    def begin(self, samples: int, evaluates: bool) -> None:
-        """Show the progress bar and start counting time. evaluates: whether an evaluation comes before any step."""
+    def begin(self, samples: int) -> None:
+        """Show the progress bar and start counting time."""
         total = (
             schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
         )
@@ -103,11 +105,9 @@ class Reporter:
             disable=not self.speaks,
         )
         self._mark(samples, 0.0)
-        if not evaluates:
-            self.log.block_start(samples)
 
     def tick(self) -> None:
-        """One step is under way."""
+        """Move the bar by one step."""
         self.bar.update(self.cfg.train.global_batch)
 
     def _mark(self, samples: int, wait_s: float) -> None:
@@ -123,7 +123,7 @@ class Reporter:
         self.require_healthy(health)
         own = torch.stack((loss.double(), grad_norm.double(), loss.new_tensor(len(data.skipped)).double()))
         told = ranks.gather(own)
-        skipped = self.skipped(data) if any(values[2] for values in told) else {}
+        skipped = data.skipped_everywhere() if any(values[2] for values in told) else {}
         if len(skipped) > self.cfg.data.skip_bad:
             raise Fault(
                 f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
@@ -164,23 +164,13 @@ class Reporter:
         if complaint:
             raise Fault(complaint)
 
-    @staticmethod
-    def skipped(data: TrainSet) -> dict[int, str]:
-        """The damaged samples that any rank has passed over so far, and why. Collective."""
-        return {sample: reason for rank in ranks.gather_objects(data.skipped) for sample, reason in rank.items()}
+    def val_loss_at(self, samples: int) -> float | None:
+        """The validation loss that a resumed run has recorded at this point already; the same on every rank."""
+        return self.val_curve[-1][1] if self.val_curve and self.val_curve[-1][0] == samples else None
 
-    def evaluation(self, samples: int, evaluate: Callable[[], Validation]) -> bool:
-        """Run and report one evaluation; returns whether the target was reached, the same on every rank.
-
-        One that was reported before the run broke off is not repeated.
-        """
-        if self.val_curve and self.val_curve[-1][0] == samples:
-            return self._reaches(self.val_curve[-1][1])
+    def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
+        """Record and print the result of an evaluation that took so many seconds."""
         begin = time.perf_counter()
-        self.log.eval_start(samples)
-        result = evaluate()
-        self.log.eval_stop(samples, result.loss)
-        seconds = time.perf_counter() - begin
         self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
@@ -191,20 +181,13 @@ class Reporter:
         for alarm in alarms.of_losses(self.val_curve, self.band, convergence.bias_of_config(self.cfg)):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
-        self._chart()
-        # Evaluations do not count in the training rate.
-        self.since = (self.since[0] + time.perf_counter() - begin, *self.since[1:])
-        reached = self._reaches(result.loss)
-        if not reached and samples < self.cfg.train.max_samples:
-            self.log.block_start(samples)
-        return reached
-
-    def _reaches(self, loss: float) -> bool:
-        """Alike on every rank, for the loss has the same bits on all."""
-        return self.cfg.eval.target > 0 and loss <= self.cfg.eval.target
+        if self.speaks:
+            loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
+        # The time of an evaluation does not count in the rate of training.
+        self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])
 
     def conclude(self, state: State, reached: bool) -> None:
-        """Say how the run ended and where to look; outcome.json marks it as finished."""
+        """Print how the run ended and where its files are. outcome.json marks the run as finished."""
         outcome = REACHED if reached else ENDED
         lines = [outcome, f"  losses    {self.folder}/loss.png"]
         if self.cfg.sample.count:
@@ -229,18 +212,13 @@ class Reporter:
                 file.flush()
                 os.fsync(file.fileno())  # a checkpoint that comes later must not outlive its line
 
-    def _chart(self) -> None:
-        if self.speaks:
-            loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
-
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-        self.log.close()
 
 
 def blame(ranks: list[list[float]], global_batch: int) -> str | None:
-    """What to say, given the first bad loss and the first bad norm of each rank; None if all was finite."""
+    """The complaint about the first bad loss and the first bad norm of each rank. None if all values were finite."""
     bad = [(int(loss_step), rank) for rank, (loss_step, _) in enumerate(ranks) if loss_step != NEVER]
     norm_step = int(ranks[0][1])
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
@@ -256,7 +234,7 @@ def blame(ranks: list[list[float]], global_batch: int) -> str | None:
 
 
 def validation_record(result: Validation) -> dict[str, object]:
-    """The names under which an evaluation is written down."""
+    """An evaluation as a record of eval.jsonl."""
     return {
         "val_loss": result.loss,
         "val_loss_per_timestep": result.losses,
@@ -267,6 +245,6 @@ def validation_record(result: Validation) -> dict[str, object]:
 
 
 def table(result: Validation) -> str:
-    """The eight losses and their mean, for the terminal."""
+    """The eight losses and their mean as text, one per line."""
     rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])

@@ -1,4 +1,4 @@
-"""Stopping when asked: a signal to any rank stops all ranks after the same step."""
+"""Stops all ranks after the same step when any rank receives a signal."""
 
 import signal
 
@@ -12,10 +12,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what torchrun passes on, and what 
 
 
 class Stopping:
-    """Takes SIGTERM and SIGUSR1 from the moment it is made; `check` tells when they are acted upon."""
+    """Catches SIGTERM and SIGUSR1 from the moment it is made. `check` acts on them."""
 
     def __init__(self, timeout_s: float = 0.0):
-        """Collective. timeout_s: for the others' word, 0 for the backend's own."""
+        """Collective. timeout_s: the limit of waiting for the other ranks; 0 for the backend's default."""
         self.signal = 0
         self.group = ranks.host_group("stop", timeout_s)
         self.asked: tuple[torch.Tensor, dist.Work] | None = None
@@ -26,9 +26,10 @@ class Stopping:
         self.signal = number
 
     def check(self) -> None:
-        """Once per step and per validation batch, on every rank. Raises: Interrupted, on every rank at the same call.
+        """Call this after each step and each validation batch, on every rank.
 
-        A rank's word is asked for at one call and read at the next: it travels while the device works.
+        The ranks exchange their signals at one call and read the result at the next call, so that no rank waits.
+        Raises: Interrupted, on every rank at the same call.
         """
         if self.asked is not None:
             word, work = self.asked

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flux_ref import latents, rng, sharding
+from flux_ref import latents, ranks, rng, sharding
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
 from flux_ref.formats import shards
@@ -37,32 +37,31 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
     return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
 
 
-def draw(
-    net: nn.Module,
-    decode: Decoder,
-    val_set: ValSet,
-    empty: Rows,
-    cfg: Config,
-    world: World,
-    path: Path,
-    at: Callable[[str], None],
-) -> str:
-    """Draw pictures from captions into a grid; returns a line that says where. Collective, rank 0 writes.
+class Artist:
+    """Draws pictures from captions into a grid. Collective; rank 0 writes."""
 
-    empty:   the encodings of the empty caption, for guidance. The captions are cfg.sample.captions, or else the
-             first cfg.sample.count stored with the validation set.
-    at:      told before each sampling step where this rank is.
-    """
-    texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
-    with regions.uncompiled(cfg.parallel):
-        z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, world.device, at)
-    if world.rank == 0:
-        grid.grid(decode(z_BCYX), [caption for caption, _ in texts], path)
-    lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
-    few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
-    is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
-    note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
-    return f"pictures: {path}{few}{note}"
+    def __init__(self, cfg: Config, world: World):
+        """Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
+        self.cfg, self.world = cfg, world
+        with ranks.agreed():
+            self.decode = decoder(cfg) if world.rank == 0 else None
+
+    def draw(self, net: nn.Module, val_set: ValSet, empty: Rows, path: Path, at: Callable[[str], None]) -> str:
+        """Draw cfg.sample.captions, or the first cfg.sample.count captions of the validation set. Returns a message.
+
+        empty: the encodings of the empty caption, for guidance. at: called before each sampling step with its name.
+        """
+        cfg = self.cfg
+        texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
+        with regions.uncompiled(cfg.parallel):
+            z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, at)
+        if self.world.rank == 0:
+            grid.grid(self.decode(z_BCYX), [caption for caption, _ in texts], path)
+        lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
+        few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
+        is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
+        note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
+        return f"pictures: {path}{few}{note}"
 
 
 def decoder(cfg: Config) -> Decoder:

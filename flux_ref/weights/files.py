@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flux_ref import config, config_file
+from flux_ref import config, config_file, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, safetensors_io
@@ -189,6 +189,16 @@ def load(net: nn.Module, source: Source) -> None:
         for name, parameter in named_parameters(net).items():
             first, local = local_rows(parameter)
             local.copy_(source.read(name, first, len(local)))
+
+
+def load_everywhere(net: nn.Module, given: Path, model: ModelConfig) -> None:
+    """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
+    path = None
+    with ranks.agreed():
+        path = find(given)
+    path = ranks.gather_objects(path)[0]  # a run may still be saving, so ranks may find different checkpoints
+    with ranks.agreed():
+        load(net, open_source(path, model))
 
 
 def config_of(path: Path, given: str | None) -> Config:

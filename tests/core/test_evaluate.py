@@ -6,12 +6,13 @@ import rank_runs
 import torch
 
 from flux_ref import config, latents, ranks, rng, schedule, sharding
-from flux_ref.data import ValSet, allocate, synthetic
+from flux_ref.data import ValSet, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.formats import shards
 from flux_ref.ranks import World
-from flux_ref.step import validation_step
+from flux_ref.step import State, validation_step
+from flux_ref.steps import Steps
 
 SIZES = (1, pytest.param(2, marks=pytest.mark.slow), 3, 4)
 
@@ -115,7 +116,7 @@ def lone_loss(alone: World, shapes_dir, samples: int, **values: object) -> float
     val_set = ValSet(cfg, 0, 1, False)
     val_set.open()
     net = rank_runs.lively_net(cfg, alone)
-    return validation_loss(net, val_set, allocate(cfg.model, cfg.eval.batch), cfg, samples).loss
+    return validation_loss(Steps(State.of(net, cfg, alone, trains=False), cfg, alone), val_set, samples).loss
 
 
 def test_fresh_noise_differs_between_evaluations_and_repeats_at_the_same_one(alone, shapes_dir):

@@ -15,11 +15,10 @@ from precision_ranks import fp8_config
 
 from flux_ref import config_file, data, ranks, sharding, steps
 from flux_ref.errors import Fault, Refusal
-from flux_ref.optim import ShardedAdamW
 from flux_ref.run import cli
 from flux_ref.speed import fp8, graphs
 from flux_ref.step import NEVER, State, validation_step
-from flux_ref.steps import CAPTURED, Steps, manner, require_settled
+from flux_ref.steps import CAPTURED, Steps, mode, require_settled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
@@ -68,7 +67,7 @@ def make(micro, world):
     def fresh(**values: object) -> Steps:
         cfg = config_file.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
         net = sharding.build(cfg, world, seed=3)
-        steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+        steps = Steps(State.of(net, cfg, world), cfg, world)
         steps.warm_up()
         return steps
 
@@ -93,7 +92,7 @@ def train(folder, data, *overrides: str) -> int:
 
 
 def chosen(where: torch.device, **values: object) -> str:
-    return manner(config_file.replace(config_file.load(MICRO), **values), where)
+    return mode(config_file.replace(config_file.load(MICRO), **values), where)
 
 
 def on_hip(monkeypatch, version: str) -> None:
@@ -300,8 +299,8 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log,
 
 def test_batch_and_rate_are_in_place_before_each_replay(log, tmp_path, shapes_dir, monkeypatch):
     filled, rates = [], []
-    to_device, replay = data.to_device, graph_ranks.StandInGraph.replay
-    monkeypatch.setattr(data, "to_device", lambda feed, static: (log.append("fill"), to_device(feed, static))[1])
+    copy_into, replay = data.Feed.copy_into, graph_ranks.StandInGraph.replay
+    monkeypatch.setattr(data.Feed, "copy_into", lambda feed, static: (log.append("fill"), copy_into(feed, static))[1])
 
     def looking(captured: graph_ranks.StandInGraph) -> None:
         if captured.kind == "train":
@@ -370,7 +369,7 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
     cfg = fp8_config(fp8__dynamic_steps=2)
     net = sharding.build(cfg, world, seed=3)
-    steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+    steps = Steps(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
     scaling, capture = [], StandInRecorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, fp8.Fp8Linear))

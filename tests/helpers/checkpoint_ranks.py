@@ -29,7 +29,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.model import parameter_table
-from flux_ref.optim import MOMENTS, ShardedAdamW
+from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
@@ -39,8 +39,8 @@ STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
 WAIT_S = 90  # for the other launches
 BREAKS = {  # what fails, and on which rank; -1: the last
-    "the plan": (checkpoint._RowsPlanner, "create_local_plan", -1),
-    "the folder": (checkpoint_files.Writer, "set_up_storage_writer", 0),
+    "choosing rows": (checkpoint, "rows_to_write", -1),
+    "the folder": (checkpoint_files, "require_space", 0),
     "opening a file": (safetensors_io.CheckedFile, "__init__", -1),
     "writing": (safetensors_io.CheckedFile, "write_tensor", 0),
     "syncing": (safetensors_io.CheckedFile, "close", -1),
@@ -82,7 +82,7 @@ def dtensors(state: State) -> dict[str, DTensor]:
 def other_state(cfg: Config, world: World) -> State:
     """A state that holds other values."""
     net = sharding.build(cfg, world, seed=1)
-    return State(net, ShardedAdamW(net, cfg.optim, world))
+    return State.of(net, cfg, world)
 
 
 def lively_state(cfg: Config, world: World) -> State:
@@ -128,8 +128,7 @@ def after_steps(state: State) -> dict[str, Tensor]:
 def restored(cfg: Config, world: World, folder: Path) -> State:
     """A state that goes on from a checkpoint."""
     state = other_state(cfg, world)
-    saved = checkpoint.open_for(folder, state, FACTS)
-    checkpoint.load_weights(saved, state)
+    saved = checkpoint.resume(folder, state, FACTS)
     checkpoint.load_progress(saved, state)
     return state
 

@@ -17,11 +17,10 @@ import torch
 from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, data, ranks, schedule, sharding, steps
+from flux_ref import config_file, ranks, sharding, steps
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
-from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
@@ -112,7 +111,7 @@ def history(cfg: Config, world: World) -> dict:
     train_set.open()
     val_set.open()
     net = sharding.build(cfg, world, seed=3)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     steps = Steps(state, cfg, world)
     steps.warm_up()
     warm = everything(state)
@@ -120,17 +119,13 @@ def history(cfg: Config, world: World) -> dict:
     captured = everything(state)
 
     def evaluate() -> list[float]:
-        args = (net, val_set, steps.val_batch, cfg, state.samples)
-        return validation_loss(*args, validate=steps.validate).losses
+        return validation_loss(steps, val_set, state.samples).losses
 
     steps.health.restart(0)
     feed, results, validations = train_set.feed(0), [], []
     try:
         for _ in range(STEPS):
-            data.to_device(feed, steps.train_batch)
-            state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-            results.append(torch.stack(steps.train()))
-            state.advance(cfg.train.global_batch)
+            results.append(torch.stack(steps.train_on(feed)))
             if state.step % EVALUATE_EVERY == 0:
                 validations.append(evaluate())
     finally:

@@ -178,7 +178,7 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Calla
         if rank == size - 1:
             os.kill({"self": os.getpid(), "launcher": os.getppid()}[victim], signal.Signals[name])
 
-    def recorded_step(net, opt, batch, health, cfg):
+    def recorded_step(state, batch, health, cfg):
         step = int(health.flags[0])
         if place == "step" and step == int(at):
             strike()
@@ -187,12 +187,12 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Calla
         rows = [zlib.crc32(b"".join(part.numpy().tobytes() for part in row)) for row in rows_of(batch)]
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
-        return train_step(net, opt, batch, health, cfg)
+        return train_step(state, batch, health, cfg)
 
-    def struck_loss(net, val, static, cfg, samples, *args):
+    def struck_loss(steps, val, samples, *args):
         if place == "evaluation" and samples == int(at):
             strike()
-        return validation_loss(net, val, static, cfg, samples, *args)
+        return validation_loss(steps, val, samples, *args)
 
     return {(steps, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
 

@@ -16,7 +16,6 @@ from conftest import MICRO
 from flux_ref import checkpoint, config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import synthetic
-from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.speed.fp8 import Fp8Linear
@@ -35,7 +34,7 @@ def fp8_config(**values: object) -> Config:
 
 def lively_state(cfg: Config, world: World) -> State:
     net = rank_runs.lively_net(cfg, world)
-    return State(net, ShardedAdamW(net, cfg.optim, world))
+    return State.of(net, cfg, world)
 
 
 def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[float]:
@@ -46,8 +45,8 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[f
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):
-        state.net.fp8.begin(state.step)
-        loss, _ = train_step(state.net, state.opt, batch, health, cfg)
+        state.fp8.begin(state.step)
+        loss, _ = train_step(state, batch, health, cfg)
         losses.append(sum(values[0] for values in ranks.gather(loss.reshape(1))) / world.size)
         state.advance(ROWS)
     return losses
@@ -56,9 +55,9 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[f
 def training(cfg: Config, world: World) -> dict:
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
-    first = state.net.fp8.history.clone()
+    first = state.fp8.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)
-    fp8 = state.net.fp8
+    fp8 = state.fp8
     linears = [module for module in state.net.modules() if isinstance(module, Fp8Linear)]
     return {
         "losses": losses,
@@ -71,7 +70,7 @@ def training(cfg: Config, world: World) -> dict:
 
 def one_nan(state: State, world: World) -> list[bool]:
     """Whether all histories but that of a tensor with NaN on one rank, each rank in turn, have moved on."""
-    fp8, kept = state.net.fp8, True
+    fp8, kept = state.fp8, True
     for bad in range(world.size):
         before = fp8.history.clone()
         for amax in fp8.amaxes:

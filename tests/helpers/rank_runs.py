@@ -13,7 +13,6 @@ import sys
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config, config_file, data, ranks, schedule, sharding
+from flux_ref import config, config_file, ranks, schedule, sharding
+from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet, allocate, to_device
+from flux_ref.data import TrainSet, ValSet, allocate
 from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
 from flux_ref.model import Flux
@@ -33,6 +33,7 @@ from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, State, train_step, warm_up
+from flux_ref.steps import Steps
 
 STEPS = 4
 CLIP = 1.2  # the norms of these steps lie on both sides of it
@@ -135,7 +136,7 @@ def initial(cfg: Config, world: World) -> dict:
 def training(cfg: Config, world: World, warm: bool = False, validate: bool = False) -> dict:
     """A few steps from lively weights, after a warm-up and with validations in between if asked for."""
     net = lively_net(cfg, world)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     train_set, val_set = open_sets(cfg, world)
     batch = allocate(cfg.model, cfg.train.global_batch // world.size)
     val_batch = allocate(cfg.model, cfg.eval.batch)
@@ -149,14 +150,14 @@ def training(cfg: Config, world: World, warm: bool = False, validate: bool = Fal
     feed, health = train_set.feed(0), Health(world.device)
     losses, norms = [], []
     for _ in range(STEPS):
-        to_device(feed, batch)
+        feed.copy_into(batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, norm = train_step(net, state.opt, batch, health, cfg)
+        loss, norm = train_step(state, batch, health, cfg)
         state.advance(cfg.train.global_batch)
         losses.append(ranks.gather(loss.double()))
         norms.append(ranks.gather(norm.double()))
         if validate:
-            validation_loss(net, val_set, val_batch, cfg, state.samples)
+            validation_loss(Steps(state, cfg, world), val_set, state.samples)
     feed.close()
     local = [parameter.to_local() for parameter in state.opt.parameters]
     shared = [a.data_ptr() == b.data_ptr() for a, b in zip(state.opt.shards, local) if a.numel()]
@@ -209,7 +210,8 @@ def validation(cfg: Config, world: World) -> dict:
     def measure(net: Flux, permute: bool = False, **values: object) -> dict:
         own = config_file.replace(cfg, **values)
         _, val_set = open_sets(own, world)
-        result = validation_loss(net, val_set, allocate(own.model, own.eval.batch), own, VAL_SAMPLES, permute)
+        steps = Steps(State.of(net, own, world, trains=False), own, world)
+        result = validation_loss(steps, val_set, VAL_SAMPLES, permute)
         return vars(result) | {"of all ranks": of_all(result.loss)}
 
     found = {f"batches of {rows}": measure(net, eval__batch=rows) for rows in (8, 5)}
@@ -242,17 +244,18 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
     cfg = config_file.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
-    reporter = Reporter(cfg, world, None)
-    reporter.begin(0, evaluates=False)
+    reporter = Reporter(cfg, world, BenchmarkLog(folder / "result_0.txt" if world.rank == 0 else None), None)
+    reporter.begin(0)
     net = lively_net(cfg, world)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     train_set, _ = open_sets(cfg, world)
     feed, batch = train_set.feed(0), allocate(cfg.model, cfg.train.global_batch // world.size)
 
     def complaint(health: Health, skipped: dict[int, str] | None = None) -> str:
         one = torch.ones(())
         try:
-            reporter.step(state, one, one, health, feed, SimpleNamespace(skipped=skipped or {}))
+            train_set.skipped = skipped or {}
+            reporter.step(state, one, one, health, feed, train_set)
         except Fault as error:
             return str(error)
         return ""
@@ -268,11 +271,11 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
 
     health = Health(world.device)
     for step in range(STEPS):  # step 1 changes no weight, so later losses are sound again
-        data.to_device(feed, batch)
+        feed.copy_into(batch)
         if step == 1 and world.rank == world.size - 1:
             batch["mean"][0] = math.nan
         state.opt.lr.fill_(cfg.optim.lr)
-        train_step(net, state.opt, batch, health, cfg)
+        train_step(state, batch, health, cfg)
         state.advance(cfg.train.global_batch)
     found["flags"] = of_all(health.flags.tolist())
     found["NaN at step 1"] = of_all(complaint(health))
@@ -282,14 +285,11 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
 
 
 def refusing(world: World) -> list[str]:
-    """What `together` raises on every rank when only the last is refused."""
-
-    def task() -> None:
-        if world.rank == world.size - 1:
-            raise Refusal("no such shard")
-
+    """What `agreed` raises on every rank when only the last rank is refused."""
     try:
-        ranks.together(task)
+        with ranks.agreed():
+            if world.rank == world.size - 1:
+                raise Refusal("no such shard")
     except Refusal as error:
         return of_all(str(error))
     return of_all("")

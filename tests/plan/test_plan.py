@@ -20,7 +20,6 @@ from flux_ref.benchmark import hardware
 from flux_ref.data import allocate
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
-from flux_ref.optim import ShardedAdamW
 from flux_ref.plan import commands as plan
 from flux_ref.plan import footprint, memory, step_time
 from flux_ref.plan.step_time import Machine
@@ -164,12 +163,12 @@ def test_memory_of_a_step_without_peers(name):
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             net = sharding.build(cfg, world, seed=None)
-            state, health = State(net, ShardedAdamW(net, cfg.optim, world)), Health(world.device)
+            state, health = State.of(net, cfg, world), Health(world.device)
             state.opt.moments()
             batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
             for _ in range(2):
                 with record_function(plan_memory.STEP):
-                    train_step(net, state.opt, batch, health, cfg)
+                    train_step(state, batch, health, cfg)
     finally:
         ranks.stop()
     assert moment.total == pytest.approx(plan_memory.peaks(profiler)[1], rel=0.03)
@@ -229,9 +228,9 @@ def test_communication_is_what_a_step_asks_for(gpus, node, micros, kept):
     world = fake_world(cfg, gpus, node)
     try:
         net = sharding.build(cfg, world, seed=None)
-        opt, batch = ShardedAdamW(net, cfg.optim, world), allocate(cfg.model, micros)
+        state, batch = State.of(net, cfg, world), allocate(cfg.model, micros)
         with Counted() as counted:
-            train_step(net, opt, batch, Health(world.device), cfg)
+            train_step(state, batch, Health(world.device), cfg)
     finally:
         ranks.stop()
     assert counted.sent == pytest.approx(step_time.sent(cfg, layout, micros))

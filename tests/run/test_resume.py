@@ -35,7 +35,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.run import cli
 from flux_ref.run import folder as run_folder
-from flux_ref.run.hang_watch import Watch, judge
+from flux_ref.run.hang_watch import HangWatch, judge
 
 BATCH = 12
 LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
@@ -388,14 +388,14 @@ def put(cfg: Config, state: str) -> Path:
 def outcome(cfg: Config, restarted: bool = False) -> str:
     """What becomes of a claim: anew, from nothing, from a checkpoint, or the reason of its refusal."""
     try:
-        claimed = run_folder.claim(cfg, restarted)
+        claim = run_folder.claim(cfg, restarted)
     except Refusal as refusal:
         assert "\n" not in str(refusal) and str(config.run_dir(cfg)) in str(refusal)
         return str(refusal)
-    claimed.lock.close()
-    if claimed.start:
-        return f"from {claimed.start.name}"
-    return "anew" if claimed.fresh else "from nothing"
+    claim.lock.close()
+    if claim.start.checkpoint:
+        return f"from {claim.start.checkpoint.name}"
+    return "anew" if claim.start.is_new else "from nothing"
 
 
 NO_RUN, A_RUN, FINISHED = "holds no run to continue", "already holds a run", "already holds a finished run"
@@ -676,7 +676,7 @@ def test_nobody_is_blamed_when_all_wait_in_the_same_place():
 
 
 def test_a_rank_that_never_spoke_is_named_and_not_waited_for():
-    watch = object.__new__(Watch)
+    watch = object.__new__(HangWatch)
     watch.store, watch.world = torch.distributed.HashStore(), SimpleNamespace(rank=0, size=2)
     watch.store.set("0", json.dumps(told(1, 9.0, 90)))
     before = watch._heard()
@@ -733,9 +733,10 @@ def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
 
 LOCKED = """
 import ctypes, sys, time
-from flux_ref import cli, config, hang, parallel
-world = parallel.start(config.ParallelConfig())
-watch = hang.Watch("train.py", world, parallel.groups(world), 1.0)
+from flux_ref import config, ranks
+from flux_ref.run import cli, hang_watch
+world = ranks.start(config.ParallelConfig())
+watch = hang_watch.HangWatch("train.py", world, ranks.groups(world), 1.0)
 if sys.argv[1] == "closed":
     watch.close()
 time.sleep(0.5)

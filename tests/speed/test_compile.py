@@ -6,7 +6,6 @@ from conftest import MICRO
 
 from flux_ref import config_file, ranks, schedule, sharding
 from flux_ref.data import synthetic
-from flux_ref.optim import ShardedAdamW
 from flux_ref.speed import regions
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
@@ -19,11 +18,11 @@ def run(**overrides):
     world = ranks.start(cfg.parallel)
     try:
         net = sharding.build(cfg, world, seed=3)
-        state = State(net, ShardedAdamW(net, cfg.optim, world))
+        state = State.of(net, cfg, world)
         state.opt.lr.fill_(1e-2)
         batch = synthetic(cfg.model, cfg.train.global_batch)
         health = Health(world.device)
-        losses = [float(train_step(net, state.opt, batch, health, cfg)[0]) for _ in range(3)]
+        losses = [float(train_step(state, batch, health, cfg)[0]) for _ in range(3)]
         sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
         validation_step(net, batch, sums, cfg)
         return losses, sums
@@ -50,10 +49,10 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
     world = ranks.start(cfg.parallel)
     try:
         net = sharding.build(cfg, world, seed=3)
-        state = State(net, ShardedAdamW(net, cfg.optim, world))
+        state = State.of(net, cfg, world)
         batch, val_batch = (synthetic(cfg.model, rows) for rows in (12, 8))
         warm_up(state, batch, val_batch, cfg)
-        train_step(net, state.opt, batch, Health(world.device), cfg)
+        train_step(state, batch, Health(world.device), cfg)
         sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
         validation_step(net, val_batch, sums, cfg)
         with regions.uncompiled(cfg.parallel):

@@ -23,11 +23,10 @@ import eval as eval_script
 import train
 from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, sharding
 from flux_ref.config import Config, Fp8Config
-from flux_ref.data import TrainSet, allocate, synthetic, to_device
+from flux_ref.data import TrainSet, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux, parameter_table
-from flux_ref.optim import ShardedAdamW
 from flux_ref.speed import fp8
 from flux_ref.speed.fp8 import Fp8Linear, Fp8State, arithmetic, cast, scaled_mm
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
@@ -333,8 +332,8 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
         if step == 2:
             linear = next(module for module in state.net.modules() if isinstance(module, Fp8Linear))
             linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
-        state.net.fp8.begin(step)
-        norms.append(float(train_step(state.net, state.opt, batch, health, cfg)[1]))
+        state.fp8.begin(step)
+        norms.append(float(train_step(state, batch, health, cfg)[1]))
         weights.append([parameter.detach().to_local().clone() for parameter in state.net.parameters()])
     assert [math.isfinite(norm) for norm in norms] == [True, True, False, False]
     assert all(torch.equal(one, other) for one, other in zip(weights[1], weights[3]))
@@ -438,11 +437,11 @@ def test_a_step_notes_the_largest_of_its_micro_batches(micro_batch, world):
     cfg = fp8_config(train__micro_batch=micro_batch)
     state = lively_state(cfg, world)
     steps(state, cfg, world, count=1)
-    inputs = state.net.fp8.history[0::2, 0]
+    inputs = state.fp8.history[0::2, 0]
     assert inputs.all()
     reference = lively_state(fp8_config(), world)
     steps(reference, fp8_config(), world, count=1)
-    torch.testing.assert_close(inputs, reference.net.fp8.history[0::2, 0], rtol=0.02, atol=0)
+    torch.testing.assert_close(inputs, reference.fp8.history[0::2, 0], rtol=0.02, atol=0)
 
 
 def test_after_a_warm_up_training_is_as_if_there_had_been_none(world):
@@ -450,13 +449,13 @@ def test_after_a_warm_up_training_is_as_if_there_had_been_none(world):
     warm, cold = lively_state(cfg, world), lively_state(cfg, world)
     batches = allocate(cfg.model, 12, world.device), allocate(cfg.model, 5, world.device)
     seen = []
-    warm.net.fp8.begin = lambda step, own=warm.net.fp8.begin: (seen.append(step), own(step))
+    warm.fp8.begin = lambda step, own=warm.fp8.begin: (seen.append(step), own(step))
     warm_up(warm, *batches, cfg)
     assert seen[:2] == [0, 1]  # both ways of scaling have been compiled
-    assert not warm.net.fp8.history.any() and {float(scale) for scale in warm.net.fp8.scales} == {1.0}
-    assert {linear.scaling for linear in warm.net.fp8.linears} == {"dynamic"}
+    assert not warm.fp8.history.any() and {float(scale) for scale in warm.fp8.scales} == {1.0}
+    assert {linear.scaling for linear in warm.fp8.linears} == {"dynamic"}
     assert steps(warm, cfg, world) == steps(cold, cfg, world)
-    assert torch.equal(warm.net.fp8.history, cold.net.fp8.history)
+    assert torch.equal(warm.fp8.history, cold.fp8.history)
     require_identical(whole(warm.net), whole(cold.net))
 
 
@@ -471,7 +470,7 @@ def test_validation_between_steps_changes_nothing(world):
             validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
             sharding.reshard(state.net)
             assert sums[1].any()
-        found.append((losses + steps(state, cfg, world, count=2), state.net.fp8.history.tolist()))
+        found.append((losses + steps(state, cfg, world, count=2), state.fp8.history.tolist()))
     assert found[0] == found[1]
 
 
@@ -484,12 +483,11 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
     saver.finish()
     other = lively_state(cfg, world)
     steps(other, cfg, world, count=1)
-    saved = checkpoint.open_for(checkpoint_files.found(tmp_path)[0], other, FACTS)
-    checkpoint.load_weights(saved, other)
+    saved = checkpoint.resume(checkpoint_files.found(tmp_path)[0], other, FACTS)
     checkpoint.load_progress(saved, other)
-    assert [float(scale) for scale in other.net.fp8.scales] == [float(scale) for scale in state.net.fp8.scales]
+    assert [float(scale) for scale in other.fp8.scales] == [float(scale) for scale in state.fp8.scales]
     assert steps(other, cfg, world, count=2) == steps(state, cfg, world, count=2)
-    assert torch.equal(other.net.fp8.history, state.net.fp8.history)
+    assert torch.equal(other.fp8.history, state.fp8.history)
     require_identical(whole(other.net), whole(state.net))
     off = config_file.replace(cfg, fp8__recipe="dynamic")
     with pytest.raises(Refusal, match=r"1 unexpected: fp8\.history"):
@@ -511,14 +509,14 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(size, tmp_path, w
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
     assert losses[0] == pytest.approx(base["losses"][0], rel=1e-6)
-    assert torch.equal(state.net.fp8.history[0::2], base["first history"][0::2])  # of inputs
+    assert torch.equal(state.fp8.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(base["losses"], rel=1e-2)  # each rank rounds gradients of its own scale
     saved = checkpoint.open_for(checkpoint_files.found(tmp_path)[0], state, FACTS)
-    state.net.fp8.reset()
+    state.fp8.reset()
     checkpoint.load_progress(saved, state)
-    assert torch.equal(state.net.fp8.history, base["histories"][0])
-    assert torch.equal(torch.stack(state.net.fp8.scales), base["scales"][0])
+    assert torch.equal(state.fp8.history, base["histories"][0])
+    assert torch.equal(torch.stack(state.fp8.scales), base["scales"][0])
     assert saved.tensors["fp8.history"].shape == [2 * 22, 3]
     assert len(saved.tensors["fp8.history"].chunks) == 1, "written once"
 
@@ -630,7 +628,7 @@ def test_compiled_regions_train_as_eager_ones(world):
     compiled = config_file.replace(cfg, parallel__compile=True)
     state = lively_state(compiled, world)
     assert steps(state, compiled, world) == pytest.approx(eager, rel=1e-2)
-    assert state.net.fp8.history.all()
+    assert state.fp8.history.all()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
@@ -656,15 +654,15 @@ def test_a_device_trains_as_the_cpu_does(recipe, monkeypatch):
 def last_losses(cfg: Config, world, count: int = 250) -> float:
     """The mean loss of the last 50 of many steps on drawings, from the initial weights."""
     net = sharding.build(cfg, world, seed=cfg.train.seed)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     data = TrainSet(cfg, 0, 1, False)
     data.open()
     feed, batch, health, losses = data.feed(0), allocate(cfg.model, cfg.train.global_batch), Health(CPU), []
     for _ in range(count):
-        to_device(feed, batch)
+        feed.copy_into(batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, 20))
         net.fp8.begin(state.step)
-        losses.append(float(train_step(net, state.opt, batch, health, cfg)[0]))
+        losses.append(float(train_step(state, batch, health, cfg)[0]))
         state.advance(cfg.train.global_batch)
     feed.close()
     return sum(losses[-50:]) / 50

@@ -4,11 +4,10 @@ import pytest
 import torch
 from conftest import MICRO
 
-from flux_ref import checkpoint, config_file, ranks, sharding
+from flux_ref import checkpoint, config_file, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.data import allocate, synthetic
 from flux_ref.formats import checkpoint_files
-from flux_ref.optim import ShardedAdamW
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [
@@ -21,17 +20,16 @@ def losses_of(cfg, steps, sync_debug=False):
     """Training losses on synthetic data on this machine's device."""
     world = ranks.start(cfg.parallel)
     try:
-        net = sharding.build(cfg, world, seed=3)
-        opt = ShardedAdamW(net, cfg.optim, world)
+        state = State.build(cfg, world, seed=3)
         batch = allocate(cfg.model, cfg.train.global_batch, world.device)
         for name, tensor in synthetic(cfg.model, cfg.train.global_batch).items():
             batch[name].copy_(tensor)
-        opt.lr.fill_(1e-2)
+        state.opt.lr.fill_(1e-2)
         health, losses = Health(world.device), []
-        losses.append(train_step(net, opt, batch, health, cfg)[0])  # lazy set-up may wait for the device
+        losses.append(train_step(state, batch, health, cfg)[0])  # lazy set-up may wait for the device
         if sync_debug:
             torch.cuda.set_sync_debug_mode("error")
-        losses += [train_step(net, opt, batch, health, cfg)[0] for _ in range(steps - 1)]
+        losses += [train_step(state, batch, health, cfg)[0] for _ in range(steps - 1)]
         torch.cuda.set_sync_debug_mode("default")
         return [float(loss) for loss in losses]
     finally:
@@ -67,13 +65,12 @@ def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
             batch[name].copy_(tensor)
 
         def state_with(seed: int) -> State:
-            net = sharding.build(cfg, world, seed)
-            return State(net, ShardedAdamW(net, cfg.optim, world))
+            return State.build(cfg, world, seed)
 
         def train(state: State, steps: int) -> dict[str, torch.Tensor]:
             state.opt.lr.fill_(1e-2)
             for _ in range(steps):
-                train_step(state.net, state.opt, batch, Health(world.device), cfg)
+                train_step(state, batch, Health(world.device), cfg)
                 state.advance(cfg.train.global_batch)
             return {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
 
@@ -84,8 +81,7 @@ def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
         want = train(first, 3)
         saver.finish()
         second = state_with(seed=4)
-        saved = checkpoint.open_for(checkpoint_files.found(tmp_path)[-1], second, {})
-        checkpoint.load_weights(saved, second)
+        saved = checkpoint.resume(checkpoint_files.found(tmp_path)[-1], second, {})
         checkpoint.load_progress(saved, second)
         found = train(second, 3)
     finally:

@@ -9,7 +9,6 @@ from conftest import MICRO, data_overrides, require_identical, script
 from graph_ranks import STEPS, everything, history, require_same_history
 
 from flux_ref import config, config_file, ranks, sharding
-from flux_ref.optim import ShardedAdamW
 from flux_ref.step import State
 from flux_ref.steps import CAPTURED, Steps, manner
 
@@ -40,7 +39,7 @@ def make(micro: config.Config, world: ranks.World, **values: object) -> Steps:
     """The steps of a fresh net after a warm-up."""
     cfg = config_file.replace(micro, **(ON | values))
     net = sharding.build(cfg, world, seed=3)
-    steps = Steps(State(net, ShardedAdamW(net, cfg.optim, world)), cfg, world)
+    steps = Steps(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
     return steps
 

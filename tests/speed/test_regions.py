@@ -7,7 +7,6 @@ from conftest import MICRO
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
-from flux_ref.optim import ShardedAdamW
 from flux_ref.speed import attention, regions
 from flux_ref.step import Health, State, train_step
 
@@ -24,10 +23,10 @@ def steps(world, **overrides) -> list[float]:
     """Losses of three steps."""
     cfg = config_file.replace(config_file.load(MICRO), **overrides)
     net = sharding.build(cfg, world, seed=3)
-    state = State(net, ShardedAdamW(net, cfg.optim, world))
+    state = State.of(net, cfg, world)
     state.opt.lr.fill_(1e-2)
     batch, health = synthetic(cfg.model, cfg.train.global_batch), Health(world.device)
-    return [float(train_step(net, state.opt, batch, health, cfg)[0]) for _ in range(3)]
+    return [float(train_step(state, batch, health, cfg)[0]) for _ in range(3)]
 
 
 @pytest.mark.parametrize("region_blocks", [1, 2])
@@ -48,8 +47,8 @@ def test_recomputing_calls_every_block_once_more(world):
         for region in (*net.double_blocks, *net.single_blocks):
             for block in region.blocks:
                 block.forward = (lambda forward: lambda *a: calls.append(0) or forward(*a))(block.forward)
-        state = State(net, ShardedAdamW(net, cfg.optim, world))
-        train_step(net, state.opt, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
+        state = State.of(net, cfg, world)
+        train_step(state, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
         return len(calls)
 
     plain = called()

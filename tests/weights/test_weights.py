@@ -182,7 +182,8 @@ def refusals(path: Path, cfg: Config, world: World) -> list[str]:
     """What each rank says of weights that only some ranks find wrong."""
     net = sharding.build(cfg, world, seed=1)
     try:
-        ranks.together(lambda: files.load(net, opened(path, cfg.model)))
+        with ranks.agreed():
+            files.load(net, opened(path, cfg.model))
     except Refusal as error:
         return rank_runs.of_all(str(error))
     return rank_runs.of_all("")
