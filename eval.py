@@ -34,21 +34,28 @@ from flux_ref.steps import Steps
 from flux_ref.weights import files
 
 
+def step_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; give the step of a checkpoint, as in --checkpoint=900")
+    return int(text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("path", nargs="?", default="runs/tiny", type=Path)
-    parser.add_argument("--checkpoint", dest="step", type=int, metavar="STEP")
+    parser.add_argument("--checkpoint", dest="step", type=step_number, metavar="STEP")
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("--vae", metavar="FILE")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", action="store_true")
+    path, rest = cli.config_and_overrides(argv, default="runs/tiny")
     try:
-        options, overrides = parser.parse_known_args(argv)
+        options, overrides = parser.parse_known_args(rest)
     except argparse.ArgumentError as error:
         raise Refusal(f"{error}; see --help") from None
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
+    options.path = Path(path)
     options.overrides = [*overrides, *([f"--sample.vae={options.vae}"] if options.vae else [])]
     return options
 

@@ -186,20 +186,21 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     Raises: Refusal for a Refusal or an OSError of any rank. Another error is raised as it is on its own rank; all
             other ranks raise a Fault that names it.
     """
-    error = None
+    refused = broken = None
     try:
         yield
-    except Exception as raised:
-        error = raised
-    is_refused = isinstance(error, (Refusal, OSError))
-    reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
-    reasons = gather_objects(error and (is_refused, reason), group)
-    if error and not is_refused:
-        raise error
-    for rank, (refused, text) in ((rank, reason) for rank, reason in enumerate(reasons) if reason):
-        if not refused:
-            raise Fault(f"rank {rank}: {text}")
-        raise Refusal(text if reasons[0] == (True, text) else f"rank {rank}: {text}")
+    except (Refusal, OSError) as error:
+        refused = str(error)
+    except Exception as error:
+        broken = error
+    reasons = gather_objects((refused, broken and f"{type(broken).__name__}: {broken}"), group)
+    if broken:
+        raise broken
+    for rank, (refusal, defect) in enumerate(reasons):
+        if defect:
+            raise Fault(f"rank {rank}: {defect}")
+        if refusal is not None:
+            raise Refusal(refusal if refusal == reasons[0][0] else f"rank {rank}: {refusal}")
 
 
 def together(task):

@@ -84,6 +84,7 @@ def claim(cfg: Config, restarted: bool) -> Claim:
             checkpoint = _checkpoint(cfg, folder, restarted)
         except Refusal:
             _leave(folder, is_made)
+            lock.close()
             raise
         checkpoint_files.clean(folder)
         own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")

@@ -26,7 +26,7 @@ from conftest import MICRO, ROOT, data_overrides, require_identical, script
 from safetensors import safe_open
 
 import train as train_script
-from flux_ref import checkpoint, config, config_file, ranks
+from flux_ref import checkpoint, config, config_file, optim, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
@@ -35,6 +35,7 @@ from flux_ref.formats.checkpoint_files import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import cli
+from flux_ref.run.alive import Alive
 from flux_ref.step import State
 from flux_ref.weights import files
 
@@ -174,7 +175,7 @@ def test_every_byte_is_written_once_whatever_the_replicas(measured, writers):
             sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118
             head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
             assert path.stat().st_size == head + sizes[-1]
-    assert sum(sizes) == 12 * PARAMETERS == checkpoint.BYTES_PER_PARAMETER * PARAMETERS
+    assert sum(sizes) == 12 * PARAMETERS == optim.BYTES_PER_PARAMETER * PARAMETERS
     assert writers == 3 or max(sizes) < 1.2 * min(sizes)  # replicas share the work
 
 
@@ -276,17 +277,17 @@ def saver_of(cfg: Config, world: World) -> tuple[Saver, list[str]]:
 @pytest.fixture
 def gate(monkeypatch) -> threading.Event:
     """Saves write nothing before it is set; as often as one begins while another is under way, it is noted."""
-    event, save, running = threading.Event(), dcp.save, []
+    event, write, running = threading.Event(), Saver._write, []
     event.overlaps = []
 
-    def slow(*args: object, **options: object) -> None:
+    def slow(saver: Saver, partial: Path, final: Path, info: dict) -> None:
         event.overlaps += running
-        running.append(options["storage_writer"].final.name)
+        running.append(final.name)
         assert event.wait(30)
-        save(*args, **options)
+        write(saver, partial, final, info)
         running.pop()
 
-    monkeypatch.setattr(checkpoint.dcp, "save", slow)
+    monkeypatch.setattr(Saver, "_write", slow)
     return event
 
 
@@ -344,7 +345,7 @@ def test_a_step_whose_save_has_failed_is_saved_again(world, tmp_path, monkeypatc
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint_files, "publish", lambda *_: 1 / 0)
         saver.save(state, {})
-        with pytest.raises(Fault, match="checkpoint of step 7 is not saved: rank 0: division by zero"):
+        with pytest.raises(Fault, match="checkpoint of step 7 is not saved: division by zero"):
             saver.finish()
     assert len(said) == 1 and list(checkpoint_files.folder_of(tmp_path).iterdir()) == []
     save_now(saver, state)
@@ -357,10 +358,10 @@ def kept(steps: list[int], keep: int, due: set[int]) -> list[int]:
 
 
 def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
-    def publish_only(*_, storage_writer: checkpoint_files.Writer, **options: object) -> None:
-        storage_writer.final.mkdir(parents=True)
+    def publish_only(saver: Saver, partial: Path, final: Path, info: dict) -> None:
+        final.mkdir(parents=True)
 
-    monkeypatch.setattr(checkpoint.dcp, "save", publish_only)
+    monkeypatch.setattr(Saver, "_write", publish_only)
     draw = random.Random(0)
     state = checkpoint_ranks.lively_state(NARROW, world)
     for number in range(40):
@@ -408,7 +409,7 @@ def test_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path,
 def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers, what):
     found, blamed = measured[writers]["breaking"], checkpoint_ranks.BREAKS[what][2] % writers
     number = 2 + list(checkpoint_ranks.BREAKS).index(what)
-    reason = f"rank {blamed}: [Errno 28] No space left on device"
+    reason = f"{f'rank {blamed}: ' if blamed else ''}[Errno 28] No space left on device"
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     assert found[what]["failures"] == [reason] * writers
     assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
@@ -440,7 +441,7 @@ def test_a_fault_does_not_cost_the_checkpoint_that_is_being_saved(trains, tmp_pa
 
     close = safetensors_io.CheckedFile.close
     monkeypatch.setattr(safetensors_io.CheckedFile, "close", slowly)
-    monkeypatch.setattr(train_script.Run, "alive", fail)
+    monkeypatch.setattr(Alive, "at", fail)
     code, _, line = trains(tmp_path / "run", "--checkpoint.every_samples=12")
     assert (code, line) == (3, "broken")
     (path,) = checkpoint_files.folder_of(tmp_path / "run").iterdir()
@@ -509,11 +510,11 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
     run = disk(int(1.5 * micro_bytes()) + room) / "run"
     often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
     code, out, line = trains(run, *often)
-    assert code == 3 and re.match("checkpoint of step 5 is not saved: rank 0: .*(space|free)", line), line
+    assert code == 3 and re.match("checkpoint of step 5 is not saved: .*(space|free)", line), line
     assert logged(run) == [1, 2, 3, 4, 5]
     said = [line for line in out.splitlines() if "checkpoint" in line]
     assert "step_000000001 saved" in said[0]
-    assert all("NOT saved: rank 0: " in line and "older ones are untouched" in line for line in said[1:])
+    assert all("NOT saved: " in line and "older ones are untouched" in line for line in said[1:])
     assert len(said) == 6  # steps 2 to 5, and step 5 again at the end
     (path,) = checkpoint_files.folder_of(run).iterdir()
     assert path.name == "step_000000001"

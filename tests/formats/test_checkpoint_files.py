@@ -78,7 +78,8 @@ def write_checkpoint(folder: Path, content: dict[str, torch.Tensor], parts: int 
 @pytest.fixture
 def small_blocks(monkeypatch) -> int:
     """Checksums over so few bytes that small tensors have many."""
-    monkeypatch.setattr(safetensors_io, "BLOCK", 64)
+    for module in (checkpoint_files, safetensors_io):
+        monkeypatch.setattr(module, "BLOCK", 64)
     return 64
 
 
