@@ -11,7 +11,7 @@ from conftest import ROOT
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/architecture.md"]
 MAX_WORDS = 30
 IDIOMS = re.compile(
-    r"\b(leaves? word|hears? of|let go of|by the very|what is more|is none|to hand|wants? to be|is no )\b", re.I
+    r"\b(leaves? word|hears? of|let go of|by the very|what is more|is none|to hand|wants? to be|is no )\b"
 )
 START = re.compile(r"(Of|Whose|Which)\b")
 
