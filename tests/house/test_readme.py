@@ -3,18 +3,28 @@
 import re
 import tomllib
 
-import pytest
 from conftest import ROOT
+from test_layering import COMMANDS, COMPUTED, FILES, TRAINING, lines, room
 
 from flux_ref.run import folder
 
 README = (ROOT / "README.md").read_text()
+ROWS = re.findall(r"(?m)^\| ((?:`[a-z_]+(?:\.py|/)`(?:, )?)+) \|", README.split("## The rooms")[1].split("\n## ")[0])
+ROOMS = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row)]
 
 
-def test_file_map_is_complete():
-    sources = {str(path.relative_to(ROOT)) for name in ("flux_ref", "examples") for path in (ROOT / name).glob("*.py")}
-    sources -= {"flux_ref/__init__.py"}
-    assert sources | {"train.py", "eval.py"} == set(re.findall(r"^\| `([a-z_/]+\.py)` \|", README, re.M))
+def test_every_room_has_one_place_in_the_reading_order():
+    core = {f"{module}.py" for module in FILES if not room(module)} | {"train.py", "eval.py"}
+    assert sorted(ROOMS) == sorted(core | {f"{folder}/" for folder in TRAINING | COMMANDS})
+    assert {name.removesuffix(".py") for name in ROOMS[: len(COMPUTED)]} == COMPUTED
+
+
+def test_the_sittings_are_as_long_as_said():
+    sittings = [int(number.replace(",", "")) for number in re.findall(r"sitting: ([\d,]+) lines", README)]
+    core = {module for module in FILES if not room(module)}
+    scripts = sum(len((ROOT / name).read_text().splitlines()) for name in ("train.py", "eval.py"))
+    for said, counted in zip(sittings, (lines(COMPUTED), lines(core - COMPUTED) + scripts), strict=True):
+        assert abs(said - counted) <= 0.1 * counted, (said, counted)
 
 
 def test_every_config_is_listed():
@@ -23,19 +33,17 @@ def test_every_config_is_listed():
     }
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "PORTING.md", "docs/guide.md", "docs/architecture.md", "docs/arithmetic.md", "launch/README.md"],
-)
-def test_linked_files_and_sections_exist(page):
-    folder = (ROOT / page).parent
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
-        if target.startswith("https://"):
-            continue
-        assert (folder / target).exists(), target
-        if anchor:
-            heads = re.findall(r"(?m)^#+ (.*)", (folder / target).read_text())
-            assert anchor in {head.lower().replace(" ", "-") for head in heads}, anchor
+def test_linked_files_and_sections_exist():
+    broken = []
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            path = page.parent / target if target else page
+            if target.startswith("https://"):
+                continue
+            heads = re.findall(r"(?m)^#+ (.*)", path.read_text()) if anchor and path.is_file() else []
+            if not path.exists() or (anchor and anchor not in {head.lower().replace(" ", "-") for head in heads}):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert not broken
 
 
 def test_run_files_are_described():
