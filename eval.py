@@ -23,7 +23,7 @@ from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
-from flux_ref.evaluate import Validation, validation_loss
+from flux_ref.evaluate import validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter
@@ -96,22 +96,19 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
     steps = Steps(State.build(cfg, world, seed=None, trains=False), cfg, world)
     records = []
 
-    def validate(samples: int, permute_captions: bool = False) -> Validation:
-        return validation_loss(
-            steps, val_set, samples, permute_captions, lambda batch: watch.at(f"validation batch {batch}")
-        )
-
     for path in paths:
         with ranks.agreed():
             source = files.open_source(path, cfg.model)
             files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
-        result = validate(samples)
+        result = validation_loss(steps, val_set, samples, at=watch.at)
         say(f"{path} after {samples:,} training samples")
         say(reporter.table(result))
         record = {"weights": str(path), "samples": samples} | reporter.validation_record(result)
         if cfg.eval.permuted_captions:
-            record["captions_permuted"] = validate(samples, permute_captions=True).loss
+            record["captions_permuted"] = validation_loss(
+                steps, val_set, samples, permute_captions=True, at=watch.at
+            ).loss
             say(f"with captions permuted among the samples: {record['captions_permuted']:.4f}")
         if artist:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()

@@ -4,11 +4,8 @@
     torchrun --nproc-per-node 8 train.py configs/schnell_gbs512.toml
     torchrun train.py configs/tiny.toml --optim.lr=1e-3      any key of flux_ref/config.py
 
-The run's folder (runs/<config name>, or --run.dir=DIR) receives config.toml, metrics.jsonl, eval.jsonl,
-result_0.txt (the benchmark's log), loss.png, samples/ and checkpoints/. The same command continues an interrupted run
-from its last checkpoint.
-Exit codes: 0 the run did what was asked, 2 it was refused before it started, 3 a fault stopped it, 143 SIGTERM and
-138 SIGUSR1 stopped it, with a checkpoint saved.
+All files of a run lie in runs/<config name>, or in --run.dir=DIR. The same command continues an interrupted run.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it, 143 and 138 SIGTERM and SIGUSR1 stopped it with a checkpoint saved.
 """
 
 import contextlib
@@ -20,7 +17,6 @@ from pathlib import Path
 from flux_ref import checkpoint, config_file, config_rules, ranks, schedule, steps
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import BenchmarkLog
-from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
@@ -30,7 +26,6 @@ from flux_ref.run import cli, folder
 from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import State
-from flux_ref.steps import Steps
 
 
 def main(argv: list[str]) -> int:
@@ -39,13 +34,12 @@ def main(argv: list[str]) -> int:
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     config_rules.validate_world(cfg, world.size)
     ranks.require_same(config_file.dump(cfg), "config")
+    steps.require_same_mode(cfg, world)
     with ranks.agreed():
-        mode = steps.mode(cfg, world.device)
         if cfg.data.kind == "shapes" and world.rank == 0:
             from flux_ref.toy import make
 
             make.ensure(cfg)
-    ranks.require_same(mode, "the mode of steps")
     with ranks.agreed():
         train_set = TrainSet(cfg, world.rank, world.size, world.pin)
         val_set = ValSet(cfg, world.rank, world.size, world.pin)
@@ -58,7 +52,11 @@ def main(argv: list[str]) -> int:
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log, band)))
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
-        artist = picture_maker(cfg, world)
+        artist = None
+        if cfg.sample.count:
+            from flux_ref.sampling.euler import Artist
+
+            artist = Artist(cfg, world)  # here, so that a wrong autoencoder is refused before training
         if cfg.data.evict:
             train_set.shards.evict()
             val_set.shards.evict()
@@ -67,9 +65,9 @@ def main(argv: list[str]) -> int:
         log.describe(cfg, world.size, *sizes.values())
         state = initial_state(cfg, world, start.checkpoint)
         resumed = checkpoint.resume(start.checkpoint, state, sizes) if start.checkpoint else None
-        own_steps = Steps(state, cfg, world)
+        own_steps = steps.Steps(state, cfg, world)
         stack.callback(own_steps.close)
-        saver = Saver(cfg, world, sizes, report.say, resumed) if cfg.checkpoint.save else None
+        saver = checkpoint.Saver(cfg, world, sizes, report.say, resumed) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         own_steps.warm_up()
         if resumed:
@@ -94,15 +92,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def picture_maker(cfg: Config, world: World):
-    """What draws the pictures at the end, or None. Collective. Raises: Refusal, before the run has trained."""
-    if not cfg.sample.count:
-        return None
-    from flux_ref.sampling.euler import Artist
-
-    return Artist(cfg, world)
-
-
 def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     """A state with the weights of the seed or of init.weights. start: a checkpoint, whose weights come later."""
     given = cfg.init.weights and not start
@@ -120,10 +109,10 @@ class Run:
 
     cfg: Config
     state: State
-    steps: Steps
+    steps: steps.Steps
     train_set: TrainSet
     val_set: ValSet
-    saver: Saver | None
+    saver: checkpoint.Saver | None
     report: Reporter
     log: BenchmarkLog
     alive: Alive
@@ -146,21 +135,22 @@ class Run:
     def train(self) -> bool:
         """Train until the target or train.max_samples. Returns whether the target was reached."""
         cfg, state, steps, report = self.cfg, self.state, self.steps, self.report
+        global_batch, log_every = cfg.train.global_batch, cfg.train.log_every_samples
         steps.health.restart(state.step)
         feed = self.train_set.feed(state.samples)
         report.begin(state.samples)
         try:
             while True:
-                if self.is_evaluation_due() and self.evaluate_on_the_clock() <= cfg.eval.target:
+                if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:
                     return True
                 if state.samples >= cfg.train.max_samples:
                     return False
                 self.log.block_start(state.samples)
                 loss, grad_norm = steps.train_on(feed)
                 report.tick()
-                if self.is_evaluation_due() or self.is_due(cfg.train.log_every_samples):
+                if schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, global_batch):
                     report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
-                if self.is_due(cfg.checkpoint.every_samples):
+                if schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
                     report.require_healthy(steps.health)
                     self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it
                 self.alive.at(f"the end of step {state.step}")
@@ -173,19 +163,10 @@ class Run:
         finally:
             feed.close()
 
-    def is_due(self, every_samples: int) -> bool:
-        return schedule.due(self.state.samples, every_samples, self.cfg.train.global_batch)
-
-    def is_evaluation_due(self) -> bool:
-        train, samples = self.cfg.train, self.state.samples
-        every, at_start = self.cfg.eval.every_samples, self.cfg.eval.at_start
-        return schedule.evaluates(samples, every, train.max_samples, train.global_batch, at_start)
-
     def evaluate_on_the_clock(self) -> float:
         """The validation loss now, logged and recorded. A resumed run does not repeat a recorded evaluation."""
         samples, begin = self.state.samples, time.perf_counter()
-        recorded = self.report.val_loss_at(samples)
-        if recorded is not None:
+        if (recorded := self.report.val_loss_at(samples)) is not None:
             return recorded
         self.log.eval_start(samples)
         result = self.evaluate()
@@ -195,11 +176,7 @@ class Run:
 
     def evaluate(self, permute_captions: bool = False) -> Validation:
         """The validation loss now. Collective."""
-
-        def on_batch(batch: int) -> None:
-            self.alive.at(f"validation batch {batch} after step {self.state.step}")
-
-        return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, on_batch)
+        return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, self.alive.at)
 
     def save(self, finish: bool = False) -> None:
         """Begin to save a checkpoint. finish: wait until it is saved. Collective."""

@@ -32,13 +32,13 @@ def validation_loss(
     val: ValSet,
     samples: int,
     permute_captions: bool = False,
-    on_batch: Callable[[int], None] = lambda batch: None,
+    at: Callable[[str], None] = lambda place: None,
 ) -> Validation:
     """Evaluate a net on the whole validation set. Collective: every rank runs the same number of batches.
 
     samples:          training samples so far; they name the noise if cfg.eval.noise is "fresh".
     permute_captions: exchange the captions among the samples. The loss of a net that reads captions must rise.
-    on_batch:         called after each batch with its number. It may raise, on all ranks alike.
+    at:               called after each batch with its name. It may raise, on all ranks alike.
     Raises:           Fault if a timestep has no sample or the loss is not finite.
     """
     sums = torch.zeros_like(steps.sums)
@@ -47,7 +47,7 @@ def validation_loss(
         for batch in range(val.batches):
             feed.copy_into(steps.val_batch)
             steps.validate(sums)
-            on_batch(batch)
+            at(f"validation batch {batch} after {samples} samples")
     finally:
         feed.close()
         sharding.reshard(steps.state.net)  # also after an interruption: a checkpoint saves shards

@@ -1,10 +1,11 @@
 """The arithmetic of a run: learning rate, what is due when, and the validation times. No state, no torch.
 
-The benchmark's clock is `samples`, the training samples consumed by all ranks; it moves by one global
-batch per step.
+The benchmark's clock is `samples`, the training samples that all ranks have consumed. One step adds one global batch.
 """
 
 from math import ceil
+
+from flux_ref.config import Config
 
 TIMESTEPS = 8  # spec: validation walks t = 0/8 .. 7/8 (mlcommons/training, text_to_image)
 
@@ -15,13 +16,14 @@ def steps_for(samples: int, global_batch: int) -> int:
 
 
 def due(samples: int, every_samples: int, global_batch: int) -> bool:
-    """Whether something that comes every `every_samples` is due now; 0: never."""
+    """Whether something that comes every `every_samples` is due now. 0 means never."""
     return samples > 0 and every_samples > 0 and samples % (steps_for(every_samples, global_batch) * global_batch) == 0
 
 
-def evaluates(samples: int, every_samples: int, max_samples: int, global_batch: int, at_start: bool) -> bool:
-    """Whether the validation loss is wanted now: every so often, at the end, and before the first step if asked for."""
-    return samples >= max_samples or due(samples, every_samples, global_batch) or (at_start and samples == 0)
+def evaluates(samples: int, cfg: Config) -> bool:
+    """Whether an evaluation is due: every eval.every_samples, at the end and, with eval.at_start, before any step."""
+    is_periodic = due(samples, cfg.eval.every_samples, cfg.train.global_batch)
+    return is_periodic or samples >= cfg.train.max_samples or (cfg.eval.at_start and samples == 0)
 
 
 def lr(step: int, peak: float, warmup_steps: int) -> float:

@@ -53,6 +53,13 @@ def mode(cfg: Config, device: torch.device) -> str:
     return f"eager ({reason})" if reason else CAPTURED
 
 
+def require_same_mode(cfg: Config, world: World) -> None:
+    """Collective. Raises: Refusal if the mode differs between ranks, or if graph.enabled=on cannot be honoured."""
+    with ranks.agreed():
+        own = mode(cfg, world.device)
+    ranks.require_same(own, "the mode of steps")
+
+
 class Steps:
     """The training and the validation step of one net, with the buffers that the steps read and write.
 

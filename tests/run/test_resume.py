@@ -726,7 +726,7 @@ def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
     print(f"ended after {time.monotonic() - begin:.1f} s")
     assert job.gone(timeout=5)
     (line,) = re.findall(r"train\.py: (rank \d+ hangs[^\r\n]*)", job.said)
-    place = r"(start-up|the end of step \d+|validation batch \d+ after step \d+)"
+    place = r"(start-up|the end of step \d+|validation batch \d+ after \d+ samples)"
     last = rf"rank {rank} hangs: frozen or gone, last seen at {place} after collective \d+.*;"
     assert re.fullmatch(rf"{last} the others wait in collective \d+ \([^()]+ of \[.*\]\) at {place}", line), line
 
