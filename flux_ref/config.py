@@ -1,7 +1,6 @@
-"""Every knob of a run, with its unit and default; strict loading, overriding and dumping. rules.py checks them.
+"""Every key of a run, with its unit and default.
 
-A config is a TOML file that holds differences from the defaults below, then `--section.key=value` overrides.
-Unknown keys, wrong types and impossible combinations are refused. Nothing edits a config after `load`.
+config_file.py loads a config; config_rules.py says which values are refused. Nothing changes a config after loading.
 """
 
 import dataclasses
@@ -13,8 +12,8 @@ from pathlib import Path
 class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
     overwrite: bool = False  # delete the run that the folder already holds
-    resume: str = "auto"  # an unfinished run in the folder: auto: continue it; must: refuse if there is none; never
-    hang_s: float = 600.0  # end the job if nothing moves for so long; 0: wait for ever
+    resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
+    hang_s: float = 600.0  # end the job after so many seconds without progress; 0: wait for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +25,13 @@ class ModelConfig:
     double_blocks: int = 19
     single_blocks: int = 38
     mlp_ratio: int = 4
-    rope_axes: tuple[int, ...] = (16, 56, 56)  # features of a head that turn with (0, row, column)
+    rope_axes: tuple[int, ...] = (16, 56, 56)  # features of a head that RoPE turns by (0, row, column)
     rope_theta: int = 10_000
     text_tokens: int = 256
     t5_dim: int = 4096
     clip_dim: int = 768
     latent_channels: int = 16
-    latent_height: int = 32  # rows of the autoencoder's latent, an eighth of the image's
+    latent_height: int = 32  # rows of the latent, an eighth of the image's rows
     latent_width: int = 32
 
     @property
@@ -70,10 +69,10 @@ class InitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    save: bool = True  # also at the end, at the target and on SIGTERM or SIGUSR1; false: never
-    every_samples: int = 0  # rounded up to whole steps; 0: only at those moments
-    keep: int = 2  # the last so many
-    keep_every: int = 0  # and of those due by every_samples every n-th; 0: none
+    save: bool = True  # at the end, at the target and on SIGTERM or SIGUSR1; false: never
+    every_samples: int = 0  # also so often, rounded up to whole steps; 0: only at the moments above
+    keep: int = 2  # keep the last so many checkpoints
+    keep_every: int = 0  # also keep every n-th checkpoint of every_samples; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,36 +95,38 @@ class EvalConfig:
     target: float = 0.586  # spec: stop once the validation loss is at most this; 0: never
     batch: int = 32  # samples per forward on one rank
     noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
-    band: str = "public"  # losses to compare with: the public runs', a .csv of own (convergence.py); "": none
-    permuted_captions: bool = False  # in eval.py and at the end: also the loss with captions exchanged
+    band: str = "public"  # reference losses: "public", a CSV file of your own runs, or "" for none
+    permuted_captions: bool = (
+        False  # at the end and in eval.py: also the loss with captions exchanged among the samples
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    kind: str = "embeddings"  # embeddings: shards that exist; shapes: drawings, made on first use
+    kind: str = "embeddings"  # embeddings: existing shards; shapes: drawings that are made on first use
     train: str = "data/mlperf/train"  # folder of *.tar shards
     val: str = "data/mlperf/val"
     empty: str = ""  # folder of t5_empty.npy and clip_empty.npy; "": empty_encodings beside the folder data.train
-    train_count: int = 0  # embeddings: samples that must be there, 0: any number; shapes: how many to make
+    train_count: int = 0  # embeddings: required number of samples, 0: any; shapes: number of samples to make
     val_count: int = 0
     skip_bad: int = 0  # damaged training samples that may be skipped before the run stops
     workers: int = 4  # reading threads per rank
     prefetch: int = 2  # batches read ahead per rank
-    evict: bool = False  # drop the data set from the page cache before the clock starts (logged as cache_clear)
+    evict: bool = False  # drop the data set from the page cache before the clock starts (in the log: cache_clear)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    replicate: int = 0  # groups that each hold a full copy: 1 is FSDP, n is HSDP, 0 is one per node
+    replicate: int = 0  # number of full copies of the model: 1 is FSDP, n is HSDP, 0 is one copy per node
     region_blocks: int = 1  # blocks per FSDP unit and per compiled graph
-    dtype: str = "bf16"  # of weights and activations in compute; master weights are fp32
+    dtype: str = "bf16"  # of weights and activations in compute; master weights are always fp32
     reduce_dtype: str = "fp32"  # of the gradient reduction
     reshard_after_forward: bool = True  # free a region's gathered weights until its backward
     compile: bool = False  # torch.compile of each region
-    activation_budget: float = 1.0  # with compile: share of the activations kept for backward, 0 to 1
-    recompute: str = "none"  # without compile: keep only the input of each block or region for backward
-    forward_prefetch: int = 0  # ask for so many regions before one computes; 0: for the next one while it computes
-    separate_reduce_scatter: bool = False  # reduce gradients in a group of its own, beside gathering (torch 2.13)
+    activation_budget: float = 1.0  # with compile: share of the activations that are kept for backward, 0 to 1
+    recompute: str = "none"  # without compile: keep only the input of each "block" or "region" for backward
+    forward_prefetch: int = 0  # gather so many regions ahead; 0: gather the next region while one computes
+    separate_reduce_scatter: bool = False  # reduce gradients in a process group of their own (torch 2.13)
     attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: the fastest
 
 
@@ -136,24 +137,24 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """FP8 in the linears of the blocks; everything else computes in parallel.dtype."""
+    """FP8 in the linears of the blocks. Everything else computes in parallel.dtype."""
 
-    recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: from the steps before; off: no FP8
-    eval: bool = True  # also without gradients (validation, pictures), there always with dynamic scales
-    history: int = 1024  # delayed: steps whose largest values are remembered
-    algorithm: str = "max"  # delayed: the scale follows the largest of the history, or the most_recent
-    margin: int = 0  # delayed: powers of two left free above it
-    max_scale_exponent: int = 44  # a quantisation scale is at most 2 to this
-    dynamic_steps: int = 16  # delayed: so many first steps of a run take dynamic scales
+    recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: scales from earlier steps; off: no FP8
+    eval: bool = True  # FP8 also in validation and for pictures, always with dynamic scales
+    history: int = 1024  # delayed: number of steps whose largest values are remembered
+    algorithm: str = "max"  # delayed: the scale follows the "max" or the "most_recent" value of the history
+    margin: int = 0  # delayed: powers of two left free above that value
+    max_scale_exponent: int = 44  # a quantisation scale is at most 2 ** this
+    dynamic_steps: int = 16  # delayed: number of first steps that use dynamic scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
-    captions: tuple[str, ...] = ()  # eval.py: draw these instead
+    captions: tuple[str, ...] = ()  # eval.py: draw these captions instead
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
-    vae: str = ""  # ae.safetensors that decodes the latents; "": a preview in false colours (shapes need none)
+    vae: str = ""  # ae.safetensors that decodes latents; "": a preview in false colours (shapes need no file)
     shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
 
 
@@ -186,7 +187,7 @@ class Config:
 
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
-# What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
+# Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.
 MAY_DIFFER = (
     *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),

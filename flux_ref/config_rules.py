@@ -1,6 +1,6 @@
-"""Which values and combinations of a config are refused, each with the key, the value, the rule and the remedy.
+"""The values and combinations of keys that are refused.
 
-cfg is a config.Config everywhere, which is built by way of these.
+Each refusal names the key, the value, the rule and the remedy. `cfg` is a config.Config.
 """
 
 from flux_ref.errors import Refusal

@@ -4,9 +4,9 @@
     velocity = noise - latent                 what the network predicts
     sampling walks t from 1 to 0
 
-port: others run time the other way, or call the noise x_0.
+port: other codes run time the other way, or call the noise x_0.
 
-Training and validation call the same `losses`; they differ only in where t and the noise come from.
+Training and validation call the same `losses`. They differ only in the source of t and of the noise.
 """
 
 import torch
@@ -26,12 +26,12 @@ def interpolate(latent_BCYX: Tensor, noise_BCYX: Tensor, t_B: Tensor) -> Tensor:
 def losses(net: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Mean squared error of the predicted velocity, one per sample: (B,) fp32.
 
-    batch: what data.fields lists, on the net's device.
+    batch: the fields of data.fields, on the net's device.
     dtype: of the network's activations.
     """
     latent_BCYX = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
     x_BCYX = interpolate(latent_BCYX, batch["noise"], batch["t"])
     target_BNP = latents.pack(batch["noise"] - latent_BCYX)
     predicted_BNP = net(latents.pack(x_BCYX).to(dtype), batch["t5"].to(dtype), batch["clip"].to(dtype), batch["t"])
-    # numerics: the error is formed and averaged in fp32 whatever the network computes in.
+    # numerics: the error is computed and averaged in fp32, whatever the dtype of the network.
     return (predicted_BNP.float() - target_BNP).square().mean(dim=(1, 2))

@@ -10,26 +10,26 @@ SCALE, SHIFT = 0.3611, 0.1159  # BFL flux, autoencoder of FLUX.1: latent = SCALE
 
 
 def sample(mean_BCYX: Tensor, logvar_BCYX: Tensor, eps_BCYX: Tensor) -> Tensor:
-    """Draw the latent from the autoencoder's posterior and bring it to about unit variance: (B, C, Y, X) fp32.
+    """Draw the latent from the autoencoder's posterior and scale it to about unit variance: (B, C, Y, X) fp32.
 
-    mean, logvar: as the encoder gave them, any float dtype; eps: N(0, 1).
+    mean, logvar: output of the encoder, any float dtype. eps: N(0, 1).
     Source:       MLPerf reference, FLUX.1 preprocessed data.
-    numerics: fp32, where the reference has bf16.
+    numerics: fp32. The reference computes in bf16.
     """
     z_BCYX = mean_BCYX.float() + torch.exp(0.5 * logvar_BCYX.float()) * eps_BCYX
     return SCALE * (z_BCYX - SHIFT)
 
 
 def unscale(latent_BCYX: Tensor) -> Tensor:
-    """Back to the autoencoder's own scale, as its decoder wants it."""
+    """The latent at the autoencoder's own scale, which its decoder takes."""
     return latent_BCYX / SCALE + SHIFT
 
 
 def pack(latent_BCYX: Tensor) -> Tensor:
     """Fold each 2 x 2 patch into one token: (B, C, Y, X) -> (B, Y/2 * X/2, 4 * C).
 
-    port: tokens run row by row, features are ordered (C, dy, dx); Y and X are even.
-    Source: BFL flux, sampling.prepare; released weights depend on the order.
+    port: tokens run row by row. Features are ordered (C, dy, dx). Y and X are even.
+    Source: BFL flux, sampling.prepare. Released weights depend on this order.
     """
     B, C, Y, X = latent_BCYX.shape
     patches = latent_BCYX.reshape(B, C, Y // 2, 2, X // 2, 2)
@@ -44,6 +44,6 @@ def unpack(packed_BNP: Tensor, height: int, width: int) -> Tensor:
 
 
 def image_positions(height: int, width: int) -> Tensor:
-    """Position (0, row, column) of each image token, as (N, 3) float64; text tokens all sit at (0, 0, 0)."""
+    """Position (0, row, column) of each image token, (N, 3) float64. All text tokens have position (0, 0, 0)."""
     rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).double()

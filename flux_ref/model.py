@@ -1,10 +1,10 @@
 """FLUX.1: 19 blocks with separate image and text streams, then 38 blocks with one joint stream.
 
-Parameters keep the names of Black Forest Labs' code, so public weights load without a map. The module is
-plain: no device, no mesh, no dtype policy; parallel.py wraps it from outside.
+Parameters keep the names of Black Forest Labs' code, so public weights load without a map. The module is plain: no
+device, no mesh, no dtype policy. sharding.py splits the net over ranks from outside.
 
-numerics: activations have the dtype of `img`. RoPE, the embedding of t and the norms are fp32 whatever
-that dtype is and however the parameters are cast; `rope` is a buffer and stays fp32.
+numerics: activations have the dtype of `img`. RoPE and the embedding of t are fp32 for every dtype of activations and
+parameters. RMS norms compute and return fp32. Layer norms reduce in fp32 and return the dtype of the activations.
 """
 
 import math
@@ -20,14 +20,14 @@ from flux_ref.latents import image_positions
 # D hidden (3072) = H heads (24) x K head dim (128)  R = K / 2 rotated pairs  M = mlp_ratio * D
 # P packed latent channels (64)  E T5 features (4096)  V CLIP features (768)  W wave features (256)
 TIME_WAVES = 256
-NORM_EPS = 1e-6  # numerics: of all norms, under the root; libraries have other defaults
+NORM_EPS = 1e-6  # numerics: in all norms, under the root; libraries have other defaults
 
 
 def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tensor:
     """Cosine and sine of every rotation: (S, R, 2) fp32.
 
-    positions: (0, row, column) of each token, float64; axes: features of a head per position axis.
-    Source: BFL flux, math.rope; angles in fp64 as there.
+    positions: (0, row, column) of each token, float64. axes: features of a head per position axis.
+    Source: BFL flux, math.rope, with angles in fp64.
     """
     angles = []
     for axis, features in enumerate(axes):
@@ -38,12 +38,12 @@ def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tenso
 
 
 def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
-    """Rotate each pair of features by its angle; fp32 in and out.
+    """Rotate each pair of features by its angle. fp32 in and out.
 
-    port: pairs are neighbours, (2r, 2r + 1), where other models pair r with r + K / 2.
+    port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
     x_BHSR2 = x_BHSK.unflatten(-1, (-1, 2))
-    if not torch.compiler.is_compiling():  # one kernel; the compiler fuses real arithmetic only. The same bits on a CPU
+    if not torch.compiler.is_compiling():  # one kernel; a compiler fuses only real arithmetic
         return torch.view_as_real(torch.view_as_complex(x_BHSR2) * torch.view_as_complex(rope_SR2)).flatten(-2)
     cos_SR, sin_SR = rope_SR2.unbind(-1)
     even_BHSR, odd_BHSR = x_BHSR2.unbind(-1)
@@ -52,9 +52,9 @@ def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
 
 
 def attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
-    """Full attention: (B, S, D). spec: without a mask, so padding of the text takes part.
+    """Full attention: (B, S, D). spec: no mask, so padding of the text takes part.
 
-    q, k: fp32 after their norm; v: the activations' dtype, which attention computes in.
+    q, k: fp32, after their norm. v: the activations' dtype, in which attention computes.
     """
     q_BHSK = apply_rope(q_BHSK, rope_SR2).to(v_BHSK.dtype)
     k_BHSK = apply_rope(k_BHSK, rope_SR2).to(v_BHSK.dtype)
@@ -80,7 +80,7 @@ def modulate(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale; the parameter is called `scale` as in BFL's files. numerics: fp32 in and out of any input."""
+    """x / rms(x) * scale. The parameter is called `scale` as in BFL's files. numerics: computes and returns fp32."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -104,7 +104,7 @@ class QKNorm(nn.Module):
 
 
 class MLPEmbedder(nn.Module):
-    """Linear, SiLU, linear: brings a conditioning vector to the hidden size."""
+    """Linear, SiLU, linear: maps a conditioning vector to the hidden size."""
 
     def __init__(self, in_dim: int, hidden: int):
         super().__init__()
@@ -125,12 +125,12 @@ class Modulation(nn.Module):
         self.lin = nn.Linear(hidden, parts * hidden)
 
     def forward(self, vec_BD: Tensor) -> tuple[Tensor, ...]:
-        """Of a double block: shift, scale and gate of attention, then of the MLP."""
+        """(B, D) -> parts. A double block has six: shift, scale, gate of attention, then the same of the MLP."""
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
 
 
 class SelfAttention(nn.Module):
-    """The projections of one stream of a double block; attention itself runs over both streams."""
+    """The projections of one stream of a double block. Attention itself runs over both streams."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -147,18 +147,18 @@ class SelfAttention(nn.Module):
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(B, S, 3 * D) -> q, k, v of (B, H, S, K). port: features are ordered (q|k|v, head, dim)."""
+    """(B, S, 3 * D) -> q, k, v, each (B, H, S, K). port: features are ordered (q|k|v, head, dim)."""
     return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
-    """(B, S, D) -> (B, S, D) by way of M features. port: GELU by its tanh formula, here and in single blocks."""
+    """(B, S, D) -> (B, S, D) through M features. port: GELU by its tanh formula, here and in single blocks."""
     inner = cfg.mlp_ratio * cfg.hidden
     return nn.Sequential(nn.Linear(cfg.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, cfg.hidden))
 
 
 class DoubleBlock(nn.Module):
-    """Image and text each have their own weights and meet in attention."""
+    """Image and text have their own weights each. They meet in attention."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -170,7 +170,7 @@ class DoubleBlock(nn.Module):
         self.txt_mlp = mlp(cfg)
 
     def forward(self, streams: tuple[Tensor, Tensor], vec_BD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
-        """streams: image (B, N, D) and text (B, T, D); returns both. rope: fp32, text first."""
+        """streams: image (B, N, D) and text (B, T, D). Returns both. rope: fp32, text tokens first."""
         img_BND, txt_BTD = streams
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
@@ -190,9 +190,9 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """One joint stream; attention and MLP side by side, sharing the first and the last linear.
+    """One joint stream. Attention and MLP run side by side and share the first and the last linear.
 
-    port: linear1's outputs are ordered (q|k|v, MLP), linear2's inputs (attention, MLP).
+    port: linear1's outputs are ordered (q|k|v, MLP). linear2's inputs are ordered (attention, MLP).
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -205,7 +205,7 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
-        """x: text first; returns the same shape. rope: fp32."""
+        """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
         q_BHSK, k_BHSK, v_BHSK = split_heads(qkv, self.heads)
@@ -216,7 +216,7 @@ class SingleBlock(nn.Module):
 
 
 class LastLayer(nn.Module):
-    """The head: adaptive norm, then one linear to the packed latent."""
+    """The head: an adaptive norm, then one linear to the packed latent."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -256,7 +256,8 @@ class Flux(nn.Module):
     def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
         """The velocity at (x_t, t): (B, N, P) in the dtype of img.
 
-        img: packed x_t; txt: T5 states; clip: pooled CLIP; all in the compute dtype. t: [0, 1], fp32.
+        img: packed x_t. txt: T5 states. clip: pooled CLIP vector. These three have the compute dtype.
+        t:   in [0, 1], fp32.
         """
         img_BND = self.img_in(img_BNP)
         txt_BTD = self.txt_in(txt_BTE)
@@ -273,16 +274,16 @@ class Flux(nn.Module):
 
 
 def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
-    """How a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
+    """The distribution from which a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
 
-    parallel.materialise draws the values, element by element, so that every number of ranks starts from the same.
+    sharding.materialise draws the values element by element, so every number of ranks starts from the same values.
 
-    spec: modulation and head start at 0, biases too.
+    spec: modulation, head and biases start at 0.
     Source: MLPerf reference, torchtitan experiments/flux, init_weights.
     """
     if name.endswith(".scale"):
         return "ones", 0.0
-    zero_modules = (".lin.", ".modulation.", "final_layer.")  # modulation and head: the identity at first
+    zero_modules = (".lin.", ".modulation.", "final_layer.")  # modulation and head: blocks start as the identity
     if name.endswith(".bias") or any(part in name for part in zero_modules):
         return "zeros", 0.0
     if name.startswith(("time_in.", "vector_in.")):

@@ -1,7 +1,7 @@
 """Every random number of a run, as a pure function of (seed, stream, epoch, sample).
 
-No rank has a seed and nothing keeps a generator's state: any process can draw the numbers of any sample
-at any time, so a run sees the same stream at every world size, micro-batch and restart.
+No rank has a seed of its own, and nothing keeps the state of a generator. Any process can draw the numbers of any
+sample at any time. So a run sees the same numbers at every world size, micro-batch and restart.
 
 The generator is Philox4x64-10 (Salmon et al., SC'11). Word w of a stream is word w % 4 of the block with
     key     = (seed, stream)
@@ -26,12 +26,12 @@ def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0
 
 
 def uniform(word: np.ndarray) -> np.ndarray:
-    """uint64 words to [0, 1) as float32, on a grid of 2**-24, so that rounding can never give 1."""
+    """uint64 words to [0, 1) as float32. The values lie on a grid of 2**-24, so rounding never gives 1."""
     return ((word >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 
 
 def normal(word: np.ndarray) -> np.ndarray:
-    """N(0, 1) as float32, one per word of an even number: Box-Muller on each pair, in float64 until the end."""
+    """An even number of words to N(0, 1) as float32: Box-Muller on each pair, in float64 until the end."""
     # numerics: u in (0, 1] keeps the logarithm finite.
     u = ((word[0::2] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     angle = (word[1::2] >> np.uint64(11)) * (2.0 * np.pi * 2.0**-53)
@@ -43,13 +43,13 @@ def normal(word: np.ndarray) -> np.ndarray:
 
 
 def normals(seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoch: int) -> np.ndarray:
-    """N(0, 1) of a shape, as float32; an odd size leaves the last draw of a pair unused."""
+    """N(0, 1) of a shape, as float32. An odd size leaves the last value of a pair unused."""
     count = int(np.prod(shape))
     return normal(words(seed, stream, count + count % 2, sample=sample, epoch=epoch))[:count].reshape(shape)
 
 
 def name_key(name: str) -> int:
-    """A name as a 64-bit counter word; Python's own hash differs from process to process."""
+    """A name as a 64-bit counter word. Python's own hash would differ from process to process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
@@ -60,7 +60,7 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Draw:
-    """What is random about one sample; noise and latent_eps have the latent's shape."""
+    """The random numbers of one sample. noise and latent_eps have the latent's shape, fp32."""
 
     drop_caption: bool
     t: float  # [0, 1)
@@ -69,7 +69,10 @@ class Draw:
 
 
 def train_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float) -> Draw:
-    """The draws of training sample `sample` (its index in the data set) in one epoch."""
+    """The draws of one training sample in one epoch. sample: its index in the data set.
+
+    spec: t is uniform. A logit-normal t would be drawn here, from its own words.
+    """
     drop, t = uniform(words(seed, SCALARS, 2, sample=sample, epoch=epoch))
     return Draw(
         drop_caption=bool(drop < caption_drop),
@@ -80,9 +83,9 @@ def train_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], capti
 
 
 def val_draw(seed: int, evaluation: int, sample: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(latent_eps, noise) of one validation sample; the stream is apart from training's.
+    """(latent_eps, noise) of one validation sample. Validation has streams of its own.
 
-    evaluation: the training samples seen so far for fresh noise at each evaluation, 0 for fixed noise.
+    evaluation: training samples so far, for fresh noise at each evaluation; 0 for fixed noise.
     """
     return (
         normals(seed, VAL_LATENT, shape, sample=sample, epoch=evaluation),
