@@ -1,8 +1,8 @@
 """Reading a benchmark log of any submitter: result_N.txt, plain or gzipped.
 
 A foreign log is the output of a whole terminal: launchers put ranks before lines, progress bars and colours lie between
-lines, several ranks write the same entry, and a killed run leaves half a line. Whatever can be read is read; the rest is
-reported. Lines are split as mlperf-logging's parser splits them, so that both see the same entries.
+lines, several ranks write the same entry, and a killed run leaves half a line. Whatever can be read is read. The rest
+is reported. Lines are split as mlperf-logging's parser splits them, so that both see the same entries.
 """
 
 import contextlib

@@ -294,6 +294,7 @@ def checks(system: System) -> list[str]:
         text = f"convergence: {outcome} ({check.message})"
         if check.reference_mean:
             text += f", reference {check.reference_mean:,.0f} samples, accepted from {check.least_mean:,.0f}"
+            text += f", here {show(system.samples_to_converge, ',.0f')}"
         lines.append(text)
     else:
         lines[0] += "; open division: seeds and convergence are not checked"
