@@ -1,11 +1,10 @@
-"""How often flux_ref.early_warning speaks of public runs, all of which converged.
+"""How often the early warnings (flux_ref/benchmark/alarms.py) flag public runs, all of which converged.
 
     git clone https://github.com/mlcommons/training_results_v5.1
     python -m bench.alarms training_results_v5.1/*/results/*/flux1 --json=bench/results/alarms_v51.json
 
-Every run is replayed, evaluation by evaluation, twice: against the public band, which this very run is part of, and
-against a band of the other systems at its batch only, as a run that is new would be. Only runs that reached the target
-count. The note of dropped captions is no false one: those runs did drop captions in validation.
+Every run is replayed twice, evaluation by evaluation: against the public band, which contains the run itself, and
+against a band of the other systems at its batch, as a new run would be. Only runs that reached the target count.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from collections import defaultdict
 
 from bench.step import git
 from flux_ref.benchmark import alarms, convergence
-from flux_ref.benchmark.alarms import Alarm
 from flux_ref.report import result_files, result_log, score
 from flux_ref.run import cli, json_option
 
@@ -40,60 +38,55 @@ def main(argv: list[str]) -> int:
 
 def curves(paths: list[str]) -> dict[int, dict[str, list[Curve]]]:
     """The losses of all runs that reached the target, by batch and system."""
-    found = defaultdict(lambda: defaultdict(list))
+    by_batch = defaultdict(lambda: defaultdict(list))
     for group in result_files.find(paths):
         for path in group.files:
             run = score.measure(result_log.read(path))
             if not run.faults:
-                found[run.log.value("global_batch_size")][group.name].append(run.val_curve)
-    return found
+                by_batch[run.log.value("global_batch_size")][group.name].append(run.val_curve)
+    return by_batch
 
 
-def judged(found: dict[int, dict[str, list[Curve]]]) -> list[dict]:
-    """What is said of each system's runs."""
+def judged(by_batch: dict[int, dict[str, list[Curve]]]) -> list[dict]:
+    """How many runs of each system are flagged."""
     systems = []
-    for batch, runs in sorted(found.items()):
-        band, bias = convergence.public_band(batch), convergence.bias(batch)
-        for name, own in runs.items():
+    for batch, runs in sorted(by_batch.items()):
+        band = convergence.public_band(batch)
+        for name, curves_of_system in runs.items():
             others = band_of(batch, [curve for other, more in runs.items() if other != name for curve in more])
-            said = [alarms.of_losses(curve, band, bias) for curve in own]
-            new = [alarms.of_losses(curve, others) for curve in own] if others else None
             systems.append(
                 {
                     "system": name,
                     "global_batch": batch,
-                    "runs": len(own),
-                    "warned": count(said, "warning"),
-                    "noted": count(said, "note"),
-                    "warned_by_others": new and count(new, "warning"),
+                    "runs": len(curves_of_system),
+                    "warned": warned(curves_of_system, band),
+                    "warned_by_others": warned(curves_of_system, others) if others else None,
                 }
             )
     return systems
 
 
-def band_of(batch: int, own: list[Curve]) -> convergence.Band | None:
-    rows = convergence.quartile_rows((batch, math.nan, math.nan), own)
+def band_of(batch: int, runs: list[Curve]) -> convergence.Band | None:
+    rows = convergence.quartile_rows((batch, math.nan, math.nan), runs)
     return convergence.pooled(rows, "the other systems") if rows else None
 
 
-def count(said: list[list[Alarm]], level: str) -> int:
-    """Runs of which something of this level is said."""
-    return sum(any(alarm.level == level for alarm in alarms) for alarms in said)
+def warned(runs: list[Curve], band: convergence.Band | None) -> int:
+    """Number of runs that get a warning."""
+    return sum(any(alarm.level == "warning" for alarm in alarms.of_losses(curve, band)) for curve in runs)
 
 
 def table(report: dict) -> str:
     systems = report["systems"]
-    compared = [one for one in systems if one["warned_by_others"] is not None]
-    lines = [f"{'system':<42}{'batch':>6}{'runs':>6}{'warned':>8}{'noted':>7}{'warned, by the others':>23}"]
-    for one in systems:
-        by_others = "-" if one["warned_by_others"] is None else one["warned_by_others"]
-        lines.append(
-            f"{one['system']:<42}{one['global_batch']:>6}{one['runs']:>6}{one['warned']:>8}{one['noted']:>7}"
-            f"{by_others:>23}"
-        )
-    sums = {key: sum(one[key] for one in systems) for key in ("runs", "warned", "noted")}
-    by_others = f"{sum(one['warned_by_others'] for one in compared)} of {sum(one['runs'] for one in compared)}"
-    lines.append(f"{'all':<48}{sums['runs']:>6}{sums['warned']:>8}{sums['noted']:>7}{by_others:>23}")
+    compared = [system for system in systems if system["warned_by_others"] is not None]
+    lines = [f"{'system':<42}{'batch':>6}{'runs':>6}{'warned':>8}{'warned, by the others':>23}"]
+    for system in systems:
+        by_others = "-" if system["warned_by_others"] is None else system["warned_by_others"]
+        counts = f"{system['global_batch']:>6}{system['runs']:>6}{system['warned']:>8}{by_others:>23}"
+        lines.append(f"{system['system']:<42}{counts}")
+    runs, warnings = (sum(system[key] for system in systems) for key in ("runs", "warned"))
+    by_others = f"{sum(system['warned_by_others'] for system in compared)} of {sum(s['runs'] for s in compared)}"
+    lines.append(f"{'all':<48}{runs:>6}{warnings:>8}{by_others:>23}")
     return "\n".join(lines)
 
 

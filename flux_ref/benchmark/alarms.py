@@ -1,23 +1,24 @@
-"""Telling early, from what a run has written down, that it will not reach the target or has become slow.
+"""Early warnings, from what a run has written down: it will miss the target, or it has become slow.
 
-Losses are held against a band of runs that converged (convergence.py). Only what no such run did counts: twice in a
-row, as single evaluations stray, or once by far, or a little at four in a row.
+Losses are compared with a band of runs that converged (convergence.py). A run is flagged only if it leaves the range of
+all reference runs: slightly in four evaluations in a row, clearly in two, or extremely in one.
 """
 
-import math
 import statistics
+from collections import deque
 from dataclasses import dataclass
 
-from flux_ref.benchmark.convergence import Band
+from flux_ref.benchmark.convergence import CURVES, Band
 
-# A loss is too high so many times the band's reach above its median: once, at two evaluations in a row, at four.
+# Thresholds in units of (highest run - median): FAR in one, WIDE in two, ABOVE in four consecutive evaluations.
 FAR, WIDE, ABOVE = 6.0, 2.0, 1.25
 CONFIRM, LASTS = 2, 4
 LEAST_REACH = 0.00075  # about the standard deviation of one evaluation's loss in the public runs
-BELOW, FAR_BELOW = 0.9, 0.75  # too low: of the band's lower edge, at two in a row or once; recipes differ early
+BELOW, FAR_BELOW = 0.9, 0.75  # too low: below this share of the lowest run, in two evaluations in a row or in one
 RISE = 1.03  # of the best loss so far
-RATE_DROP, RATE_WINDOW, RATE_SPAN = 0.9, 5, 55  # of the rate before; logged steps
-BIAS_EVALUATIONS, BIAS_SHARE = 16, 0.75  # whose mean reaches so much of a bias of about a thousandth
+# A rate has fallen if 9 of 10 logged steps are below RATE_DROP of the median of the 20 to 50 logged steps before them.
+RATE_DROP, RATE_NOW, RATE_STRAYS, RATE_BEFORE_MIN, RATE_BEFORE = 0.9, 10, 1, 20, 50
+LOW_SHARE = 0.1  # of the steps before may be as slow as the median step now: scatter is no fall
 
 
 @dataclass(frozen=True)
@@ -25,58 +26,54 @@ class Alarm:
     """Something that runs which converge do not do."""
 
     samples: int  # when it was noticed
-    kind: str  # high, low, rising, late, biased, slow
+    kind: str  # high, low, rising, late, slow, shared
     text: str
 
     @property
     def level(self) -> str:
-        return "note" if self.kind in ("biased", "late") else "warning"
+        return "note" if self.kind in ("late", "shared") else "warning"
 
 
-def of_losses(curve: list[tuple[int, float]], band: Band | None, bias: float = math.nan) -> list[Alarm]:
-    """The alarms that a validation curve of (training samples, loss) gives, each when it began.
-
-    bias: how far the band lies above runs validated without dropped captions; NaN: not known.
-    """
-    found: list[Alarm] = []
+def of_losses(curve: list[tuple[int, float]], band: Band | None) -> list[Alarm]:
+    """The alarms that a validation curve of (training samples, loss) gives, each when it began."""
+    alarms: list[Alarm] = []
     before: set[str] = set()
     for n in range(1, len(curve) + 1):
-        own = curve[:n]
-        now = [_outside(own, band), _rising(own, band), _late(own, band), _biased(own, band, bias)]
-        for alarm in now:
-            told = alarm and alarm.level == "note" and alarm.kind in {other.kind for other in found}
-            if alarm and alarm.kind not in before and not told:
-                found.append(alarm)
-        before = {alarm.kind for alarm in now if alarm}
-    return found
+        now = [alarm for check in (_outside, _rising, _late) if (alarm := check(curve[:n], band))]
+        repeated_notes = {alarm.kind for alarm in alarms if alarm.level == "note"}
+        alarms += [alarm for alarm in now if alarm.kind not in before | repeated_notes]
+        before = {alarm.kind for alarm in now}
+    return alarms
 
 
 def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     recent = [(samples, loss) for samples, loss in curve[-LASTS:] if band and samples >= band.samples[0]]
     if not recent or recent[-1] != curve[-1]:
         return None
-    last, loss = curve[-1]
-    low, high = band.at(last, "low"), band.at(last, "high")
+    above, slightly_above, below = [], [], []  # of the last evaluations, in units of the band's reach or lowest loss
+    for samples, loss in recent:
+        low, median, high, spread = (band.at(samples, name) for name in CURVES)
+        reach = max(high - median, LEAST_REACH)
+        above.append((loss - median) / max(reach, 2 * spread))
+        slightly_above.append((loss - median) / reach)
+        below.append(loss / low)
+    confirmed = len(recent) >= CONFIRM
     seen = f"validation loss {loss:.4f}; {band.source} had {low:.4f} to {high:.4f} here"
-    above = [(own - band.at(samples, "median")) / _reach(band, samples, spreads=2) for samples, own in recent]
-    lasts = [(own - band.at(samples, "median")) / _reach(band, samples, spreads=0) for samples, own in recent]
-    below = [own / band.at(samples, "low") for samples, own in recent]
-    few = above[-CONFIRM:]
-    if above[-1] > FAR or (min(few) > WIDE and len(few) == CONFIRM) or (min(lasts) > ABOVE and len(lasts) == LASTS):
-        return Alarm(last, "high", f"{seen}: check learning rate, warm-up, data and their scale")
-    if below[-1] < FAR_BELOW or (max(below[-CONFIRM:]) < BELOW and len(few) == CONFIRM):
-        return Alarm(last, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate")
+    if (
+        above[-1] > FAR
+        or (confirmed and min(above[-CONFIRM:]) > WIDE)
+        or (len(recent) == LASTS and min(slightly_above) > ABOVE)
+    ):
+        return Alarm(samples, "high", f"{seen}: check learning rate, warm-up, data and their scale")
+    if below[-1] < FAR_BELOW or (confirmed and max(below[-CONFIRM:]) < BELOW):
+        return Alarm(
+            samples, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate"
+        )
     return None
 
 
-def _reach(band: Band, samples: int, spreads: int) -> float:
-    """How far above the median the band's runs come; no less than so many of its spreads, nor than noise comes."""
-    highest = band.at(samples, "high") - band.at(samples, "median")
-    return max(highest, spreads * band.at(samples, "spread"), LEAST_REACH)
-
-
 def _rising(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
-    if band is not None:  # which tells a rise from luck
+    if band is not None:  # a band tells a rise from bad luck
         return None
     best = min(loss for _, loss in curve)
     recent = [loss for _, loss in curve[-CONFIRM:]]
@@ -89,56 +86,60 @@ def _late(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     samples = curve[-1][0]
     if band is None or samples <= band.samples[-1]:
         return None
-    return Alarm(
-        samples,
-        "late",
-        f"the slowest of {band.source} ended at {band.samples[-1]:,} samples, with {band.median[-1]:.4f}",
-    )
+    end = f"the slowest of {band.source} ended at {band.samples[-1]:,} samples, with {band.median[-1]:.4f}"
+    return Alarm(samples, "late", end)
 
 
-def _biased(curve: list[tuple[int, float]], band: Band | None, bias: float) -> Alarm | None:
-    """Slower than the reference by a little, as runs are that drop captions in validation."""
-    if band is None or len(curve) < BIAS_EVALUATIONS or math.isnan(bias):
-        return None
-    recent = curve[-BIAS_EVALUATIONS:]
-    if recent[0][0] < band.samples[-1] / 3:  # before, recipes differ by more
-        return None
-    above = statistics.fmean(loss - (band.at(samples, "median") - bias) for samples, loss in recent)
-    if above < BIAS_SHARE * bias:
-        return None
-    return Alarm(
-        curve[-1][0],
-        "biased",
-        f"the last {BIAS_EVALUATIONS} evaluations lie {above:.4f} above the reference's, as those of runs that drop"
-        " captions in validation: the target will come late",
-    )
+class RateWatch:
+    """Notices when the training rate falls and stays low; is given the records of metrics.jsonl one by one.
+
+    shared_cpu: the run trains on the CPUs of one node. Other programs slow such a run, so that it gets one note.
+    """
+
+    def __init__(self, shared_cpu: bool):
+        self.shared_cpu = shared_cpu
+        self.records: deque[dict] = deque(maxlen=RATE_BEFORE + RATE_NOW)
+        self.is_slow = self.has_noted = False
+
+    def add(self, record: dict) -> Alarm | None:
+        """Take in the next record; returns an alarm where a lasting fall was noticed."""
+        self.records.append(record)
+        before, now = list(self.records)[:-RATE_NOW], list(self.records)[-RATE_NOW:]
+        if len(before) < RATE_BEFORE_MIN:
+            return None
+        usual, last = (sorted(record["samples_per_s"] for record in part) for part in (before, now))
+        floor = RATE_DROP * statistics.median(usual)
+        was_slow = self.is_slow
+        if was_slow:  # until half of the last steps are quick again, or the slow ones have become the usual ones
+            self.is_slow = statistics.median(last) < floor
+        else:
+            scatter = usual[int(LOW_SHARE * len(usual))]
+            self.is_slow = last[-1 - RATE_STRAYS] < floor and statistics.median(last) < scatter
+        if was_slow or not self.is_slow or (self.shared_cpu and self.has_noted):
+            return None
+        self.has_noted = True
+        return self._alarm(before, now)
+
+    def _alarm(self, before: list[dict], now: list[dict]) -> Alarm:
+        waited, waited_before = (statistics.fmean(record["data_wait"] for record in part) for part in (now, before))
+        text = (
+            f"{_described(now)}, {_described(before)} before; waiting for data took {waited:.0%} of the time,"
+            f" {waited_before:.0%} before"
+        )
+        if self.shared_cpu:
+            return Alarm(now[-1]["samples"], "shared", f"other load on this machine? {text}")
+        return Alarm(now[-1]["samples"], "slow", f"training has become slower: {text}")
 
 
-def of_rates(records: list[dict]) -> list[Alarm]:
-    """The alarms that the records of metrics.jsonl give: where the rate fell and stayed."""
-    found: list[Alarm] = []
-    slow_before = False
-    for n in range(1, len(records) + 1):
-        alarm = of_last_rate(records[:n][-RATE_SPAN:])
-        if alarm and not slow_before:
-            found.append(alarm)
-        slow_before = alarm is not None
-    return found
-
-
-def of_last_rate(records: list[dict]) -> Alarm | None:
-    """Whether the last records of metrics.jsonl are slower than those before."""
+def _described(records: list[dict]) -> str:
+    """The median rate of some records, and over how long it was measured."""
     rates = [record["samples_per_s"] for record in records]
-    before, now = rates[:-RATE_WINDOW], rates[-RATE_WINDOW:]
-    if len(before) < 2 * RATE_WINDOW:
-        return None
-    usual, own = statistics.median(before), statistics.median(now)
-    if own >= RATE_DROP * usual:
-        return None
-    wait = statistics.median(record["data_wait"] for record in records[-RATE_WINDOW:])
-    cause = (
-        f"{wait:.0%} of it waiting for data"
-        if wait > (1 - RATE_DROP) / 2
-        else "not for want of data: look at the nodes"
-    )
-    return Alarm(records[-1]["samples"], "slow", f"{own:.4g} samples/s after {usual:.4g}, {cause}")
+    samples = (records[-1]["samples"] - records[0]["samples"]) / (len(records) - 1)  # per record
+    seconds = sum(samples / max(rate, 1e-9) for rate in rates)
+    return f"{statistics.median(rates):.4g} samples/s over {len(records)} logged steps ({seconds:.0f} s)"
+
+
+def of_rates(records: list[dict], shared_cpu: bool) -> list[Alarm]:
+    """The alarms that the records of metrics.jsonl give, each when it began; shared_cpu as for RateWatch."""
+    watch = RateWatch(shared_cpu)
+    return [alarm for record in records if (alarm := watch.add(record))]

@@ -1,12 +1,13 @@
-"""Score benchmark runs and show them: the official checks, the time to train, a table, a page with charts.
+"""Score benchmark runs: the official checks, the time to train, a table, and a page with charts.
 
 python -m flux_ref.report runs/schnell_gbs512
 python -m flux_ref.report RESULTS_FOLDER_A RESULTS_FOLDER_B --ruleset=5.1.0 --out=report --json=report.json
 
-Exit code: 0 every system is a valid result, 1 one is not (the reasons are said), 2 the request was refused.
+Exit code: 0 every system is a valid result, 1 a system is not (the reasons are printed), 2 the request was refused.
 """
 
 import argparse
+import importlib.util
 import statistics
 import tempfile
 import textwrap
@@ -17,11 +18,10 @@ from flux_ref import config_rules
 from flux_ref.benchmark import convergence
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal, attempt
-from flux_ref.formats.files import write_whole
+from flux_ref.formats.files import whole, write_whole
 from flux_ref.report import result_files, result_log, score
-from flux_ref.report.result_files import Records
 from flux_ref.report.result_log import printable
-from flux_ref.report.score import Run, System
+from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, Run, System, show
 from flux_ref.run.json_option import STDOUT, give, json_option, text_beside
 
 INVALID = 1  # exit code
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, run folders, or trees of them")
     parser.add_argument("--ruleset", choices=config_rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder for report.html and its PNGs")
+    parser.add_argument("--out", type=Path, help="folder for a page, report.html, with its charts also as PNGs")
     json_option(parser)
     args = parser.parse_args(argv)
     return attempt("report", lambda: run(args))
@@ -43,39 +43,42 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     with text_beside(args.json):
-        systems = tell(args)
+        systems = judge_and_print(args)
     give(figures(systems, args), args.json)
     return INVALID if any(system.reasons for system in systems) else 0
 
 
-def tell(args: argparse.Namespace) -> list[System]:
-    """Judge all systems, print what is found as it is found, and draw the page. Raises: Refusal."""
-    convergence.points(args.ruleset, args.points)  # refuses a file that is none
+def judge_and_print(args: argparse.Namespace) -> list[System]:
+    """Judge all systems, print each verdict at once, and write the page if --out asks for it. Raises: Refusal."""
+    convergence.points(args.ruleset, args.points)  # refuses a bad file before the first log is read
     groups = result_files.find(args.paths)
-    _writable("--out", args.out, args.out / "report.html")
+    if args.out:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise Refusal("--out draws with matplotlib, which is missing; pip install -r requirements-report.txt")
+        _writable("--out", args.out, args.out / "report.html")
     if args.json not in (None, STDOUT):
         _writable("--json", args.json, args.json)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += printable(args.points or "official")
     print("\n".join(_wrapped(basis, "")))
-    systems, records = [], []
+    systems = []
     for group in groups:
         logs = [result_log.read(path) for path in group.files]
         systems.append(score.judge(group.name, logs, args.ruleset, args.points))
-        records.append({str(path): result_files.records(path) for path in group.files})
         print(f"\n{describe(systems[-1])}", flush=True)
     if not any(run.log.events for system in systems for run in system.runs):
         first = systems[0].runs[0]
         raise Refusal(f"no log could be read; {first.log.path} {first.faults[0]}")
     if len(systems) > 1:
         print(f"\n{summary(systems)}")
-    _page(systems, records, basis, args.out)
-    print(f"\npage: {printable(args.out / 'report.html')}")
+    if args.out:
+        _write_page(systems, basis, args.out)
+        print(f"\npage: {printable(args.out / 'report.html')}")
     return systems
 
 
 def _writable(option: str, value: Path, file: Path) -> None:
-    """Make the folder of a file to come, and try it. Raises: Refusal."""
+    """Make the folder of a file and try to write there. Raises: Refusal."""
     try:
         if file.is_dir():
             raise IsADirectoryError(0, f"{file.name} is a folder")
@@ -88,20 +91,18 @@ def _writable(option: str, value: Path, file: Path) -> None:
         ) from None
 
 
-def _page(systems: list[System], records: list[dict[str, Records]], basis: str, out: Path) -> None:
-    from flux_ref.report import charts, drawing, page
+def _write_page(systems: list[System], basis: str, out: Path) -> None:
+    from flux_ref.report import charts, page  # bring matplotlib
 
-    subjects = charts.subjects(systems, records)
-    drawn = page.drawings(subjects)
+    subjects = [charts.subject(i, system) for i, system in enumerate(systems)]
+    drawn = charts.of_subjects(subjects)
     for old in page.charts_of(out / "report.html"):
         old.unlink()
     for name, chart in drawn.items():
-        drawing.png(chart, out / f"{name}.png")
+        for mode, ending in enumerate(("", "_dark")):
+            with whole(out / f"{name}{ending}.png") as partial:
+                charts.png(chart, mode, partial)
     write_whole(out / "report.html", page.page(subjects, drawn, basis))
-
-
-def show(value: float | None, form: str = ",.2f") -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _tail(text: str, most: int) -> str:
@@ -109,30 +110,25 @@ def _tail(text: str, most: int) -> str:
 
 
 def describe(system: System) -> str:
-    """One system for the terminal: its runs, the official checks, the result."""
-    machine = result_files.machine(system.runs[0].log.path, system.runs[0].log.system)
-    count = result_files.accelerators(machine)
-    told = [f"{key.removeprefix('submission_')} {system.value(key)}" for key in score.SHARED[:2]]
-    model = machine.get("accelerator_model_name")
-    told += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
-    told += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    lines = [*_wrapped(f"{system.name}: {verdict(system)}", ""), *_wrapped(", ".join(told))]
-    lines.append(f"  {'run':<22}{'minutes':>9}{'samples':>12}{'samples/s':>11}{'training':>10}{'eval s':>8}{'init':>6}")
+    """A system for the terminal: its runs, the official checks, the result."""
+    count = result_files.accelerators(system.machine)
+    parts = [f"{key.removeprefix('submission_')} {system.value(key)}" for key in score.SHARED[:2]]
+    model = system.machine.get("accelerator_model_name")
+    parts += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
+    parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
+    lines = [*_wrapped(f"{system.name}: {verdict(system)}", ""), *_wrapped(", ".join(parts))]
+    lines.append(f"  {'run':<21}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS))
     for run in system.runs:
-        init = None if run.init_s is None else run.init_s / 60
-        name = _tail(run.name, 21)
-        lines.append(
-            f"  {name:<22}{show(run.minutes):>9}{show(run.samples, ',.0f'):>12}{show(run.throughput, ',.1f'):>11}"
-            f"{show(run.training_throughput, ',.1f'):>10}{show(run.evaluation_s, ',.0f'):>8}{show(init, '.1f'):>6}"
-        )
-        more = [f"and {len(run.faults) - 3} more" for _ in run.faults[3:4]]
+        values = (f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
+        lines.append(f"  {_tail(run.name, 20):<21}{''.join(values)}")
+        more = [f"and {len(run.faults) - 3} more"] * (len(run.faults) > 3)
         lines += [line for fault in (*run.faults[:3], *more) for line in _wrapped(f"  failed: {fault}")]
     texts = (*score.checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons))
     return "\n".join((*map(printable, lines), *(line for text in texts for line in _wrapped(text))))
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    """A text of any length in lines of a terminal; a word, such as a path, is broken only if no line can hold it."""
+    """A text in lines of a terminal; a word, such as a path, is broken only if no line can hold it."""
     rest = indent + "    "
     return textwrap.wrap(
         printable(text), COLUMNS, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False
@@ -144,19 +140,16 @@ def verdict(system: System) -> str:
 
 
 def summary(systems: list[System]) -> str:
-    """A line per system."""
-    lines = [f"{'system':<30}{'runs':>6}{'olympic':>10}{'score':>10}{'samples':>12}{'samples/s':>11}"]
+    """A line for each system."""
+    lines = [f"{'system':<23}" + "".join(f"{heading:>{width}}" for heading, width in SYSTEM_COLUMNS)]
     for system in systems:
-        lines.append(
-            f"{_tail(system.name, 29):<30}{f'{len(system.counted)}/{len(system.runs)}':>6}"
-            f"{show(system.olympic_mean_minutes):>10}{show(system.score_minutes):>10}"
-            f"{show(system.samples_to_converge, ',.0f'):>12}{show(system.mean('throughput'), ',.1f'):>11}"
-        )
+        values = (f"{value:>{width}}" for value, (_, width) in zip(score.overview(system), SYSTEM_COLUMNS))
+        lines.append(f"{_tail(system.name, 22):<23}{''.join(values)}")
     return "\n".join(map(printable, lines))
 
 
 def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:
-    """Everything as JSON has it; what is not known is null."""
+    """The whole report for JSON; an unknown value is null."""
     return {
         "ruleset": args.ruleset,
         "mlperf_logging": version("mlperf-logging"),
@@ -167,50 +160,39 @@ def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object
 
 def _system(system: System) -> dict[str, object]:
     minutes = [run.minutes for run in system.counted if not system.mixtures]
-    known = system.verdicts.convergence
+    check = system.verdicts.convergence
+    names = ("reasons", "notes", "olympic_mean_minutes", "score_minutes", "samples_to_converge", "machine")
+    means = ("samples_per_s", "samples_per_s_without_evaluation")
     return {
         "system": system.name,
         "valid": not system.reasons,
-        "reasons": system.reasons,
-        "notes": system.notes,
-        "olympic_mean_minutes": system.olympic_mean_minutes,
+        **{name: getattr(system, name) for name in names},
+        **{name: system.mean(name) for name in means},
         "normalisation_factor": system.factor,
-        "score_minutes": system.score_minutes,
         "mean_minutes": statistics.fmean(minutes) if minutes else None,
         "stdev_minutes": statistics.stdev(minutes) if len(minutes) > 1 else None,
-        "samples_to_converge": system.samples_to_converge,
-        "samples_per_s": system.mean("throughput"),
-        "samples_per_s_without_evaluation": system.mean("training_throughput"),
         "compliant_logs": sum(not complaints for complaints in system.verdicts.compliance),
-        "seeds_pass": None if known is None else not system.verdicts.seeds,
-        "convergence_pass": known and known.passed,
-        "convergence_message": known and known.message,
-        "reference_samples": known and known.reference_mean,
-        "least_samples": known and known.least_mean,
+        "seeds_pass": None if check is None else not system.verdicts.seeds,
+        "convergence_pass": check and check.passed,
+        "convergence_message": check and check.message,
+        "reference_samples": check and check.reference_mean,
+        "least_samples": check and check.least_mean,
         "settings": {key: _plain(system.value(key)) for key in score.SHARED},
-        "machine": result_files.machine(system.runs[0].log.path, system.runs[0].log.system),
         "runs": [_run(run) for run in system.runs],
     }
 
 
 def _run(run: Run) -> dict[str, object]:
+    names = ("faults", "samples_to_converge", "status", *(name for _, _, name, _ in RUN_COLUMNS))
     return {
         "file": str(run.log.path),
         "counts": not run.faults,
-        "faults": run.faults,
-        "minutes": run.minutes,
-        "samples_to_converge": run.samples_to_target,
-        "samples": run.samples,
+        **{name: getattr(run, name) for name in names},
         "seed": _plain(run.log.value("seed")),
-        "status": run.status,
-        "init_s": run.init_s,
-        "evaluation_s": run.evaluation_s,
-        "samples_per_s": run.throughput,
-        "samples_per_s_without_evaluation": run.training_throughput,
         "validation": run.val_curve,
     }
 
 
 def _plain(value: object) -> object:
-    """A foreign value as JSON can have it."""
+    """A value from a foreign log, as text if JSON has no type for it."""
     return value if isinstance(value, (str, bool)) or result_log.number(value) is not None else str(value)

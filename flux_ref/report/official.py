@@ -1,7 +1,7 @@
 """The official checks of a system's logs, by mlperf-logging's own code: compliance, seeds, convergence.
 
-Its checkers talk through the root logger, print and warnings, read folders of result_*.txt, and stop with a traceback
-at some damage. Here they get copies in a folder of their own, and what they say comes back as lines.
+These checkers write to the root logger, to stdout and to warnings, read folders of result_*.txt, and end with a
+traceback at some damage. Here they get copies of the logs in a folder of their own, and their messages become lines.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 from flux_ref.report.result_log import ResultLog, number
 
 BENCHMARK = "flux1"
-LEAST_RUNS = 3  # for a mean without the first and the last
-# The compliance checker runs the code of a rule file whose name it puts together from these values.
+LEAST_RUNS = 3  # a mean without the best and the worst needs as many
+# The compliance checker builds the name of a rule file from these values, and runs the code in that file.
 SAFE = {"submission_division": ("closed", "open"), "submission_benchmark": (BENCHMARK,)}
 
 
 @dataclass
 class Convergence:
-    """What the convergence checker says; passed is None if it cannot tell.
+    """The verdict of the convergence checker; passed is None if there are too few runs.
 
-    factor multiplies the time; means are in samples, None if not told.
+    factor multiplies the time; means are in samples, None if the checker gives none.
     """
 
     passed: bool | None
@@ -43,7 +43,7 @@ class Convergence:
 class Verdicts:
     compliance: list[list[str]]  # complaints per log
     seeds: list[str] = field(default_factory=list)  # complaints
-    convergence: Convergence | None = None  # None: not asked for in the open division
+    convergence: Convergence | None = None  # None: the open division has no such check
 
 
 def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Verdicts:
@@ -67,11 +67,11 @@ def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
             if event.value not in allowed:
                 return [f"{key} is {str(event.value)[:60]!r}, not {' or '.join(allowed)}; not checked further"]
     checker = mlp_compliance.make_checker("training", ruleset, quiet=True, werror=False)
-    mlp_compliance.enqueued_configs.clear()  # a check that stopped half way leaves its own behind
+    mlp_compliance.enqueued_configs.clear()  # a check that stopped half way leaves configs behind
     with _captured():
         try:
             checker.check_file(str(path), f"training_{ruleset}/common.yaml")
-        except Exception as error:  # it is not made for damage
+        except Exception as error:  # the checker is not made for damaged logs
             return [f"the official compliance checker stopped: {_named(error)}"]
     return [_one_line(message, log) for message in (*checker.overwritable.values(), *checker.not_overwritable)]
 
@@ -114,13 +114,13 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
                 return Convergence(False, f"{names[path]} stops the official convergence checker: {_named(error)}")
         file = stack.enter_context(points.open(encoding="utf-8")) if points else None
         records.clear()
-        try:  # with set_scaling=False it would remove /scaling.json
+        try:  # set_scaling=False would remove /scaling.json
             passed, message, factor = rcp_checker.check_directory(
                 str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
             )
         except Exception as error:
-            said = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
-            return Convergence(False, " ".join(said) or f"the official convergence checker stopped: {_named(error)}")
+            warned = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
+            return Convergence(False, " ".join(warned) or f"the official convergence checker stopped: {_named(error)}")
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
     if len(names) < LEAST_RUNS:
         passed, message = None, f"takes {LEAST_RUNS} runs"
@@ -132,7 +132,7 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[logging.LogRecord]]:
-    """What is logged, printed or warned of meanwhile; nothing of it gets out."""
+    """Collects what is logged in the block, and swallows what it prints and warns of."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append

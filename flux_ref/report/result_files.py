@@ -1,28 +1,29 @@
-"""Which result files are given, which of them are one system, and what else lies beside them.
+"""Finds result files, groups them into systems, and reads what lies beside them.
 
-The runs in one folder are one system. Of our own runs, which each have a folder, those that lie side by side and whose
-configs differ in nothing but run.* and train.seed are one system, too.
+The runs in one folder are one system. Our own runs have a folder each: such folders side by side are one system if
+their configs differ only in run.* and train.seed.
 """
 
 import filecmp
 import json
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flux_ref import config_file
+from flux_ref.config import flat
 from flux_ref.errors import Refusal
+from flux_ref.formats import jsonl
 from flux_ref.report.result_log import printable
 
 RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
-SIZE_LIMIT = 1 << 20  # of the small files that describe a run or a system
-DULL = {"results", "flux1", "/"}  # folders of the benchmark's tree that name no system
+DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
 
 
 @dataclass
 class Group:
-    """The result files of one system, in the order of their numbers."""
+    """The result files of one system, ordered by their numbers."""
 
     name: str
     files: list[Path]
@@ -30,7 +31,7 @@ class Group:
 
 @dataclass
 class Records:
-    """What one of our runs has written beside its log; empty for a foreign one."""
+    """What one of our runs wrote beside its log; empty for a foreign run."""
 
     config: dict[str, object] = field(default_factory=dict)  # section.key
     steps: list[dict] = field(default_factory=list)
@@ -45,16 +46,16 @@ def find(arguments: list[str]) -> list[Group]:
             raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())
-            found = [own for own in found if not _is_gathered(own)]
-            if not found:
+            results = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())
+            results = [result for result in results if not _is_gathered(result)]
+            if not results:
                 raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give a folder that does, or files")
         elif path.is_file():
-            found = [path]
+            results = [path]
         else:
             raise Refusal(f"{argument} is not there; give result files or folders that hold some")
-        for own in found:
-            files.setdefault(own.resolve(), own)
+        for result in results:
+            files.setdefault(result.resolve(), result)
     folders: dict[object, list[Path]] = {}
     for real, path in files.items():
         folders.setdefault(_system_of(real), []).append(path)
@@ -64,7 +65,7 @@ def find(arguments: list[str]) -> list[Group]:
 
 
 def _is_gathered(path: Path) -> bool:
-    """Whether this is the copy that launch/ makes of run_N/result_0.txt, beside which there is more to read."""
+    """Whether this file is the copy that launch/ makes of run_N/result_0.txt; that folder holds more to read."""
     number = re.fullmatch(r"result_(\d+)\.txt", path.name)
     origin = path.parent / f"run_{number[1]}" / "result_0.txt" if number else path
     return origin != path and origin.is_file() and filecmp.cmp(path, origin, shallow=False)
@@ -85,78 +86,50 @@ def _number(path: Path) -> tuple:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Short names of systems, by the folder of each: SUBMITTER/SYSTEM in the benchmark's tree."""
+    """Short names of systems, from their folders: SUBMITTER/SYSTEM in the benchmark's tree."""
     parts = [[part for part in folder.parts if part not in DULL] or [str(folder)] for folder in folders]
     sizes = [2 if "results" in folder.parts else 1 for folder in folders]
-    names = ["/".join(own[-size:]) for own, size in zip(parts, sizes)]
+    names = ["/".join(names[-size:]) for names, size in zip(parts, sizes)]
     while len(set(names)) < len(names) and max(sizes) < max(map(len, parts)):
         sizes = [size + (names.count(name) > 1) for size, name in zip(sizes, names)]
-        names = ["/".join(own[-size:]) for own, size in zip(parts, sizes)]
+        names = ["/".join(names[-size:]) for names, size in zip(parts, sizes)]
     return [printable(name) for name in names]
 
 
 def records(result: Path) -> Records:
-    """What lies beside a result file of ours. Damaged lines and files are left out: they only feed charts."""
+    """What lies beside a result file of ours. Damaged lines and files are left out: charts alone use them."""
     config = _config(result.parent)
-    if not config:
-        return Records()
-    return Records(config, _lines(result.with_name("metrics.jsonl")), _lines(result.with_name("eval.jsonl")))
+    names = ("metrics.jsonl", "eval.jsonl") if config else ()
+    return Records(config, *(jsonl.records(result.with_name(name), strict=False) for name in names))
 
 
 def _config(folder: Path) -> dict[str, object]:
-    """The resolved config of one of our runs, by section.key; {} without one."""
-    path = folder / "config.toml"
+    """The config of one of our runs, by section.key; {} for a foreign run or a config that this version cannot read."""
     try:
-        if not path.is_file() or path.stat().st_size > SIZE_LIMIT:
-            return {}
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
+        return flat(config_file.of_run(folder))
+    except Refusal:
         return {}
-    flat = {}
-    for section, values in sections.items():
-        flat |= {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
-    return flat
 
 
-def _lines(path: Path) -> list[dict]:
-    found = []
-    try:
-        for line in path.open(encoding="utf-8", errors="replace"):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-    except OSError:
-        pass
-    return found
+def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:
+    """What is known of the machine: SUBMITTER/systems/SYSTEM.json in the benchmark's tree, and what the log says.
 
-
-def system_description(result: Path) -> dict[str, object]:
-    """SUBMITTER/systems/SYSTEM.json of SUBMITTER/results/SYSTEM/BENCHMARK/result_N.txt; {} if there is none."""
+    The tree holds result as SUBMITTER/results/SYSTEM/BENCHMARK/result_N.txt.
+    """
     system = result.resolve().parent.parent
-    path = system.parent.parent / "systems" / f"{system.name}.json"
     try:
-        if path.is_file() and path.stat().st_size <= SIZE_LIMIT:
-            found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-            return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        pass
-    return {}
-
-
-def machine(result: Path, told: dict[str, object]) -> dict[str, str]:
-    """What is known of the system: its description in the benchmark's tree, else what the log itself tells."""
-    found: dict[str, str] = {}
-    for key, value in (system_description(result) | told).items():
+        described = jsonl.json_object(system.parent.parent / "systems" / f"{system.name}.json")
+    except (Refusal, OSError):
+        described = {}
+    known: dict[str, str] = {}
+    for key, value in (described | logged).items():
         items = value.items() if isinstance(value, dict) else [(key, value)]
-        found |= {str(name): str(text) for name, text in items if isinstance(text, (str, int, float)) and str(text)}
-    return found
+        known |= {str(name): str(text) for name, text in items if isinstance(text, (str, int, float)) and str(text)}
+    return known
 
 
 def accelerators(machine: dict[str, str]) -> int | None:
-    """How many the system has, all nodes together; of a run of ours, its ranks."""
+    """Accelerators of the whole system; for our own runs the number of ranks."""
     ranks = re.match(r"\d+", machine.get("ranks", ""))
     try:
         return int(ranks[0]) if ranks else int(machine["number_of_nodes"]) * int(machine["accelerators_per_node"])

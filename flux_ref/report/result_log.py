@@ -1,8 +1,8 @@
 """Reading a benchmark log of any submitter: result_N.txt, plain or gzipped.
 
-A foreign log is a whole terminal's output: launchers put ranks before lines, progress bars and colours lie between
-them, several ranks write the same entry, and a run that was killed leaves half a line. What can be read is read, what
-cannot is said. Lines are told apart as mlperf-logging's parser does, so that both see the same entries.
+A foreign log is the output of a whole terminal: launchers put ranks before lines, progress bars and colours lie between
+lines, several ranks write the same entry, and a killed run leaves half a line. Whatever can be read is read. The rest
+is reported. Lines are split as mlperf-logging's parser splits them, so that both see the same entries.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from pathlib import Path
 
 TOKEN, SYSTEM_TOKEN = ":::MLLOG ", ":::SYSJSON "
 LINE_LIMIT = 16_384  # characters; the official parser takes time that grows with the square of an entry's length
-MOST = 1e15  # no count or time of a run is as large
-OWN_LINE = re.compile(r"  (ranks|compute|steps|batch|data) +(\S.*)")  # of metrics.Reporter.introduce
+MOST = 1e15  # every count and time of a run is smaller
+INTRODUCTION = re.compile(r"  (ranks|compute|steps|batch|data) +(\S.*)")  # lines of run.reporter.Reporter.introduce
 
 
 @dataclass(frozen=True)
 class Event:
-    """One entry. line counts from 1 in the file; time_ms is since 1970, NaN if it was no number."""
+    """One entry. line: its number in the file, from 1; time_ms: milliseconds since 1970, NaN if it was no number."""
 
     line: int
     time_ms: float
@@ -37,22 +37,22 @@ class Event:
 class ResultLog:
     path: Path
     events: list[Event] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # those with an entry, as they stand; what the checkers look at
-    numbers: list[int] = field(default_factory=list)  # of these lines
+    lines: list[str] = field(default_factory=list)  # the unchanged lines with an entry; the official checkers get these
+    numbers: list[int] = field(default_factory=list)  # the line numbers of `lines`
     problems: list[str] = field(default_factory=list)
-    system: dict[str, object] = field(default_factory=dict)  # what the log says of the machine
-    name: str = ""  # among the logs of its system
+    system: dict[str, object] = field(default_factory=dict)  # what the log says about the machine
+    name: str = ""  # tells it from other logs of its system
 
     def all(self, key: str) -> list[Event]:
         return [event for event in self.events if event.key == key]
 
     def value(self, key: str) -> object:
-        """Of the first such entry; None without one."""
+        """The value of the first entry with this key; None without such an entry."""
         return next((event.value for event in self.events if event.key == key), None)
 
 
 def read(path: Path) -> ResultLog:
-    """Everything that can be read of a log; what could not is in its problems. Raises nothing for any content."""
+    """Everything that can be read of a log; its problems name the rest. Raises nothing for any content."""
     log = ResultLog(path, name=printable(path.name))
     damaged: list[str] = []
     try:
@@ -65,8 +65,8 @@ def read(path: Path) -> ResultLog:
                     _take(log, number, line, damaged)
                 elif SYSTEM_TOKEN in line and not log.system:
                     log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
-                elif (own := OWN_LINE.fullmatch(line.rstrip())) and not log.events:
-                    log.system.setdefault(own[1], own[2])
+                elif (told := INTRODUCTION.fullmatch(line.rstrip())) and not log.events:
+                    log.system.setdefault(told[1], told[2])
     except (OSError, EOFError, zlib.error) as error:
         log.problems.append(f"cannot be read to its end: {getattr(error, 'strerror', None) or error}")
     if damaged:
@@ -78,17 +78,17 @@ def read(path: Path) -> ResultLog:
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
-    """Numbered lines. Of one beyond the limit only the token is left, if it was in it."""
+    """Numbered lines. A line above the limit is cut to the token if it holds the token, else left out."""
     number = 1
     while piece := text.readline(LINE_LIMIT):
         if len(piece) < LINE_LIMIT or piece.endswith("\n"):
             yield number, piece
         else:
-            found, tail = TOKEN in piece, piece
+            has_token, tail = TOKEN in piece, piece
             while not tail.endswith("\n") and (piece := text.readline(LINE_LIMIT)):
                 tail = tail[-len(TOKEN) :] + piece
-                found = found or TOKEN in tail
-            if found:
+                has_token = has_token or TOKEN in tail
+            if has_token:
                 yield number, f"{TOKEN}\n"
         number += 1
 
@@ -125,10 +125,10 @@ def _object(text: str) -> tuple[dict, str]:
         text = text.encode("latin-1").decode("utf-8")  # names beyond ASCII are UTF-8 if they can be
     text = text.strip()
     try:
-        found, end = json.JSONDecoder().raw_decode(text)
+        content, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return {}, ""
-    return (found, text[end:].strip()) if isinstance(found, dict) else ({}, "")
+    return (content, text[end:].strip()) if isinstance(content, dict) else ({}, "")
 
 
 def printable(text: object) -> str:
@@ -137,7 +137,7 @@ def printable(text: object) -> str:
 
 
 def number(value: object) -> float | None:
-    """A number that a run could tell; None for anything else, a truth value too."""
+    """The value if it is a number that a run can log; None for anything else, also for a truth value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) < MOST else None

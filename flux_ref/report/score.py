@@ -1,6 +1,6 @@
-"""The figures and the verdict of benchmark runs, and of the system that they are runs of.
+"""The figures of benchmark runs, and the verdict on the system that ran them.
 
-Times are seconds unless named minutes. Source: MLPerf's training rules and mlperf-logging's result_summarizer.
+Times are in seconds unless a name says minutes. Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
 import math
@@ -9,20 +9,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flux_ref.report import official
+from flux_ref.report import official, result_files
 from flux_ref.report.result_log import ResultLog, number, printable
 
-RUNS = 10  # of a submission; the best and the worst are dropped
-# In all runs of one system the same.
+RUNS = 10  # of a submission; the mean leaves out the best and the worst
+# Settings that all runs of a system must share.
 SHARED = (
     *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
     *("opt_base_learning_rate", "opt_learning_rate_warmup_steps", "gradient_accumulation_steps"),
 )
 
 
+# The table of runs: (heading, width on a terminal, attribute of a run, format).
+RUN_COLUMNS = (
+    ("minutes", 9, "minutes", ",.2f"),
+    ("samples", 12, "samples", ",.0f"),
+    ("samples/s", 11, "samples_per_s", ",.1f"),
+    ("training", 10, "samples_per_s_without_evaluation", ",.1f"),
+    ("eval s", 8, "evaluation_s", ",.0f"),
+    ("init s", 7, "init_s", ",.0f"),
+)
+# The table of systems: (heading, width on a terminal); the values are those of `overview`.
+SYSTEM_COLUMNS = (
+    *(("devices", 8), ("batch", 6), ("runs", 6), ("olympic", 8), ("score", 8)),
+    *(("samples/s", 10), ("per device", 11)),
+)
+
+
 @dataclass(eq=False)
 class Run:
-    """One log. What it does not tell is None or empty."""
+    """The figures of one log; a figure that the log does not give is None or empty."""
 
     log: ResultLog
     start_ms: float | None = None
@@ -35,40 +51,40 @@ class Run:
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
     train_curve: list[tuple[float, float]] = field(default_factory=list)
     speeds: list[tuple[float, float]] = field(default_factory=list)  # (samples, samples/s of training since the last)
-    faults: list[str] = field(default_factory=list)  # why it does not count; empty if it does
+    faults: list[str] = field(default_factory=list)  # why the run does not count; empty if it counts
 
     @property
     def name(self) -> str:
         return self.log.name
 
     @property
-    def minutes(self) -> float | None:
-        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 60 / 1000
-
-    @property
     def run_s(self) -> float | None:
         return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 1000
 
     @property
-    def samples_to_target(self) -> float | None:
-        """Of the last evaluation, as the convergence checker has it; None for a run that does not count."""
+    def minutes(self) -> float | None:
+        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 60 / 1000
+
+    @property
+    def samples_to_converge(self) -> float | None:
+        """Samples at the last evaluation, as in the convergence checker; None for a run that does not count."""
         return self.val_curve[-1][0] if self.val_curve and not self.faults else None
 
     @property
-    def throughput(self) -> float | None:
-        """Samples per s from run_start to run_stop."""
+    def samples_per_s(self) -> float | None:
+        """From run_start to run_stop."""
         return self.samples / self.run_s if self.samples and self.run_s else None
 
     @property
-    def training_throughput(self) -> float | None:
-        """The same without the time of evaluations."""
+    def samples_per_s_without_evaluation(self) -> float | None:
+        """From run_start to run_stop, without the time of evaluations."""
         if not self.samples or not self.run_s or self.evaluation_s is None or self.evaluation_s >= self.run_s:
             return None
         return self.samples / (self.run_s - self.evaluation_s)
 
 
 def measure(log: ResultLog) -> Run:
-    """The figures of one log; what contradicts a single timed run goes to its faults."""
+    """The figures of one log. Whatever contradicts a single timed run becomes a fault."""
     run = Run(log, faults=[*log.problems])
     run.target = number(log.value("target_accuracy")) or math.nan
     if not log.events:
@@ -83,7 +99,7 @@ def measure(log: ResultLog) -> Run:
 
 
 def _clock(run: Run) -> None:
-    """From the last run_start before the first run_stop, as mlperf-logging takes it when several ranks write."""
+    """The time from the last run_start before the first run_stop, as in mlperf-logging when several ranks write."""
     stops = run.log.all("run_stop")
     starts = [event for event in run.log.all("run_start") if not stops or event.line < stops[0].line]
     if not starts:
@@ -107,7 +123,7 @@ def _clock(run: Run) -> None:
 
 
 def _curves(run: Run) -> None:
-    """Losses, speeds and the time of evaluations, from what happens between run_start and run_stop."""
+    """Losses, speeds and the time of evaluations, from the entries between run_start and run_stop."""
     start = next((event.line for event in run.log.all("run_start")), 0)
     stop = next((event.line for event in run.log.all("run_stop")), math.inf)
     losses: dict[float, float] = {}
@@ -153,9 +169,9 @@ def _curves(run: Run) -> None:
 
 @dataclass(eq=False)
 class System:
-    """What is known of one system. reasons: why it is no valid result; empty if it is one.
+    """The runs of one system and the verdict. reasons: why it is no valid result; empty for a valid one.
 
-    mixtures: in what its runs differ that they should share. Where there are any, nothing is averaged.
+    mixtures: settings that differ between its runs but must not. If there are any, no mean is computed.
     """
 
     name: str
@@ -173,44 +189,48 @@ class System:
 
     @property
     def factor(self) -> float | None:
-        """What a convergence faster than the reference slows the score by; None if the check did not pass."""
-        convergence = self.verdicts.convergence
-        return convergence.factor if convergence and convergence.passed and not self.mixtures else None
+        """Factor that lengthens the score of runs that converged faster than the reference; None without a pass."""
+        check = self.verdicts.convergence
+        return check.factor if check and check.passed and not self.mixtures else None
 
     @property
     def score_minutes(self) -> float | None:
-        """The official result: the olympic mean, slowed by the factor of a convergence faster than the reference."""
-        convergence = self.verdicts.convergence
+        """The official result: the olympic mean times the factor; None if the result is not valid."""
         if self.olympic_mean_minutes is None or self.reasons:
             return None
-        return self.olympic_mean_minutes * (convergence.factor if convergence else 1.0)
+        return self.olympic_mean_minutes * (self.factor or 1.0)
 
     @property
     def samples_to_converge(self) -> float | None:
-        """As the time, without the best and the worst of ten; the mean of another number of runs."""
-        samples = [run.samples_to_target for run in self.counted]
+        """The olympic mean of ten runs; the plain mean of another number of runs."""
+        samples = [run.samples_to_converge for run in self.counted]
         if self.mixtures or not samples or None in samples:
             return None
         return olympic_mean(samples, RUNS - len(samples)) if self.olympic_mean_minutes else statistics.fmean(samples)
 
+    @property
+    def machine(self) -> dict[str, str]:
+        log = self.runs[0].log
+        return result_files.machine(log.path, log.system)
+
     def value(self, key: str) -> object:
-        """What the first log that tells says of a key."""
+        """The first value that any log gives for a key."""
         return next((value for run in self.runs if (value := run.log.value(key)) is not None), None)
 
     def mean(self, figure: str) -> float | None:
-        """Of an attribute, over the runs that tell it; also those that do not count."""
+        """The mean of an attribute over all runs that have it, also those that do not count."""
         values = [value for run in self.runs if (value := getattr(run, figure)) is not None]
         return statistics.fmean(values) if values and not self.mixtures else None
 
 
 def olympic_mean(values: list[float], dropped: int = 0) -> float:
-    """Mean without the best and the worst. dropped: worst ones that are not among the values, 0 or 1."""
+    """Mean without the best and the worst. dropped: 1 if the worst is not among the values, else 0."""
     return statistics.fmean(sorted(values)[1 : len(values) - (1 - dropped)])
 
 
 def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = None) -> System:
     """All figures of one system, and the verdict by the rules and by mlperf-logging's checkers."""
-    if len({log.name for log in logs}) < len(logs):  # runs of ours, each result_0.txt of a folder
+    if len({log.name for log in logs}) < len(logs):  # runs of ours: each is result_0.txt in its own folder
         for log in logs:
             log.name = printable(f"{log.path.parent.name}/{log.path.name}")
     verdicts = official.check(logs, ruleset, points)
@@ -249,26 +269,18 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
     if convergence and convergence.passed is False:
-        yield f"convergence: {convergence.message}" + _shortfall(system, convergence)
+        yield f"convergence: {convergence.message}"
 
 
 def _mixtures(runs: list[Run]) -> Iterator[str]:
     for key in SHARED:
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for run in runs:
-            value = run.log.value(key)
-            if value is not None:
-                found.setdefault(str(value)[:60], []).append(run.name)
-        if len(found) > 1:
-            parts = (f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in found.items())
+            if (value := run.log.value(key)) is not None:
+                names.setdefault(str(value)[:60], []).append(run.name)
+        if len(names) > 1:
+            parts = (f"{value} in {files[0]}{' ...' * (len(files) > 1)}" for value, files in names.items())
             yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"
-
-
-def _shortfall(system: System, convergence: official.Convergence) -> str:
-    mean, least = system.samples_to_converge, convergence.least_mean
-    if mean is None or least is None or mean >= least:
-        return ""
-    return f"; {mean:,.0f} samples on average, accepted from {least:,.0f} on"
 
 
 def checks(system: System) -> list[str]:
@@ -276,13 +288,13 @@ def checks(system: System) -> list[str]:
     verdicts = system.verdicts
     passed = sum(not complaints for complaints in verdicts.compliance)
     lines = [f"compliance: {passed} of {len(system.runs)} logs"]
-    if verdicts.convergence:
-        known = verdicts.convergence
+    if check := verdicts.convergence:
         lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
-        word = {True: "passed", False: "failed", None: "not told"}[known.passed]
-        text = f"convergence: {word} ({known.message})"
-        if known.reference_mean:
-            text += f", reference {known.reference_mean:,.0f} samples, accepted from {known.least_mean:,.0f}"
+        outcome = {True: "passed", False: "failed", None: "not known"}[check.passed]
+        text = f"convergence: {outcome} ({check.message})"
+        if check.reference_mean:
+            text += f", reference {check.reference_mean:,.0f} samples, accepted from {check.least_mean:,.0f}"
+            text += f", here {show(system.samples_to_converge, ',.0f')}"
         lines.append(text)
     else:
         lines[0] += "; open division: seeds and convergence are not checked"
@@ -290,8 +302,7 @@ def checks(system: System) -> list[str]:
     if system.olympic_mean_minutes is not None:
         lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
         if system.score_minutes is not None:
-            factor = system.score_minutes / system.olympic_mean_minutes
-            lines[-1] += f", normalised by {factor:.4f}: {system.score_minutes:.2f} minutes"
+            lines[-1] += f", normalised by {system.factor or 1:.4f}: {system.score_minutes:.2f} minutes"
     if len(minutes) > 1 and not system.mixtures:
         spread = statistics.stdev(minutes)
         lines.append(
@@ -299,3 +310,18 @@ def checks(system: System) -> list[str]:
             f" ({100 * spread / statistics.fmean(minutes):.1f} %)"
         )
     return lines
+
+
+def show(value: float | None, form: str = ",.2f") -> str:
+    """A figure as text; "-" for an unknown one."""
+    return "-" if value is None else format(value, form)
+
+
+def overview(system: System) -> list[str]:
+    """The values of SYSTEM_COLUMNS."""
+    count, speed = result_files.accelerators(system.machine), system.mean("samples_per_s")
+    return [
+        *(show(count, ","), str(system.value("global_batch_size")), f"{len(system.counted)}/{len(system.runs)}"),
+        *(show(system.olympic_mean_minutes), show(system.score_minutes), show(speed, ",.0f")),
+        show(speed / count if speed and count else None, ",.1f"),
+    ]

@@ -39,8 +39,7 @@ class Reporter:
         self.speaks = world.rank == 0
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
-        self.recent: list[dict] = []  # the last logged steps
-        self.is_slow = False
+        self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
         self.bar: tqdm | None = None
         self._mark(0, 0.0)
 
@@ -143,17 +142,11 @@ class Reporter:
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
-        self._look_at_rate(record)
+        if alarm := self.rates.add(record):
+            self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
         self.train_curve.append((state.samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
         self._mark(state.samples, feed.wait_s)
-
-    def _look_at_rate(self, record: dict) -> None:
-        self.recent = [*self.recent, record][-alarms.RATE_SPAN :]
-        alarm = alarms.of_last_rate(self.recent)
-        if alarm and not self.is_slow:
-            self.say(f"warning: samples {alarm.samples:,}: {alarm.text}")
-        self.is_slow = alarm is not None
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
@@ -178,7 +171,7 @@ class Reporter:
             f"samples {samples:>10,}  validation loss {result.loss:.4f} +- {result.stderr:.4f}"
             f" over {result.count:,} samples in {seconds:.1f} s{target}"
         )
-        for alarm in alarms.of_losses(self.val_curve, self.band, convergence.bias_of_config(self.cfg)):
+        for alarm in alarms.of_losses(self.val_curve, self.band):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
         if self.speaks:

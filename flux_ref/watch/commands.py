@@ -1,9 +1,9 @@
-"""Watching runs on the terminal: their losses against the public band, their rate, what is left, what looks wrong.
+"""Watch runs on the terminal: losses beside the public band, rate, remaining time, alarms.
 
-    python -m flux_ref.watch RUN [RUN ...]      until they have ended; Ctrl-C leaves
-    python -m flux_ref.watch RUN --once         print the panel once, as in a log
+    python -m flux_ref.watch RUN [RUN ...]      until the runs have ended; Ctrl-C leaves
+    python -m flux_ref.watch RUN --once         print the panel once
 
-Reads what a run's folder holds, and changes nothing. --every S: seconds between looks (2).
+Reads the files in a run's folder and changes none. --every S: seconds between two readings (2).
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,9 @@ from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"
 LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
-USUAL = 50  # logged steps whose median rate is the usual one
-TAIL = 65_536  # bytes of a log that hold its end
-SILENT = 5  # times the usual time between two records
+USUAL = 50  # the usual rate is the median of so many logged steps
+TAIL = 65_536  # bytes to read from the end of a log
+SILENT = 5  # a run is silent after so many times the usual time between two records
 MOST_PAUSE_S = 3600
 FIGURES = {"metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb")}
 FIGURES["eval.jsonl"] = ("val_loss", "seconds")
@@ -39,17 +40,18 @@ FIGURES["eval.jsonl"] = ("val_loss", "seconds")
 
 @dataclass(frozen=True)
 class Look:
-    """What a run's folder says now."""
+    """What the files of a run say now."""
 
     folder: Path
     cfg: Config
     band: Band | None
     ranks: int
     device: str
+    shared_cpu: bool  # the run trains on the CPUs of one node
     steps: list[dict]  # of metrics.jsonl
-    evaluations: list[dict]
-    outcome: str  # how it ended; "" while it has not
-    silent_s: float  # since its last record
+    evaluations: list[dict]  # of eval.jsonl
+    outcome: str  # how the run ended; "" while it goes on
+    silent_s: float  # since the last record
 
     @property
     def samples(self) -> int:
@@ -62,7 +64,7 @@ class Look:
 
     @property
     def goal(self) -> tuple[float, str]:
-        """Samples at which it should end, and why."""
+        """Samples at which the run should end, and why."""
         cfg, needed = self.cfg, None
         if convergence.is_benchmark(cfg):
             needed = convergence.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
@@ -76,12 +78,11 @@ class Look:
 
     @property
     def alarms(self) -> list[Alarm]:
-        bias = convergence.bias_of_config(self.cfg)
-        return alarms.of_losses(self.curve, self.band, bias) + alarms.of_rates(self.steps)
+        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, self.shared_cpu)
 
     @property
     def state(self) -> tuple[str, str]:
-        """In a word, and its colour."""
+        """The state in words, and its colour."""
         if self.outcome:
             return self.outcome, GREEN if self.outcome == REACHED else BOLD
         if not self.steps:
@@ -94,29 +95,25 @@ class Look:
 
 
 def look(folder: Path) -> Look:
-    """Read a run's folder. Raises: Refusal if it holds none."""
+    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file."""
     cfg, environment = config_file.of_run(folder), json_object(folder / "environment.json")
-    ranks = environment.get("ranks", 1)
-    if type(ranks) is not int or not 0 < ranks < 1e9:
-        raise Refusal(f"{folder / 'environment.json'} is damaged (ranks is no number above 0); mend it")
+    ranks, nodes = environment.get("ranks", 1), environment.get("nodes", [""])
+    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
+        raise Refusal(
+            f"{folder / 'environment.json'} is damaged (ranks is no number above 0 or nodes no list); mend it"
+        )
     steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
     paths = [folder / name for name in FIGURES]
     written = max([path.stat().st_mtime for path in paths if path.exists()] or [time.time()])
+    device = str(environment.get("device", ""))
     return Look(
-        folder,
-        cfg,
-        convergence.of_config(cfg),
-        ranks,
-        str(environment.get("device", "")),
-        steps,
-        evaluations,
-        outcome(folder) or broken_off(folder / "result_0.txt"),
-        time.time() - written,
+        *(folder, cfg, convergence.of_config(cfg), ranks, device, device == "cpu" and len(nodes) == 1),
+        *(steps, evaluations, outcome(folder) or broken_off(folder / "result_0.txt"), time.time() - written),
     )
 
 
 def broken_off(log: Path) -> str:
-    """How a run ended that has no outcome, from the end of its log; "" while it goes on."""
+    """How a run without an outcome ended, from the end of its log; "" while it goes on."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -132,7 +129,7 @@ def broken_off(log: Path) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 58 s, 12 min, 3 h 05 min."""
+    """Seconds in words: 58 s, 12 min, 3 h 05 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -149,46 +146,48 @@ def bar(share: float, width: int) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    """Its first `width` columns, without control characters. Colours take no column and all stay."""
+    """The first `width` columns of a line, without control characters. Colour codes stay and take no column."""
     column = itertools.count()
     tokens = re.findall(r"\x1b\[\d+m|[^\x00-\x1f\x7f-\x9f]", line)
     return "".join(token for token in tokens if token[0] == "\x1b" or next(column) < width)
 
 
 def panel(looks: list[Look], columns: int, coloured: bool) -> str:
-    """All of it, as lines of at most so many columns."""
+    """The whole panel, as lines of at most `columns` columns."""
     lines, width = [], max(LEAST_COLUMNS, columns)
-    for mark, one in zip(MARKS, looks):
-        lines += about(one, mark, width, coloured)
+    for mark, run in zip(MARKS, looks):
+        lines += about(run, mark, width, coloured)
     lines += chart(looks, width, coloured)
-    for mark, one in zip(MARKS, looks):
-        for alarm in one.alarms:
-            head = f"{mark} {alarm.level} at {alarm.samples:,} samples: "
-            lines += wrap(head + alarm.text, width, RED if alarm.level == "warning" else YELLOW, coloured)
+    for mark, run in zip(MARKS, looks):
+        for alarm in run.alarms:
+            text = f"{mark} {alarm.level} at {alarm.samples:,} samples: {alarm.text}"
+            colour = RED if alarm.level == "warning" else YELLOW
+            wrapped = textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
+            lines += [paint(line, colour, coloured) for line in wrapped]
     return "\n".join(cut(line, columns) for line in lines)
 
 
-def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
-    """A run in four lines."""
-    state, colour = one.state
-    goal, why = one.goal
-    share = one.samples / goal
+def about(run: Look, mark: str, width: int, coloured: bool) -> list[str]:
+    """The state of a run in four lines."""
+    state, colour = run.state
+    goal, why = run.goal
+    share = run.samples / goal
     room = max(8, width - len(state) - 4)
-    name = str(one.folder)
-    head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # its end tells runs apart
+    name = str(run.folder)
+    head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
     lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour, coloured)]
-    count = f"{share:4.0%}  {one.samples:,} of {goal:,.0f} samples ({why})"
+    count = f"{share:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
     lines.append(f"  {bar(share, max(8, width - len(count) - 4))}  {count}")
-    last = one.steps[-1] if one.steps else None
+    last = run.steps[-1] if run.steps else None
     losses = f"  loss {last['loss']:.4f}" if last else "  no step logged yet"
-    if one.evaluations:
-        newest, best = one.evaluations[-1], min(loss for _, loss in one.curve)
+    if run.evaluations:
+        newest, best = run.evaluations[-1], min(loss for _, loss in run.curve)
         losses += f"   validation {newest['val_loss']:.4f} at {newest['samples']:,} (best {best:.4f})"
-    target = one.cfg.eval.target
+    target = run.cfg.eval.target
     lines.append(losses + (f"   target {target:g}" if target else ""))
     if last:
-        tflop = last["samples_per_s"] * flops.per_sample(one.cfg.model) / one.ranks / 1e12
-        gpu = hardware.of_device(one.device)
+        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.ranks / 1e12
+        gpu = hardware.of_device(run.device)
         mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
         lines.append(
             f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
@@ -197,26 +196,17 @@ def about(one: Look, mark: str, width: int, coloured: bool) -> list[str]:
     return [*lines, ""]
 
 
-def wrap(text: str, width: int, colour: str, coloured: bool) -> list[str]:
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) + 1 > width:
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1].strip() else word
-    return [paint(line, colour, coloured) for line in lines]
-
-
 def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
-    """Validation losses over samples, each run with its mark; the band shaded, the target dashed."""
-    points = [(mark, *point) for mark, one in zip(MARKS, looks) for point in one.curve]
+    """Validation losses over samples, with a mark for each run; the band is shaded, the target dashed."""
+    points = [(mark, *point) for mark, run in zip(MARKS, looks) for point in run.curve]
     if not points:
         return []
-    band = next((one.band for one in looks if one.band), None)
-    target = max(one.cfg.eval.target for one in looks)
+    band = next((run.band for run in looks if run.band), None)
+    target = max(run.cfg.eval.target for run in looks)
     columns = width - 9
     most_x = max([1, *(x for _, x, _ in points)])
-    if any(not one.outcome for one in looks):
-        most_x = max(one.goal[0] for one in looks)
+    if any(not run.outcome for run in looks):
+        most_x = max(run.goal[0] for run in looks)
     values = [y for _, _, y in points] + ([target] if target else [])
     low, high = min(values), max(values)
     span = (high - low) or 1e-9
@@ -247,16 +237,16 @@ def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
 
 
 def follow(folders: list[Path], every_s: float) -> None:
-    """Draw the panel over itself until all runs have ended."""
+    """Draw the panel again and again in the same place until all runs have ended."""
     sys.stdout.write("\x1b[2J")
     while True:
         looks = [look(folder) for folder in folders]
         columns, rows = shutil.get_terminal_size()
         lines = panel(looks, min(MOST_COLUMNS, columns), "NO_COLOR" not in os.environ).split("\n")
-        lines = lines[: rows - 1]  # more would scroll
+        lines = lines[: rows - 1]  # the terminal would scroll
         sys.stdout.write("\x1b[H" + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
         sys.stdout.flush()
-        if all(one.outcome for one in looks):
+        if all(run.outcome for run in looks):
             return
         time.sleep(every_s)
 
@@ -285,5 +275,5 @@ def show(runs: list[Path], once: bool, every_s: float) -> int:
     except UnicodeEncodeError as error:
         raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
     except KeyboardInterrupt:
-        pass  # the way to leave
+        pass  # Ctrl-C is how a user leaves
     return 0

@@ -1,6 +1,6 @@
-"""The figures of runs for TensorBoard, which is not needed otherwise: pip install tensorboard
+"""Show a run in TensorBoard (pip install tensorboard).
 
-python -m flux_ref.watch.tensorboard RUN [RUN ...]        writes RUN/tensorboard anew from what the run has recorded
+python -m flux_ref.watch.tensorboard RUN [RUN ...]        writes RUN/tensorboard anew from the run's records
 tensorboard --logdir runs
 """
 
@@ -22,7 +22,7 @@ def write(run: Path) -> int:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise Refusal("this needs the package tensorboard; pip install tensorboard") from None
-    config_file.of_run(run)  # refuses what is none
+    config_file.of_run(run)  # refuses a folder that holds no run
     figures = [figure for file, group in SOURCES.items() for figure in flat(records(run / file), group)]
     shutil.rmtree(run / FOLDER, ignore_errors=True)
     with SummaryWriter(str(run / FOLDER)) as writer:
@@ -31,13 +31,13 @@ def write(run: Path) -> int:
     return len(figures)
 
 
-def flat(found: list[dict], group: str) -> list[tuple[str, float, int]]:
-    """(name, value, samples) of every figure; lists become one figure for each of their values."""
+def flat(steps: list[dict], group: str) -> list[tuple[str, float, int]]:
+    """(name, value, samples) of every figure; a list gives a figure for each of its values."""
     figures = []
-    for record in found:
+    for record in steps:
         for key, value in record.items():
             if isinstance(value, list):
-                figures += [(f"{group}/{key}/{i}", one, record["samples"]) for i, one in enumerate(value)]
+                figures += [(f"{group}/{key}/{i}", x, record["samples"]) for i, x in enumerate(value)]
             elif key != "samples":
                 figures.append((f"{group}/{key}", value, record["samples"]))
     return figures

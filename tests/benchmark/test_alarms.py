@@ -1,19 +1,17 @@
-"""Alarms: none for runs that converged, one each for planted defects; the counts over real runs are in README."""
+"""Alarms: none for runs that converged or ran steadily, one for each planted defect. Counts of real runs: README."""
 
 import csv
 import json
-import math
 import random
 
-import pytest
 from conftest import ROOT
 from made_logs import MadeLog
 
 from bench import alarms as bench_alarms
-from flux_ref import config_file
 from flux_ref.benchmark import convergence
-from flux_ref.benchmark.alarms import RATE_SPAN, of_last_rate, of_losses, of_rates
+from flux_ref.benchmark.alarms import Alarm, of_losses, of_rates
 from flux_ref.benchmark.convergence import Band
+from flux_ref.formats.jsonl import records
 
 BATCHES = (512, 1024, 2048, 2304, 4096)
 QUARTILES = ("min", "p25", "median", "p75", "max")
@@ -26,60 +24,43 @@ def public_curve(batch: int, quartile: str) -> list[tuple[int, float]]:
     return [(int(row["samples"]), float(row[f"val_loss_{quartile}"])) for row in rows]
 
 
-def kinds(curve, band, bias=math.nan) -> list[str]:
-    return [alarm.kind for alarm in of_losses(curve, band, bias)]
+def kinds(curve, band) -> list[str]:
+    return [alarm.kind for alarm in of_losses(curve, band)]
 
 
-def like_the_band(band: Band, seed: int, lift: float = 0.0, factor: float = 1.0) -> list[tuple[int, float]]:
-    """A curve around the median that lies as far from it as those of the public runs, half for good, half by chance."""
+def like_the_band(band: Band, seed: int, factor: float = 1.0) -> list[tuple[int, float]]:
+    """A curve that scatters around the median like the public runs: half of it is the run's own, half is chance."""
     noise = random.Random(seed)
-    own = noise.gauss(0, 1)
+    offset = noise.gauss(0, 1)
     return [
-        (samples, median * factor + lift + spread / 1.35 * (own + noise.gauss(0, 1)) / 2**0.5)
+        (samples, median * factor + spread / 1.35 * (offset + noise.gauss(0, 1)) / 2**0.5)
         for samples, median, spread in zip(band.samples[:-4], band.median, band.spread)
     ]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_quartiles_of_the_public_runs_raise_no_warning(batch):
-    for quartile in QUARTILES:
-        assert kinds(public_curve(batch, quartile), convergence.public_band(batch)) == []
+def test_runs_like_the_public_ones_raise_no_warning():
+    """Not even their quartiles and extremes do; of simulated runs at most 2 in 100 do."""
+    for batch in BATCHES:
+        band = convergence.public_band(batch)
+        assert not [name for name in QUARTILES if kinds(public_curve(batch, name), band)], batch
+        assert sum(bool(kinds(like_the_band(band, seed), band)) for seed in range(50)) <= 1, batch
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_of_a_hundred_runs_that_scatter_like_the_public_ones_two_are_warned_of_at_most(batch):
-    band = convergence.public_band(batch)
-    assert sum(bool(kinds(like_the_band(band, seed), band)) for seed in range(100)) <= 2
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_correct_run_raises_nothing_and_one_with_dropped_captions_a_note(batch):
-    band, bias = convergence.public_band(batch), convergence.bias(batch)
-    correct = [kinds(like_the_band(band, seed, -bias), band, bias) for seed in range(50)]
-    dropped = [kinds(like_the_band(band, seed), band, bias) for seed in range(50)]
-    assert sum(map(bool, correct)) <= 11 and sum(found == ["biased"] for found in dropped) >= 30
-    assert of_losses(like_the_band(band, 0), band, bias)[0].level == "note"
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_run_that_converges_too_slowly_is_noticed_early(batch):
-    band = convergence.public_band(batch)
-    for factor in (1.02, 1.1, 2.0):
-        alarms = of_losses(like_the_band(band, 1, factor=factor), band)
-        assert "high" in [alarm.kind for alarm in alarms]
-        assert alarms[0].samples <= band.samples[-1] / (3 if factor < 1.1 else 8)
-    assert alarms[0].samples in band.samples[:2] and alarms[0].level == "warning"
+def test_a_run_that_converges_too_slowly_is_noticed_early():
+    for batch in BATCHES:
+        band = convergence.public_band(batch)
+        for factor in (1.02, 1.1, 2.0):
+            alarms = of_losses(like_the_band(band, 1, factor=factor), band)
+            assert "high" in [alarm.kind for alarm in alarms], (batch, factor)
+            assert alarms[0].samples <= band.samples[-1] / (3 if factor < 1.1 else 8), (batch, factor)
+        assert alarms[0].samples in band.samples[:2] and alarms[0].level == "warning", batch
 
 
 def test_a_loss_below_all_is_as_suspect():
+    """A first loss far too low is told at once: latents of the wrong scale would reach the target unseen."""
     band = convergence.public_band(512)
     alarms = of_losses(like_the_band(band, 1, factor=0.8), band)
     assert [alarm.kind for alarm in alarms] == ["low"] and "latents" in alarms[0].text
-
-
-def test_a_first_loss_far_too_low_is_told_at_once():
-    """Or a run with latents of the wrong scale would reach the target unseen."""
-    band = convergence.public_band(512)
     assert kinds([(262_144, 0.4)], band) == ["low"] and kinds([(262_144, 0.62)], band) == []
 
 
@@ -89,12 +70,6 @@ def test_what_comes_again_is_told_again():
     for i in (8, 20):
         curve[i] = (curve[i][0], curve[i][1] + 0.02)
     assert [alarm.samples for alarm in of_losses(curve, band)] == [curve[8][0], curve[20][0]]
-
-
-def test_a_band_of_own_runs_has_no_bias():
-    cfg = config_file.load(ROOT / "configs/schnell_gbs512.toml")
-    assert convergence.bias_of_config(cfg) == convergence.bias(512)
-    assert math.isnan(convergence.bias_of_config(config_file.replace(cfg, eval__band="own.csv")))
 
 
 def test_one_evaluation_that_strays_a_little_is_none():
@@ -121,24 +96,76 @@ def test_late_is_after_the_slowest():
 
 
 def rated(rates: list[float], wait: float = 0.0) -> list[dict]:
-    return [{"samples": i, "samples_per_s": rate, "data_wait": wait} for i, rate in enumerate(rates)]
+    return [{"samples": 600 * i, "samples_per_s": rate, "data_wait": wait} for i, rate in enumerate(rates)]
+
+
+def told(rates: list[float], shared_cpu: bool = False) -> list[str]:
+    return [alarm.level for alarm in of_rates(rated(rates), shared_cpu)]
 
 
 def test_a_rate_that_falls_and_stays_is_told_once():
-    steady, slow = [100.0] * 20, [85.0] * 10
-    assert of_rates(rated(steady)) == [] and of_rates(rated([1.0, *steady])) == []
-    assert of_rates(rated([*steady, 10.0, 10.0, *steady])) == []  # two slow steps are nobody's business
-    alarms = of_rates(rated(steady + slow))
-    assert [(alarm.kind, alarm.samples) for alarm in alarms] == [("slow", 22)]
-    assert "look at the nodes" in alarms[0].text
-    assert "waiting for data" in of_rates(rated(steady + slow, wait=0.15))[0].text
-    again = of_rates(rated(steady + slow + [100.0] * 60 + slow))
-    assert len(again) == 2
+    steady, slow = [120.0] * 40, [60.0] * 100
+    (alarm,) = of_rates(rated(steady + slow), shared_cpu=False)
+    expected = "training has become slower: 60 samples/s over 10 logged steps (92 s), 120 samples/s over 39 logged"
+    expected += " steps (195 s) before; waiting for data took 0% of the time, 0% before"
+    # Nine of the last ten steps are slow: 9 * 10 s + 5 s, as 600 samples take 5 s before and 10 s after the fall.
+    assert alarm == Alarm(600 * 48, "slow", expected.replace("92 s", "95 s")) and alarm.level == "warning"
+    assert "waiting for data took 15% of the time" in of_rates(rated(steady + slow, wait=0.15), False)[0].text
+    (note,) = of_rates(rated(steady + slow), shared_cpu=True)
+    assert note.level == "note" and note.text.startswith("other load on this machine? 60 samples/s over 10 logged")
 
 
-def test_a_slow_beginning_is_forgotten():
-    records = rated([50.0] * 5 + [100.0] * 60)
-    assert all(of_last_rate(records[:n][-RATE_SPAN:]) is None for n in range(len(records)))
+def test_which_rates_are_told():
+    """(rates, warnings on GPUs, notes on the CPUs of one node)."""
+    steady = [100.0] * 40
+    cases = {
+        "steady": (steady * 5, 0, 0),
+        "a little slower for good": (steady + [85.0] * 100, 1, 1),
+        "8 % slower for good": (steady + [92.0] * 100, 0, 0),
+        "slow for eight steps": (steady + [20.0] * 8 + steady, 0, 0),
+        "every second step slow": (steady + [100.0, 30.0] * 50, 0, 0),
+        "slow at first": ([50.0] * 12 + steady * 2, 0, 0),
+        "slow twice": (steady + [50.0] * 10 + steady * 2 + [50.0] * 10 + steady, 2, 1),
+        "slower and slower": ([100.0] * 60 + [70.0] * 60 + [40.0] * 60, 2, 1),
+        "faster": (steady + [200.0] * 60, 0, 0),
+        "too short to tell": ([100.0] * 19 + [50.0] * 10, 0, 0),
+    }
+    wrong = {
+        name: found
+        for name, (rates, warnings, notes) in cases.items()
+        if (found := (told(rates), told(rates, True))) != (["warning"] * warnings, ["note"] * notes)
+    }
+    assert not wrong
+
+
+def test_half_speed_for_good_is_told_once_however_the_rate_scatters():
+    wrong = []
+    for seed in range(20):
+        for scatter in (0.02, 0.1, 0.2):
+            noise = random.Random(seed)
+            rates = [1000 * (0.5 if i >= 60 else 1) * max(0.1, noise.gauss(1, scatter)) for i in range(160)]
+            if (told(rates), told(rates, True)) != (["warning"], ["note"]) or told(rates[:60]):
+                wrong.append((seed, scatter, told(rates)))
+    assert not wrong
+
+
+def beside_other_load(seed: int) -> list[float]:
+    """Rates of a tiny run: 90 logged steps, a ramp, then dips to 1/4 to 3/4 that last 2 to 15 steps."""
+    noise, rates = random.Random(seed), []
+    ramp, first = noise.randint(1, 12), noise.uniform(0.5, 1.6)
+    while len(rates) < 90:
+        quick = [300.0] * noise.randint(3, 20)
+        rates += quick + [300 / noise.uniform(1.3, 4)] * noise.randint(2, 15)
+    starts = [first + (1 - first) * min(1, i / ramp) for i in range(90)]
+    return [rate * start * noise.gauss(1, 0.05) for rate, start in zip(rates, starts)]
+
+
+def test_a_tiny_run_beside_other_load_gets_no_warning():
+    """Ten simulated runs and a real one, whose rate fell from 427 to 290 samples/s as another program began."""
+    levels = [told(beside_other_load(seed), shared_cpu=True) for seed in range(10)]
+    assert all(found in ([], ["note"]) for found in levels) and ["note"] in levels
+    real = records(ROOT / "tests/benchmark/beside_other_load.jsonl", figures=("samples_per_s", "data_wait"))
+    assert len(real) == 90 and [alarm.level for alarm in of_rates(real, shared_cpu=True)] == ["note"]
 
 
 def test_public_logs_are_counted_by_system_against_all_and_against_the_others(tmp_path, capsys):

@@ -13,25 +13,22 @@ from flux_ref.benchmark import convergence
 from flux_ref.benchmark.convergence import Point
 from flux_ref.errors import Refusal
 
-RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 
-
-@pytest.mark.parametrize("ruleset", RULESETS)
-def test_points_and_what_lies_between_are_the_official_checkers(ruleset):
-    official = RCP_Checker("training", ruleset, "flux1", False)
-    assert {p.global_batch: p.mean_samples for p in convergence.points(ruleset)} == {
-        record["BS"]: record["RCP Mean"] for record in official.rcp_data.values()
-    }
-    pruned = {record["BS"]: record for record in official.pruned_rcp_data.values()}
-    assert {p.global_batch for p in convergence.prune(convergence.points(ruleset))} == set(pruned)
-    for batch in (512, 600, 1024, 1536, 2048, 2304, 3000, 4096):
-        own = convergence.samples_to_target(ruleset, batch)
-        low = official._find_top_min_rcp(batch, "pruned_rcps")
-        high = official._find_bottom_max_rcp(batch, "pruned_rcps")
-        record = pruned.get(batch) or official._create_interp_rcp(batch, low, high)[1]
-        assert own == pytest.approx(record["RCP Mean"])
-    assert convergence.samples_to_target(ruleset, 256) == convergence.samples_to_target(ruleset, 512)
-    assert convergence.samples_to_target(ruleset, 4097) is None
+def test_points_and_what_lies_between_are_the_official_checkers():
+    for ruleset in ("5.1.0", "6.0.0", "6.1.0"):
+        official = RCP_Checker("training", ruleset, "flux1", False)
+        assert {p.global_batch: p.mean_samples for p in convergence.points(ruleset)} == {
+            record["BS"]: record["RCP Mean"] for record in official.rcp_data.values()
+        }
+        pruned = {record["BS"]: record for record in official.pruned_rcp_data.values()}
+        assert {p.global_batch for p in convergence.prune(convergence.points(ruleset))} == set(pruned)
+        for batch in (512, 600, 1024, 1536, 2048, 2304, 3000, 4096):
+            low = official._find_top_min_rcp(batch, "pruned_rcps")
+            high = official._find_bottom_max_rcp(batch, "pruned_rcps")
+            record = pruned.get(batch) or official._create_interp_rcp(batch, low, high)[1]
+            assert convergence.samples_to_target(ruleset, batch) == pytest.approx(record["RCP Mean"]), (ruleset, batch)
+        assert convergence.samples_to_target(ruleset, 256) == convergence.samples_to_target(ruleset, 512)
+        assert convergence.samples_to_target(ruleset, 4097) is None
 
 
 def test_pruning_leaves_the_lower_edge():
@@ -55,25 +52,25 @@ def test_own_points(tmp_path):
             convergence.points("6.0.0", own)
 
 
-@pytest.mark.parametrize(
-    "key, values",
-    [
-        ("Benchmark", (None, "bert", 3)),
-        ("BS", (None, "abc", 0, -512, 512.5, True, 10**400)),
-        ("samples to converge", (None, [], [1, 2], [1, 2, math.nan], [1, 2, math.inf], [0, 1, 2], ["a"] * 3, 3)),
-        ("opt_base_learning_rate", (None, 0, "1e-3", math.nan)),
-        ("opt_learning_rate_warmup_steps", (None, -1, [], math.nan)),
-    ],
-)
-def test_a_point_that_is_none_is_refused_by_its_key(key, values, tmp_path):
-    own = tmp_path / "points.json"
+BAD_VALUES = {
+    "Benchmark": (None, "bert", 3),
+    "BS": (None, "abc", 0, -512, 512.5, True, 10**400),
+    "samples to converge": (None, [], [1, 2], [1, 2, math.nan], [1, 2, math.inf], [0, 1, 2], ["a"] * 3, 3),
+    "opt_base_learning_rate": (None, 0, "1e-3", math.nan),
+    "opt_learning_rate_warmup_steps": (None, -1, [], math.nan),
+}
+
+
+def test_a_bad_point_is_refused_by_its_key(tmp_path):
+    path = tmp_path / "points.json"
     knobs = {"opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_steps": 5}
-    for value in values:
-        entry = {"Benchmark": "flux1", "BS": 96, "Hyperparams": dict(knobs), "samples to converge": [10, 20, 30]}
-        (entry["Hyperparams"] if key in knobs else entry)[key] = value
-        own.write_text(json.dumps({"mine": entry}))
-        with pytest.raises(Refusal, match=rf"points.json is no file.*'{key}' of 'mine' must be"):
-            convergence.points("6.0.0", own)
+    for key, values in BAD_VALUES.items():
+        for value in values:
+            entry = {"Benchmark": "flux1", "BS": 96, "Hyperparams": dict(knobs), "samples to converge": [10, 20, 30]}
+            (entry["Hyperparams"] if key in knobs else entry)[key] = value
+            path.write_text(json.dumps({"mine": entry}))
+            with pytest.raises(Refusal, match=rf"points.json is no file.*'{key}' of 'mine' must be"):
+                convergence.points("6.0.0", path)
 
 
 def test_bands_of_all_batches_are_ordered_and_fall():
@@ -102,11 +99,6 @@ def test_a_batch_predicted_from_its_neighbours_is_what_was_measured(tmp_path):
         assert guessed.at(samples, "median") == pytest.approx(loss, abs=0.004)
 
 
-def test_the_bias_of_dropped_captions_is_about_a_thousandth():
-    assert all(0.0005 < convergence.bias(batch) < 0.0015 for batch in (512, 1024, 1500, 2048, 2304, 4096))
-    assert math.isnan(convergence.bias(100))
-
-
 def test_bands_that_are_none(tmp_path):
     for name, text in (("a.csv", "global_batch,samples\n1,2\n"), ("b.csv", "\0\0\n1"), ("absent.csv", None)):
         if text is not None:
@@ -115,24 +107,25 @@ def test_bands_that_are_none(tmp_path):
             convergence.band(tmp_path / name, 512, "")
 
 
-@pytest.mark.parametrize(
-    "name, overrides, said",
-    [
-        *((path.stem, [], None) for path in sorted((ROOT / "configs").glob("*.toml"))),
+def test_what_is_unlike_the_reference_is_said():
+    bare = [(path.stem, [], None) for path in sorted((ROOT / "configs").glob("*.toml"))]
+    cases = [
+        *bare,
         ("schnell_gbs512", ["--optim.lr=8e-4"], "optim.lr=0.0008"),
         ("schnell_gbs512", ["--optim.lr=2e-5"], "optim.lr=2e-05"),
         ("schnell_gbs4096", ["--optim.warmup_steps=0"], "optim.warmup_steps=0"),
-        ("schnell_gbs4096", ["--optim.warmup_steps=0", "--optim.lr=1.85e-4"], None),  # so the public runs
+        ("schnell_gbs4096", ["--optim.warmup_steps=0", "--optim.lr=1.85e-4"], None),  # as in the public runs
         ("schnell_gbs512", ["--optim.warmup_steps=16000"], "optim.warmup_steps=16000"),
         ("schnell_gbs2048", ["--train.global_batch=8192", "--train.micro_batch=0"], "largest reference"),
         ("schnell_gbs2048", ["--train.global_batch=2304", "--train.micro_batch=0"], "nearest 2048"),
         ("tiny", ["--optim.lr=1"], None),  # another model: nothing is known of it
-    ],
-)
-def test_what_is_unlike_the_reference_is_said(name, overrides, said):
-    complaints = convergence.unlike_reference(config_file.load(ROOT / "configs" / f"{name}.toml", overrides))
-    assert bool(complaints) == bool(said)
-    assert said is None or said in complaints[0]
+    ]
+    wrong = []
+    for name, overrides, expected in cases:
+        complaints = convergence.unlike_reference(config_file.load(ROOT / "configs" / f"{name}.toml", overrides))
+        if expected not in complaints[0] if complaints and expected else bool(complaints) != bool(expected):
+            wrong.append((name, overrides, complaints))
+    assert not wrong and len(bare) > 3
 
 
 @pytest.fixture
@@ -167,20 +160,19 @@ def test_runs_that_came_to_their_end_make_a_band(put, tmp_path, capsys):
     assert convergence.main([str(put("three", "target reached", overrides=TARGET))]) == 0
 
 
-@pytest.mark.parametrize(
-    "make, said",
-    [
+def test_runs_that_make_no_band(put, capsys):
+    good = str(put("good"))
+    cases = [
         ({"outcome": ""}, "has not reached train.max_samples; a band is made of runs that reached their target or"),
         ({"outcome": "", "overrides": TARGET}, "has not reached its target; a band"),
         ({"overrides": TARGET}, "has not reached its target; a band"),  # it ended at train.max_samples
         ({"outcome": "stopped by SIGTERM"}, "outcome.json is damaged"),
         *(({"losses": bad}, "eval.jsonl line 2 is damaged (val_loss") for bad in ("NaN", '"low"', "null", "Infinity")),
-    ],
-)
-def test_runs_that_did_not_make_none(make, said, put, capsys):
-    assert convergence.main([str(put("good")), str(put("bad", **make))]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and said in err and err.count("\n") == 1
+    ]
+    for i, (make, expected) in enumerate(cases):
+        assert convergence.main([good, str(put(f"bad_{i}", **make))]) == 2, make
+        out, err = capsys.readouterr()
+        assert out == "" and expected in err and err.count("\n") == 1, make
 
 
 def test_what_is_no_run_is_refused(put, capsys, monkeypatch):

@@ -45,39 +45,41 @@ def test_an_input_is_never_taken_for_the_file():
         parsed("--json", "result_0.txt", "result_1.txt")
 
 
-@pytest.mark.parametrize(
-    "line, why",
-    [
-        *(
-            (bad, "no record of a run")
-            for bad in (b'{"samples": 1, "loss"', b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}")
-        ),
-        (b'{"loss": 1}', "samples is no finite number"),
-        (b'{"samples": -1, "loss": 1}', "no record of a run"),
-        (b'{"samples": true, "loss": 1}', "samples is no finite number"),
-        (b'{"samples": 1}', "loss is no finite number"),
-        *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"null", b'"0.5"', b"NaN")),
-        *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"-Infinity", b"1" * 400)),
-    ],
-)
-def test_a_damaged_line_is_refused_unless_it_is_the_last(line, why, tmp_path):
+DAMAGED = [
+    *((bad, "no record of a run") for bad in (b'{"samples": 1, "loss"', b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}")),
+    (b'{"loss": 1}', "samples is no finite number"),
+    (b'{"samples": -1, "loss": 1}', "no record of a run"),
+    (b'{"samples": true, "loss": 1}', "samples is no finite number"),
+    (b'{"samples": 1}', "loss is no finite number"),
+    *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"null", b'"0.5"', b"NaN")),
+    *((b'{"samples": 1, "loss": %s}' % bad, "loss is no finite number") for bad in (b"-Infinity", b"1" * 400)),
+]
+
+
+def test_a_damaged_line_is_refused_unless_it_is_the_last(tmp_path):
+    """And it is left out where a reader asks for what can be read."""
     path, whole = tmp_path / "metrics.jsonl", {"samples": 8, "loss": 0.5}
     before = json.dumps(whole).encode() + b"\n"
-    path.write_bytes(before + line)
-    assert jsonl.records(path, figures=("loss",)) == [whole]
-    path.write_bytes(before + line + b"\n")
-    with pytest.raises(Refusal, match=rf"metrics.jsonl line 2 is damaged \(.*{why}"):
-        jsonl.records(path, figures=("loss",))
+    for line, why in DAMAGED:
+        path.write_bytes(before + line)
+        assert jsonl.records(path, figures=("loss",)) == [whole], line[:40]
+        path.write_bytes(before + line + b"\n" + before)
+        assert jsonl.records(path, figures=("loss",), strict=False) == [whole, whole], line[:40]
+        with pytest.raises(Refusal, match=rf"metrics.jsonl line 2 is damaged \(.*{why}"):
+            jsonl.records(path, figures=("loss",))
+    with pytest.raises(IsADirectoryError):
+        jsonl.records(tmp_path)
+    assert jsonl.records(tmp_path, strict=False) == []
 
 
-@pytest.mark.parametrize("text", ['["x"]', "{}", "3", '{"outcome": "run.hang_s"}', '{"outcome": null}', "\0"])
-def test_an_outcome_is_one_of_two(text, tmp_path):
+def test_an_outcome_is_one_of_two(tmp_path):
     assert jsonl.outcome(tmp_path) == ""
     (tmp_path / "outcome.json").write_text('{"outcome": "target reached"}')
     assert jsonl.outcome(tmp_path) == "target reached"
-    (tmp_path / "outcome.json").write_text(text)
-    with pytest.raises(Refusal, match=r"outcome.json is damaged"):
-        jsonl.outcome(tmp_path)
+    for text in ('["x"]', "{}", "3", '{"outcome": "run.hang_s"}', '{"outcome": null}', "\0"):
+        (tmp_path / "outcome.json").write_text(text)
+        with pytest.raises(Refusal, match=r"outcome.json is damaged"):
+            jsonl.outcome(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, capsys):
