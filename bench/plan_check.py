@@ -23,7 +23,7 @@ from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.plan import footprint, step_time
-from flux_ref.plan.footprint import Footprint
+from flux_ref.plan.figures import Footprint
 from flux_ref.plan.step_time import Machine
 from flux_ref.speed import fp8
 

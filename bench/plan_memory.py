@@ -28,6 +28,7 @@ from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.plan import footprint, memory
+from flux_ref.plan.figures import Moment
 from flux_ref.run import cli, json_option
 from flux_ref.step import State
 from flux_ref.steps import Steps
@@ -83,7 +84,7 @@ def overrides(name: str) -> list[str]:
     return [*SMALL, *own, f"--train.global_batch={ranks * micro * (2 if 'accumulated' in name else 1)}"]
 
 
-def predicted(cfg: Config, ranks: int) -> memory.Moment:
+def predicted(cfg: Config, ranks: int) -> Moment:
     """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
     layout, traced = footprint.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
@@ -95,7 +96,7 @@ def predicted(cfg: Config, ranks: int) -> memory.Moment:
             unit = layout.units[int(moment.name.split()[-1]) - 1]
             gradients, result = sizes[0] * unit.whole, sizes[1] * unit.padded // layout.shards
             copy = max(0, sizes[1] * unit.padded + result - max(gradients, result))  # made when gradients are gone
-        found.append(memory.Moment(moment.name, moment.parts | {"gloo": copy}))
+        found.append(Moment(moment.name, moment.parts | {"gloo": copy}))
     return memory.fullest(found)
 
 

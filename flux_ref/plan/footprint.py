@@ -9,9 +9,7 @@ those of the CPU; a GPU's eager RMSNorm is one operation and keeps less.
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,38 +29,11 @@ from flux_ref.benchmark.communication import Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
+from flux_ref.plan.figures import Footprint, Product, Work
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8, regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
-
-
-class Product(NamedTuple):
-    """A matrix product or attention."""
-
-    flop: float
-    moved: float  # bytes that it reads and writes
-    is_fp8: bool
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one pass computes: its products, and the bytes that everything else reads and writes."""
-
-    moved: float
-    products: tuple[Product, ...]
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Of one region, or of the ends of the net, at one micro-batch. Bytes."""
-
-    saved: float  # what stays from forward until backward, the output included
-    forward: float  # most above the inputs, in forward
-    backward: float  # most above all that is saved, in backward; gradients of unsharded weights included
-    evaluate: float  # most above the inputs without gradients
-    forward_work: Work
-    backward_work: Work
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
@@ -89,12 +60,12 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     return found
 
 
-def at(found: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
-    """The memory of micro-batches larger by a factor, to first order: as if all of it came from samples."""
+def scaled(footprints: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
+    """The same for micro-batches that are larger by a factor, as if memory were linear in samples."""
     names = ("saved", "forward", "backward", "evaluate")
     return {
-        kind: dataclasses.replace(own, **{name: factor * getattr(own, name) for name in names})
-        for kind, own in found.items()
+        kind: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
+        for kind, one in footprints.items()
     }
 
 

@@ -4,28 +4,15 @@ The units and their shards are those of the real net, sharded on the meta device
 regions keep and need comes from footprint.py. The largest moment is the one that a card must hold.
 """
 
-from dataclasses import dataclass
 from math import prod
 
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.plan.footprint import Footprint
+from flux_ref.plan.figures import Footprint, Moment
 
 MASTER = 4  # bytes of a weight, a moment and a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What a rank holds at one moment, in bytes by part."""
-
-    name: str
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
 
 
 def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:

@@ -12,7 +12,7 @@ from math import ceil
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
-from flux_ref.plan.footprint import Footprint, Work
+from flux_ref.plan.figures import Footprint, Times, Work
 
 OPTIMIZER_BYTES = 32  # per weight: AdamW reads four fp32 values and writes three, the norm reads one
 MICRO = 1e-6
@@ -55,28 +55,6 @@ class Machine:
             speed = min(gpu.scale_up_gb_s, max(1, gpu.domain // stride) * gpu.scale_out_gb_s)
         share = self.assumed.link_share * 1e9
         return moved * (ranks - 1) / ranks / (share * speed) + (ranks - 1) * self.assumed.hop_us * MICRO
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one optimizer step, and bytes that a rank sends in it."""
-
-    step: float
-    compute: float  # forward, backward and the optimizer, were there no communication
-    optimizer: float
-    all_gather: float
-    reduce_scatter: float
-    all_reduce: float
-    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
-
-    @property
-    def communication(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
-
-    @property
-    def exposed(self) -> float:
-        """What of the step is neither compute nor hidden behind it."""
-        return self.step - self.compute
 
 
 class Lanes:

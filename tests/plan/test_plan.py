@@ -20,8 +20,8 @@ from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
-from flux_ref.plan import commands as plan
-from flux_ref.plan import footprint, memory, step_time
+from flux_ref.plan import calibration, commands, footprint, making, memory, step_time
+from flux_ref.plan.figures import Footprint, Plan, Product, Work
 from flux_ref.plan.step_time import Machine
 from flux_ref.step import Health, State, train_step
 
@@ -240,8 +240,8 @@ def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     """A step of 8 ranks that moves as many bytes as its memory moves in a second."""
     cfg = wide(train__global_batch=8, parallel__reshard_after_forward=not kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
-    second = footprint.Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
-    one = footprint.Footprint(0, 0, 0, 0, second, second)
+    second = Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
+    one = Footprint(0, 0, 0, 0, second, second)
     layout = footprint.layout(cfg, 8, 8)
     return step_time.step(cfg, layout, dict.fromkeys(("double 1", "single 1", "ends"), one), machine, 1), len(
         layout.units
@@ -277,10 +277,10 @@ def test_rings_by_closed_form():
 def test_products_take_what_is_longer():
     machine = Machine(GPU, ASSUMED, 1)
     peak, bandwidth = ASSUMED.gemm_share * GPU.bf16_tflops * 1e12, ASSUMED.memory_share * GPU.memory_tb_s * 1e12
-    small, large = footprint.Product(peak, 2 * bandwidth, False), footprint.Product(3 * peak, bandwidth, False)
-    eight = footprint.Product(peak, 0, True)
-    assert machine.seconds(footprint.Work(bandwidth, (small, large))) == pytest.approx(1 + 2 + 3)
-    assert machine.seconds(footprint.Work(0, (eight,))) == pytest.approx(GPU.bf16_tflops / GPU.fp8_tflops)
+    small, large = Product(peak, 2 * bandwidth, False), Product(3 * peak, bandwidth, False)
+    eight = Product(peak, 0, True)
+    assert machine.seconds(Work(bandwidth, (small, large))) == pytest.approx(1 + 2 + 3)
+    assert machine.seconds(Work(0, (eight,))) == pytest.approx(GPU.bf16_tflops / GPU.fp8_tflops)
 
 
 # Hardware
@@ -304,13 +304,13 @@ def test_own_figures_lie_over_the_table(tmp_path):
         ("h20", "", "did you mean h200?"),
         ("mi300", "", "did you mean mi300x?"),
         ("zzz", "", "a100, h100"),
-        ("h200", "gpu.h200.tflops = 3", "unknown key 'tflops'"),
-        ("h200", "gpus.h200.node = 3", "unknown table 'gpus'; did you mean gpu?"),
+        ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
+        ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
         ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a positive number"),
         ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
         ("h200", "gpu.h200.memory_gb = '1'", "gpu.h200.memory_gb='1'"),
         ("h200", "assumed.link_share = true", "assumed.link_share=True"),
-        ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5 is a share"),
+        ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is a share"),
         ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
         ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
         ("h200", "gpu.h200 = 1", "not a table"),
@@ -336,14 +336,14 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
 ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
 
 
-def made(**values: object) -> plan.Plan:
+def made(**values: object) -> Plan:
     cfg = config_file.replace(SMALL, **values)
-    return plan.make(cfg, "h200", 4, GPU, ASSUMED)
+    return making.make(cfg, "h200", 4, GPU, ASSUMED)
 
 
 def test_command_writes_all_it_prints(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert plan.main([*ARGS, "--json", str(path), "--eval.batch=4"]) == 0
+    assert commands.main([*ARGS, "--json", str(path), "--eval.batch=4"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     found = json.loads(path.read_text())
@@ -358,11 +358,11 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
 @pytest.mark.parametrize(
     "args,words",
     [
-        ([str(MICRO)], "--gpus N"),
+        ([str(MICRO)], "the following arguments are required: --gpus"),
         ([*ARGS[:-1], "h20"], "did you mean h200?"),
         ([*ARGS, "--price-per-gpu-hour", "nan"], "not negative"),
         ([*ARGS, "--gpus", "x"], "invalid int"),
-        ([*ARGS, "--gpus", "1000000000"], "--gpus N from 1 to 16384"),
+        ([*ARGS, "--gpus", "1000000000"], "--gpus=1000000000: give a number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
         ([*ARGS, "--calibrate", "no.json"], "No such file"),
@@ -372,14 +372,14 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
 )  # fmt: skip
 def test_command_refuses(args, words):
     with pytest.raises(Refusal) as refusal:
-        plan.main(args)
+        commands.run(args)
     assert words in str(refusal.value)
 
 
 def test_measured_compute_takes_the_place_of_ours(tmp_path):
     """Of a report of bench.whole, alone or in a sweep's, whose runs took twice our time."""
     cfg = config_file.replace(SMALL, train__global_batch=8)
-    first, machine = plan.make(cfg, "h200", 4, GPU, ASSUMED), Machine(GPU, ASSUMED, 4)
+    first, machine = making.make(cfg, "h200", 4, GPU, ASSUMED), Machine(GPU, ASSUMED, 4)
     found = footprint.trace(cfg, GPU.arch, 2)
     ms = 2e3 * sum(
         machine.seconds(work)
@@ -391,17 +391,17 @@ def test_measured_compute_takes_the_place_of_ours(tmp_path):
     path = tmp_path / "whole.json"
     for report in (part, {"runs": [{"module": "bench.whole", "report": part}, {"module": "bench.step"}]}):
         path.write_text(json.dumps(report))
-        again = plan.make(cfg, "h200", 4, GPU, ASSUMED, hardware.calibration(path))
+        again = making.make(cfg, "h200", 4, GPU, ASSUMED, calibration.load(path))
         assert "some card, micro-batch 2, 2.00 times our compute" in again.calibrated
         assert again.times.compute - first.times.compute == pytest.approx(ms / 2e3)
     for wrong in ({"micro_batch": 0}, {"micro_batch": "x"}, {"forward": math.nan}, {"backward": -1.0}):
         path.write_text(json.dumps(part | {"runs": [part["runs"][0] | wrong]}))
         with pytest.raises(Refusal, match=r"whole.json is no report of bench.whole or bench.sweep \(ValueError: "):
-            hardware.calibration(path)
+            calibration.load(path)
     part["config"]["parallel.compile"] = True
     path.write_text(json.dumps(part))
     with pytest.raises(Refusal, match=r"parallel\.compile=True"):
-        plan.make(cfg, "h200", 4, GPU, ASSUMED, hardware.calibration(path))
+        making.make(cfg, "h200", 4, GPU, ASSUMED, calibration.load(path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": 3}', '{"runs": [1]}', '{"runs": []}'])
@@ -409,16 +409,16 @@ def test_no_measurements_are_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(Refusal, match="bench"):
-        hardware.calibration(path)
+        calibration.load(path)
 
 
-def said(found: plan.Plan) -> str:
+def said(found: Plan) -> str:
     return " ".join(found.warnings)
 
 
 def test_a_sound_plan_warns_of_nothing():
     cfg = wide(data__val_count=48, eval__batch=4, train__global_batch=64)
-    assert not plan.make(cfg, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
+    assert not making.make(cfg, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
 
 
 def test_warnings():
@@ -427,19 +427,19 @@ def test_warnings():
     assert "initialisation" not in said(found) and "memory" not in said(found)
     assert "validation: 1 of 4 ranks get no sample" in said(made(data__val_count=45, eval__batch=15))
     slow = replace(ASSUMED, draws_per_s=1.0)
-    assert "the closed division allows 30" in said(plan.make(SMALL, "h200", 4, GPU, slow))
+    assert "the closed division allows 30" in said(making.make(SMALL, "h200", 4, GPU, slow))
     tiny = replace(GPU, memory_gb=4.0001)
-    assert "do not fit 4.0001 GB; no micro-batch fits" in said(plan.make(SMALL, "h200", 4, tiny, ASSUMED))
+    assert "do not fit 4.0001 GB; no micro-batch fits" in said(making.make(SMALL, "h200", 4, tiny, ASSUMED))
     far = replace(GPU, scale_up_gb_s=1e-3)
-    assert "communication" in said(plan.make(SMALL, "h200", 4, far, ASSUMED))
+    assert "communication" in said(making.make(SMALL, "h200", 4, far, ASSUMED))
     cfg = config_file.replace(SMALL, parallel__replicate=1)
-    assert "12 GPUs are no whole nodes of 8" in said(plan.make(cfg, "h200", 12, GPU, ASSUMED))
+    assert "12 GPUs are no whole nodes of 8" in said(making.make(cfg, "h200", 12, GPU, ASSUMED))
 
 
 def test_warnings_of_convergence_come_from_the_reference():
     cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
     stub = replace(made(), largest_rows=1)
-    words = " ".join(plan.warnings(cfg, stub, GPU))
+    words = " ".join(making.warnings(cfg, stub, GPU))
     assert "above the largest reference convergence point, 4096" in words and "optim.lr=0.01" in words
 
 
@@ -449,10 +449,10 @@ def test_largest_micro_batch_is_the_last_that_fits():
 
     def total(rows: int) -> float:
         own = footprint.trace(cfg, "cpu", rows)
-        return plan.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
+        return making.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
 
     card = replace(GPU, memory_gb=total(21) / 1e9)
-    assert plan.largest_rows(cfg, layout, found, 4, card, ASSUMED, 2) in (19, 20, 21)
+    assert making.largest_rows(cfg, layout, found, 4, card, ASSUMED, 2) in (19, 20, 21)
 
 
 # Against public results
