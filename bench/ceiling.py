@@ -17,17 +17,21 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.step import END, Clock, environment
+from bench import common
+from bench.common import END, Clock
+from bench.step import environment
 from flux_ref import config_file, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import between, listed
 from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
 SQUARES = {"cpu": (512,), "accelerator": (4096, 8192)}
+SIZES = listed(between(1, common.MOST))
 FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
 
 
@@ -170,24 +174,11 @@ def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
     return max(square.tflop / time_ms(make(square), clock) * 1e3 for square in squares)
 
 
-def sizes(text: str) -> list[int]:
-    """Positive integers between commas, for argparse."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.ceiling", usage="see --help", add_help=False, exit_on_error=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--micro-batches", type=sizes, default=[8])
-    json_option.json_option(parser)
-    try:
-        return parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise Refusal(f"{error}; see --help") from None
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.ceiling", __doc__)
+    parser.add_argument("--micro-batches", type=SIZES, default=[8])
+    return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -195,8 +186,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     clock = Clock(world.device)
-    report = environment(cfg, world, argv)
-    report["command"] = report["command"].replace("bench.step", "bench.ceiling")
+    report = environment("bench.ceiling", cfg, world, argv)
     report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
         json_option.show(table(report), report, args.json)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import MICRO, ROOT
 
-from bench import ceiling, kernels, peers, race, step, whole
+from bench import ceiling, common, kernels, peers, race, step, whole
 from bench.kernels import Span
 from flux_ref import config_file, flow, ranks, sharding
 from flux_ref.benchmark import flops
@@ -80,7 +80,7 @@ def test_mean_weighs_products_by_their_use(monkeypatch):
     monkeypatch.setattr(ceiling, "fp8_kinds", lambda device: (torch.float8_e4m3fn, torch.float8_e5m2))
     monkeypatch.setattr(ceiling, "time_ms", lambda call, clock: 1.0)
     monkeypatch.setattr(ceiling, "FP8_MULTIPLE", 1)  # the micro model is smaller
-    found = ceiling.measure(SMALL.model, 2, step.Clock(torch.device("cpu")))
+    found = ceiling.measure(SMALL.model, 2, common.Clock(torch.device("cpu")))
     calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
     for kind in ("plain", "fp8"):
         assert found[kind]["ms"] == calls
