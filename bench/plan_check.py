@@ -1,12 +1,13 @@
-"""How far a plan is from what public systems did: MLPerf Training v5.1 and v6.0, public_systems.csv.
-
-Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
-compiled, gathered weights kept, gradients reduced in bf16, FP8. Their own software is other: Megatron's distributed
-optimizer, MXFP8 and captured graphs on NVIDIA's cards, and tensor parallelism where `tensor_parallel` is above 1, whose
-communication is not modelled at all. Two parameters are fitted, for all cards together: assumed.gemm_share and
-assumed.memory_share in hardware.toml.
+"""Plans against public results: MLPerf Training v5.1 and v6.0, public_systems.csv.
 
     python -m bench.plan_check
+
+Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
+compiled, gathered weights kept, gradients reduced in bf16, FP8. The systems themselves ran other software: on NVIDIA's
+cards Megatron's distributed optimizer, MXFP8 and captured graphs. A system with `tensor_parallel` above 1 also sends
+what tensor parallelism sends, which the plan leaves out. Two parameters are fitted to all cards together:
+assumed.gemm_share and assumed.memory_share of hardware.toml.
+Exit codes: 0 done, 2 refused.
 """
 
 import csv
@@ -21,10 +22,11 @@ from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
+from flux_ref.errors import attempt
 from flux_ref.plan import footprint, step_time
 from flux_ref.plan.figures import Footprint
 from flux_ref.plan.step_time import Machine
+from flux_ref.run.options import Options
 from flux_ref.speed import fp8
 
 PUBLIC = Path(__file__).with_name("public_systems.csv")
@@ -145,11 +147,8 @@ def fit(found: list[Case], assumed: Assumed) -> Assumed:
     return replace(assumed, **{name: round(share, 2) for name, share in zip(TUNED, best)})
 
 
-def report(argv: list[str]) -> str:
-    """The table of errors. Raises: Refusal."""
-    if argv:
-        raise Refusal(f"--validate takes no further argument, not {argv[0]!r}")
-    found = cases()
+def table(found: list[Case]) -> str:
+    """The errors of the plan, a line per system."""
     _, assumed = hardware.load("h200")
     kinds = {case.system.gpu for case in found}
     blind = {kind: fit([case for case in found if case.system.gpu != kind], assumed) for kind in kinds}
@@ -189,5 +188,15 @@ def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
     return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
 
 
+def run(argv: list[str]) -> int:
+    Options("python -m bench.plan_check", __doc__).parse_args(argv)
+    print(table(cases()))
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    return attempt("bench.plan_check", lambda: run(argv))
+
+
 if __name__ == "__main__":
-    print(report(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -482,7 +482,7 @@ def test_the_report_fits_a_terminal(monkeypatch):
             return self.system.evaluation_s * (2 - assumed.memory_share)
 
     monkeypatch.setattr(plan_check, "cases", lambda: [Case(system=system) for system in plan_check.systems()])
-    shown = plan_check.report([])
+    shown = plan_check.table(plan_check.cases())
     assert shown.count(" ms") == 21 and max(map(len, shown.splitlines())) <= 80
 
 
@@ -492,5 +492,5 @@ def test_shares_are_the_fitted_ones():
     fitted = plan_check.fit(found, ASSUMED)
     errors = [abs(math.log(c.step_s(ASSUMED) / c.step_s(fitted))) for c in found]
     assert max(errors) < 0.03, f"fit gives {fitted}"
-    shown = plan_check.report([])
+    shown = plan_check.table(plan_check.cases())
     assert shown.count(" ms") == len(found) == 21 and "2 parameters" in shown
