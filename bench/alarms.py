@@ -13,10 +13,10 @@ import shlex
 import sys
 from collections import defaultdict
 
-from bench.step import git
 from flux_ref.benchmark import alarms, convergence
 from flux_ref.report import result_files, result_log, score
 from flux_ref.run import cli, json_option
+from flux_ref.run.environment import commit
 
 Curve = list[tuple[float, float]]  # (samples, validation loss)
 
@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     report = {
         "command": f"python -m bench.alarms {shlex.join(argv)}",
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "commit": commit(),
         "systems": judged(curves(args.paths)),
     }
     json_option.show(table(report), report, args.json)

@@ -17,19 +17,22 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.step import END, Clock, environment
+from bench import common
+from bench.common import END, Clock
+from bench.step import environment
 from flux_ref import config_file, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import between, listed
+from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
 SQUARES = {"cpu": (512,), "accelerator": (4096, 8192)}
+SIZES = listed(between(1, common.MOST))
 FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
-FNUZ = ("gfx940", "gfx941", "gfx942")  # AMD's own kind of FP8
-OCP = ("gfx950", "gfx12")
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,13 @@ def products(model: ModelConfig, micro_batch: int) -> list[Product]:
 
 def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
     """(kind for forward, kind for gradients) of a device, or why it has no FP8 products."""
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    if device.type == "cpu":
-        return e4m3, e5m2
-    properties = torch.get_device_module(device).get_device_properties(device)
-    architecture = properties.gcnArchName if torch.version.hip else ""  # CUDA builds give the device's name there
-    if architecture.startswith(FNUZ):
-        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
-    if architecture.startswith(OCP) or (not architecture and (properties.major, properties.minor) >= (8, 9)):
-        return e4m3, e5m2
-    return f"{properties.name} has no FP8 matrix products"
+    if not has_kernel(device):
+        return "a CPU decodes FP8 and multiplies in fp32"
+    arch = architecture(device)
+    try:
+        return arithmetic(arch)[:2]
+    except Refusal:
+        return f"{arch} has no FP8 matrix products"
 
 
 def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -134,7 +134,7 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf
     wanted = products(model, micro_batch)
     kinds = fp8_kinds(clock.device) if with_fp8 else "not asked for"
     crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
-    if crooked and not isinstance(kinds, str) and clock.device.type != "cpu":
+    if crooked and not isinstance(kinds, str):
         kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
     makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
     if not isinstance(kinds, str):
@@ -174,24 +174,11 @@ def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
     return max(square.tflop / time_ms(make(square), clock) * 1e3 for square in squares)
 
 
-def sizes(text: str) -> list[int]:
-    """Positive integers between commas, for argparse."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.ceiling", usage="see --help", add_help=False, exit_on_error=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--micro-batches", type=sizes, default=[8])
-    json_option.json_option(parser)
-    try:
-        return parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise Refusal(f"{error}; see --help") from None
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.ceiling", __doc__)
+    parser.add_argument("--micro-batches", type=SIZES, default=[8])
+    return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -199,8 +186,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     clock = Clock(world.device)
-    report = environment(cfg, world, argv)
-    report["command"] = report["command"].replace("bench.step", "bench.ceiling")
+    report = environment("bench.ceiling", cfg, world, argv)
     report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
         json_option.show(table(report), report, args.json)

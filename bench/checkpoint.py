@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import tempfile
@@ -20,8 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers import quartiles
-from bench.step import Clock, environment, run_steps
+from bench import common
+from bench.common import Clock, quartiles, rss_mb
+from bench.step import environment, run_steps
 from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
@@ -29,27 +29,21 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import between
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
 FACTS = {"train_samples": 0, "val_samples": 0}
-STATM = Path("/proc/self/statm")  # Linux
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.checkpoint", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--every", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--saves", type=int, default=200)
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.checkpoint", __doc__, steps=10, every=5)
+    parser.add_argument("--rounds", type=between(2, common.MOST), default=20)
+    parser.add_argument("--saves", type=between(2, common.MOST), default=200)
     parser.add_argument("--folder", type=Path)
-    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
-    if args.every < 1 or args.rounds < 2 or args.saves < 2:
-        raise Refusal(f"--every={args.every} must be at least 1, --rounds={args.rounds} and --saves={args.saves} 2")
-    if args.steps < 1 or args.steps % args.every:
+    if args.steps % args.every:
         raise Refusal(f"--steps={args.steps} must be a multiple of --every={args.every}")
     return args, overrides
 
@@ -61,8 +55,7 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel)
         config_rules.validate_world(cfg, world.size)
         folder = ranks.gather_objects(folder)[0]  # one for all ranks
-        report = environment(cfg, world, argv)
-        report["command"] = report["command"].replace("bench.step", "bench.checkpoint")
+        report = environment("bench.checkpoint", cfg, world, argv)
         report |= Bench(config_file.replace(cfg, run__dir=folder), world, args).measure()
         ranks.gather_objects(None)  # no rank takes its folder away before all are done
     if world.rank == 0:
@@ -175,23 +168,15 @@ class Bench:
         }
 
 
-def rss_mb() -> float:
-    """Resident memory of this process; 0 where that cannot be told."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if STATM.exists() else 0.0
-
-
 def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir())) if STATM.exists() else 0
+    return len(list(Path("/proc/self/fd").iterdir())) if common.STATM.exists() else 0
 
 
 def table(report: dict) -> str:
     """The report for the terminal."""
     race, alone, memory, leak = (report[key] for key in ("race", "alone", "memory", "leak"))
     low, high = race["ratio_quartiles"]
-    rows = {
-        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
-        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
-        f" load {report['load_average']:.1f}",
+    rows = common.machine(report) | {
         "step": f"{race['ratio']:.4f} times a step without saves, one every {report['every']} steps (quartiles"
         f" {low:.4f} to {high:.4f} of {race['rounds']} pairs; {race['step_ms']['with']:.1f} /"
         f" {race['step_ms']['without']:.1f} ms)",
@@ -201,7 +186,7 @@ def table(report: dict) -> str:
         "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']} saves, {leak['rss_mb']['first']:.1f} to"
         f" {leak['rss_mb']['last']:.1f} MB resident; {leak['threads']:+d} threads, {leak['open_files']:+d} files",
     }
-    return "\n".join([report["command"], *(f"  {name:<12} {text}" for name, text in rows.items())])
+    return common.rows_below(report["command"], rows)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -24,13 +22,15 @@ from pathlib import Path
 
 import torch
 
-from bench.step import ROOT, device_name, git
+from bench import common
+from bench.common import ROOT
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.model import parameter_table
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import Options, between
 
 RANKS = 8  # that have saved the checkpoint: its rows lie in as many files
 PIECE_BYTES = 64 << 20  # of random values at a time
@@ -51,15 +51,13 @@ COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert weights.main(s
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.export", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser = Options("python -m bench.export", __doc__)
+    parser.add_argument("--gigabytes", type=between(1e-9, 1e6, float), default=4.0)
     parser.add_argument("--folder", type=Path)
     json_option.json_option(parser)
     args = parser.parse_args(argv)
     if not STATUS.exists():
         raise Refusal(f"peak memory is read from {STATUS}, which only Linux has")
-    if not 0 < args.gigabytes < 1e6:
-        raise Refusal(f"--gigabytes={args.gigabytes} must be above 0")
     return args
 
 
@@ -151,18 +149,9 @@ def child(code: str, *argv: str) -> dict:
 
 
 def environment(model: ModelConfig, argv: list[str]) -> dict:
-    """What is needed to repeat or to doubt the figures."""
-    return {
-        "command": f"python -m bench.export {shlex.join(argv)}".strip(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
-        "torch": torch.__version__,
+    """The head of the report."""
+    return common.head("bench.export", argv) | {
         "safetensors": version("safetensors"),
-        "python": platform.python_version(),
-        "device": device_name(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-        "load_average": os.getloadavg()[0],  # of the minute before: others at work
         "parameters": size_of(model) // 4,
         "fp32_gb": size_of(model) / 1e9,
         "blocks": [model.double_blocks, model.single_blocks],
@@ -172,10 +161,7 @@ def environment(model: ModelConfig, argv: list[str]) -> dict:
 
 def table(report: dict) -> str:
     """The report for the terminal."""
-    rows = {
-        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
-        "machine": f"{report['device']}, {report['threads']} threads, {report['memory_gb']:.0f} GB,"
-        f" torch {report['torch']}, load {report['load_average']:.1f}",
+    rows = common.machine(report) | {
         "model": f"{report['parameters']:,} parameters in {report['blocks'][0]} + {report['blocks'][1]} blocks,"
         f" {report['fp32_gb']:.2f} GB in fp32, saved by {report['ranks_of_checkpoint']} ranks",
     }
@@ -186,7 +172,7 @@ def table(report: dict) -> str:
             f"{figures['peak_memory_gb']:.2f} GB at most, {figures['above_torch_gb']:.2f} above torch;"
             f" {figures['written_gb']:.2f} GB in {figures['seconds']:.1f} s, {figures['gb_per_s']:.2f} GB/s"
         )
-    return "\n".join([report["command"], *(f"  {name:<28} {text}" for name, text in rows.items())])
+    return common.rows_below(report["command"], rows, width=28)
 
 
 if __name__ == "__main__":

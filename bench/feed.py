@@ -13,9 +13,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import argparse
 import gc
 import os
-import platform
 import resource
-import shlex
 import shutil
 import statistics
 import sys
@@ -31,16 +29,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import feed_peers
-from bench.checkpoint import rss_mb
-from bench.peers import quartiles
-from bench.step import device_name, git
+from bench import common, feed_peers
+from bench.common import quartiles, rss_mb
 from flux_ref import config_file, rng
 from flux_ref.config import Config
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import Options, between, listed
 
 BATCH = 32
 PER_SHARD = 40  # so that every process of the peers has shards of its own
@@ -49,22 +46,19 @@ GPUS, PER_GPU = 8, 40  # samples/s that a node of fast ones takes
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.feed", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--samples", type=int, default=1920)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
+    parser = Options("python -m bench.feed", __doc__)
+    parser.add_argument("--samples", type=between(2 * BATCH, common.MOST), default=1920)
+    parser.add_argument("--rounds", type=between(2, common.MOST), default=5)
+    parser.add_argument("--workers", type=listed(between(1, 1024)), default=[1, 2, 4])
     parser.add_argument("--cold", choices=("true", "false"), default="true")
     parser.add_argument("--flat", type=int, default=20_000)
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--peers", type=listed(), default=[])
     parser.add_argument("--config", help="whose model's sizes to use (default: FLUX.1-schnell's)")
     parser.add_argument("--folder", type=Path)
     json_option.json_option(parser)
     args = parser.parse_args(argv)
-    if args.samples < 2 * BATCH or args.samples % BATCH or args.rounds < 2 or min(args.workers) < 1:
-        raise Refusal(
-            f"--samples={args.samples} must be a multiple of {BATCH} from {2 * BATCH} on,"
-            f" --rounds={args.rounds} at least 2, --workers={args.workers} at least 1"
-        )
+    if args.samples % BATCH:
+        raise Refusal(f"--samples={args.samples} must be a multiple of {BATCH}")
     if args.flat and args.flat < 20 * BATCH:
         raise Refusal(f"--flat={args.flat} must be 0 or at least {20 * BATCH}")
     feed_peers.require(args.peers)
@@ -264,21 +258,9 @@ def cpu_seconds() -> float:
 
 
 def environment(argv: list[str], root: Path) -> dict:
-    """What is needed to repeat or to doubt the figures."""
-    return {
-        "command": f"python -m bench.feed {shlex.join(argv)}".strip(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "peers": feed_peers.versions(),
-        "device": device_name(torch.device("cpu")),
-        "cores": os.cpu_count(),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-        "file_system": file_system(root),
-        "load_average": os.getloadavg()[0],  # of the minute before: others at work
-    }
+    """The head of the report."""
+    own = {"numpy": np.__version__, "peers": feed_peers.versions(), "file_system": file_system(root)}
+    return common.head("bench.feed", argv) | own
 
 
 def file_system(path: Path) -> str:
@@ -292,7 +274,7 @@ def table(report: dict) -> str:
     mb = report["sample_bytes"] / 1e6
     lines = [
         report["command"],
-        f"  commit    {(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
+        f"  commit    {report['commit'] or 'unknown'}",
         f"  machine   {report['cores']} cores, {report['device']}, {report['file_system']}, load"
         f" {report['load_average']:.1f}",
         f"  data      {report['samples']} samples of {mb:.2f} MB",

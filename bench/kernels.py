@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench.step import Clock, build, environment, run_steps
+from bench import common
+from bench.common import Clock
+from bench.step import build, environment, run_steps
 from flux_ref import config_file, config_rules, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
@@ -176,17 +178,10 @@ def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.kernels", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=2)
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.kernels", __doc__, steps=3, warmup=2)
     parser.add_argument("--trace", type=Path)
-    json_option.json_option(parser)
-    args, overrides = parser.parse_known_args(argv)
-    if args.steps < 1 or args.warmup < 0:
-        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
-    return args, overrides
+    return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -197,8 +192,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     config_rules.validate_world(cfg, world.size)
-    report = environment(cfg, world, argv)
-    report["command"] = report["command"].replace("bench.step", "bench.kernels")
+    report = environment("bench.kernels", cfg, world, argv)
     report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
     if world.rank == 0:
         json_option.show(table(report), report, args.json)

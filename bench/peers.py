@@ -4,27 +4,22 @@ Neither side is sharded: this compares models and what eager PyTorch makes of th
 A peer is an entry of PEERS; a package is imported only when its peer is asked for.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median, quantiles
-from typing import TYPE_CHECKING
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from bench.common import END, Clock, quartiles
 from flux_ref import config, flow, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Fault, Refusal
 from flux_ref.latents import image_positions
 from flux_ref.model import Flux
-
-if TYPE_CHECKING:
-    from bench.step import Clock
 
 PHASES = ("forward_backward", "step")
 
@@ -231,11 +226,6 @@ def race(name: str, cfg: Config, clock: Clock, steps: int, warmup: int) -> dict:
     }
 
 
-def quartiles(values: list[float]) -> list[float]:
-    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
-    return [low, high]
-
-
 def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> dict[str, float]:
     """Milliseconds of one step's forward and backward, and of clipping and AdamW, begun on an idle device."""
     clock.start()
@@ -245,7 +235,7 @@ def timed_step(side: Contender, batch: Batch, cfg: Config, clock: Clock) -> dict
     torch.nn.utils.clip_grad_norm_(side.net.parameters(), cfg.optim.clip_norm)
     side.opt.step()
     side.opt.zero_grad(set_to_none=True)
-    clock.mark("end")
+    clock.mark(END)
     return clock.steps()[0]
 
 

@@ -1,12 +1,13 @@
-"""How far a plan is from what public systems did: MLPerf Training v5.1 and v6.0, public_systems.csv.
-
-Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
-compiled, gathered weights kept, gradients reduced in bf16, FP8. Their own software is other: Megatron's distributed
-optimizer, MXFP8 and captured graphs on NVIDIA's cards, and tensor parallelism where `tensor_parallel` is above 1, whose
-communication is not modelled at all. Two parameters are fitted, for all cards together: assumed.gemm_share and
-assumed.memory_share in hardware.toml.
+"""Plans against public results: MLPerf Training v5.1 and v6.0, public_systems.csv.
 
     python -m bench.plan_check
+
+Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
+compiled, gathered weights kept, gradients reduced in bf16, FP8. The systems themselves ran other software: on NVIDIA's
+cards Megatron's distributed optimizer, MXFP8 and captured graphs. A system with `tensor_parallel` above 1 also sends
+what tensor parallelism sends, which the plan leaves out. Two parameters are fitted to all cards together:
+assumed.gemm_share and assumed.memory_share of hardware.toml.
+Exit codes: 0 done, 2 refused.
 """
 
 import csv
@@ -17,17 +18,18 @@ from pathlib import Path
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import hardware
+from flux_ref.benchmark.communication import Layout
+from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
-from flux_ref.plan import footprint, memory, step_time
-from flux_ref.plan.footprint import Footprint
-from flux_ref.plan.memory import Layout
+from flux_ref.errors import attempt
+from flux_ref.plan import footprint, step_time
+from flux_ref.plan.figures import Footprint
 from flux_ref.plan.step_time import Machine
+from flux_ref.run.options import Options
 from flux_ref.speed import fp8
 
 PUBLIC = Path(__file__).with_name("public_systems.csv")
-VALIDATION = 29_696
 TUNED = ("gemm_share", "memory_share")
 
 
@@ -76,7 +78,7 @@ class Case:
     def evaluation_s(self, assumed: Assumed) -> float:
         machine = Machine(self.gpu, assumed, self.system.gpus)
         rows = self.system.rows
-        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VALIDATION)
+        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VAL_SAMPLES)
 
 
 def systems() -> list[System]:
@@ -98,7 +100,7 @@ def cases() -> list[Case]:
         if key not in traced:
             traced[key] = footprint.trace(cfg, gpu.arch, system.rows)
         if (system.gpus, gpu.node) not in layouts:
-            layouts[system.gpus, gpu.node] = memory.layout(cfg, system.gpus, gpu.node)
+            layouts[system.gpus, gpu.node] = footprint.layout(cfg, system.gpus, gpu.node)
         found.append(Case(system, cfg, layouts[system.gpus, gpu.node], traced[key], gpu))
     return found
 
@@ -111,7 +113,7 @@ def _config(system: System) -> Config:
         parallel__reshard_after_forward=False,
         parallel__reduce_dtype="bf16",
         fp8__recipe="dynamic" if system.precision == "fp8" else "off",
-        eval__batch=min(32, math.ceil(VALIDATION / system.gpus)),
+        eval__batch=min(32, math.ceil(VAL_SAMPLES / system.gpus)),
     )
 
 
@@ -145,11 +147,8 @@ def fit(found: list[Case], assumed: Assumed) -> Assumed:
     return replace(assumed, **{name: round(share, 2) for name, share in zip(TUNED, best)})
 
 
-def report(argv: list[str]) -> str:
-    """The table of errors. Raises: Refusal."""
-    if argv:
-        raise Refusal(f"--validate takes no further argument, not {argv[0]!r}")
-    found = cases()
+def table(found: list[Case]) -> str:
+    """The errors of the plan, a line per system."""
     _, assumed = hardware.load("h200")
     kinds = {case.system.gpu for case in found}
     blind = {kind: fit([case for case in found if case.system.gpu != kind], assumed) for kind in kinds}
@@ -184,10 +183,20 @@ def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
     if not public.samples:
         return line
     evaluation = case.evaluation_s(assumed)
-    evaluations = public.samples / (math.ceil(262_144 / public.global_batch) * public.global_batch)
+    evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
     minutes = (public.samples / public.global_batch * own + evaluations * evaluation) / 60
     return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
 
 
+def run(argv: list[str]) -> int:
+    Options("python -m bench.plan_check", __doc__).parse_args(argv)
+    print(table(cases()))
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    return attempt("bench.plan_check", lambda: run(argv))
+
+
 if __name__ == "__main__":
-    print(report(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -11,9 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a case broke.
 import argparse
 import json
 import os
-import platform
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,12 +21,15 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.step import ROOT, device_name, git
+from bench import common
+from bench.common import ROOT
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault
 from flux_ref.plan import footprint, memory
+from flux_ref.plan.figures import Moment
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import Options
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
@@ -83,10 +84,10 @@ def overrides(name: str) -> list[str]:
     return [*SMALL, *own, f"--train.global_batch={ranks * micro * (2 if 'accumulated' in name else 1)}"]
 
 
-def predicted(cfg: Config, ranks: int) -> memory.Moment:
+def predicted(cfg: Config, ranks: int) -> Moment:
     """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
-    layout, traced = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
+    layout, traced = footprint.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
     sizes = [sharding.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
     found = []
     for moment in memory.moments(cfg, layout, traced, ranks, rows):
@@ -95,7 +96,7 @@ def predicted(cfg: Config, ranks: int) -> memory.Moment:
             unit = layout.units[int(moment.name.split()[-1]) - 1]
             gradients, result = sizes[0] * unit.whole, sizes[1] * unit.padded // layout.shards
             copy = max(0, sizes[1] * unit.padded + result - max(gradients, result))  # made when gradients are gone
-        found.append(memory.Moment(moment.name, moment.parts | {"gloo": copy}))
+        found.append(Moment(moment.name, moment.parts | {"gloo": copy}))
     return memory.fullest(found)
 
 
@@ -178,31 +179,18 @@ def launch(name: str) -> dict:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.plan_memory", add_help=False, allow_abbrev=False, exit_on_error=False)
+    """Raises: Refusal."""
+    parser = Options("python -m bench.plan_memory", __doc__)
     json_option.json_option(parser)
-    parser.add_argument("--only")
-    try:
-        args = parser.parse_args(argv)
-    except argparse.ArgumentError as error:
-        raise Refusal(f"{error}; see --help") from None
-    if args.only and args.only not in CASES:
-        raise Refusal(f"unknown case {args.only!r}; known are {'; '.join(CASES)}")
-    return args
+    parser.add_argument("--only", choices=CASES, metavar="CASE")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--measure"]:
         return measure(argv[1], Path(argv[2]))
     args = parse(argv)
-    report = {
-        "command": f"python -m bench.plan_memory {shlex.join(argv)}".strip(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
-        "torch": torch.__version__,
-        "device": f"{device_name(torch.device('cpu'))} ({platform.system()})",
-        "config": CONFIG,
-        "cases": [],
-    }
+    report = common.head("bench.plan_memory", argv) | {"config": CONFIG, "cases": []}
     with json_option.text_beside(args.json):
         print(f"{'case':<40}{'measured':>9}{'plan':>8}{'error':>7}{'resident':>9}  MB")
         for name in [args.only] if args.only else CASES:

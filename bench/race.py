@@ -13,29 +13,25 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import argparse
 import sys
 
-from bench import peers
-from bench.step import Clock, environment
+from bench import common, peers
+from bench.common import Clock
+from bench.step import environment
 from flux_ref import config_file, ranks
 from flux_ref.errors import Fault, Refusal
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import listed
 
 PAIR = "configs/schnell_gbs512.toml"
 PAIR_OVERRIDES = ("model.double_blocks=1", "model.single_blocks=1", "train.global_batch=1", "train.micro_batch=1")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.race", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(peers.PEERS))
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.race", __doc__, steps=20, warmup=3)
+    parser.add_argument("--peers", type=listed(), default=list(peers.PEERS))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--pair", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
-    if args.steps < 1 or args.warmup < 0:
-        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
     overrides = ["--parallel.activation_budget=1.0", f"--parallel.compile={str(args.compile).lower()}", *overrides]
     if args.pair:
         args.config = PAIR
@@ -50,8 +46,7 @@ def main(argv: list[str]) -> int:
     if world.size > 1:
         raise Refusal(f"bench.race compares unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
-    report = environment(cfg, world, argv)
-    report["command"] = report["command"].replace("bench.step", "bench.race")
+    report = environment("bench.race", cfg, world, argv)
     report["peers"], report["refused"] = {}, {}
     for name in args.peers:
         try:

@@ -11,23 +11,15 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import os
-import platform
-import re
-import shlex
-import subprocess
 import sys
-import time
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from bench import peers
+from bench import common, peers
+from bench.common import END, Clock
 from flux_ref import config, config_file, config_rules, ranks, schedule, sharding, steps
 from flux_ref.benchmark import flops
 from flux_ref.config import Config
@@ -37,66 +29,23 @@ from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import listed
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
 
-ROOT = Path(__file__).parent.parent
 SPLIT_STEPS, GEMM_REPEATS = 5, 10
 GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
-END = "end"
 HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
 HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "graph", "fp8")
 
 
-class Clock:
-    """Labelled marks in time: device events on an accelerator, the host's clock on the CPU."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.marks = device, []
-
-    def start(self) -> None:
-        """Forget all marks. sync: the device is idle when this returns."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.marks = []
-
-    def mark(self, label: str) -> None:
-        """From here on the time belongs to `label`; END closes a step."""
-        if self.device.type == "cpu":
-            self.marks.append((label, time.perf_counter()))
-            return
-        event = torch.Event(self.device.type, enable_timing=True)
-        event.record()
-        self.marks.append((label, event))
-
-    def steps(self) -> list[dict[str, float]]:
-        """Milliseconds by label of each step since `start`. sync: waits for the device."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        steps, spent = [], defaultdict(float)
-        for (label, begin), (following, end) in pairwise(self.marks):
-            if label != END:
-                spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)
-            if following == END:
-                steps.append(dict(spent))
-                spent.clear()
-        return steps
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.step", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.step", __doc__, steps=20, warmup=3)
     parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
-    json_option.json_option(parser)
-    args, overrides = parser.parse_known_args(argv)
-    if args.steps < 1 or args.warmup < 0:
-        raise Refusal(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
-    return args, overrides
+    parser.add_argument("--peers", type=listed(), default=[])
+    return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -108,7 +57,7 @@ def main(argv: list[str]) -> int:
     if args.peers and world.size > 1:
         raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
-    report = environment(cfg, world, argv) | measure(cfg, world, clock, args)
+    report = environment("bench.step", cfg, world, argv) | measure(cfg, world, clock, args)
     gc.collect()  # the sharded net, before the peers need its memory
     report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
     if world.rank == 0:
@@ -267,47 +216,20 @@ def ceiling(dtype: torch.dtype, clock: Clock) -> float:
     return best
 
 
-def environment(cfg: Config, world: World, argv: list[str]) -> dict:
-    """What is needed to repeat or to doubt the figures."""
-    launcher = f"torchrun --nproc-per-node {world.size}" if "RANK" in os.environ else "python"
-    return {
-        "command": f"{launcher} -m bench.step {shlex.join(argv)}".strip(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
-        "torch": torch.__version__,
+def environment(name: str, cfg: Config, world: World, argv: list[str]) -> dict:
+    """The head of a report about training steps. name: the module that writes it."""
+    return common.head(name, argv, world.device) | {
         "steps_run": steps.mode(cfg, world.device),
-        "device": device_name(world.device),
         "ranks": world.size,
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],  # of the minute before: others at work
         "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
         "config": config.flat(cfg),
     }
 
 
-def git(*args: str) -> str | None:
-    """What git says about this checkout; None without git or outside a checkout."""
-    try:
-        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def device_name(device: torch.device) -> str:
-    if device.type != "cpu":
-        return torch.get_device_module(device).get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
-    return found.group(1) if found else platform.processor() or platform.machine()
-
-
 def table(report: dict) -> str:
     """The report for the terminal."""
     cfg, step, split_ms, tflop = (report[key] for key in ("config", "step_ms", "split_ms", "tflop"))
-    rows = {
-        "commit": f"{(report['commit'] or 'unknown')[:12]}{' + changes' if report['dirty'] else ''}",
-        "machine": f"{report['ranks']} x {report['device']}, {report['threads']} threads, torch {report['torch']},"
-        f" load {report['load_average']:.1f}",
+    rows = common.machine(report) | {
         "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
         "steps": report["steps_run"],
         "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']};"
@@ -321,7 +243,7 @@ def table(report: dict) -> str:
     }
     for name, peer in report["peers"].items():
         rows[name] = peers.summary(peer)
-    return "\n".join([report["command"], *(f"  {name:<12} {text}" for name, text in rows.items())])
+    return common.rows_below(report["command"], rows)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,11 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from bench.step import ROOT, git
+from bench import common
+from bench.common import ROOT
 from flux_ref.errors import Fault, Refusal
 from flux_ref.run import cli, json_option
+from flux_ref.run.options import Options, between, listed
 
 LEAST_S = 15.0  # a variant is not begun with less time left
 ABORT_S = 3.0  # for writing down where it was
@@ -240,7 +242,7 @@ def table(report: dict) -> str:
     lines = [row for record in report["runs"] for row in rows(record)]
     width = max(len(name) for name, _, _ in lines)
     head = f"{'variant':<{width}} " + " ".join(f"{column:>10}" for column in COLUMNS)
-    shown = [f"{report['command']}  commit {(report['commit'] or 'unknown')[:12]}, {report['device']}", head]
+    shown = [f"{report['command']}  commit {report['commit'] or 'unknown'}, {report['device']}", head]
     for name, values, note in lines:
         cells = " ".join(f"{values.get(column, ''):>10}" for column in COLUMNS)
         shown.append(f"{name:<{width}} {cells}  {note}".rstrip())
@@ -254,17 +256,15 @@ def versions() -> dict[str, str]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and overrides for every variant. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.sweep", usage="see --help", add_help=False, allow_abbrev=False)
-    parser.add_argument("--minutes", type=float, default=9.0)
+    """The options, and overrides for every variant. Raises: Refusal."""
+    parser = Options("python -m bench.sweep", __doc__)
+    parser.add_argument("--minutes", type=between(0.01, 1e6, float), default=9.0)
     json_option.json_option(parser)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--continue", action="store_true", dest="goes_on")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--only", type=listed(), default=[])
     args, overrides = parser.parse_known_args(argv)
-    if not args.minutes > 0:
-        raise Refusal(f"--minutes={args.minutes} must be greater than 0")
     if args.goes_on and args.json in (None, json_option.STDOUT):
         raise Refusal("--continue needs --json=FILE.json, the report that is to be completed")
     names = [variant.name for variant in variants(args.small)]
@@ -277,12 +277,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
-def earlier(path: Path, commit: str | None) -> dict[str, dict]:
+def earlier(path: Path, commit: str) -> dict[str, dict]:
     """The records of a report, by name. Raises: Refusal if it is of another commit."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())
-    if report["commit"] != commit:
+    if report["commit"].rstrip("+") != commit.rstrip("+"):  # the report itself may be a change
         raise Refusal(f"{path} is of commit {report['commit']}, this is {commit}; delete it or give another --json")
     return {record["name"]: record for record in report["runs"]}
 
@@ -300,13 +300,7 @@ def main(argv: list[str]) -> int:
             print(f"{variant.name:<28} {shlex.join(['python', *variant.words])}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no variant outlives us
-    report = {
-        "command": f"python -m bench.sweep {shlex.join(argv)}".strip(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
-        "versions": versions(),
-        "runs": [],
-    }
+    report = common.head("bench.sweep", argv) | {"versions": versions(), "runs": []}
     known = earlier(args.json, report["commit"]) if args.goes_on else {}
     had = {name for name, record in known.items() if record["status"] in ("done", "refused")}
     report["runs"] = [known[variant.name] for variant in wanted if variant.name in had]

@@ -12,54 +12,43 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from bench import ceiling
-from bench.step import END, HARMLESS, Clock, environment, honour
+from bench import ceiling, common
+from bench.common import END, Clock
+from bench.step import HARMLESS, environment, honour
 from flux_ref import config_file, flow, ranks, schedule, sharding
 from flux_ref.benchmark import flops
+from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.run import cli
+from flux_ref.run import cli, json_option
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.step import validation_step
 
 WARMUP = 2
-VALIDATION = 29_696  # samples of the benchmark's validation set
 LEFT_OUT = "communication, data, casts from fp32 master weights"
 HONOURED = (*HARMLESS, "model", "parallel", "fp8", "optim", "train")  # sections of the config; of train the seed alone
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the overrides of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser("bench.whole", usage="see --help", add_help=False, exit_on_error=False)
-    parser.add_argument("--config", default="configs/tiny.toml")
-    parser.add_argument("--micro-batches", type=ceiling.sizes, default=[8])
-    parser.add_argument("--evaluate", type=ceiling.sizes, default=[])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=8)
+    """The options, and the overrides of the config. Raises: Refusal."""
+    parser = common.options("bench.whole", __doc__, steps=5, ranks=8)
+    parser.add_argument("--micro-batches", type=ceiling.SIZES, default=[8])
+    parser.add_argument("--evaluate", type=ceiling.SIZES, default=[])
     parser.add_argument("--no-ceiling", action="store_true")
-    parser.add_argument("--json", type=Path)
-    try:
-        args, overrides = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise Refusal(f"{error}; see --help") from None
-    if args.steps < 1 or args.ranks < 1:
-        raise Refusal(f"--steps={args.steps} and --ranks={args.ranks} must be at least 1")
-    return args, overrides
+    return parser.parse_known_args(argv)
 
 
 def require(cfg: Config, world: World) -> None:
@@ -135,7 +124,7 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
         "batch": rows,
         "ms": ms,
         "samples_per_s": rate,
-        "whole_set_s": VALIDATION / rate,
+        "whole_set_s": VAL_SAMPLES / rate,
         "peak_memory_gb": ranks.peak_memory_gb(clock.device),
     }
 
@@ -223,13 +212,9 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     require(cfg, world)
-    report = environment(cfg, world, argv)
-    report["command"] = report["command"].replace("bench.step", "bench.whole")
+    report = environment("bench.whole", cfg, world, argv)
     report |= measure(cfg, world, args, Clock(world.device))
-    print(table(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    json_option.show(table(report), report, args.json)
     return 0
 
 

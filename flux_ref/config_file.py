@@ -5,15 +5,13 @@ Nothing edits a config after `load`.
 """
 
 import dataclasses
-import difflib
 import json
-import math
-import tomllib
 from pathlib import Path
 
 from flux_ref import config_rules
 from flux_ref.config import SECTIONS, TYPES, Config, flat
 from flux_ref.errors import Refusal
+from flux_ref.formats import toml_file
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
@@ -71,12 +69,7 @@ def replace(cfg: Config, **values: object) -> Config:
 
 
 def _read(path: Path) -> dict[str, object]:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless integers
-        raise Refusal(f"config {path} is not valid TOML: {error}") from None
+    tree = toml_file.read(path, "config")
     values = {}
     for section, content in tree.items():
         if not isinstance(content, dict):
@@ -95,53 +88,24 @@ def _first(section: str) -> str:
 def _check_key(key: str) -> None:
     if key in TYPES or key in SECTIONS:
         return
-    near = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.5)
-    near = near or [full for full in TYPES if full.endswith("." + key.split(".")[-1])]
-    hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
-    raise Refusal(f"unknown key {key}{hint}")
+    raise toml_file.unknown("key", key, TYPES, f"sections are {', '.join(SECTIONS)}")
 
 
 def _parse(key: str, text: str) -> object:
-    """The value of a command-line override: TOML, except that strings need no quotes."""
+    """The value of a command-line override."""
     if key in SECTIONS:
         raise Refusal(f"--{key}={text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
-    if TYPES[key] is str:
-        return text
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        parsed = {}
-    if parsed.keys() != {"value"}:
-        raise Refusal(f"{key}={text!r} is not {_describe(TYPES[key])}")
-    return parsed["value"]
+    return toml_file.parse(key, text, TYPES[key])
 
 
 def _build(name: str, values: dict[str, object]) -> Config:
     sections = {section: {} for section in SECTIONS}
     for key, value in values.items():
         section, field_name = key.split(".")
-        sections[section][field_name] = _typed(key, value)
+        sections[section][field_name] = toml_file.typed(key, value, TYPES[key])
     cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
     config_rules.validate(cfg, flat(cfg))
     return cfg
-
-
-def _typed(key: str, value: object) -> object:
-    """The value in the key's own type; an int may stand for a float and a list for a tuple, nothing else."""
-    want = TYPES[key]
-    if want is float and type(value) is int:
-        return float(value) if abs(value) < 2**63 else math.inf  # which validate refuses
-    is_list = want in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
-    if is_list and all(type(item) is want.__args__[0] for item in value):
-        return tuple(value)
-    if type(value) is want:
-        return value
-    raise Refusal(f"{key}={value!r} is not {_describe(want)}")
-
-
-def _describe(kind: type) -> str:
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-    return names.get(kind, "a list of " + ("integers" if kind == tuple[int, ...] else "strings"))
 
 
 def _toml(value: object) -> str:

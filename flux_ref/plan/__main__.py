@@ -1,6 +1,5 @@
 import sys
 
-from flux_ref.plan import commands
-from flux_ref.run import cli
+from flux_ref.plan.commands import main
 
-cli.leave(cli.run("plan", commands.__doc__, commands.main, sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))

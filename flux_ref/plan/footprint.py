@@ -9,9 +9,7 @@ those of the CPU; a GPU's eager RMSNorm is one operation and keeps less.
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -25,42 +23,17 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flux_ref import flow
+from flux_ref import flow, ranks
+from flux_ref.benchmark import communication
+from flux_ref.benchmark.communication import Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.model import Flux
+from flux_ref.model import Flux, parameter_table
+from flux_ref.plan.figures import Footprint, Product, Work
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8, regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
-
-
-class Product(NamedTuple):
-    """A matrix product or attention."""
-
-    flop: float
-    moved: float  # bytes that it reads and writes
-    is_fp8: bool
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one pass computes: its products, and the bytes that everything else reads and writes."""
-
-    moved: float
-    products: tuple[Product, ...]
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Of one region, or of the ends of the net, at one micro-batch. Bytes."""
-
-    saved: float  # what stays from forward until backward, the output included
-    forward: float  # most above the inputs, in forward
-    backward: float  # most above all that is saved, in backward; gradients of unsharded weights included
-    evaluate: float  # most above the inputs without gradients
-    forward_work: Work
-    backward_work: Work
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
@@ -73,8 +46,9 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     image, text = model.image_tokens, model.text_tokens
     measure = _compiled if cfg.parallel.compile else _eager
     found = {}
-    with FakeTensorMode():
-        for kind, each in lengths(cfg).items():
+    # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
+    with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
+        for kind, each in communication.region_lengths(cfg).items():
             for length in sorted(set(each)):
                 net = _net(cfg, arch, length)
                 region = getattr(net, f"{kind}_blocks")[0]
@@ -87,20 +61,23 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     return found
 
 
-def at(found: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
-    """The memory of micro-batches larger by a factor, to first order: as if all of it came from samples."""
+def scaled(footprints: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
+    """The same for micro-batches that are larger by a factor, as if memory were linear in samples."""
     names = ("saved", "forward", "backward", "evaluate")
     return {
-        kind: dataclasses.replace(own, **{name: factor * getattr(own, name) for name in names})
-        for kind, own in found.items()
+        kind: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
+        for kind, one in footprints.items()
     }
 
 
-def lengths(cfg: Config) -> dict[str, list[int]]:
-    """{"double", "single": blocks of each region in the order of the net}."""
-    k, model = cfg.parallel.region_blocks, cfg.model
-    counts = {"double": model.double_blocks, "single": model.single_blocks}
-    return {kind: [min(k, count - start) for start in range(0, count, k)] for kind, count in counts.items()}
+def layout(cfg: Config, gpus: int, node: int) -> Layout:
+    """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
+
+    Raises: Refusal if parallel.replicate does not fit.
+    """
+    hosts = [str(rank // node) for rank in range(gpus)]
+    replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
+    return communication.layout(cfg, parameter_table(cfg.model), gpus, replicas)
 
 
 def _net(cfg: Config, arch: str, length: int) -> Flux:

@@ -9,11 +9,10 @@ nor are launches, nor ranks that wait for a slow one.
 from dataclasses import dataclass
 from math import ceil
 
+from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
-from flux_ref.plan.footprint import Footprint, Work
-from flux_ref.plan.memory import Layout, Unit
-from flux_ref.sharding import DTYPES
+from flux_ref.plan.figures import Footprint, Times, Work
 
 OPTIMIZER_BYTES = 32  # per weight: AdamW reads four fp32 values and writes three, the norm reads one
 MICRO = 1e-6
@@ -58,28 +57,6 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + (ranks - 1) * self.assumed.hop_us * MICRO
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one optimizer step, and bytes that a rank sends in it."""
-
-    step: float
-    compute: float  # forward, backward and the optimizer, were there no communication
-    optimizer: float
-    all_gather: float
-    reduce_scatter: float
-    all_reduce: float
-    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
-
-    @property
-    def communication(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
-
-    @property
-    def exposed(self) -> float:
-        """What of the step is neither compute nor hidden behind it."""
-        return self.step - self.compute
-
-
 class Lanes:
     """The moments at which compute and three kinds of collectives are next free."""
 
@@ -119,25 +96,12 @@ def step(
     )
 
 
-def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
-    """Bytes that one rank sends in a step, by collective, in rings."""
-    gathered, reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
-    passes = 2 if cfg.parallel.reshard_after_forward else 1
-    n, r = layout.shards, layout.replicas
-    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
-    return {
-        "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
-        "reduce_scatter": micros * reduced * whole * (n - 1) / n,
-        "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
-    }
-
-
 class _Pace:
     """Seconds of the parts of a step."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, slower: float):
         self.layout, self.machine = layout, machine
-        self.gathered, self.reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
+        self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.kept = not cfg.parallel.reshard_after_forward
         self.computing = {
             kind: (slower * machine.seconds(own.forward_work), slower * machine.seconds(own.backward_work))

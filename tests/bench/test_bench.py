@@ -35,7 +35,7 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     report = json.loads(path.read_text())
 
     assert report["command"].startswith("python -m bench.step --config")
-    assert {"commit", "dirty", "torch", "device", "ranks", "threads", "load_average", "steps_run"} <= report.keys()
+    assert {"commit", "torch", "device", "ranks", "threads", "load_average", "steps_run"} <= report.keys()
     assert report["config"]["train.global_batch"] == 12 and report["steps"] == 2 and not report["synthetic"]
     ms = report["step_ms"]
     assert 0 < ms["min"] <= ms["median"] <= ms["max"]
@@ -84,7 +84,7 @@ def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys, peers):
     options = ["--samples", "96", "--rounds", "2", "--workers", "1,2", "--flat", "640", "--folder", str(tmp_path)]
     assert feed.main([*options, "--config", str(MICRO), "--json", str(path), *peers]) == 0
     report = json.loads(path.read_text())
-    assert {"command", "commit", "dirty", "cores", "file_system", "load_average"} <= report.keys()
+    assert {"command", "commit", "cores", "file_system", "load_average"} <= report.keys()
     names = ["pread", "unscanned", "read", "feed", *peers[1:]]
     for cache in ("warm", "cold"):
         assert list(report["rates"][cache]) == names

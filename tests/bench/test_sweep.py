@@ -78,7 +78,7 @@ def test_a_sweep_writes_one_report_and_goes_on_where_it_stopped(tmp_path, monkey
     )
     monkeypatch.setattr(sweep, "variants", lambda small: [replace(one, name=f"{one.name} one") for one in wanted])
     monkeypatch.setitem(sweep.ROWS, "good", sweep.kernel_rows)
-    monkeypatch.setattr(sweep, "git", lambda *args: "abc")
+    monkeypatch.setattr(sweep.common, "commit", lambda: "abc+")
     path, earlier = tmp_path / "new" / "sweep.json", signal.getsignal(signal.SIGTERM)
     try:
         for _ in range(2):
@@ -87,13 +87,13 @@ def test_a_sweep_writes_one_report_and_goes_on_where_it_stopped(tmp_path, monkey
         signal.signal(signal.SIGTERM, earlier)
     report = json.loads(path.read_text())
     assert (tmp_path / "ran").read_text() == "xy", "what is known did not run again"
-    assert {"command", "commit", "dirty", "versions"} <= report.keys() and report["device"] == "abacus"
+    assert {"command", "commit", "versions"} <= report.keys() and report["device"] == "abacus"
     assert [record["status"] for record in report["runs"]] == ["done", "refused"]
     assert report["versions"]["torch"] == torch.__version__.split("+")[0]
     shown = capsys.readouterr().out
     assert "gemm 50.0%, idle 10.0%" in shown and "refused: refused: no" in shown
-    monkeypatch.setattr(sweep, "git", lambda *args: "def")
-    with pytest.raises(sweep.Refusal, match="is of commit abc, this is def; delete it"):
+    monkeypatch.setattr(sweep.common, "commit", lambda: "def")
+    with pytest.raises(sweep.Refusal, match="is of commit abc\\+, this is def; delete it"):
         sweep.main(["--json", str(path), "--continue"])
 
 

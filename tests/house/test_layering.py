@@ -13,6 +13,7 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
     *("formats.energon", "formats.files", "formats.jsonl", "formats.shard_writer", "formats.shards"),
+    *("formats.toml_file", "run.options", "benchmark.facts", "benchmark.communication"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
     *("run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.mlcommons", "prepare.verify"),

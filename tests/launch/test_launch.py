@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import MICRO, ROOT, data_overrides
 
 LAUNCH = ROOT / "launch"
@@ -109,41 +108,6 @@ def test_every_variable_has_a_reason(path):
     paragraphs = path.read_text().strip().split("\n\n")
     assert all(paragraph.startswith("# ") for paragraph in paragraphs)
     assert all(paragraph.count("export") <= 1 for paragraph in paragraphs if "# export" not in paragraph)
-
-
-def torchrun_options(text: str) -> set[str]:
-    """The names of torchrun's own options, before the script."""
-    (command,) = re.findall(r"torchrun (.*?) train\.py", " ".join(text.split()))
-    return set(re.findall(r"--[a-z-]+", command))
-
-
-@pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
-def test_kubernetes_files_start_what_the_readme_starts(name):
-    job = yaml.safe_load((LAUNCH / "kubernetes" / f"{name}.yaml").read_text())
-    if name == "jobset":
-        (own,) = job["spec"]["replicatedJobs"]
-        spec = own["template"]["spec"]
-        assert spec["parallelism"] == spec["completions"] == 8
-        templates = [spec["template"]]
-    else:
-        kinds = job["spec"]["pytorchReplicaSpecs"]
-        assert kinds["Master"]["replicas"] + kinds["Worker"]["replicas"] == 8
-        templates = [kind["template"] for kind in kinds.values()]
-    (static,) = re.findall(r"```\n(torchrun [^`]*--node-rank[^`]*)```", README)
-    for template in templates:
-        (container,) = template["spec"]["containers"]
-        (command,) = container["args"]
-        assert torchrun_options(command) == torchrun_options(static)
-        assert "--nnodes 8 --nproc-per-node 8" in command
-        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-        (config,) = re.findall(r"configs/\S+\.toml", command)
-        assert (ROOT / config).exists()
-
-
-def test_what_is_untested_says_so():
-    for path in [*(LAUNCH / "kubernetes").iterdir(), *(LAUNCH / "docker").iterdir()]:
-        assert path.read_text().startswith("# UNTESTED"), path
-        assert path.name in README
 
 
 def test_the_readme_names_every_variable_of_the_script():

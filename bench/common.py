@@ -1,0 +1,115 @@
+"""What the benchmarks share: their options, the head of a report, a clock, figures of this process."""
+
+import os
+import platform
+import re
+import shlex
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import quantiles
+
+import torch
+
+from flux_ref.run import json_option
+from flux_ref.run.environment import commit, device_name
+from flux_ref.run.options import Options, between
+
+ROOT = Path(__file__).parent.parent
+END = "end"
+MOST = 10**9
+STATM, CPUINFO = Path("/proc/self/statm"), Path("/proc/cpuinfo")  # Linux
+
+
+def options(name: str, text: str, **defaults: int) -> Options:
+    """A parser with --config, --json and, where defaults are given, --steps and --warmup."""
+    parser = Options(f"python -m {name}", text)
+    parser.add_argument("--config", default="configs/tiny.toml")
+    json_option.json_option(parser)
+    for option, default in defaults.items():
+        parser.add_argument(f"--{option}", type=between(option != "warmup", MOST), default=default)
+    return parser
+
+
+def head(name: str, argv: list[str], device: torch.device | None = None) -> dict:
+    """What is needed to repeat or to doubt the figures of a report."""
+    launcher = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if "RANK" in os.environ else "python"
+    return {
+        "command": f"{launcher} -m {name} {shlex.join(argv)}".strip(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name(device) if device and device.type != "cpu" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "load_average": os.getloadavg()[0],  # of the minute before: others at work
+    }
+
+
+def cpu_name() -> str:
+    """The model of this machine's CPU, as Linux knows it."""
+    line = re.search(r"model name\s*: (.+)", CPUINFO.read_text()) if CPUINFO.exists() else None
+    return line.group(1) if line else platform.processor() or platform.machine()
+
+
+def machine(report: dict) -> dict[str, str]:
+    """The first rows of a report for the terminal."""
+    device = f"{report['ranks']} x {report['device']}" if "ranks" in report else report["device"]
+    return {
+        "commit": report["commit"] or "unknown",
+        "machine": f"{device}, {report['threads']} threads, {report['memory_gb']:.0f} GB, torch {report['torch']},"
+        f" load {report['load_average']:.1f}",
+    }
+
+
+def rows_below(title: str, rows: dict[str, str], width: int = 12) -> str:
+    """A title and a line per row."""
+    return "\n".join([title, *(f"  {name:<{width}} {text}" for name, text in rows.items())])
+
+
+class Clock:
+    """Labelled marks in time: device events on an accelerator, the host's clock on the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.marks = device, []
+
+    def start(self) -> None:
+        """Forget all marks. sync: the device is idle when this returns."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.marks = []
+
+    def mark(self, label: str) -> None:
+        """From here on the time belongs to `label`; END closes a step."""
+        if self.device.type == "cpu":
+            self.marks.append((label, time.perf_counter()))
+            return
+        event = torch.Event(self.device.type, enable_timing=True)
+        event.record()
+        self.marks.append((label, event))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Milliseconds by label of each step since `start`. sync: waits for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        steps, spent = [], defaultdict(float)
+        for (label, begin), (following, end) in pairwise(self.marks):
+            if label != END:
+                spent[label] += (end - begin) * 1e3 if self.device.type == "cpu" else begin.elapsed_time(end)
+            if following == END:
+                steps.append(dict(spent))
+                spent.clear()
+        return steps
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The first and the third quartile."""
+    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    return [low, high]
+
+
+def rss_mb() -> float:
+    """Resident memory of this process in 1e6 bytes; 0 where the system does not tell."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if STATM.exists() else 0.0

@@ -1,0 +1,60 @@
+"""TOML that people write: read, checked for types and unknown names, refused in one line."""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+
+KINDS = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    tuple[int, ...]: "a list of integers",
+    tuple[str, ...]: "a list of strings",
+}
+
+
+def read(path: Path, what: str) -> dict[str, object]:
+    """The tree of a TOML file. what: its kind, for the message. Raises: Refusal."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(f"{what} {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless integers
+        raise Refusal(f"{what} {path} is not valid TOML: {error}") from None
+
+
+def parse(key: str, text: str, kind: type) -> object:
+    """The value that a text is in TOML; a string needs no quotes. Raises: Refusal."""
+    if kind is str:
+        return text
+    try:
+        tree = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        tree = {}
+    if tree.keys() != {"value"}:
+        raise Refusal(f"{key}={text!r} is not {KINDS[kind]}")
+    return tree["value"]
+
+
+def typed(key: str, value: object, kind: type) -> object:
+    """The value in a key's type. An int may stand for a float and a list for a tuple, nothing else. Raises: Refusal."""
+    if kind is float and type(value) is int:
+        return float(value) if abs(value) < 2**63 else math.inf
+    is_list = kind in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
+    if is_list and all(type(item) is kind.__args__[0] for item in value):
+        return tuple(value)
+    if type(value) is kind:
+        return value
+    raise Refusal(f"{key}={value!r} is not {KINDS[kind]}")
+
+
+def unknown(what: str, name: str, known: Collection[str], otherwise: str) -> Refusal:
+    """The refusal of an unknown name, with the nearest known one. otherwise: the hint if no known name is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = near or [full for full in known if full.endswith("." + name.split(".")[-1])]
+    return Refusal(f"unknown {what} {name}; {f'did you mean {near[0]}?' if near else otherwise}")

@@ -1,0 +1,154 @@
+"""How a plan is made: the net is traced, its memory and its steps are counted."""
+
+import math
+from math import ceil
+
+from flux_ref import config, config_rules, schedule
+from flux_ref.benchmark import convergence, flops
+from flux_ref.benchmark.communication import Layout
+from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.hardware import Assumed, Gpu
+from flux_ref.checkpoint import BYTES_PER_PARAMETER
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.formats import shards
+from flux_ref.plan import calibration, footprint, memory, step_time
+from flux_ref.plan.calibration import Calibration
+from flux_ref.plan.figures import Footprint, Moment, Plan
+from flux_ref.plan.step_time import Machine
+
+GB = 1e9
+INIT_BUDGET_S = 1800  # closed division, before the clock starts
+LARGEST = 4096  # micro-batch that is tried
+
+
+def make(
+    cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, measured: list[Calibration] = (), price: float = 0.0
+) -> Plan:
+    """Raises: Refusal if the config does not fit the number of GPUs, or no measurement fits the config."""
+    config_rules.validate_world(cfg, gpus)
+    if cfg.fp8.recipe != "off" and not gpu.fp8_tflops:
+        raise Refusal(f"fp8.recipe={cfg.fp8.recipe} needs FP8 matrix units, {name} has none; set fp8.recipe=off")
+    rows, machine = config.micro_batch(cfg, gpus), Machine(gpu, assumed, gpus)
+    layout = footprint.layout(cfg, gpus, gpu.node)
+    footprints = footprint.trace(cfg, gpu.arch, rows)
+    moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
+    slower, calibrated = _calibrated(cfg, layout, machine, measured)
+    times = step_time.step(cfg, layout, footprints, machine, rows, slower)
+    rate, val_count = cfg.train.global_batch / times.step, cfg.data.val_count or VAL_SAMPLES
+    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, val_count, slower)
+    samples = _samples(cfg)
+    every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
+    evaluations = samples and ceil(samples / every)
+    train = samples and samples / rate + evaluations * evaluation
+    checkpoint, sample = BYTES_PER_PARAMETER * layout.parameters, shards.layout(cfg.model).stride
+    nodes, held = ceil(gpus / gpu.node), sum(unit.shard for unit in layout.units)
+    plan = Plan(
+        config=cfg.name,
+        gpu=name,
+        gpus=gpus,
+        rows=rows,
+        shards=layout.shards,
+        replicas=layout.replicas,
+        moment=moment,
+        total=needed(moment, assumed),
+        card=gpu.memory_gb * GB,
+        in_graph=moment.total - sum(moment.parts[part] for part in ("weights", "moments", "buffers")),
+        largest_rows=largest_rows(cfg, layout, footprints, gpus, gpu, assumed, rows),
+        times=times,
+        samples_per_s=rate,
+        mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
+        evaluation=evaluation,
+        evaluations=evaluations,
+        samples=samples,
+        train=train,
+        cost=train and price * gpus * train / 3600,
+        disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + val_count),
+        read_per_node=sample * rate / nodes,
+        checkpoint=checkpoint,
+        checkpoint_copy=BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
+        checkpoint_write=checkpoint / (nodes * assumed.storage_gb_s * GB),
+        init=held / assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
+        calibrated=calibrated,
+        warnings=[],
+    )
+    plan.warnings.extend(warnings(cfg, plan, gpu))
+    return plan
+
+
+def needed(moment: Moment, assumed: Assumed) -> float:
+    """Bytes on a card: tensors, the assumed margin between them, and what is assumed to lie outside of tensors."""
+    return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
+
+
+def largest_rows(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, gpu: Gpu, assumed: Assumed, rows: int
+) -> int:
+    """The largest micro-batch that fits a card, whatever the global batch; 0 if none does.
+
+    The search assumes that memory is linear in samples, then checks exactly. The result can be too low by one.
+    """
+
+    def fits(candidate: int, exact: bool = False) -> bool:
+        guess = footprint.trace(cfg, gpu.arch, candidate) if exact else footprint.scaled(footprints, candidate / rows)
+        moment = memory.fullest(memory.moments(cfg, layout, guess, gpus, candidate))
+        return needed(moment, assumed) <= gpu.memory_gb * GB
+
+    step = 1
+    if cfg.fp8.recipe != "off":  # see config_rules.validate_world
+        tokens = math.gcd(cfg.model.text_tokens, cfg.model.image_tokens)
+        step = 16 // math.gcd(tokens, 16)
+    low, high = 0, LARGEST // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    while low and not fits(low * step, exact=True):
+        low -= max(1, low // 32)
+    return max(0, low) * step
+
+
+def _samples(cfg: Config) -> float | None:
+    """The samples that the reference needs to the target at this batch; None if that is not known."""
+    if cfg.model != config.ModelConfig() or cfg.eval.target != TARGET:
+        return None
+    return convergence.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
+
+
+def _calibrated(cfg: Config, layout: Layout, machine: Machine, measured: list[Calibration]) -> tuple[float, str]:
+    """(measured compute time over the planned one, its source); (1, "") without measurements. Raises: Refusal."""
+    if not measured:
+        return 1.0, ""
+    best = calibration.nearest(cfg, measured, config.micro_batch(cfg, machine.gpus))
+    footprints = footprint.trace(cfg, machine.gpu.arch, best.micro_batch)
+    works = ((footprints[unit.kind].forward_work, footprints[unit.kind].backward_work) for unit in layout.units)
+    planned = sum(machine.seconds(work) for pair in works for work in pair)
+    ratio = (best.forward_s + best.backward_s) / planned
+    return ratio, f"{best.source}: {best.device}, micro-batch {best.micro_batch}, {ratio:.2f} times our compute"
+
+
+def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
+    """What is worth a second look, one line each."""
+    lines = []
+    if plan.total > plan.card:
+        remedy = f"micro-batches of {plan.largest_rows} fit" if plan.largest_rows else "no micro-batch fits"
+        lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {gpu.memory_gb:g} GB; {remedy}")
+    if cfg.model == config.ModelConfig():
+        lines += convergence.unlike_reference(cfg)
+    count = cfg.data.val_count or VAL_SAMPLES
+    if padding := -count % (plan.gpus * cfg.eval.batch):
+        share = padding / (count + padding)
+        words = f"{padding:,} of {count + padding:,} rows are padding, {share:.0%} of its time"
+        lines.append(f"validation: {words}; eval.batch decides")
+    idle = plan.gpus - ceil(count / cfg.eval.batch)
+    if idle > 0:
+        lines.append(f"validation: {idle} of {plan.gpus} ranks get no sample; lower eval.batch")
+    if plan.gpus % gpu.node and plan.gpus > gpu.node:
+        lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
+    if plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":
+        allowed = f"the closed division allows {INIT_BUDGET_S // 60}"
+        lines.append(f"initialisation: {plan.init / 60:.0f} min without compilation, {allowed}")
+    if plan.times.exposed > 0.2 * plan.times.step:
+        share = plan.times.exposed / plan.times.step
+        remedy = "larger micro-batches, parallel.reduce_dtype=bf16 or reshard_after_forward=false would hide more"
+        lines.append(f"communication: {share:.0%} of the step waits for it; {remedy}")
+    return lines
