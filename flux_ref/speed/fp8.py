@@ -110,15 +110,31 @@ def scaled_mm(
     assert b_KN.shape[0] % MULTIPLE == 0 and b_KN.shape[1] % MULTIPLE == 0, f"{tuple(b_KN.shape)} % {MULTIPLE}"
     assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
     assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
+    scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
+    if not has_kernel(a_MK.device):
+        return decoded_mm(a_MK, b_KN, scale_a, scale_b, bias_N, out_dtype)
     return torch._scaled_mm(
-        a_MK,
-        b_KN,
-        scale_a=scale_a.reciprocal(),
-        scale_b=scale_b.reciprocal(),
-        bias=bias_N,
-        out_dtype=out_dtype,
-        use_fast_accum=fast,
+        a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
     )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether FP8 tensors on a device are multiplied by torch's kernel for them.
+
+    Never on a CPU: torch's kernel there takes other formats and sums in another order on each maker's CPU.
+    """
+    return device.type != "cpu"
+
+
+def decoded_mm(
+    a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The product of the decoded values in fp32, times both scales, plus the bias, rounded once: (M, N).
+
+    Decoding is exact, and so is each product of two values. The order of the sum alone is the CPU's choice.
+    """
+    out_MN = torch.mm(a_MK.float(), b_KN.float()) * scale_a * scale_b
+    return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
 
 
 class _Fp8Matmul(torch.autograd.Function):
