@@ -23,13 +23,12 @@ from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.run import cli, json_option
+from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
 SQUARES = {"cpu": (512,), "accelerator": (4096, 8192)}
 FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
-FNUZ = ("gfx940", "gfx941", "gfx942")  # AMD's own kind of FP8
-OCP = ("gfx950", "gfx12")
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,13 @@ def products(model: ModelConfig, micro_batch: int) -> list[Product]:
 
 def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
     """(kind for forward, kind for gradients) of a device, or why it has no FP8 products."""
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    if device.type == "cpu":
-        return e4m3, e5m2
-    properties = torch.get_device_module(device).get_device_properties(device)
-    architecture = properties.gcnArchName if torch.version.hip else ""  # CUDA builds give the device's name there
-    if architecture.startswith(FNUZ):
-        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
-    if architecture.startswith(OCP) or (not architecture and (properties.major, properties.minor) >= (8, 9)):
-        return e4m3, e5m2
-    return f"{properties.name} has no FP8 matrix products"
+    if not has_kernel(device):
+        return "a CPU decodes FP8 and multiplies in fp32"
+    arch = architecture(device)
+    try:
+        return arithmetic(arch)[:2]
+    except Refusal:
+        return f"{arch} has no FP8 matrix products"
 
 
 def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -134,7 +130,7 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf
     wanted = products(model, micro_batch)
     kinds = fp8_kinds(clock.device) if with_fp8 else "not asked for"
     crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
-    if crooked and not isinstance(kinds, str) and clock.device.type != "cpu":
+    if crooked and not isinstance(kinds, str):
         kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
     makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
     if not isinstance(kinds, str):
