@@ -7,6 +7,7 @@ Unknown keys, wrong types and impossible combinations are refused. Nothing edits
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,14 @@ class Config:
     mllog: MllogConfig = MllogConfig()
 
 
+class DtypeNames(NamedTuple):
+    """What others call a dtype."""
+
+    torch: str
+    log: str  # the benchmark's log
+
+
+DTYPE_NAMES = {"bf16": DtypeNames("bfloat16", "bfloat16"), "fp32": DtypeNames("float32", "fp32")}
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 # What may differ when a run continues: no sample, weight or loss depends on it, but for rounding.
