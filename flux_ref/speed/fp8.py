@@ -12,10 +12,8 @@ needs neither state nor communication. It costs one more read of the weight per 
 Without gradients (validation, pictures) all scales are dynamic. The loss then depends on weights and data alone, and
 the history does not change.
 
-Another precision, such as MXFP8, needs:
-  - a recipe in config_rules.CHOICES and a line in `describe`
-  - its casts and products here: `_tensor_scale`, `cast`, `scaled_mm`
-  - its name in the benchmark's log (mllog.py) and its cost in plan/
+Another precision, such as MXFP8, needs a recipe in config_rules.CHOICES, its casts and products here (`_tensor_scale`,
+`cast`, `scaled_mm`), a line in `describe`, its name in benchmark/mllog.py, and its cost in plan/.
 Scales per block also change `Fp8Linear`, its autograd function, and which widths config_rules.py allows.
 
 port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
@@ -119,21 +117,12 @@ def scaled_mm(
     assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
     assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
     scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
-    if not has_kernel(a_MK.device):
-        return decoded_mm(a_MK, b_KN, scale_a, scale_b, bias_N, out_dtype)
-    return torch._scaled_mm(
-        a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
-    )
-
-
-def decoded_mm(
-    a_MK: Tensor, b_KN: Tensor, factor_a: Tensor, factor_b: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """The fp32 product of the decoded values, times both factors, plus the bias, rounded once: (M, N).
-
-    Decoding is exact, and so is the product of two decoded values. Only the order of the sum depends on the CPU.
-    """
-    out_MN = torch.mm(a_MK.float(), b_KN.float()) * factor_a * factor_b
+    if has_kernel(a_MK.device):
+        return torch._scaled_mm(
+            a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
+        )
+    # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
+    out_MN = torch.mm(a_MK.float(), b_KN.float()) * scale_a * scale_b
     return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
 
 
