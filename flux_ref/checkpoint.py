@@ -232,7 +232,7 @@ def load_progress(saved: Checkpoint, state: State) -> None:
     with ranks.agreed():
         _load(saved, state, "optimizer.")
         _load(saved, state, "fp8.")
-    state.fp8.rescale()
+    state.fp8.set_scales()
     state.step, state.samples = saved.info["step"], saved.info["samples"]
     state.opt.set_steps(state.step)
 

@@ -6,6 +6,7 @@ config_file.py loads a config; config_rules.py says which values are refused. No
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,14 @@ class Config:
     mllog: MllogConfig = MllogConfig()
 
 
+class DtypeNames(NamedTuple):
+    """What others call a dtype."""
+
+    torch: str
+    log: str  # the benchmark's log
+
+
+DTYPE_NAMES = {"bf16": DtypeNames("bfloat16", "bfloat16"), "fp32": DtypeNames("float32", "fp32")}
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 # Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.

@@ -3,14 +3,15 @@
 Each refusal names the key, the value, the rule and the remedy. `cfg` is a config.Config.
 """
 
+from flux_ref.config import DTYPE_NAMES
 from flux_ref.errors import Refusal
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
     "eval.noise": ("fresh", "fixed"),
     "data.kind": ("embeddings", "shapes"),
-    "parallel.dtype": ("bf16", "fp32"),
-    "parallel.reduce_dtype": ("bf16", "fp32"),
+    "parallel.dtype": tuple(DTYPE_NAMES),
+    "parallel.reduce_dtype": tuple(DTYPE_NAMES),
     "parallel.recompute": ("none", "block", "region"),
     "graph.enabled": ("auto", "on", "off"),
     "fp8.recipe": ("off", "dynamic", "delayed"),

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from flux_ref import rng
-from flux_ref.config import Config, ParallelConfig
+from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
 
-# A new one also needs a place in rules.CHOICES and mllog.PRECISION_NAMES.
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {name: getattr(torch, known.torch) for name, known in DTYPE_NAMES.items()}
 
 
 def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:

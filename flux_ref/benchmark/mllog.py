@@ -1,7 +1,7 @@
 """The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
 
-Lines go to the run's result file. The keys, their order and what each ruleset asks of them stand here and
-nowhere else; a line is written when the thing it reports happens.
+Lines go to the run's result file. This file alone knows the keys, their order and what each ruleset asks of them.
+A line is written when the event that it reports happens.
 """
 
 import logging
@@ -10,9 +10,7 @@ from pathlib import Path
 from mlperf_logging.mllog import constants, mllog
 
 from flux_ref import schedule
-from flux_ref.config import Config, micro_batch
-
-PRECISION_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}
+from flux_ref.config import DTYPE_NAMES, Config, micro_batch
 
 
 class BenchmarkLog:
@@ -30,7 +28,7 @@ class BenchmarkLog:
             self.mllogger = mllog.MLLogger(logger=logger, default_stack_offset=2)
 
     def text(self, line: str) -> None:
-        """Add a line of the run's own output. spec: result files hold the whole framework log."""
+        """Add a line of the run's output. spec: result files hold the whole framework log."""
         if self.mllogger:
             self.mllogger.logger.info(line)
 
@@ -53,10 +51,10 @@ class BenchmarkLog:
         self._start(constants.INIT_START)
 
     def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
-        """Submission, data, batch and optimizer of the run."""
+        """Log submission, data, batch and optimizer. train_count, val_count: samples in the data sets."""
         micro = micro_batch(cfg, world_size)
         interval = cfg.eval.every_samples
-        if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps; before, as configured
+        if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps
             interval = schedule.steps_for(interval, cfg.train.global_batch) * cfg.train.global_batch
         entries = {
             "submission_benchmark": "flux1",
@@ -88,8 +86,7 @@ class BenchmarkLog:
     @staticmethod
     def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
         """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
-        compute = PRECISION_NAMES[cfg.parallel.dtype]
-        reduce = PRECISION_NAMES[cfg.parallel.reduce_dtype]
+        compute, reduce = DTYPE_NAMES[cfg.parallel.dtype].log, DTYPE_NAMES[cfg.parallel.reduce_dtype].log
         return {
             "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
             "lowest_numerical_precision_in_attn": compute,
@@ -114,19 +111,19 @@ class BenchmarkLog:
             self._start(constants.BLOCK_START, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
-        """samples: of training so far."""
+        """samples: training samples so far."""
         if self.in_block:
             self._end(constants.BLOCK_STOP, samples_count=samples)
             self.in_block = False
         self._start(constants.EVAL_START, samples_count=samples)
 
     def eval_stop(self, samples: int, loss: float) -> None:
-        """loss: the validation loss after so many training samples."""
+        """loss: the validation loss after this number of training samples."""
         self._event(constants.EVAL_ACCURACY, loss, samples_count=samples)
         self._end(constants.EVAL_STOP, samples_count=samples)
 
     def disqualify(self, key: str, value: object, why: str) -> None:
-        """Say in the log why this run's time is no benchmark result."""
+        """Log why this run's time is no benchmark result: the event as key and value, and the reason in words."""
         self.flaw = why
         self._event(key, value)
 

@@ -287,7 +287,7 @@ def _fp8(values: Values, given: dict[str, np.ndarray]) -> None:
         y.backward(grad)
     values |= {"fp8.y": y, "fp8.grad_x": x.grad, "fp8.grad_weight": own.weight.grad, "fp8.grad_bias": own.bias.grad}
     for name, tensor, dtype in (("x", x, torch.float8_e4m3fnuz), ("grad", grad, torch.float8_e5m2fnuz)):
-        scale = fp8.quantisation_scale(fp8.largest_magnitude(tensor), torch.finfo(dtype).max, 44)
+        scale = fp8.scale_of_magnitude(fp8.largest_magnitude(tensor), torch.finfo(dtype).max, 44)
         values[f"fp8.fnuz.{name}.scale"] = scale
         values[f"fp8.fnuz.{name}.bits"] = fp8.cast(tensor, scale, dtype).view(torch.uint8)
 

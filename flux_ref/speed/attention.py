@@ -1,16 +1,18 @@
+"""Which of torch's kernels computes attention on a GPU. On a CPU torch chooses."""
+
 import torch
 
 from flux_ref.config import Config
 
-KERNELS = ("cudnn", "flash", "efficient", "math")  # of attention
-FAST_CUDNN = 91501  # 9.15.1
+KERNELS = ("cudnn", "flash", "efficient", "math")
+FAST_CUDNN = 91501  # cuDNN 9.15.1
 
 
 def attention_kernel(cfg: Config, device: torch.device) -> str:
-    """The one kernel that the net's attention may use on a GPU; on the CPU torch chooses.
+    """The kernel that the net's attention uses on a device.
 
-    auto: cuDNN's on Hopper and later, the fastest there from 9.15.1 on; else, and on AMD, flash attention. In fp32,
-    which neither knows, plain products.
+    parallel.attention=auto is cuDNN's kernel on Hopper and later from cuDNN 9.15.1 on, where it is the fastest.
+    Elsewhere, and on AMD, it is flash attention. Neither kernel takes fp32; fp32 takes plain products.
     """
     if device.type == "cpu":
         return "torch's choice"
@@ -24,16 +26,17 @@ def attention_kernel(cfg: Config, device: torch.device) -> str:
 
 
 def _suits_cudnn(cfg: Config) -> bool:
-    """torch refuses it in deterministic mode, and from 2.15 on where rows % 128 == 64, whose gradients may be NaN.
+    """Whether torch lets cuDNN compute a config's attention, with sound gradients.
 
-    Smaller heads than the benchmark's are left to flash attention, which is known to take them.
+    torch refuses cuDNN in deterministic mode. From torch 2.15 on it also refuses tokens % 128 == 64, whose gradients
+    may be NaN. Heads smaller than the benchmark's are left to flash attention, which is known to take them.
     """
-    rows = cfg.model.text_tokens + cfg.model.image_tokens
-    return cfg.model.head_dim >= 64 and rows % 128 != 64 and not torch.are_deterministic_algorithms_enabled()
+    tokens = cfg.model.text_tokens + cfg.model.image_tokens
+    return cfg.model.head_dim >= 64 and tokens % 128 != 64 and not torch.are_deterministic_algorithms_enabled()
 
 
 def allow_attention(*kernels: str) -> None:
-    """Let scaled_dot_product_attention use these kernels alone, in the whole process from here on."""
+    """Let scaled_dot_product_attention use these kernels only, in the whole process from now on."""
     switches = torch.backends.cuda  # for ROCm too
     switches.enable_cudnn_sdp("cudnn" in kernels)
     switches.enable_flash_sdp("flash" in kernels)
@@ -42,5 +45,5 @@ def allow_attention(*kernels: str) -> None:
 
 
 def allow_attention_of(cfg: Config, device: torch.device) -> None:
-    """Let a config's own kernel be used alone, so that none takes its place unnoticed; on the CPU all."""
+    """Allow a config's kernel only, so that torch cannot take another one unnoticed. On a CPU, allow all kernels."""
     allow_attention(*(KERNELS if device.type == "cpu" else [attention_kernel(cfg, device)]))

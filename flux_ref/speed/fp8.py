@@ -1,21 +1,22 @@
-"""FP8 in the linears of the blocks: which they are, how they are scaled, and what one matrix product does.
+"""FP8 in the linears of the blocks: which linears, how their tensors are scaled, and how they are multiplied.
 
-An `Fp8Linear` computes its three products in FP8 with one scale per tensor: e4m3 for inputs and weights, e5m2 for
-gradients, sums in fp32, results in bf16. Modulation, embedders, head and attention stay in parallel.dtype.
+An `Fp8Linear` computes its three products in FP8: the output, the gradient of the input, the gradient of the weight.
+Inputs and weights are e4m3, gradients are e5m2. Each tensor has one scale. Sums are fp32, results are bf16.
+Modulation, embedders, head and attention stay in parallel.dtype.
 
-    dynamic   a tensor's scale comes from its own largest magnitude, so nothing is remembered
-    delayed   it comes from the largest magnitudes of earlier steps, so a cast need not wait for a reduction
+    dynamic   a tensor's scale comes from its own largest magnitude; nothing is remembered
+    delayed   the scale comes from the largest magnitudes of earlier steps, so a cast need not wait for a reduction
 
-Weights are scaled dynamically under both recipes: every rank holds the same gathered weight, so their scale is exact,
-needs no state and no communication, and its price is one more read of the weights per pass.
-Without gradients (validation, pictures) scales are dynamic under both recipes, too: the loss is then a function of
-weights and data alone, and nothing that is remembered can move.
+Weights are scaled dynamically under both recipes. Every rank holds the same gathered weight, so the scale is exact and
+needs neither state nor communication. It costs one more read of the weight per pass.
+Without gradients (validation, pictures) all scales are dynamic. The loss then depends on weights and data alone, and
+the history does not change.
 
-Another precision, such as MXFP8, needs a recipe in rules.CHOICES, its casts and products here (`_scale`, `scaled_mm`),
-a line in `describe`, its name in the log (mllog.py), and what it costs (footprint.py, plan.py). Scales per block
-instead of one per tensor change `Fp8Linear` and its autograd function, and which widths rules.py allows.
+Another precision, such as MXFP8, needs a recipe in config_rules.CHOICES, its casts and products here (`_tensor_scale`,
+`cast`, `scaled_mm`), a line in `describe`, its name in benchmark/mllog.py, and its cost in plan/.
+Scales per block also change `Fp8Linear`, its autograd function, and which widths config_rules.py allows.
 
-port: a quantisation scale is largest FP8 value / largest magnitude; the products take its reciprocal.
+port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
 Engine documents it.
 """
@@ -34,7 +35,7 @@ from flux_ref.errors import Refusal
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
 CONVERTED = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[02])|single_blocks\.\d+\.linear[12]")
-MULTIPLE = 16  # of which the kernels want all but the rows of a result
+MULTIPLE = 16  # kernels need K and N divisible by this number; M is free
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
@@ -43,7 +44,7 @@ class Arithmetic(NamedTuple):
 
     forward: torch.dtype  # of inputs and weights
     gradient: torch.dtype
-    row_times_column: bool  # whether a product wants its left side row-major and its right side column-major
+    row_times_column: bool  # whether a product needs its left side row-major and its right side column-major
 
 
 def architecture(device: torch.device) -> str:
@@ -59,25 +60,30 @@ def architecture(device: torch.device) -> str:
 def arithmetic(arch: str) -> Arithmetic:
     """The arithmetic of an architecture. Raises: Refusal if it has no FP8.
 
-    Source: the layouts that PyTorch's ScaledBlas.cpp accepts; MI300X and MI325X (gfx94x) have formats of their own,
+    Source: the layouts that PyTorch's ScaledBlas.cpp accepts. MI300X and MI325X (gfx94x) have formats of their own,
     without infinities and negative zero.
     """
     if re.fullmatch(r"gfx94\d", arch):
         return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=False)
     if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
         raise Refusal(f"fp8.recipe needs a device that computes in FP8, {arch} does not; set fp8.recipe=off")
-    # Datacenter Blackwell and AMD take every layout. The CPU does, too, but is to show what Hopper would refuse.
-    anything = re.fullmatch(r"sm10\d|gfx\d+", arch)
-    return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not anything)
+    # Datacenter Blackwell and AMD take every layout. A CPU could, too, but shows here what Hopper would refuse.
+    any_layout = re.fullmatch(r"sm10\d|gfx\d+", arch)
+    return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
 
 
-def quantisation_scale(amax: Tensor, largest: float | Tensor, exponent: int) -> Tensor:
-    """The scale that maps a magnitude to the largest value of a format, at most 2**exponent; fp32.
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch's own FP8 product is used on a device. Not on a CPU: there it depends on the CPU's maker."""
+    return device.type != "cpu"
 
-    amax: fp32; 0 gives the cap, infinity 0, which turns the product into NaN, and NaN stays NaN.
+
+def scale_of_magnitude(amax: Tensor, largest: float | Tensor, max_exponent: int) -> Tensor:
+    """The scale that maps a magnitude to the largest value of a format, at most 2**max_exponent; fp32.
+
+    amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
     """
     # numerics: an uncapped scale of a nearly vanished gradient overflows in some kernels.
-    return (largest / amax).clamp(max=2.0**exponent)
+    return (largest / amax).clamp(max=2.0**max_exponent)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in an FP8 format; what lies beyond its range becomes its largest value, NaN stays NaN."""
+    """x * scale in an FP8 format. A value beyond the format's range becomes its largest value; NaN stays NaN."""
     # numerics: without the clamp, some formats and versions of torch overflow to NaN or infinity.
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
@@ -104,35 +110,18 @@ def scaled_mm(
 ) -> Tensor:
     """a @ b + bias of FP8 tensors that were cast with these scales: (M, N).
 
-    fast: sum with less than fp32's precision where the device can (Hopper). Asserts what the CPU would let pass.
+    fast: sum with less than fp32's precision where the device can (Hopper). Asserts what a GPU would refuse.
     """
     assert not {a_MK.dtype, b_KN.dtype} <= set(E5M2), "no device multiplies e5m2 by e5m2"
     assert b_KN.shape[0] % MULTIPLE == 0 and b_KN.shape[1] % MULTIPLE == 0, f"{tuple(b_KN.shape)} % {MULTIPLE}"
     assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
     assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
     scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
-    if not has_kernel(a_MK.device):
-        return decoded_mm(a_MK, b_KN, scale_a, scale_b, bias_N, out_dtype)
-    return torch._scaled_mm(
-        a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
-    )
-
-
-def has_kernel(device: torch.device) -> bool:
-    """Whether FP8 tensors on a device are multiplied by torch's kernel for them.
-
-    Never on a CPU: torch's kernel there takes other formats and sums in another order on each maker's CPU.
-    """
-    return device.type != "cpu"
-
-
-def decoded_mm(
-    a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """The product of the decoded values in fp32, times both scales, plus the bias, rounded once: (M, N).
-
-    Decoding is exact, and so is each product of two values. The order of the sum alone is the CPU's choice.
-    """
+    if has_kernel(a_MK.device):
+        return torch._scaled_mm(
+            a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
+        )
+    # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
     out_MN = torch.mm(a_MK.float(), b_KN.float()) * scale_a * scale_b
     return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
 
@@ -140,90 +129,98 @@ def decoded_mm(
 class _Fp8Matmul(torch.autograd.Function):
     """x @ w.T + b with all three products in FP8.
 
-    Saved for backward are the FP8 input and the gathered weight in bf16, which is cast again: a cast copy would be
-    kept for every layer at once, and FSDP would not know that it may free it.
+    Backward keeps the FP8 input and the gathered weight in bf16, and casts the weight again. An FP8 copy of the weight
+    would be kept for every layer at once, and FSDP would not know that it may free the copy.
     """
 
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, amax_x, scale_x, amax_g, scale_g, arith: Arithmetic, exponent: int):
-        """amax: where to note the largest magnitudes, or None. scale: the delayed scales, or None for dynamic ones."""
-        scale_x = _scale(x_MK, arith.forward, exponent, amax_x, scale_x)
-        scale_w = _scale(weight_NK, arith.forward, exponent)
-        x8_MK = cast(x_MK, scale_x, arith.forward)
-        w8_NK = cast(weight_NK, scale_w, arith.forward)
-        ctx.save_for_backward(x8_MK, weight_NK, scale_x, scale_w, scale_g)
-        ctx.amax_g, ctx.arith, ctx.exponent = amax_g, arith, exponent  # amax_g changes, so it cannot be saved
+    def forward(ctx, x_MK, weight_NK, bias_N, input_amax, input_scale, grad_amax, grad_scale, arith, max_exponent):
+        """*_amax: where to note the largest magnitudes, or None. *_scale: delayed scales, or None for dynamic ones."""
+        input_scale = _tensor_scale(x_MK, arith.forward, max_exponent, input_amax, input_scale)
+        weight_scale = _tensor_scale(weight_NK, arith.forward, max_exponent)
+        x8_MK = cast(x_MK, input_scale, arith.forward)
+        w8_NK = cast(weight_NK, weight_scale, arith.forward)
+        ctx.save_for_backward(x8_MK, weight_NK, input_scale, weight_scale, grad_scale)
+        ctx.grad_amax, ctx.arith, ctx.max_exponent = (
+            grad_amax,
+            arith,
+            max_exponent,
+        )  # grad_amax changes: cannot be saved
         rule = arith.row_times_column
-        return scaled_mm(x8_MK, w8_NK.t(), scale_x, scale_w, rule, bias_N, x_MK.dtype, fast=True)
+        return scaled_mm(x8_MK, w8_NK.t(), input_scale, weight_scale, rule, bias_N, x_MK.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad_MN):
-        x8_MK, weight_NK, scale_x, scale_w, scale_g = ctx.saved_tensors
+        x8_MK, weight_NK, input_scale, weight_scale, grad_scale = ctx.saved_tensors
         # Inductor knows no other layout, whatever the device would take (torch 2.11 to 2.15).
         rule = ctx.arith.row_times_column or torch.compiler.is_compiling()
         grad_MN = grad_MN.contiguous()
-        scale_g = _scale(grad_MN, ctx.arith.gradient, ctx.exponent, ctx.amax_g, scale_g)
-        g8_MN = cast(grad_MN, scale_g, ctx.arith.gradient)
-        w8_NK = cast(weight_NK, scale_w, ctx.arith.forward)
+        grad_scale = _tensor_scale(grad_MN, ctx.arith.gradient, ctx.max_exponent, ctx.grad_amax, grad_scale)
+        g8_MN = cast(grad_MN, grad_scale, ctx.arith.gradient)
+        w8_NK = cast(weight_NK, weight_scale, ctx.arith.forward)
         if rule:  # right sides column-major: transposed copies
             w8_NK, x8_MK = w8_NK.t().contiguous().t(), x8_MK.t().contiguous().t()
         g8_NM = g8_MN.t().contiguous() if rule else g8_MN.t()
-        grad_x_MK = scaled_mm(g8_MN, w8_NK, scale_g, scale_w, rule, out_dtype=grad_MN.dtype)
-        grad_w_NK = scaled_mm(g8_NM, x8_MK, scale_g, scale_x, rule, out_dtype=grad_MN.dtype)
+        grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_scale, weight_scale, rule, out_dtype=grad_MN.dtype)
+        grad_w_NK = scaled_mm(g8_NM, x8_MK, grad_scale, input_scale, rule, out_dtype=grad_MN.dtype)
         grad_b_N = grad_MN.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x_MK, grad_w_NK, grad_b_N, *(None,) * 6
 
 
-def _scale(
-    x: Tensor, dtype: torch.dtype, exponent: int, amax: Tensor | None = None, delayed: Tensor | None = None
+def _tensor_scale(
+    x: Tensor, dtype: torch.dtype, max_exponent: int, amax: Tensor | None = None, delayed: Tensor | None = None
 ) -> Tensor:
-    """The scale of a tensor: the delayed one if given, else its own. amax: where to note its largest magnitude."""
+    """The scale to cast a tensor with: the delayed scale if given, else the scale of the tensor's own magnitude.
+
+    amax: fp32 scalar that is raised to the tensor's largest magnitude, over the micro-batches of a step; or None.
+    """
     if amax is None and delayed is not None:
         return delayed
-    own = largest_magnitude(x)
+    magnitude = largest_magnitude(x)
     if amax is not None:
-        amax.copy_(torch.maximum(amax, own))  # over the micro-batches of a step
-    return quantisation_scale(own, torch.finfo(dtype).max, exponent) if delayed is None else delayed
+        amax.copy_(torch.maximum(amax, magnitude))
+    return scale_of_magnitude(magnitude, torch.finfo(dtype).max, max_exponent) if delayed is None else delayed
 
 
 class Fp8Linear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are FP8.
 
-    scaling: of training, "dynamic" or "delayed"; `Fp8State.begin` sets it. amax_* and scale_* are fp32 scalars, of the
-    input and of the gradient of the output; None under the dynamic recipe.
+    is_delayed: whether training takes the delayed scales; set by `Fp8State.begin`.
+    input_amax, input_scale, grad_amax, grad_scale: fp32 scalars of the input and of the output's gradient; None under
+    the dynamic recipe.
     """
 
     def __init__(self, linear: nn.Linear, cfg: Fp8Config, arith: Arithmetic):
         """Takes over the parameters of a linear."""
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.arith, self.exponent = arith, cfg.max_scale_exponent
-        self.scaling, self.evaluates = "dynamic", cfg.eval
-        for name in ("amax_x", "scale_x", "amax_g", "scale_g"):
-            # A tensor each: views of one would share a version counter, which compiled backwards refuse.
-            own = torch.zeros((), device=linear.weight.device) if cfg.recipe == "delayed" else None
-            self.register_buffer(name, own, persistent=False)
+        self.arith, self.max_exponent = arith, cfg.max_scale_exponent
+        self.is_delayed, self.in_validation = False, cfg.eval
+        for name in ("input_amax", "input_scale", "grad_amax", "grad_scale"):
+            # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
+            buffer = torch.zeros((), device=linear.weight.device) if cfg.recipe == "delayed" else None
+            self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., K) bf16 -> (..., N)."""
-        trains = torch.is_grad_enabled()
-        if not trains and not self.evaluates:
+        """x: (..., K) bf16 -> (..., N) bf16."""
+        is_training = torch.is_grad_enabled()
+        if not is_training and not self.in_validation:
             return F.linear(x, self.weight, self.bias)
-        amax_x, amax_g = (self.amax_x, self.amax_g) if trains else (None, None)
-        delayed = trains and self.scaling == "delayed"
-        scale_x, scale_g = (self.scale_x, self.scale_g) if delayed else (None, None)
-        noted = (amax_x, scale_x, amax_g, scale_g)
-        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.bias, *noted, self.arith, self.exponent)
+        input_amax, grad_amax = (self.input_amax, self.grad_amax) if is_training else (None, None)
+        use_history = is_training and self.is_delayed
+        input_scale, grad_scale = (self.input_scale, self.grad_scale) if use_history else (None, None)
+        scaling = (input_amax, input_scale, grad_amax, grad_scale)
+        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.bias, *scaling, self.arith, self.max_exponent)
         return out_MN.unflatten(0, x.shape[:-1])
 
 
 def count(cfg: ModelConfig) -> int:
-    """How many linears FP8 concerns: 228 in FLUX.1-schnell."""
+    """How many linears compute in FP8: 228 in FLUX.1-schnell."""
     return 8 * cfg.double_blocks + 2 * cfg.single_blocks
 
 
 def convert(net: nn.Module, cfg: Config, device: torch.device) -> None:
-    """Make the linears of a net's blocks compute as fp8.recipe says on a device, before it is sharded.
+    """Make the linears of a net's blocks compute as fp8.recipe says on a device, before the net is sharded.
 
     Raises: Refusal if the device has no FP8.
     """
@@ -237,27 +234,27 @@ def convert(net: nn.Module, cfg: Config, device: torch.device) -> None:
 
 
 class Fp8State:
-    """What delayed scaling remembers of a converted net, the same on all ranks. Does nothing for other recipes.
+    """What delayed scaling remembers of a converted net, the same on all ranks. Other recipes remember nothing.
 
-    history: (2 * linears, fp8.history) fp32, the largest magnitudes of past steps, newest first; 0 where there was
-    none. Its rows are in the order of the model, of each linear first the input, then the gradient. It is all that has
-    to survive a restart: scales are a function of it.
+    history: (2 * linears, fp8.history) fp32, the largest magnitudes of past steps, newest first, 0 where there is none.
+    Its rows are in the order of the model; each linear has one row for its input, then one for the output's gradient.
+    A checkpoint needs nothing else: scales follow from the history.
     """
 
     def __init__(self, net: nn.Module, cfg: Fp8Config, device: torch.device):
         self.cfg = cfg
         self.linears = [module for module in net.modules() if isinstance(module, Fp8Linear)]
-        noting = self.linears if cfg.recipe == "delayed" else []
-        self.amaxes = [amax for linear in noting for amax in (linear.amax_x, linear.amax_g)]
-        self.scales = [scale for linear in noting for scale in (linear.scale_x, linear.scale_g)]
-        largest = [torch.finfo(dtype).max for linear in noting for dtype in linear.arith[:2]]
+        delayed = self.linears if cfg.recipe == "delayed" else []
+        self.amaxes = [amax for linear in delayed for amax in (linear.input_amax, linear.grad_amax)]
+        self.scales = [scale for linear in delayed for scale in (linear.input_scale, linear.grad_scale)]
+        largest = [torch.finfo(dtype).max for linear in delayed for dtype in linear.arith[:2]]
         self.largest = torch.tensor(largest, device=device) / 2**cfg.margin
         self.history = torch.zeros(len(largest), cfg.history, device=device)
         self.reset()
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The first step of each way of scaling, which compiles and captures graphs of its own."""
+        """The first step of each way of scaling. Each way compiles and captures graphs of its own."""
         return (0, self.cfg.dynamic_steps) if self.amaxes and self.cfg.dynamic_steps else (0,)
 
     def phase(self, step: int) -> int:
@@ -265,23 +262,22 @@ class Fp8State:
         return max(first for first in self.phases if first <= step)
 
     def begin(self, step: int) -> None:
-        """Scale the training step to come as its number, counted from 0, asks. Host only.
+        """Choose the way of scaling for the next training step. step: its number, from 0. Works on the host only.
 
-        The first steps of delayed scaling take dynamic scales and fill the history: their gradients grow by orders of
-        magnitude from one step to the next, while every gate still is nearly zero.
+        The first steps of delayed scaling take dynamic scales and fill the history. Their gradients grow by orders of
+        magnitude from one step to the next, while every gate is nearly zero.
         """
-        scaling = "delayed" if self.amaxes and step >= self.cfg.dynamic_steps else "dynamic"
         for linear in self.linears:
-            linear.scaling = scaling
+            linear.is_delayed = bool(self.amaxes) and step >= self.cfg.dynamic_steps
 
     def update(self) -> Tensor | None:
-        """Take a step's magnitudes into the history and set the scales of the next; after its last backward.
+        """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
 
-        Returns 1, or NaN if a magnitude was not finite on any rank: a cast by a remembered scale turns infinity into
-        the largest value, so that no loss would tell. None where casts tell by themselves.
+        Returns norm_factor: 1.0, or NaN if any rank saw a non-finite magnitude; None if nothing is remembered.
+        NaN is needed because a cast with a remembered scale clamps infinity, which hides it from the loss.
 
-        Collective, on the device alone and in place, so a captured graph may hold it. A tensor whose magnitude was 0
-        or not finite on any rank keeps its history and scale.
+        Collective. Works on the device alone and in place, so a captured graph may hold it. A tensor keeps its history
+        and scale if its magnitude was 0 or not finite on any rank.
         """
         if not self.amaxes:
             return None
@@ -291,28 +287,28 @@ class Fp8State:
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
         self.history.copy_(torch.where(usable, rolled, self.history))
         torch._foreach_zero_(self.amaxes)
-        self.rescale()
+        self.set_scales()
         return torch.where(amax.isfinite().all(), 1.0, torch.nan)
 
-    def rescale(self) -> None:
-        """Set the scales from the history; 1 for what has none."""
+    def set_scales(self) -> None:
+        """Set the delayed scales from the history; 1 for a tensor without history."""
         if not self.amaxes:
             return
         amax = self.history.amax(1) if self.cfg.algorithm == "max" else self.history[:, 0]
-        scale = quantisation_scale(amax, self.largest, self.cfg.max_scale_exponent)
+        scale = scale_of_magnitude(amax, self.largest, self.cfg.max_scale_exponent)
         torch._foreach_copy_(self.scales, list(torch.where(amax > 0, scale, 1.0).unbind()))
 
     def reset(self) -> None:
-        """As if no step had been taken."""
+        """Forget all steps."""
         self.history.zero_()
         for amax in self.amaxes:
             amax.zero_()
-        self.rescale()
+        self.set_scales()
         self.begin(0)
 
 
 def describe(cfg: Config) -> str:
-    """One line about what training and validation compute in."""
+    """One line about the precision of training and validation."""
     fp8, plain = cfg.fp8, cfg.parallel.dtype
     if fp8.recipe == "off":
         return f"{plain} in training and validation"

@@ -1,7 +1,6 @@
-"""Recording device work as graphs, and kernels of attention: the second file that names a kind of device.
+"""Recording device work as graphs, and what stands in the way of it. steps.py decides what is recorded.
 
-parallel.py is what every accelerator needs. Graphs are not: a port may leave this file with an `obstacle` for every
-device, and all steps run eagerly.
+A port to another device may answer every `obstacle` with a reason: then all steps run eagerly.
 """
 
 import os
@@ -13,64 +12,67 @@ from flux_ref.errors import Fault
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 REGISTER = "NCCL_GRAPH_REGISTER"
-HIP_SINCE = (2, 12)
+HIP_SINCE = (2, 12)  # version of torch
 
 
 def guard_expandable() -> None:
-    """Keep NCCL from registering the buffers of graphs if they lie in segments that grow; before NCCL starts.
+    """Turn off NCCL's registration of graph buffers if the allocator uses expandable segments. Call before NCCL starts.
 
     Source: github.com/pytorch/pytorch issue 158029, wrong addresses and hangs.
     """
-    if _expandable():
+    if _is_expandable():
         os.environ.setdefault(REGISTER, "0")
 
 
-def _expandable() -> bool:
+def _is_expandable() -> bool:
     settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "").lower()
     return "expandable_segments:true" in settings
 
 
 def obstacle(device: torch.device, asked: bool) -> str:
-    """Why steps cannot be captured on a device, or should not be unless asked for; "" if nothing is in the way."""
+    """Why steps cannot be captured on a device; "" if they can.
+
+    asked: whether the config asks for graphs. On HIP, graphs are captured only then.
+    """
     if device.type != "cuda":
         return f"a device of type {device.type} captures no graphs"
     if torch.version.hip and torch.__version__ < HIP_SINCE:
-        # github.com/pytorch/pytorch issue 177309: RCCL's watchdog, a thread of its own, breaks a capture.
+        # github.com/pytorch/pytorch issue 177309: the thread of RCCL's watchdog breaks a capture.
         return f"torch {torch.__version__} cannot capture collectives on HIP; it takes torch 2.12"
     if torch.version.hip and not asked:
         return "on HIP graphs are captured only when asked for"
-    if _expandable() and os.environ.get(REGISTER, "0") != "0":
+    if _is_expandable() and os.environ.get(REGISTER, "0") != "0":
         return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
     return ""
 
 
 class Recorder:
-    """Captures work as graphs that share one pool of memory; they run on the stream on which they were captured.
+    """Captures work as graphs that share one pool of memory, on a stream of its own.
 
-    From the moment it is made, its stream is the current one of this thread. So the copies that fill buffers, the
-    warm-up, the replays and whatever reads their results come one after the other on the device.
+    From its creation on, its stream is the current stream of this thread. Copies into buffers, the warm-up, replays and
+    reads of results therefore follow one another on the device.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.synchronize()  # what the stream before has begun
+        self.synchronize()  # the previous stream may still be at work
         self.stream = torch.cuda.Stream(device)
         torch.cuda.set_stream(self.stream)
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The work as a graph with `replay` and `reset`; nothing of it is executed. Raises: Fault."""
+        """The work as a graph with `replay` and `reset`. The device executes nothing of it. Raises: Fault."""
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: NCCL's watchdog and other threads may go on calling the device.
             with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            root = error.__context__ or error  # the capture's end fails, too, and says less
+            root = error.__context__ or error  # the end of the capture fails too, with a vaguer message
             reason = str(root).partition("\n")[0]
             raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
         return graph
 
     def synchronize(self) -> None:
-        """sync: the host waits until the device has done all that it was given."""
+        """sync: the host waits until the device has done all its work."""
         torch.cuda.synchronize(self.device)

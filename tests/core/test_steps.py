@@ -375,13 +375,13 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
     linear = next(module for module in steps.state.net.modules() if isinstance(module, fp8.Fp8Linear))
 
     def noted(self, work):
-        scaling.append(linear.scaling)
+        scaling.append(linear.is_delayed)
         return capture(self, work)
 
     monkeypatch.setattr(StandInRecorder, "capture", noted)
     steps.capture()
     assert list(steps.graphs) == ["train 0", "train 2", "validate"]
-    assert scaling[:2] == ["dynamic", "delayed"]
+    assert scaling[:2] == [False, True]
     replayed = []
     for name in steps.graphs:
         steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)

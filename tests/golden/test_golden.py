@@ -413,18 +413,18 @@ MISTAKES = {
         "fp8.x.scale",
         "e4m3 max",
         fp8,
-        "quantisation_scale",
+        "scale_of_magnitude",
         ("largest /", "torch.as_tensor(largest).clamp(max=240) /"),
     ),
     "power of 2": (
         "fp8.x.scale",
         "power of 2",
         fp8,
-        "quantisation_scale",
+        "scale_of_magnitude",
         ("(largest / amax)", "(largest / amax).log2().floor().exp2()"),
     ),
     "margin": ("fp8.delayed.scale", "margin", fp8.Fp8State, "__init__", ("/ 2**cfg.margin", "* 1.0")),
-    "cap": ("fp8.delayed.scale", "at most 2^44", fp8.Fp8State, "rescale", ("self.cfg.max_scale_exponent", "126")),
+    "cap": ("fp8.delayed.scale", "at most 2^44", fp8.Fp8State, "set_scales", ("self.cfg.max_scale_exponent", "126")),
 }
 
 

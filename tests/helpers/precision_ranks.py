@@ -1,8 +1,8 @@
-"""Measures, on every rank of one torchrun launch, what test_precision asserts of several ranks.
+"""Measures, on every rank of one torchrun launch, what test_fp8 asserts of several ranks.
 
     torchrun --nproc-per-node 2 tests/helpers/precision_ranks.py OUT
 
-OUT receives rank 0's findings, found.pt, and a run with one checkpoint.
+OUT receives rank 0's measurements, found.pt, and a run with one checkpoint.
 """
 
 import math
@@ -37,16 +37,18 @@ def lively_state(cfg: Config, world: World) -> State:
     return State.of(net, cfg, world)
 
 
-def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[float]:
-    """Training steps on this rank's part of one synthetic batch; the losses over all ranks."""
-    own = ROWS // world.size
-    batch = synthetic(cfg.model, ROWS)
-    batch = {name: tensor[world.rank * own : (world.rank + 1) * own].to(world.device) for name, tensor in batch.items()}
+def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None) -> list[float]:
+    """Training steps on this rank's part of one synthetic batch: the losses over all ranks. norms: filled."""
+    rows = ROWS // world.size
+    part = slice(world.rank * rows, (world.rank + 1) * rows)
+    batch = {name: tensor[part].to(world.device) for name, tensor in synthetic(cfg.model, ROWS).items()}
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):
         state.fp8.begin(state.step)
-        loss, _ = train_step(state, batch, health, cfg)
+        loss, norm = train_step(state, batch, health, cfg)
+        if norms is not None:
+            norms.append(float(norm))
         losses.append(sum(values[0] for values in ranks.gather(loss.reshape(1))) / world.size)
         state.advance(ROWS)
     return losses
@@ -55,9 +57,9 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS) -> list[f
 def training(cfg: Config, world: World) -> dict:
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
-    first = state.fp8.history.clone()
-    losses += steps(state, cfg, world, count=STEPS - 1)
     fp8 = state.fp8
+    first = fp8.history.clone()
+    losses += steps(state, cfg, world, count=STEPS - 1)
     linears = [module for module in state.net.modules() if isinstance(module, Fp8Linear)]
     return {
         "losses": losses,
@@ -69,8 +71,8 @@ def training(cfg: Config, world: World) -> dict:
 
 
 def one_nan(state: State, world: World) -> list[bool]:
-    """Whether all histories but that of a tensor with NaN on one rank, each rank in turn, have moved on."""
-    fp8, kept = state.fp8, True
+    """On every rank: whether a NaN of one tensor on any one rank stops the history of this tensor alone."""
+    fp8, is_right = state.fp8, True
     for bad in range(world.size):
         before = fp8.history.clone()
         for amax in fp8.amaxes:
@@ -79,14 +81,14 @@ def one_nan(state: State, world: World) -> list[bool]:
             fp8.amaxes[3].fill_(math.nan)
         fp8.update()
         moved = (fp8.history[:, 0] == 7.0 + world.size - 1).tolist()
-        kept &= torch.equal(fp8.history[3], before[3]) and moved.count(False) == 1
-    return rank_runs.of_all(kept)
+        is_right &= torch.equal(fp8.history[3], before[3]) and moved.count(False) == 1
+    return rank_runs.of_all(is_right)
 
 
 def main(out: str) -> int:
     world = ranks.start(config.ParallelConfig())
     cfg = fp8_config(run__dir=out)
-    found = {
+    measured = {
         "base": training(cfg, world),
         "kept gathered": training(config_file.replace(cfg, parallel__reshard_after_forward=False), world),
     }
@@ -95,9 +97,9 @@ def main(out: str) -> int:
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    found["one NaN"] = one_nan(state, world)
+    measured["one NaN"] = one_nan(state, world)
     if world.rank == 0:
-        torch.save(found, Path(out) / "found.pt")
+        torch.save(measured, Path(out) / "found.pt")
     ranks.stop()
     return 0
 

@@ -10,7 +10,7 @@ from graph_ranks import STEPS, everything, history, require_same_history
 
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.step import State
-from flux_ref.steps import CAPTURED, Steps, manner
+from flux_ref.steps import CAPTURED, Steps, mode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,7 +150,7 @@ def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir,
 
 @pytest.mark.parametrize("ranks", [0, 1], ids=["python", "torchrun"])
 def test_a_run_ends_soon_after_its_last_line(shapes_dir, tmp_path, ranks):
-    assert manner(config_file.replace(config_file.load(MICRO), **ON), torch.device("cuda", 0)) == CAPTURED
+    assert mode(config_file.replace(config_file.load(MICRO), **ON), torch.device("cuda", 0)) == CAPTURED
     options = (MICRO, f"--run.dir={tmp_path / 'run'}", *data_overrides(shapes_dir), "--graph.enabled=on")
     process = script("train.py", *options, ranks=ranks, timeout=300)
     assert process.returncode == 0, process.stderr[-4000:]
