@@ -16,9 +16,9 @@ import torch
 from conftest import MICRO, ROOT
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_model, single_file_utils
+from peer_net import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_model import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from torch import Tensor, nn
 
 from flux_ref import config, config_file
@@ -401,15 +401,16 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys, c
 
 KILLED = """
 import os, signal, sys
-from flux_ref import storage, weights
-write, left = storage.CheckedFile.write_tensor, [40]
+from flux_ref.formats.safetensors_io import CheckedFile
+from flux_ref.weights import commands
+write, left = CheckedFile.write_tensor, [40]
 def stop(file, tensor):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, tensor)
-storage.CheckedFile.write_tensor = stop
-weights.main(sys.argv[1:])
+CheckedFile.write_tensor = stop
+commands.main(sys.argv[1:])
 """
 
 

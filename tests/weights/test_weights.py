@@ -1,7 +1,7 @@
 """Weights of every form fill a net bit for bit at any number of ranks; what does not fit, is damaged or means harm is
 refused in one line.
 
-    torchrun --nproc-per-node 3 tests/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
+    torchrun --nproc-per-node 3 tests/weights/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
 """
 
 import json
@@ -19,8 +19,9 @@ import pytest
 import rank_runs
 import torch
 from conftest import MICRO, ROOT, data_overrides, script
+from payload import Payload
+from peer_net import to_diffusers
 from safetensors.torch import save_file
-from test_model import to_diffusers
 from torch import Tensor
 
 import eval as eval_script
@@ -209,7 +210,7 @@ def on_three_ranks(kept) -> dict:
     (kept / "narrow").mkdir()
     save_file(narrow, kept / "narrow" / "bfl")
     write_diffusers(kept / "narrow" / "split", NARROW.model, narrow, files=2)
-    process = script("tests/test_weights.py", kept, ranks=3)
+    process = script("tests/weights/test_weights.py", kept, ranks=3)
     assert process.returncode == 0, process.stderr[-4000:]
     return torch.load(kept / "found.pt")
 
@@ -308,16 +309,6 @@ def test_a_path_without_weights_is_refused_with_what_is_wanted(tmp_path):
 
 
 # What is refused: (how to make it in an empty folder, words of the line)
-
-
-class Payload:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return Path.mkdir, (self.folder,)
 
 
 def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
@@ -529,7 +520,8 @@ def test_inspect_says_what_is_there(kept, capsys, kind):
 
 
 def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(safetensors_io, "BLOCK", 4096)  # else one checksum covers weights and moments
+    for module in (safetensors_io, checkpoint_files):  # else one checksum covers weights and moments
+        monkeypatch.setattr(module, "BLOCK", 4096, raising=False)
     run = tmp_path / "run"
     assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
     saved = checkpoint_files.Checkpoint(files.find(run))
