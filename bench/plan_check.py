@@ -17,17 +17,17 @@ from pathlib import Path
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import hardware
+from flux_ref.benchmark.communication import Layout
+from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.plan import footprint, memory, step_time
+from flux_ref.plan import footprint, step_time
 from flux_ref.plan.footprint import Footprint
-from flux_ref.plan.memory import Layout
 from flux_ref.plan.step_time import Machine
 from flux_ref.speed import fp8
 
 PUBLIC = Path(__file__).with_name("public_systems.csv")
-VALIDATION = 29_696
 TUNED = ("gemm_share", "memory_share")
 
 
@@ -76,7 +76,7 @@ class Case:
     def evaluation_s(self, assumed: Assumed) -> float:
         machine = Machine(self.gpu, assumed, self.system.gpus)
         rows = self.system.rows
-        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VALIDATION)
+        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VAL_SAMPLES)
 
 
 def systems() -> list[System]:
@@ -98,7 +98,7 @@ def cases() -> list[Case]:
         if key not in traced:
             traced[key] = footprint.trace(cfg, gpu.arch, system.rows)
         if (system.gpus, gpu.node) not in layouts:
-            layouts[system.gpus, gpu.node] = memory.layout(cfg, system.gpus, gpu.node)
+            layouts[system.gpus, gpu.node] = footprint.layout(cfg, system.gpus, gpu.node)
         found.append(Case(system, cfg, layouts[system.gpus, gpu.node], traced[key], gpu))
     return found
 
@@ -111,7 +111,7 @@ def _config(system: System) -> Config:
         parallel__reshard_after_forward=False,
         parallel__reduce_dtype="bf16",
         fp8__recipe="dynamic" if system.precision == "fp8" else "off",
-        eval__batch=min(32, math.ceil(VALIDATION / system.gpus)),
+        eval__batch=min(32, math.ceil(VAL_SAMPLES / system.gpus)),
     )
 
 
@@ -184,7 +184,7 @@ def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
     if not public.samples:
         return line
     evaluation = case.evaluation_s(assumed)
-    evaluations = public.samples / (math.ceil(262_144 / public.global_batch) * public.global_batch)
+    evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
     minutes = (public.samples / public.global_batch * own + evaluations * evaluation) / 60
     return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
 

@@ -86,7 +86,7 @@ def overrides(name: str) -> list[str]:
 def predicted(cfg: Config, ranks: int) -> memory.Moment:
     """The plan, and what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
     rows = config.micro_batch(cfg, ranks)
-    layout, traced = memory.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
+    layout, traced = footprint.layout(cfg, ranks, ranks), footprint.trace(cfg, "cpu", rows)
     sizes = [sharding.DTYPES[name].itemsize for name in (cfg.parallel.dtype, cfg.parallel.reduce_dtype)]
     found = []
     for moment in memory.moments(cfg, layout, traced, ranks, rows):

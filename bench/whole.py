@@ -26,6 +26,7 @@ from bench import ceiling
 from bench.step import END, HARMLESS, Clock, environment, honour
 from flux_ref import config_file, flow, ranks, schedule, sharding
 from flux_ref.benchmark import flops
+from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
@@ -38,7 +39,6 @@ from flux_ref.speed.attention import allow_attention_of
 from flux_ref.step import validation_step
 
 WARMUP = 2
-VALIDATION = 29_696  # samples of the benchmark's validation set
 LEFT_OUT = "communication, data, casts from fp32 master weights"
 HONOURED = (*HARMLESS, "model", "parallel", "fp8", "optim", "train")  # sections of the config; of train the seed alone
 
@@ -135,7 +135,7 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
         "batch": rows,
         "ms": ms,
         "samples_per_s": rate,
-        "whole_set_s": VALIDATION / rate,
+        "whole_set_s": VAL_SAMPLES / rate,
         "peak_memory_gb": ranks.peak_memory_gb(clock.device),
     }
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from flux_ref import config, config_file, config_rules, schedule
 from flux_ref.benchmark import convergence, flops, hardware
+from flux_ref.benchmark.communication import Layout
+from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Calibration, Gpu
 from flux_ref.checkpoint import BYTES_PER_PARAMETER
 from flux_ref.config import Config
@@ -25,12 +27,11 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.plan import footprint, memory, step_time
 from flux_ref.plan.footprint import Footprint
-from flux_ref.plan.memory import Layout, Moment
+from flux_ref.plan.memory import Moment
 from flux_ref.plan.step_time import Machine, Times
 from flux_ref.run import json_option
 
 GB = 1e9
-VALIDATION, TRAINING = 29_696, 1_099_776  # samples of the benchmark
 INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is looked at
 MOST_GPUS = 16_384  # a plan lists all ranks
@@ -78,13 +79,13 @@ def make(
     if cfg.fp8.recipe != "off" and not gpu.fp8_tflops:
         raise Refusal(f"fp8.recipe={cfg.fp8.recipe} needs FP8 matrix units, {name} has none; set fp8.recipe=off")
     rows, machine = config.micro_batch(cfg, gpus), Machine(gpu, assumed, gpus)
-    layout = memory.layout(cfg, gpus, gpu.node)
+    layout = footprint.layout(cfg, gpus, gpu.node)
     found = footprint.trace(cfg, gpu.arch, rows)
     moment = memory.fullest(memory.moments(cfg, layout, found, gpus, rows))
     slower, calibrated = _calibrated(cfg, layout, machine, measured)
     times = step_time.step(cfg, layout, found, machine, rows, slower)
     rate = cfg.train.global_batch / times.step
-    evaluation = step_time.evaluation(cfg, layout, found, machine, rows, cfg.data.val_count or VALIDATION, slower)
+    evaluation = step_time.evaluation(cfg, layout, found, machine, rows, cfg.data.val_count or VAL_SAMPLES, slower)
     samples = _samples(cfg)
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
     evaluations = samples and ceil(samples / every)
@@ -111,7 +112,7 @@ def make(
         samples=samples,
         train=train,
         cost=train and price * gpus * train / 3600,
-        disk=sample * ((cfg.data.train_count or TRAINING) + (cfg.data.val_count or VALIDATION)),
+        disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + (cfg.data.val_count or VAL_SAMPLES)),
         read_per_node=sample * rate / nodes,
         checkpoint=checkpoint,
         checkpoint_copy=BYTES_PER_PARAMETER * sum(u.shard for u in layout.units) / (gpu.host_gb_s * GB),
@@ -157,7 +158,7 @@ def largest_rows(
 
 def _samples(cfg: Config) -> float | None:
     """What the reference needs to the target at this batch; None if that is not known."""
-    if cfg.model != config.ModelConfig() or cfg.eval.target != convergence.TARGET:
+    if cfg.model != config.ModelConfig() or cfg.eval.target != TARGET:
         return None
     return convergence.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
 
@@ -196,9 +197,9 @@ def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
     if cfg.model == config.ModelConfig():
         found += convergence.unlike_reference(cfg)
     chunk = plan.gpus * cfg.eval.batch
-    padding = -(cfg.data.val_count or VALIDATION) % chunk
+    padding = -(cfg.data.val_count or VAL_SAMPLES) % chunk
     if padding:
-        count = cfg.data.val_count or VALIDATION
+        count = cfg.data.val_count or VAL_SAMPLES
         found.append(
             f"validation: {padding:,} of {count + padding:,} rows are padding, {padding / (count + padding):.0%} of its"
             " time; eval.batch decides"
@@ -222,7 +223,7 @@ def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
 
 def _idle(cfg: Config, gpus: int) -> int:
     """Ranks for which validation holds nothing but padding."""
-    return max(0, gpus - ceil((cfg.data.val_count or VALIDATION) / cfg.eval.batch))
+    return max(0, gpus - ceil((cfg.data.val_count or VAL_SAMPLES) / cfg.eval.batch))
 
 
 def table(plan: Plan) -> str:
@@ -259,9 +260,7 @@ def table(plan: Plan) -> str:
         lines.append("time to target: unknown; no reference convergence point is like this")
     else:
         cost = f", cost {plan.cost:,.0f}" if plan.cost else ""
-        lines.append(
-            f"to {convergence.TARGET}: {plan.samples / 1e6:.2f} M samples (reference), {plan.evaluations} evaluations"
-        )
+        lines.append(f"to {TARGET}: {plan.samples / 1e6:.2f} M samples (reference), {plan.evaluations} evaluations")
         lines.append(f"  {plan.train / 60:.1f} min, {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}")
     lines += [
         f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",

@@ -25,10 +25,12 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flux_ref import flow
+from flux_ref import flow, ranks
+from flux_ref.benchmark import communication
+from flux_ref.benchmark.communication import Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.model import Flux
+from flux_ref.model import Flux, parameter_table
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8, regions
 
@@ -74,7 +76,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     measure = _compiled if cfg.parallel.compile else _eager
     found = {}
     with FakeTensorMode():
-        for kind, each in lengths(cfg).items():
+        for kind, each in communication.region_lengths(cfg).items():
             for length in sorted(set(each)):
                 net = _net(cfg, arch, length)
                 region = getattr(net, f"{kind}_blocks")[0]
@@ -96,11 +98,14 @@ def at(found: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
     }
 
 
-def lengths(cfg: Config) -> dict[str, list[int]]:
-    """{"double", "single": blocks of each region in the order of the net}."""
-    k, model = cfg.parallel.region_blocks, cfg.model
-    counts = {"double": model.double_blocks, "single": model.single_blocks}
-    return {kind: [min(k, count - start) for start in range(0, count, k)] for kind, count in counts.items()}
+def layout(cfg: Config, gpus: int, node: int) -> Layout:
+    """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
+
+    Raises: Refusal if parallel.replicate does not fit.
+    """
+    hosts = [str(rank // node) for rank in range(gpus)]
+    replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
+    return communication.layout(cfg, parameter_table(cfg.model), gpus, replicas)
 
 
 def _net(cfg: Config, arch: str, length: int) -> Flux:

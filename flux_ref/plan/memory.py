@@ -4,45 +4,16 @@ The units and their shards are those of the real net, sharded on the meta device
 regions keep and need comes from footprint.py. The largest moment is the one that a card must hold.
 """
 
-from dataclasses import dataclass, replace
-from math import ceil, prod
+from dataclasses import dataclass
+from math import prod
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from flux_ref import ranks, sharding
+from flux_ref.benchmark.communication import ITEM_BYTES, Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.model import Flux
-from flux_ref.plan.footprint import Footprint, lengths
-from flux_ref.sharding import DTYPES
+from flux_ref.plan.footprint import Footprint
 
 MASTER = 4  # bytes of a weight, a moment and a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What FSDP2 gathers at once: a region, or the root with all that no region holds. Numbers of parameters."""
-
-    kind: str  # of its footprint, "ends" for the root
-    whole: int
-    padded: int  # whole, with the padding that makes all shards equal
-    shard: int  # of rank 0, which has the most
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The units of a net over all ranks, in the order of forward, the root last."""
-
-    units: tuple[Unit, ...]
-    shards: int  # ranks that hold one copy together
-    replicas: int
-
-    @property
-    def parameters(self) -> int:
-        return sum(unit.whole for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -55,40 +26,6 @@ class Moment:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
-
-
-def layout(cfg: Config, gpus: int, node: int) -> Layout:
-    """How FSDP2 splits the net over so many ranks, node of them to a host; no memory is used.
-
-    Raises: Refusal if parallel.replicate does not fit. Not while a process group is open.
-    """
-    assert ranks.is_apart(), "a process group is open"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
-    try:
-        device = torch.device("cpu")
-        nodes = [str(rank // node) for rank in range(gpus)]
-        mesh = ranks.make_mesh(device.type, gpus, ranks.replica_count(cfg.parallel.replicate, nodes))
-        world = ranks.World(0, gpus, device, mesh, nodes)
-        plain = replace(cfg.parallel, compile=False, activation_budget=1.0, separate_reduce_scatter=False)
-        with torch.device("meta"):
-            net = Flux(cfg.model)
-        net = sharding.shard(net, plain, world)
-        shards = mesh.size(-1)
-        units = []
-        for kind in ("double", "single"):
-            for length, region in zip(lengths(cfg)[kind], getattr(net, f"{kind}_blocks")):
-                units.append(_unit(f"{kind} {length}", region.parameters(), shards))
-        inside = {id(p) for blocks in (net.double_blocks, net.single_blocks) for p in blocks.parameters()}
-        units.append(_unit("ends", (p for p in net.parameters() if id(p) not in inside), shards))
-        return Layout(tuple(units), shards, world.replicas)
-    finally:
-        ranks.stop()
-
-
-def _unit(kind: str, parameters, shards: int) -> Unit:
-    found = [(tuple(p.shape), p.to_local().numel()) for p in parameters]
-    padded = sum(shards * ceil(shape[0] / shards) * prod(shape[1:]) for shape, _ in found)
-    return Unit(kind, sum(prod(shape) for shape, _ in found), padded, sum(local for _, local in found))
 
 
 def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:
@@ -106,7 +43,7 @@ class _Step:
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int):
         self.cfg, self.layout, self.footprints, self.rows = cfg, layout, footprints, rows
         *self.regions, self.root = layout.units
-        self.gathered, self.reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
+        self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.kept = not cfg.parallel.reshard_after_forward
         self.in_flight = 2 if cfg.parallel.separate_reduce_scatter else 1  # inputs of reductions, at most

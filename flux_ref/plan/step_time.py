@@ -9,11 +9,10 @@ nor are launches, nor ranks that wait for a slow one.
 from dataclasses import dataclass
 from math import ceil
 
+from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.plan.footprint import Footprint, Work
-from flux_ref.plan.memory import Layout, Unit
-from flux_ref.sharding import DTYPES
 
 OPTIMIZER_BYTES = 32  # per weight: AdamW reads four fp32 values and writes three, the norm reads one
 MICRO = 1e-6
@@ -119,25 +118,12 @@ def step(
     )
 
 
-def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
-    """Bytes that one rank sends in a step, by collective, in rings."""
-    gathered, reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
-    passes = 2 if cfg.parallel.reshard_after_forward else 1
-    n, r = layout.shards, layout.replicas
-    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
-    return {
-        "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
-        "reduce_scatter": micros * reduced * whole * (n - 1) / n,
-        "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
-    }
-
-
 class _Pace:
     """Seconds of the parts of a step."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, slower: float):
         self.layout, self.machine = layout, machine
-        self.gathered, self.reduced = DTYPES[cfg.parallel.dtype].itemsize, DTYPES[cfg.parallel.reduce_dtype].itemsize
+        self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.kept = not cfg.parallel.reshard_after_forward
         self.computing = {
             kind: (slower * machine.seconds(own.forward_work), slower * machine.seconds(own.backward_work))

@@ -15,18 +15,18 @@ from math import prod
 from pathlib import Path
 
 from flux_ref import config_file
+from flux_ref.benchmark import communication as closed_forms
 from flux_ref.benchmark import flops
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.model import initialiser, parameter_table
-from flux_ref.plan import memory, step_time
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8
 from flux_ref.weights import diffusers_names
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
-TRAINING, VALIDATION = 1_099_776, 29_696  # samples
 RANKS, NODE = (8, 64, 512), 8
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 DTYPE, REDUCE = BENCHMARK.parallel.dtype, BENCHMARK.parallel.reduce_dtype
@@ -142,9 +142,12 @@ def communication() -> str:
     rows = []
     for ranks in RANKS:
         for replicate in (0, 1) if ranks > NODE else (0,):
-            layout = memory.layout(config_file.replace(BENCHMARK, parallel__replicate=replicate), ranks, NODE)
+            replicas = replicate or max(1, ranks // NODE)
+            layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), ranks, replicas)
             sent, kept = (
-                step_time.sent(config_file.replace(BENCHMARK, parallel__reshard_after_forward=again), layout, micros=1)
+                closed_forms.sent(
+                    config_file.replace(BENCHMARK, parallel__reshard_after_forward=again), layout, micros=1
+                )
                 for again in (True, False)
             )
             figures = (sent["all_gather"], kept["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
@@ -204,7 +207,7 @@ def _events(ruleset: str) -> list[dict]:
         written = BenchmarkLog(path)
         written.cache_clear()
         written.init_start()
-        written.describe(cfg, RANKS[0], TRAINING, VALIDATION)
+        written.describe(cfg, RANKS[0], TRAIN_SAMPLES, VAL_SAMPLES)
         written.run_start()
         written.block_start(0)
         written.eval_start(interval)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import plan_check, plan_memory
 from flux_ref import config, config_file, ranks, sharding
-from flux_ref.benchmark import hardware
+from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
@@ -58,7 +58,7 @@ def fake_world(cfg, gpus: int, node: int) -> ranks.World:
 def test_weights_and_moments_by_closed_form(gpus, node):
     """Shards of the first dimension, padded to equal sizes; moments of rank 0 are not padded."""
     cfg = config_file.replace(SMALL, train__global_batch=12 * gpus)
-    layout = memory.layout(cfg, gpus, node)
+    layout = footprint.layout(cfg, gpus, node)
     shards = min(gpus, node)
     assert (layout.shards, layout.replicas) == (shards, gpus // shards)
     rows = [(min(ceil(shape[0] / shards), shape[0]), shape) for shape in parameter_table(cfg.model).values()]
@@ -70,7 +70,7 @@ def test_weights_and_moments_by_closed_form(gpus, node):
 
 def test_layout_of_schnell_on_512_ranks():
     cfg = config_file.load(ROOT / "configs" / "mi300x_64x8.toml")
-    layout = memory.layout(cfg, 512, 8)
+    layout = footprint.layout(cfg, 512, 8)
     assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
     assert (layout.replicas, layout.shards) == (64, 8)
 
@@ -157,7 +157,7 @@ def test_memory_of_a_step_without_peers(name):
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
     moment = memory.fullest(
-        memory.moments(cfg, memory.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows), gpus, rows)
+        memory.moments(cfg, footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows), gpus, rows)
     )
     world = fake_world(cfg, gpus, node)
     try:
@@ -176,7 +176,7 @@ def test_memory_of_a_step_without_peers(name):
 
 def test_activations_rise_in_forward_and_fall_in_backward():
     cfg, gpus = wide(train__global_batch=32), 4
-    layout, traced = memory.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
+    layout, traced = footprint.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
     found = {m.name: m.parts["activations"] for m in memory.moments(cfg, layout, traced, gpus, 8)}
     kept = traced["ends"].saved
     for i, unit in enumerate(layout.units[:-1], start=1):
@@ -224,7 +224,7 @@ def test_communication_is_what_a_step_asks_for(gpus, node, micros, kept):
         parallel__reshard_after_forward=not kept,
         parallel__reduce_dtype="bf16" if kept else "fp32",
     )
-    layout = memory.layout(cfg, gpus, node)
+    layout = footprint.layout(cfg, gpus, node)
     world = fake_world(cfg, gpus, node)
     try:
         net = sharding.build(cfg, world, seed=None)
@@ -233,7 +233,7 @@ def test_communication_is_what_a_step_asks_for(gpus, node, micros, kept):
             train_step(state, batch, Health(world.device), cfg)
     finally:
         ranks.stop()
-    assert counted.sent == pytest.approx(step_time.sent(cfg, layout, micros))
+    assert counted.sent == pytest.approx(communication.sent(cfg, layout, micros))
 
 
 def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
@@ -242,7 +242,7 @@ def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
     second = footprint.Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
     one = footprint.Footprint(0, 0, 0, 0, second, second)
-    layout = memory.layout(cfg, 8, 8)
+    layout = footprint.layout(cfg, 8, 8)
     return step_time.step(cfg, layout, dict.fromkeys(("double 1", "single 1", "ends"), one), machine, 1), len(
         layout.units
     )
@@ -368,7 +368,6 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
         ([*ARGS, "--calibrate", "no.json"], "No such file"),
         ([str(ROOT / "configs" / "schnell_gbs512.toml"), "--gpus", "8", "--gpu", "a100", "--fp8.recipe=dynamic"],
          "needs FP8 matrix units"),
-        (["--validate", "x"], "no further argument"),
     ],
 )  # fmt: skip
 def test_command_refuses(args, words):
@@ -384,7 +383,7 @@ def test_measured_compute_takes_the_place_of_ours(tmp_path):
     found = footprint.trace(cfg, GPU.arch, 2)
     ms = 2e3 * sum(
         machine.seconds(work)
-        for unit in memory.layout(cfg, 4, 8).units
+        for unit in footprint.layout(cfg, 4, 8).units
         for work in (found[unit.kind].forward_work, found[unit.kind].backward_work)
     )
     part = {"commit": None, "device": "some card", "config": json.loads(json.dumps(config.flat(cfg)))}
@@ -446,7 +445,7 @@ def test_warnings_of_convergence_come_from_the_reference():
 
 def test_largest_micro_batch_is_the_last_that_fits():
     cfg = wide(train__global_batch=8)
-    layout, found = memory.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 2)
+    layout, found = footprint.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 2)
 
     def total(rows: int) -> float:
         own = footprint.trace(cfg, "cpu", rows)
@@ -472,7 +471,7 @@ def test_public_systems_are_whole():
         assert minutes == pytest.approx(system.minutes, rel=0.06), system.system
 
 
-def test_validate_fits_a_terminal(monkeypatch, capsys):
+def test_the_report_fits_a_terminal(monkeypatch):
     """With steps made up in place of traced ones, which take half a minute."""
 
     class Case(SimpleNamespace):
@@ -483,8 +482,7 @@ def test_validate_fits_a_terminal(monkeypatch, capsys):
             return self.system.evaluation_s * (2 - assumed.memory_share)
 
     monkeypatch.setattr(plan_check, "cases", lambda: [Case(system=system) for system in plan_check.systems()])
-    assert plan.main(["--validate"]) == 0
-    shown = capsys.readouterr().out
+    shown = plan_check.report([])
     assert shown.count(" ms") == 21 and max(map(len, shown.splitlines())) <= 80
 
 
