@@ -108,9 +108,9 @@ def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
-        from flux_ref.weights import files
+        from flux_ref.formats import weight_files
 
-        files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
+        weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
 

@@ -21,10 +21,10 @@ from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
+from flux_ref.formats import diffusers_names
 from flux_ref.model import initialiser, parameter_table
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8
-from flux_ref.weights import diffusers_names
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 RANKS, NODE = (8, 64, 512), 8

@@ -21,10 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats import checkpoint_files, safetensors_io, weight_files
 from flux_ref.formats.checkpoint_files import Checkpoint, Manifest, TensorEntry
 from flux_ref.formats.safetensors_io import BLOCK, CheckedFile, FileEntry
-from flux_ref.weights import files
 
 INFO = {"step": 7, "samples": 84, "name": "micro", "config": {"train.seed": 0, "model.rope_axes": [4, 2, 2]}}
 NAME = "rank_00000.safetensors"
@@ -392,7 +391,7 @@ def test_a_pickle_is_never_executed(tmp_path, micro):
             files_entry = {NAME: FileEntry(len(content), [zlib.crc32(content)])}
             rewrite(whole, lambda manifest, entry=files_entry: replace(manifest, files=entry))
         for path in (alone, alone / name, whole, whole / name):
-            for call in (everything, lambda path: files.open_source(files.find(path), micro.model)):
+            for call in (everything, lambda path: weight_files.open_source(weight_files.find(path), micro.model)):
                 with contextlib.suppress(Refusal):
                     call(path)
     assert not bomb.exists()

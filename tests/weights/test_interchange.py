@@ -16,17 +16,17 @@ import torch
 from conftest import MICRO, ROOT
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_model, single_file_utils
-from peer_net import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_model import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from torch import Tensor, nn
 
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, weight_files
 from flux_ref.model import Flux, parameter_table
 from flux_ref.weights import commands as weights
-from flux_ref.weights import diffusers_names, files
+from flux_ref.weights import exports
 
 CFG = config_file.load(MICRO)
 MODEL = CFG.model
@@ -224,7 +224,7 @@ def test_diffusers_opens_a_file_of_schnells_width_as_it_is(tmp_path):
 def test_diffusers_reads_what_was_kept_to_the_bit(checkpoint, lively, tmp_path, monkeypatch, dtype, count):
     """Also from several files, into which it splits what is larger than 10 GB."""
     total = sum(tensor.numel() for tensor in lively.values()) * DTYPES[dtype].itemsize
-    monkeypatch.setattr(files, "DIFFUSERS_FILE_BYTES", total if count == 1 else total / 3.2)
+    monkeypatch.setattr(exports, "MOST_FILE_BYTES", total if count == 1 else total / 3.2)
     folder = export(checkpoint, tmp_path / "out", "diffusers", dtype)
     assert len(list(folder.glob("*.safetensors"))) == count
     for path in folder.glob("*.safetensors"):
@@ -273,11 +273,11 @@ def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, che
 # There and back
 
 
-@pytest.mark.parametrize("piece", [files.PIECE_BYTES, 1000], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("piece", [exports.PIECE_BYTES, 1000], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypatch, dtype, piece):
     """Checkpoint to BFL, to a checkpoint, to diffusers, to a checkpoint, to BFL; bf16 rounds once, at the first."""
-    monkeypatch.setattr(files, "PIECE_BYTES", piece)
+    monkeypatch.setattr(exports, "PIECE_BYTES", piece)
     want = {name: tensor.to(DTYPES[dtype]) for name, tensor in lively.items()}
     first = export(checkpoint, tmp_path / "1.safetensors", dtype=dtype)
     require_identical(load_file(first), want)
@@ -311,7 +311,7 @@ def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
 def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypatch):
     """Nothing larger than a piece, unless a single row is; so memory does not grow with the model."""
     sizes, write = [], safetensors_io.CheckedFile.write_tensor
-    monkeypatch.setattr(files, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(exports, "PIECE_BYTES", 2000)
     monkeypatch.setattr(safetensors_io.CheckedFile, "write_tensor", lambda f, t: (sizes.append(t.nbytes), write(f, t)))
     export(checkpoint, tmp_path / "bfl")
     export(checkpoint, tmp_path / "diffusers", "diffusers")
@@ -401,16 +401,16 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys, c
 
 KILLED = """
 import os, signal, sys
-from flux_ref.formats.safetensors_io import CheckedFile
-from flux_ref.weights import commands
-write, left = CheckedFile.write_tensor, [40]
+from flux_ref.formats import safetensors_io as storage
+from flux_ref.weights import commands as weights
+write, left = storage.CheckedFile.write_tensor, [40]
 def stop(file, tensor):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, tensor)
-CheckedFile.write_tensor = stop
-commands.main(sys.argv[1:])
+storage.CheckedFile.write_tensor = stop
+weights.main(sys.argv[1:])
 """
 
 
@@ -441,7 +441,7 @@ def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively
     assert not (tmp_path / "out").exists()
     assert command(*COMMANDS[then], checkpoint, tmp_path / "out") == 0
     assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
-    source = files.open_source(files.find(tmp_path / "out"), MODEL)
+    source = weight_files.open_source(weight_files.find(tmp_path / "out"), MODEL)
     require_identical({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
 
 

@@ -1,7 +1,7 @@
 """Weights of every form fill a net bit for bit at any number of ranks; what does not fit, is damaged or means harm is
 refused in one line.
 
-    torchrun --nproc-per-node 3 tests/weights/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
+    torchrun --nproc-per-node 3 tests/test_weights.py FOLDER    measures for the tests, to FOLDER/found.pt
 """
 
 import json
@@ -19,9 +19,8 @@ import pytest
 import rank_runs
 import torch
 from conftest import MICRO, ROOT, data_overrides, script
-from payload import Payload
-from peer_net import to_diffusers
 from safetensors.torch import save_file
+from test_model import to_diffusers
 from torch import Tensor
 
 import eval as eval_script
@@ -29,12 +28,12 @@ import train as train_script
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, weight_files
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.weights import commands as weights
-from flux_ref.weights import diffusers_names, files
+from flux_ref.weights import exports
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)  # the third of three ranks has no rows of some parameters
@@ -106,7 +105,7 @@ def kept(shapes_dir, tmp_path_factory) -> Path:
     write_diffusers(folder / "diffusers_in_three", model, tensors, files=3)
     write_diffusers(folder / "pipeline" / "transformer", model, tensors)
     save_file({"encoder.conv_in.bias": torch.zeros(1)}, folder / "pipeline" / "ae.safetensors")  # lies there, too
-    files.import_(files.open_source(folder / "bfl.safetensors", model), CFG, folder / "checkpoint")
+    exports.import_(weight_files.open_source(folder / "bfl.safetensors", model), CFG, folder / "checkpoint")
     assert write_run(folder / "run", shapes_dir, folder / "bfl.safetensors") == 0
     return folder
 
@@ -123,8 +122,8 @@ def alone() -> World:
     ranks.stop()
 
 
-def opened(path: Path, model: ModelConfig, step: int | None = None) -> files.Source:
-    return files.open_source(files.find(path, step), model)
+def opened(path: Path, model: ModelConfig, step: int | None = None) -> weight_files.Source:
+    return weight_files.open_source(weight_files.find(path, step), model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,13 +131,13 @@ def test_every_form_fills_a_net_bit_for_bit(kept, alone, kind):
     source = opened(kept / kind, CFG.model)
     assert source.kind == KINDS[kind]
     net = sharding.build(CFG, alone, seed=0)
-    files.load(net, source)
+    weight_files.load(net, source)
     require_identical(rank_runs.whole(net), rounded(kind, tensors_of(CFG.model)))
 
 
 def test_training_goes_on_from_bf16_weights_in_fp32(kept, alone):
     net = sharding.build(CFG, alone, seed=0)
-    files.load(net, opened(kept / "bf16.safetensors", CFG.model))
+    weight_files.load(net, opened(kept / "bf16.safetensors", CFG.model))
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
@@ -175,7 +174,7 @@ def load_and_gather(path: Path, cfg: Config, world: World) -> dict:
         return rows
 
     source.tensors.read = counted
-    files.load(net, source)
+    weight_files.load(net, source)
     return {"whole": rank_runs.whole(net), "read": rank_runs.of_all(sum(values))}
 
 
@@ -183,8 +182,7 @@ def refusals(path: Path, cfg: Config, world: World) -> list[str]:
     """What each rank says of weights that only some ranks find wrong."""
     net = sharding.build(cfg, world, seed=1)
     try:
-        with ranks.agreed():
-            files.load(net, opened(path, cfg.model))
+        ranks.together(lambda: weight_files.load(net, opened(path, cfg.model)))
     except Refusal as error:
         return rank_runs.of_all(str(error))
     return rank_runs.of_all("")
@@ -210,7 +208,7 @@ def on_three_ranks(kept) -> dict:
     (kept / "narrow").mkdir()
     save_file(narrow, kept / "narrow" / "bfl")
     write_diffusers(kept / "narrow" / "split", NARROW.model, narrow, files=2)
-    process = script("tests/weights/test_weights.py", kept, ranks=3)
+    process = script("tests/test_weights.py", kept, ranks=3)
     assert process.returncode == 0, process.stderr[-4000:]
     return torch.load(kept / "found.pt")
 
@@ -241,7 +239,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
     fixed = "--eval.noise=fixed"
     assert write_run(tmp_path / "run", shapes_dir, kept / kind, "--eval.at_start=true", fixed) == 0
-    saved = checkpoint_files.Checkpoint(files.find(tmp_path / "run"))
+    saved = checkpoint_files.Checkpoint(weight_files.find(tmp_path / "run"))
     model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
     require_identical(model, rounded(kind, tensors_of(CFG.model)))
 
@@ -280,13 +278,13 @@ def run(tmp_path) -> Path:
 
 
 def test_of_a_run_the_newest_checkpoint_is_meant_or_that_of_a_step(run):
-    assert files.find(run).name == "step_000000010"
-    assert files.find(run, 2).name == "step_000000002"
+    assert weight_files.find(run).name == "step_000000010"
+    assert weight_files.find(run, 2).name == "step_000000002"
 
 
 def found_nothing(path: Path, step: int | None = None) -> str:
     with pytest.raises(Refusal) as caught:
-        files.find(path, step)
+        weight_files.find(path, step)
     return str(caught.value)
 
 
@@ -309,6 +307,16 @@ def test_a_path_without_weights_is_refused_with_what_is_wanted(tmp_path):
 
 
 # What is refused: (how to make it in an empty folder, words of the line)
+
+
+class Payload:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return Path.mkdir, (self.folder,)
 
 
 def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
@@ -484,7 +492,7 @@ def test_the_payload_would_have_run(tmp_path):
 def test_nan_is_met_wherever_values_are_read(tmp_path, capsys, alone):
     path = write_bfl(tmp_path, partial(put_nan, name="single_blocks.2.linear2.weight"))
     with pytest.raises(Refusal, match=r"single_blocks\.2\.linear2\.weight holds NaN"):
-        files.load(sharding.build(CFG, alone, seed=0), opened(path, CFG.model))
+        weight_files.load(sharding.build(CFG, alone, seed=0), opened(path, CFG.model))
     for command in (["export"], ["export", "--format=diffusers"], ["import"]):
         assert weights.main([*command, str(path), str(tmp_path / "out"), f"--config={MICRO}"]) == 2
         assert "single_blocks.2.linear2.weight holds NaN" in the_line(capsys.readouterr().err)
@@ -495,7 +503,7 @@ def test_a_net_keeps_its_weights_when_others_do_not_fit(tmp_path, alone):
     net = sharding.build(CFG, alone, seed=0)
     before = rank_runs.whole(net)
     with pytest.raises(Refusal):
-        files.load(net, opened(write_bfl(tmp_path, lambda t: t.pop("img_in.bias")), CFG.model))
+        weight_files.load(net, opened(write_bfl(tmp_path, lambda t: t.pop("img_in.bias")), CFG.model))
     require_identical(rank_runs.whole(net), before)
 
 
@@ -520,11 +528,10 @@ def test_inspect_says_what_is_there(kept, capsys, kind):
 
 
 def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
-    for module in (safetensors_io, checkpoint_files):  # else one checksum covers weights and moments
-        monkeypatch.setattr(module, "BLOCK", 4096, raising=False)
+    monkeypatch.setattr(safetensors_io, "BLOCK", 4096)  # else one checksum covers weights and moments
     run = tmp_path / "run"
     assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
-    saved = checkpoint_files.Checkpoint(files.find(run))
+    saved = checkpoint_files.Checkpoint(weight_files.find(run))
     ((file, begin, *_),) = saved.tensors["optimizer.state.img_in.weight.exp_avg_sq"].chunks
     flip(saved.folder / file, begin)
     assert weights.main(["inspect", str(run)]) == 0
