@@ -115,7 +115,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         if artist:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(artist.draw(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
+            say(artist.paint(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
         records.append(record)
     return records
 

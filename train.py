@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
         if artist:
             path = report.folder / "samples" / f"{state.samples:09d}.png"
-            report.say(artist.draw(state.net, val_set, train_set.empty, path, alive.watch.at))
+            report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
         report.conclude(state, reached)
     return 0
 

@@ -180,7 +180,7 @@ def size_of(path: Path) -> tuple[int, int]:
 
 def test_without_an_autoencoder_pictures_are_false_colours_and_it_says_so(run, evaluate, monkeypatch):
     grids = []
-    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append((drawn, captions)))
+    monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append((drawn, captions)))
     text = evaluate(*embeddings(run)).splitlines()
     assert text[-1].startswith(f"pictures: {run}/samples/eval_step_000000005.png (latents in false colours, ")
     assert "--sample.vae=ae.safetensors" in text[-1]
@@ -199,9 +199,9 @@ def autoencoder(tmp_path_factory) -> Path:
 
 
 def test_with_an_autoencoder_latents_are_decoded(run, evaluate, autoencoder, monkeypatch):
-    grids, latents, draw = [], [], euler.draw_latents
-    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append(drawn))
-    monkeypatch.setattr(euler, "draw_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
+    grids, latents, draw = [], [], euler.generate_latents
+    monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append(drawn))
+    monkeypatch.setattr(euler, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
     text = evaluate(*embeddings(run), f"--vae={autoencoder}")
     assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005.png"
     with torch.no_grad():

@@ -286,7 +286,7 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shape
     def refuse(*_):
         raise Refusal("the empty encodings are gone")
 
-    monkeypatch.setattr(euler.Artist, "draw", refuse)
+    monkeypatch.setattr(euler.Artist, "paint", refuse)
     folder = tmp_path / "run"
     assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) != 0
     assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "outcome.json"]
