@@ -17,9 +17,9 @@ import torch
 from conftest import MICRO, ROOT, require_identical
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_model, single_file_utils
+from peer_net import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_model import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from torch import Tensor, nn
 
 from flux_ref import config, config_file

@@ -171,7 +171,8 @@ def refusals(path: Path, cfg: Config, world: World) -> list[str]:
     """The message of each rank for weights that only one rank finds wrong."""
     net = sharding.build(cfg, world, seed=1)
     try:
-        ranks.together(lambda: weight_files.load(net, opened(path, cfg.model)))
+        with ranks.agreed():
+            weight_files.load(net, opened(path, cfg.model))
     except Refusal as error:
         return rank_runs.of_all(str(error))
     return rank_runs.of_all("")
