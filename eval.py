@@ -24,14 +24,13 @@ from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
-from flux_ref.formats import checkpoint_files, shards
+from flux_ref.formats import checkpoint_files, shards, weight_files
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
 from flux_ref.steps import Steps
-from flux_ref.weights import files
 
 
 def step_number(text: str) -> int:
@@ -62,11 +61,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    first = files.find(options.path, options.step)
+    first = weight_files.find(options.path, options.step)
     paths = checkpoint_files.found(options.path) if options.all else [first]
     if not paths:
-        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {files.KINDS}")
-    cfg = config_file.override(files.config_of(first, options.config), options.overrides)
+        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
+    cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
     with contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
@@ -88,7 +87,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
     say = print if world.rank == 0 and not options.json else lambda line: None
     draws = bool(cfg.sample.count or cfg.sample.captions)
     with ranks.agreed():
-        files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
+        weight_files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
         val_set = ValSet(cfg, world.rank, world.size, world.pin)
         val_set.open()
         empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if draws else None
@@ -98,8 +97,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
 
     for path in paths:
         with ranks.agreed():
-            source = files.open_source(path, cfg.model)
-            files.load(steps.state.net, source)
+            source = weight_files.open_source(path, cfg.model)
+            weight_files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
         result = validation_loss(steps, val_set, samples, at=watch.at)
         say(f"{path} after {samples:,} training samples")
@@ -113,7 +112,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         if artist:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
             record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(artist.draw(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
+            say(artist.paint(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
         records.append(record)
     return records
 

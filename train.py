@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
         if artist:
             path = report.folder / "samples" / f"{state.samples:09d}.png"
-            report.say(artist.draw(state.net, val_set, train_set.empty, path, alive.watch.at))
+            report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
         report.conclude(state, reached)
     return 0
 
@@ -97,9 +97,9 @@ def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
-        from flux_ref.weights import files
+        from flux_ref.formats import weight_files
 
-        files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
+        weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
 

@@ -45,8 +45,8 @@ seconds = time.perf_counter() - begin
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 print(json.dumps({"seconds": seconds, "peak_memory_gb": peak * 1024 / 1e9}))
 """
-IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from flux_ref import weights"
-COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert weights.main(sys.argv[1:]) == 0"
+IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from flux_ref.weights import commands"
+COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert commands.main(sys.argv[1:]) == 0"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,17 +1,19 @@
-"""What the tests share: a micro model, a data set for it, and launching the scripts as a user would."""
+"""What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
+import importlib
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from flux_ref import config, config_file
+from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import cli
 from flux_ref.toy import make
@@ -74,14 +76,23 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
-    """What the newest checkpoint of a run holds, by name."""
+    """The tensors of a run's newest checkpoint, by name."""
     saved = checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 
 def require_identical(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """The same names with the same bits."""
     assert found.keys() == want.keys()
     assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+def refusal(call: Callable, *args: object, kind: type[Exception] = Refusal) -> str:
+    """The one line with which a call is refused."""
+    with pytest.raises(kind) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value), caught.value
+    return str(caught.value)
 
 
 def rank_exit_code(process: subprocess.CompletedProcess) -> int:
@@ -92,7 +103,42 @@ def rank_exit_code(process: subprocess.CompletedProcess) -> int:
     return int(re.search(r"exitcode\s*:\s*(-?\d+)", summary).group(1))
 
 
+def micro_run(data: Path, run: Path, *overrides: object) -> list[str]:
+    """The arguments of train.py for a run of the micro model."""
+    return [str(MICRO), *data_overrides(data), f"--run.dir={run}", *map(str, overrides)]
+
+
 def called(name: str, *argv: object) -> int:
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
-    main = runpy.run_path(str(ROOT / name), run_name="called")["main"]
-    return cli.run(name, "", main, [str(arg) for arg in argv])
+    return cli.run(name, "", importlib.import_module(name.removesuffix(".py")).main, [str(arg) for arg in argv])
+
+
+def the_line(stderr: str, name: str = "train.py") -> str:
+    """The one line that says what is wrong; a progress bar may stand before it."""
+    complaints = re.findall(rf"{re.escape(name)}: ([^\r\n]*)", stderr)
+    assert len(complaints) == 1, stderr
+    assert not re.search(r'File ".*(flux_ref/|train\.py|eval\.py)', stderr), stderr
+    return complaints[0]
+
+
+@pytest.fixture
+def attempt(capsys) -> Callable:
+    """attempt(*argv, name="train.py") runs a script here, on one rank; returns (exit code, stdout, its complaint)."""
+
+    def run(*argv: object, name: str = "train.py") -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = called(name, *argv)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, the_line(err, name) if code else ""
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Several threads may round a sum otherwise than the one thread of a rank under torchrun."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

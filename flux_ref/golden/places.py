@@ -1,7 +1,7 @@
 """What the golden values mean, how far a port may be off, and what is known to go wrong at each place.
 
-A value differs where |yours - golden| > atol + rtol * |golden|. Tolerances were set from differences that were seen
-when the golden values were computed again: with other numbers of threads, in other versions of torch, and in fp64.
+A value differs where |yours - golden| > atol + rtol * |golden|. The golden values were computed again with other
+numbers of threads, in other versions of torch and in fp64. The tolerances were set from the differences seen.
 """
 
 import re
@@ -22,12 +22,12 @@ WORDS = (  # seed, stream, sample, epoch, first word
 
 @dataclass(frozen=True)
 class Kind:
-    """How far a value may be off: `tolerance` times the largest magnitude among its elements."""
+    """How far a value may be off: `tolerance` times the largest magnitude of its elements."""
 
     tolerance: float
     why: str
-    each: bool = False  # times each element
-    absolute: bool = False  # times nothing
+    each: bool = False  # `tolerance` times each element instead
+    absolute: bool = False  # `tolerance` itself instead
 
     def tolerances(self, golden: np.ndarray) -> tuple[float, float]:
         """(atol, rtol) of a value."""
@@ -56,9 +56,8 @@ PRODUCT = Kind(2.0**-7, "fp32 sums in any order, rounded to bf16; two steps of t
 
 @dataclass(frozen=True)
 class Place:
-    """Values whose names match: what they are, how exact, and what a port may have done wrong."""
+    """What values are, how exact they are, and what a port may have done wrong where they differ."""
 
-    names: str
     meaning: str
     kind: Kind
     causes: tuple[str, ...] = ()
@@ -96,9 +95,9 @@ OF_UPDATE = (
     CLIPPING,
 )
 
-PLACES = (
-    Place(
-        r"draws\.words\.\d",
+# Pattern of names -> place. The first pattern that matches a name counts.
+PLACES = {
+    r"draws\.words\.\d": Place(
         "words of the host generator",
         EXACT,
         (
@@ -107,9 +106,8 @@ PLACES = (
             "order of the words: word % 4 of a block, least significant counter word first",
         ),
     ),
-    Place(r"draws\.uniform", "uniform of draws.words.1", EXACT, ("(word >> 40) * 2^-24; more bits can round to 1",)),
-    Place(
-        r"draws\.normal",
+    r"draws\.uniform": Place("uniform of draws.words.1", EXACT, ("(word >> 40) * 2^-24; more bits can round to 1",)),
+    r"draws\.normal": Place(
         "Box-Muller of draws.words.1",
         ROUNDED,
         (
@@ -117,33 +115,29 @@ PLACES = (
             "u = ((word >> 11) + 1) * 2^-53, angle = 2 pi (word >> 11) * 2^-53, in fp64 until the end",
         ),
     ),
-    Place(
-        r"draws\.name_key", "counter word of a name", EXACT, ("first 8 bytes of SHA-256, least significant byte first",)
+    r"draws\.name_key": Place(
+        "counter word of a name", EXACT, ("first 8 bytes of SHA-256, least significant byte first",)
     ),
-    Place(
-        r"draws\.order\.\d",
+    r"draws\.order\.\d": Place(
         "order of 50 samples in an epoch",
         EXACT,
         ("stable argsort of the epoch's words as unsigned integers, not its inverse", "the epoch is counter word 2"),
     ),
-    Place(
-        r"draws\.(drop|t)",
+    r"draws\.(drop|t)": Place(
         "of samples 0 .. 49 in epoch 1: whether the caption is dropped, and t",
         EXACT,
-        ("of SCALARS, word 0 is the drop (u < caption_drop) and word 1 is t", COUNTER),
+        ("stream SCALARS: word 0 is the drop (u < caption_drop), word 1 is t", COUNTER),
     ),
-    Place(r"draws\.(latent_eps|noise)", "normals of sample 3 in epoch 1", ROUNDED, (STREAMS, COUNTER)),
-    Place(
-        r"draws\.val_(latent_eps|noise)",
+    r"draws\.(latent_eps|noise)": Place("normals of sample 3 in epoch 1", ROUNDED, (STREAMS, COUNTER)),
+    r"draws\.val_(latent_eps|noise)": Place(
         "normals of validation sample 3 in the evaluation after 262144 samples",
         ROUNDED,
         (STREAMS, "the evaluation (training samples seen; 0 with eval.noise=fixed) takes the epoch's place"),
     ),
-    Place(r"weights\..*", "parameter to start from", EXACT, (LAYOUT, "cast to bf16: master weights are fp32")),
-    Place(r"data\..*", "the data set, and the empty caption; all on the grid of bf16", EXACT),
-    Place(r"fp8\.(weight|x|bias|grad)", "operand of a linear y = x w^T + b and the gradient of y, in bf16", EXACT),
-    Place(
-        r"init\.norms",
+    r"weights\..*": Place("parameter to start from", EXACT, (LAYOUT, "cast to bf16: master weights are fp32")),
+    r"data\..*": Place("the data set, and the empty caption; all on the grid of bf16", EXACT),
+    r"fp8\.(weight|x|bias|grad)": Place("operand of a linear y = x w^T + b and the gradient of y, in bf16", EXACT),
+    r"init\.norms": Place(
         "norm of each parameter of a run that starts from its seed",
         NORMS,
         (
@@ -151,8 +145,7 @@ PLACES = (
             "embedders of t and CLIP: normal with 0.02; the other weights: Xavier-uniform",
         ),
     ),
-    Place(
-        r"init\..*",
+    r"init\..*": Place(
         "first four rows of a parameter of a run that starts from its seed",
         ROUNDED,
         (
@@ -160,25 +153,17 @@ PLACES = (
             "Xavier-uniform: (2 u - 1) * sqrt(6 / (in + out)); embedders of t and CLIP: normal * 0.02",
         ),
     ),
-    Place(
-        r"batch\.(t5|clip)",
+    r"batch\.(t5|clip)": Place(
         "text of the first step's batch",
         EXACT,
-        (
-            BY_ORDER,
-            "caption drop: T5 and CLIP together become the empty caption's encodings, not zeros",
-        ),
+        (BY_ORDER, "caption drop: T5 and CLIP together become the empty caption's encodings, not zeros"),
     ),
-    Place(r"batch\.(mean|logvar)", "of the first step's batch", EXACT, (BY_ORDER,)),
-    Place(
-        r"batch\.t",
-        "time of each sample of the batch",
-        EXACT,
-        ("uniform in [0, 1), word 1 of SCALARS; no logit-normal",),
+    r"batch\.(mean|logvar)": Place("of the first step's batch", EXACT, (BY_ORDER,)),
+    r"batch\.t": Place(
+        "time of each sample of the batch", EXACT, ("uniform in [0, 1), word 1 of SCALARS; no logit-normal",)
     ),
-    Place(r"batch\.(latent_eps|noise)", "normals of the batch", ROUNDED, (STREAMS, COUNTER)),
-    Place(
-        r"rope",
+    r"batch\.(latent_eps|noise)": Place("normals of the batch", ROUNDED, (STREAMS, COUNTER)),
+    r"rope": Place(
         "(cos, sin) of each token's rotations, text first",
         ROUNDED,
         (
@@ -188,8 +173,7 @@ PLACES = (
             "frequencies theta^-(2 i / axis), per axis of [2, 4, 2] features, in fp64; angles in bf16 are too coarse",
         ),
     ),
-    Place(
-        r"latent",
+    r"latent": Place(
         "the latent: 0.3611 * (z - 0.1159), z = mean + exp(logvar / 2) * eps",
         ROUNDED,
         (
@@ -199,21 +183,14 @@ PLACES = (
             "computed in bf16; it is fp32",
         ),
     ),
-    Place(
-        r"x_t",
+    r"x_t": Place(
         "(1 - t) * latent + t * noise",
         ROUNDED,
         ("x_t direction: t = 0 is data, t = 1 is noise", "t broadcast along another axis, or rounded to bf16"),
     ),
-    Place(
-        r"target",
-        "velocity noise - latent, packed",
-        ROUNDED,
-        ("velocity sign: noise - data", PATCHES),
-    ),
-    Place(r"img", "x_t packed into tokens", ROUNDED, (PATCHES,)),
-    Place(
-        r"time_waves",
+    r"target": Place("velocity noise - latent, packed", ROUNDED, ("velocity sign: noise - data", PATCHES)),
+    r"img": Place("x_t packed into tokens", ROUNDED, (PATCHES,)),
+    r"time_waves": Place(
         "cos, then sin of 1000 * t * exp(-ln(10000) i / 128)",
         WAVES,
         (
@@ -223,64 +200,54 @@ PLACES = (
             "frequencies: i / 128, not i / 127",
         ),
     ),
-    Place(r"(time|vector)_in", "linear, SiLU, linear", SUMS, ("SiLU, not GELU", LAYOUT)),
-    Place(r"vec", "time_in + vector_in", SUMS, ("both embeddings are added; neither is normed",)),
-    Place(
-        r".*(img_mod|txt_mod|modulation)\.lin|.*adaLN_modulation\.1",
-        "SiLU of vec, then a linear: shift, scale, gate, ...",
-        SUMS,
-        ("SiLU comes before the linear", LAYOUT, PARTS),
+    r"(time|vector)_in": Place("linear, SiLU, linear", SUMS, ("SiLU, not GELU", LAYOUT)),
+    r"vec": Place("time_in + vector_in", SUMS, ("both embeddings are added; neither is normed",)),
+    r".*(img_mod|txt_mod|modulation)\.lin|.*adaLN_modulation\.1": Place(
+        "SiLU of vec, then a linear: shift, scale, gate, ...", SUMS, ("SiLU comes before the linear", LAYOUT, PARTS)
     ),
-    Place(
-        r".*(attn\.qkv|mlp\.0|linear1|final_layer\.linear)\.input",
+    r".*(attn\.qkv|mlp\.0|linear1|final_layer\.linear)\.input": Place(
         "(1 + scale) * layer_norm(x) + shift",
         SUMS,
         (SCALE_SHIFT, PARTS, NORM_EPS, ONE_PLUS, "img and txt modulation swapped"),
     ),
-    Place(
-        r".*norm\.(query|key)_norm",
+    r".*norm\.(query|key)_norm": Place(
         "RMS norm over each head, (B, H, S, K)",
         SUMS,
         (QKV, HEADS, RMS_EPS, RMS_BF16, "query and key swapped", "normed over all heads together"),
     ),
-    Place(r".*attention\.v", "values, (B, H, S, K)", SUMS, (QKV, HEADS, TEXT_FIRST)),
-    Place(
-        r".*attention\.[qk]",
+    r".*attention\.v": Place("values, (B, H, S, K)", SUMS, (QKV, HEADS, TEXT_FIRST)),
+    r".*attention\.[qk]": Place(
         "after the norm and rope, (B, H, S, K)",
         SUMS,
         (ROPE_PAIRS, ROPE_SIGN, TEXT_FIRST, HEADS, "cos/sin order in the rotation"),
     ),
-    Place(r".*attention", "result of attention over the joint sequence, (B, S, D)", SUMS, (SCALED, HEADS, TEXT_FIRST)),
-    Place(r".*attn\.proj", "projection of one stream's part", SUMS, (LAYOUT, TEXT_FIRST)),
-    Place(
-        r".*linear1",
+    r".*attention": Place("result of attention over the joint sequence, (B, S, D)", SUMS, (SCALED, HEADS, TEXT_FIRST)),
+    r".*attn\.proj": Place("projection of one stream's part", SUMS, (LAYOUT, TEXT_FIRST)),
+    r".*linear1": Place(
         "q, k, v and the inner MLP features side by side",
         SUMS,
         (LAYOUT, "the first 3 D features are qkv, the rest the MLP"),
     ),
-    Place(r".*mlp\.1", "GELU of it", SUMS, (GELU,)),
-    Place(r".*(attn\.qkv|mlp\.[02]|linear2|_in\.in_layer|(img|txt)_in)", "a linear: x w^T + b", SUMS, (LAYOUT,)),
-    Place(
-        r".*linear2\.input", "result of attention, then GELU of the inner features", SUMS, (GELU, "attention is first")
+    r".*mlp\.1": Place("GELU of it", SUMS, (GELU,)),
+    r".*(attn\.qkv|mlp\.[02]|linear2|_in\.in_layer|(img|txt)_in)": Place("a linear: x w^T + b", SUMS, (LAYOUT,)),
+    r".*linear2\.input": Place(
+        "result of attention, then GELU of the inner features", SUMS, (GELU, "attention is first")
     ),
-    Place(r"double_blocks\.\d\.(img|txt)", "a stream after the block", SUMS, (GATE, "order of the blocks")),
-    Place(r"single_blocks\.\d", "the joint stream after the block", SUMS, (GATE, "order of the blocks", TEXT_FIRST)),
-    Place(r"prediction", "the predicted velocity", SUMS, (LAYOUT, "the image tokens are the last of the sequence")),
-    Place(
-        r"losses",
+    r"double_blocks\.\d\.(img|txt)": Place("a stream after the block", SUMS, (GATE, "order of the blocks")),
+    r"single_blocks\.\d": Place("the joint stream after the block", SUMS, (GATE, "order of the blocks", TEXT_FIRST)),
+    r"prediction": Place("the predicted velocity", SUMS, (LAYOUT, "the image tokens are the last of the sequence")),
+    r"losses": Place(
         "mean squared error of each sample",
         LOSS,
         ("mean reduction over all elements of a sample: tokens and features", "the target's sign or order"),
     ),
-    Place(r"(step\d\.)?loss", "mean over the samples", LOSS, ("mean reduction over samples, not a sum",)),
-    Place(
-        r"grad\.norms",
+    r"(step\d\.)?loss": Place("mean over the samples", LOSS, ("mean reduction over samples, not a sum",)),
+    r"grad\.norms": Place(
         "norm of each parameter's gradient, in the order of the index",
         NORMS,
         ("clip before or after: gradients are shown before clipping", "mean reduction over which elements"),
     ),
-    Place(
-        r"grad\..*",
+    r"grad\..*": Place(
         "gradient of the loss",
         GRADIENTS,
         (
@@ -289,33 +256,29 @@ PLACES = (
             LAYOUT,
         ),
     ),
-    Place(
-        r"step\d\.grad_norm",
+    r"step\d\.grad_norm": Place(
         "norm over all gradients, before clipping",
         LOSS,
         ("norm over all parameters at once, before clipping", "sum over ranks where a mean is due"),
     ),
-    Place(r"step\d\.clip_coefficient", "what gradients are multiplied with", LOSS, (CLIPPING,)),
-    Place(
-        r"step\d\.lr",
+    r"step\d\.clip_coefficient": Place("what gradients are multiplied with", LOSS, (CLIPPING,)),
+    r"step\d\.lr": Place(
         "rate of the step: 2e-3 * min(1, number / 4)",
         ROUNDED,
         ("lr off by one step: the first step has peak / warmup_steps, not 0",),
     ),
-    Place(r"step\d\.exp_avg\.norms", "norms of the first moments", NORMS, (CLIPPING, COUPLED, "beta1: 0.9")),
-    Place(r"step\d\.exp_avg_sq\.norms", "norms of the second moments", NORMS, (CLIPPING, COUPLED, "beta2: 0.95")),
-    Place(r"step\d\.exp_avg\..*", "first moment, not corrected", GRADIENTS, (CLIPPING, COUPLED, "beta1: 0.9")),
-    Place(r"step\d\.exp_avg_sq\..*", "second moment, not corrected", SQUARES, (CLIPPING, COUPLED, "beta2: 0.95")),
-    Place(r"step\d\.weights\..*", "the weight after the step", WEIGHTS, OF_UPDATE),
-    Place(r"step\d\.update_norms", "norm of each parameter's change since the start", UPDATES, OF_UPDATE),
-    Place(
-        r"val\.t",
+    r"step\d\.exp_avg\.norms": Place("norms of the first moments", NORMS, (CLIPPING, COUPLED, "beta1: 0.9")),
+    r"step\d\.exp_avg_sq\.norms": Place("norms of the second moments", NORMS, (CLIPPING, COUPLED, "beta2: 0.95")),
+    r"step\d\.exp_avg\..*": Place("first moment, not corrected", GRADIENTS, (CLIPPING, COUPLED, "beta1: 0.9")),
+    r"step\d\.exp_avg_sq\..*": Place("second moment, not corrected", SQUARES, (CLIPPING, COUPLED, "beta2: 0.95")),
+    r"step\d\.weights\..*": Place("the weight after the step", WEIGHTS, OF_UPDATE),
+    r"step\d\.update_norms": Place("norm of each parameter's change since the start", UPDATES, OF_UPDATE),
+    r"val\.t": Place(
         "time of each validation sample",
         EXACT,
         ("validation t = timestep / 8, not (timestep + 0.5) / 8", "timestep belongs to the sample, not to the batch"),
     ),
-    Place(
-        r"val\.losses",
+    r"val\.losses": Place(
         "loss of each validation sample, with the weights to start from",
         LOSS,
         (
@@ -324,39 +287,29 @@ PLACES = (
             "latent from eps as in training, not the mean alone",
         ),
     ),
-    Place(
-        r"val\.loss_per_timestep",
-        "mean over the samples of each timestep",
-        LOSS,
-        ("timestep of the sample, not of its place",),
+    r"val\.loss_per_timestep": Place(
+        "mean over the samples of each timestep", LOSS, ("timestep of the sample, not of its place",)
     ),
-    Place(
-        r"val\.loss",
+    r"val\.loss": Place(
         "mean of the eight means",
         LOSS,
         ("mean over timesteps, each counted once, not over samples", "padding takes part"),
     ),
-    Place(
-        r"fp8\.(fnuz\.)?(x|weight|grad)\.scale",
+    r"fp8\.(fnuz\.)?(x|weight|grad)\.scale": Place(
         "largest value of the format / largest magnitude",
         SCALE,
         ("e4m3 max: 448, of fnuz 240; e5m2 57344 in both", "the scale is not rounded to a power of 2"),
     ),
-    Place(
-        r"fp8\.(fnuz\.)?(x|weight|grad)\.bits",
+    r"fp8\.(fnuz\.)?(x|weight|grad)\.bits": Place(
         "bytes of x * scale, rounded to nearest even, clamped to the format's range; e4m3, of the gradient e5m2",
         EXACT,
         ("x * scale in fp32, not bf16", "fnuz formats have another bias of the exponent", "round to nearest even"),
     ),
-    Place(
-        r"fp8\.(y|grad_(x|weight|bias))",
-        "products of the casts / scales; sum of the gradient of y",
-        PRODUCT,
-        ("fp16 sums",),
+    r"fp8\.(y|grad_(x|weight|bias))": Place(
+        "products of the casts / scales; sum of the gradient of y", PRODUCT, ("fp16 sums",)
     ),
-    Place(r"fp8\.delayed\.amax", "largest magnitudes of input and gradient in six steps", EXACT),
-    Place(
-        r"fp8\.delayed\.scale",
+    r"fp8\.delayed\.amax": Place("largest magnitudes of input and gradient in six steps", EXACT),
+    r"fp8\.delayed\.scale": Place(
         "scales after each: e4m3 and e5m2, history 3, max, margin 1",
         SCALE,
         (
@@ -365,23 +318,23 @@ PLACES = (
             "scale's power: at most 2^44",
         ),
     ),
-)
-OF_BF16 = (
-    Place(r"rms_norm\.input", "input of the first query norm, bf16", BF16),
-    Place(r"rms_norm", "RMS norm of bf16.rms_norm.input: feed it that", ROUNDED, (RMS_BF16, RMS_EPS)),
-    Place(r"time_waves", "as in fp32", WAVES, (T_BF16,)),
-    Place(r"rope", "as in fp32", ROUNDED, ("positions or angles rounded to bf16",)),
-    Place(r"grad\.norms", "norm of each parameter's gradient", BF16_NORMS, ("gradients are reduced in fp32",)),
-    Place(r"loss(es)?", "loss", BF16_LOSS, ("the error is formed and averaged in fp32",)),
-    Place(r".*", "as in fp32, with weights and activations in bf16", BF16, (RMS_BF16, T_BF16, "softmax in bf16")),
-)
+}
+OF_BF16 = {
+    r"rms_norm\.input": Place("input of the first query norm, bf16", BF16),
+    r"rms_norm": Place("RMS norm of bf16.rms_norm.input: feed it that", ROUNDED, (RMS_BF16, RMS_EPS)),
+    r"time_waves": Place("as in fp32", WAVES, (T_BF16,)),
+    r"rope": Place("as in fp32", ROUNDED, ("positions or angles rounded to bf16",)),
+    r"grad\.norms": Place("norm of each parameter's gradient", BF16_NORMS, ("gradients are reduced in fp32",)),
+    r"loss(es)?": Place("loss", BF16_LOSS, ("the error is formed and averaged in fp32",)),
+    r".*": Place("as in fp32, with weights and activations in bf16", BF16, (RMS_BF16, T_BF16, "softmax in bf16")),
+}
 
 
 def place(name: str) -> Place:
-    """What is known of a value. Raises: KeyError for a name that no place has."""
+    """The place of a value. Raises: KeyError for a name without a place."""
     table, rest = (OF_BF16, name.removeprefix("bf16.")) if name.startswith("bf16.") else (PLACES, name)
-    for known in table:
-        if re.fullmatch(known.names, rest):
+    for pattern, known in table.items():
+        if re.fullmatch(pattern, rest):
             return known
     raise KeyError(name)
 

@@ -1,4 +1,4 @@
-"""Drawing pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
+"""Pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
 
 import math
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from flux_ref.toy import shapes
 
 Decoder = Callable[[Tensor], list[np.ndarray]]
 
-# Kernels of attention for the autoencoder; the net's own may know no fp32.
+# Attention kernels for the autoencoder. The kernels of the net may not support fp32.
 IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
-    """The steps + 1 times from 1 to 0. shift: spend more of them near noise the more tokens there are.
+    """The steps + 1 times from 1 to 0. shift: more of them lie near 1 (noise) the more tokens there are.
 
     Source: BFL flux, sampling.get_schedule; mu is linear through (256, 0.5) and (4096, 1.15).
     """
@@ -38,7 +38,7 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
 
 
 class Artist:
-    """Draws pictures from captions into a grid. Collective; rank 0 writes."""
+    """Makes pictures from captions and saves them as a grid. Collective; rank 0 writes."""
 
     def __init__(self, cfg: Config, world: World):
         """Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
@@ -46,17 +46,20 @@ class Artist:
         with ranks.agreed():
             self.decode = decoder(cfg) if world.rank == 0 else None
 
-    def draw(self, net: nn.Module, val_set: ValSet, empty: Rows, path: Path, at: Callable[[str], None]) -> str:
-        """Draw cfg.sample.captions, or the first cfg.sample.count captions of the validation set. Returns a message.
+    def paint(
+        self, net: nn.Module, val_set: ValSet, empty: Rows, path: Path, report_place: Callable[[str], None]
+    ) -> str:
+        """Paint cfg.sample.captions, or the first cfg.sample.count captions of the validation set. Returns a message.
 
-        empty: the encodings of the empty caption, for guidance. at: called before each sampling step with its name.
+        empty:        the encodings of the empty caption, for guidance.
+        report_place: called before each sampling step with its name.
         """
         cfg = self.cfg
-        texts = caption_texts(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
+        texts = encode_captions(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
         with regions.uncompiled(cfg.parallel):
-            z_BCYX = draw_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, at)
+            z_BCYX = generate_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, report_place)
         if self.world.rank == 0:
-            grid.grid(self.decode(z_BCYX), [caption for caption, _ in texts], path)
+            grid.save(self.decode(z_BCYX), [caption for caption, _ in texts], path)
         lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
         few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
         is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
@@ -65,9 +68,9 @@ class Artist:
 
 
 def decoder(cfg: Config) -> Decoder:
-    """From latents to (3, H, W) pictures in [-1, 1]; weights go to the device with the first.
+    """A function from latents (B, C, Y, X) to pictures (3, H, W) in [-1, 1].
 
-    Raises: Refusal for a file of cfg.sample.vae that is not one.
+    The autoencoder moves to the device of the first latents. Raises: Refusal for a bad file in cfg.sample.vae.
     """
     if cfg.data.kind == "shapes":
         return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
@@ -86,7 +89,8 @@ def decoder(cfg: Config) -> Decoder:
 def preview(z_BCYX: Tensor) -> Tensor:
     """Latents in false colours: (B, 3, 8 * Y, 8 * X), mostly in [-1, 1].
 
-    A linear map, the three directions in which these latents differ most: shapes can be seen, colours mean nothing.
+    Red, green and blue are the three directions in which these latents differ most. Shapes can be seen; colours mean
+    nothing.
     """
     z_NC = z_BCYX.movedim(1, -1).flatten(0, -2).double()
     z_NC = z_NC - z_NC.mean(0)
@@ -98,15 +102,15 @@ def preview(z_BCYX: Tensor) -> Tensor:
     return torch.nn.functional.interpolate(rgb_BRYX, scale_factor=8)
 
 
-def draw_latents(
+def generate_latents(
     net: nn.Module,
     texts: list[Rows],
     empty: Rows,
     cfg: Config,
     device: torch.device,
-    at: Callable[[str], None] = lambda place: None,
+    report_place: Callable[[str], None] = lambda place: None,
 ) -> Tensor:
-    """One latent per text: (B, C, Y, X) fp32, at the autoencoder's scale. Collective over all ranks.
+    """One latent per text: (B, C, Y, X) fp32, on the autoencoder's scale. Collective over all ranks.
 
     texts, empty: {"t5", "clip"} as bf16 bits in uint16.
     """
@@ -120,22 +124,21 @@ def draw_latents(
     schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
     with torch.no_grad():
         for step, (t, t_next) in enumerate(pairwise(schedule)):
-            at(f"sampling step {step}")
+            report_place(f"sampling step {step}")
             velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
             if cfg.sample.guidance != 1.0:
-                free_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
-                velocity_BNP = free_BNP + cfg.sample.guidance * (velocity_BNP - free_BNP)
+                unguided_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
+                velocity_BNP = unguided_BNP + cfg.sample.guidance * (velocity_BNP - unguided_BNP)
             x_BNP = x_BNP + (t_next - t) * velocity_BNP
     sharding.reshard(net)
     return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
 
 def _stack(texts: list[Rows], device: torch.device) -> tuple[Tensor, Tensor]:
-    t5, clip = (
-        torch.from_numpy(np.stack([text[name] for text in texts])).view(torch.bfloat16).to(device)
-        for name in ("t5", "clip")
-    )
-    return t5, clip
+    def stacked(name: str) -> Tensor:
+        return torch.from_numpy(np.stack([text[name] for text in texts])).view(torch.bfloat16).to(device)
+
+    return stacked("t5"), stacked("clip")
 
 
 def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:
@@ -144,11 +147,10 @@ def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t:
     return net(x_BNP.to(dtype), t5_BTE.to(dtype), clip_BV.to(dtype), t_B).float()
 
 
-def caption_texts(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, Rows]]:
-    """Captions with their encodings, by the stand-in encoders of the shapes data set."""
-    model = cfg.model
-    encoded = [shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim) for caption in captions]
-    return [
-        (caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)})
-        for caption, (t5, clip) in zip(captions, encoded)
-    ]
+def encode_captions(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, Rows]]:
+    """(caption, its encodings) by the stand-in encoders of the shapes data set, as bf16 bits in uint16."""
+    texts, model = [], cfg.model
+    for caption in captions:
+        t5, clip = shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
+        texts.append((caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)}))
+    return texts

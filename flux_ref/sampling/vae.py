@@ -1,7 +1,7 @@
 """FLUX.1's autoencoder: from pictures to the posterior of their latents, and from latents to pictures.
 
-Parameters keep the names of Black Forest Labs' ae.safetensors, so the public file loads without a map. Latents
-are at the autoencoder's own scale here; latents.py draws them and brings them to the transformer's.
+Parameters keep the names of Black Forest Labs' ae.safetensors, so the public file loads without a map of names. Latents
+here are on the autoencoder's scale; latents.py samples them and brings them to the transformer's scale.
 
 numerics: the public weights are fp32, and so is everything here unless a caller casts the module.
 """
@@ -27,10 +27,10 @@ FILE_DTYPES = ("F32", "BF16")  # safetensors' names
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the network; the defaults are FLUX.1's. base is a multiple of 32, the groups of every norm."""
+    """Sizes of the network. The defaults are FLUX.1's. base is a multiple of 32, the number of groups of every norm."""
 
     base: int = 128
-    multipliers: tuple[int, ...] = (1, 2, 4, 4)  # feature maps of a level / base, from pixels to latents
+    multipliers: tuple[int, ...] = (1, 2, 4, 4)  # feature maps of each level / base, from pixels to latents
     blocks: int = 2  # residual blocks per level; the decoder has one more
     latent_channels: int = 16
 
@@ -43,12 +43,12 @@ def norm(maps: int) -> nn.GroupNorm:
 
 
 def conv3(maps_in: int, maps: int) -> nn.Conv2d:
-    """3 x 3, the picture keeps its size."""
+    """A 3 x 3 convolution that keeps the size of the picture."""
     return nn.Conv2d(maps_in, maps, 3, padding=1)
 
 
 class ResBlock(nn.Module):
-    """Norm, SiLU, convolution, twice, beside a shortcut."""
+    """Norm, SiLU and convolution, twice, plus a shortcut."""
 
     def __init__(self, maps_in: int, maps: int):
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halve rows and columns; the border of zeros is below and to the right only, released weights depend on it."""
+    """Halve rows and columns. Zeros pad below and to the right only: released weights depend on it."""
 
     def __init__(self, maps: int):
         super().__init__()
@@ -106,13 +106,13 @@ class Upsample(nn.Module):
 
 
 def level(maps_in: int, maps: int, blocks: int) -> nn.Sequential:
-    """Residual blocks at one resolution; the step to the next is added under its own name."""
+    """Residual blocks at one resolution. The caller adds the step to the next one under a name of its own."""
     widths = [maps_in] + [maps] * blocks
     return nn.Sequential(OrderedDict(block=nn.Sequential(*(ResBlock(*pair) for pair in pairwise(widths)))))
 
 
 def middle(maps: int) -> nn.Sequential:
-    """What both halves do at the latent's resolution."""
+    """The blocks at the latent's resolution, the same in both halves."""
     parts = OrderedDict(block_1=ResBlock(maps, maps), attn_1=Attention(maps), block_2=ResBlock(maps, maps))
     return nn.Sequential(parts)
 
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         self.conv_out = conv3(maps[0], 3)
 
     def forward(self, z_BCYX: Tensor) -> Tensor:
-        """Latents of the autoencoder's own scale to pixels about [-1, 1]: (B, 3, 8 * Y, 8 * X)."""
+        """Latents on the autoencoder's scale to pixels about [-1, 1]: (B, 3, 8 * Y, 8 * X)."""
         x = self.mid(self.conv_in(z_BCYX))
         for step in reversed(self.up):
             x = step(x)
@@ -173,7 +173,7 @@ class Autoencoder(nn.Module):
         self.decoder = Decoder(sizes)
 
     def encode(self, pixels_B3HW: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of the latent, each (B, C, Y, X); pixels are in [-1, 1].
+        """Mean and log variance of the latent, each (B, C, Y, X). Pixels are in [-1, 1].
 
         Raises: ValueError if H or W is not a multiple of 8.
         """
@@ -189,9 +189,9 @@ class Autoencoder(nn.Module):
 
 
 def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
-    """The autoencoder of a file: fp32 whether the file is fp32 or bf16, and without gradients, as it is not trained.
+    """The autoencoder of a file, in fp32 and without gradients. The file may be fp32 or bf16.
 
-    Tensors come one by one, so the weights are never held twice.
+    Tensors are read one by one, so memory never holds the weights twice.
     Raises: Refusal if the file is not the autoencoder's, is damaged or holds a number that is not finite.
     """
     with torch.device("meta"):

@@ -6,19 +6,19 @@
     python -m flux_ref.weights inspect PATH [--verify]
 
 A source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout (also
-with the prefix model.diffusion_model.) or diffusers' transformer folder. The sizes of the model come from the run or
-checkpoint, else from --config=FILE, else they are FLUX.1-schnell's.
+with the prefix model.diffusion_model.) or diffusers' transformer folder. --config=FILE gives the sizes of the model.
+Without it, a run and a checkpoint know the sizes; other weights have FLUX.1-schnell's.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from flux_ref.errors import Refusal
-from flux_ref.weights.files import SAFETENSORS_NAMES, config_of, export, find, import_, inspect, open_source
+from flux_ref.errors import attempt
+from flux_ref.formats import weight_files
+from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
 
 
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m flux_ref.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(name)
         command.add_argument("source", type=Path)
         command.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
-        command.add_argument("--config", help="whose model's sizes the weights have")
+        command.add_argument("--config", help="a config with the sizes of the model")
         if name != "inspect":
             command.add_argument("out", type=Path)
         else:
@@ -35,20 +35,13 @@ def main(argv: list[str]) -> int:
         if name == "export":
             command.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
             command.add_argument("--dtype", choices=tuple(SAFETENSORS_NAMES), default="fp32")
-    args = parser.parse_args(argv)
-    try:
-        return _command(args)
-    except (Refusal, OSError) as error:
-        print(f"weights: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return parser.parse_args(argv)
 
 
-def _command(args: argparse.Namespace) -> int:
-    path = find(args.source, args.checkpoint)
-    cfg = config_of(path, args.config)
-    source = open_source(path, cfg.model)
+def run(args: argparse.Namespace) -> int:
+    path = weight_files.find(args.source, args.checkpoint)
+    cfg = weight_files.config_of(path, args.config)
+    source = weight_files.open_source(path, cfg.model)
     if args.command == "inspect":
         print(inspect(source, cfg.model, args.verify))
         return 0
@@ -58,3 +51,8 @@ def _command(args: argparse.Namespace) -> int:
         import_(source, cfg, args.out)
     print(f"{args.out}: written from {path}")
     return 0
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    return attempt("weights", lambda: run(args))

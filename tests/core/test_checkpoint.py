@@ -30,14 +30,14 @@ from flux_ref import checkpoint, config, config_file, optim, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats import checkpoint_files, safetensors_io, weight_files
 from flux_ref.formats.checkpoint_files import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.alive import Alive
 from flux_ref.step import State
-from flux_ref.weights import files
+from flux_ref.weights import exports
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
 SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
@@ -607,7 +607,7 @@ def test_a_damaged_checkpoint_is_refused(world, saved, tmp_path):
 
 def test_weights_alone_are_no_run_to_go_on_from(world, saved, tmp_path):
     cfg = narrow_config(tmp_path)
-    files.import_(files.open_source(saved, cfg.model), cfg, tmp_path / "imported")
+    exports.import_(weight_files.open_source(saved, cfg.model), cfg, tmp_path / "imported")
     text = refusal(checkpoint_ranks.restored, cfg, world, tmp_path / "imported")
     assert text == (
         f"checkpoint {tmp_path}/imported holds weights only; start a new run from it with"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 from conftest import MICRO, ROOT
 
@@ -22,6 +23,7 @@ CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 NUMBERS = [key for key, kind in TYPES.items() if kind in (int, float)]
 PATHS = ["run.dir", "data.train", "data.val", "data.empty"]
 NOT_OF_THE_TYPE = r"is not (a string|an integer|a number|true or false|a list of integers|a list of strings)$"
+SHAPES = "data.train_count = 1\ndata.val_count = 1\n"  # data.kind=shapes needs these counts
 AWKWARD = [
     'say "hi"',
     "back\\slash \\n",
@@ -43,11 +45,21 @@ def loaded(tmp_path: Path, toml: str, *overrides: str) -> Config:
 
 def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     """The one line with which a config is refused."""
-    with pytest.raises(Refusal) as refused:
+    return conftest.refusal(loaded, tmp_path, toml, *overrides)
+
+
+def reply(tmp_path: Path, toml: str, *overrides: str) -> str:
+    """The line with which a config is refused; empty if it is taken."""
+    try:
         loaded(tmp_path, toml, *overrides)
-    message = str(refused.value)
-    assert "\n" not in message, message
-    return message
+    except Refusal as error:
+        return str(error)
+    return ""
+
+
+def both_ways(tmp_path: Path, key: str, value: str) -> list[str]:
+    """The replies to a value in the file and on the command line."""
+    return [reply(tmp_path, f"{key} = {value}"), reply(tmp_path, "", f"--{key}={value}")]
 
 
 def test_the_defaults_are_valid_and_a_file_without_keys_gives_them(tmp_path):
@@ -61,29 +73,26 @@ def test_a_dump_of_the_defaults_loads_as_the_same_config(tmp_path):
     assert config_file.load(path) == Config()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_file_loads_and_its_dump_gives_the_same_config(path, tmp_path):
-    cfg = config_file.load(path)
-    assert cfg.name == path.stem
-    copy = tmp_path / path.name
-    copy.write_text(config_file.dump(cfg), encoding="utf-8")
-    assert config_file.load(copy) == cfg
-    assert config_file.dump(config_file.load(copy)) == config_file.dump(cfg)
+def test_every_config_file_loads_and_its_dump_gives_the_same_config(tmp_path):
+    for path in CONFIGS:
+        cfg = config_file.load(path)
+        assert cfg.name == path.stem
+        copy = tmp_path / path.name
+        copy.write_text(config_file.dump(cfg), encoding="utf-8")
+        assert config_file.load(copy) == cfg, path
+        assert config_file.dump(config_file.load(copy)) == config_file.dump(cfg), path
 
 
 def test_a_dump_holds_every_key_once():
     assert [line.split(" = ")[0] for line in config_file.dump(Config()).splitlines()] == list(TYPES)
 
 
-@pytest.mark.parametrize("text", AWKWARD, ids=ascii)
-def test_any_string_comes_back_from_a_dump(text, tmp_path):
-    cfg = dataclasses.replace(
-        config_file.replace(
-            config_file.load(MICRO), mllog__submission_org=text, data__train=text, sample__captions=(text, "b")
-        ),
-        name="some",
-    )
-    assert loaded(tmp_path, config_file.dump(cfg)) == cfg
+def test_any_string_comes_back_from_a_dump(tmp_path):
+    micro = dataclasses.replace(config_file.load(MICRO), name="some")
+    for text in AWKWARD:
+        values = {"mllog__submission_org": text, "data__train": text, "sample__captions": (text, "b")}
+        cfg = config_file.replace(micro, **values)
+        assert loaded(tmp_path, config_file.dump(cfg)) == cfg, ascii(text)
 
 
 def test_any_number_comes_back_from_a_dump(tmp_path):
@@ -103,9 +112,8 @@ def test_a_string_that_utf8_cannot_hold_is_refused(tmp_path):
     assert "run.dir" in refusal(tmp_path, "", "--run.dir=a\udcff")
 
 
-@pytest.mark.parametrize("key", PATHS)
-def test_a_null_byte_in_a_path_is_refused(key, tmp_path):
-    assert key in refusal(tmp_path, f'{key} = "a\\u0000b"')
+def test_a_null_byte_in_a_path_is_refused(tmp_path):
+    assert [key for key in PATHS if key not in reply(tmp_path, f'{key} = "a\\u0000b"')] == []
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
@@ -127,34 +135,29 @@ def test_nothing_edits_a_config():
             setattr(getattr(Config(), section), key, 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["train.seed", "-x", "train.seed=1", "--train.seed", "more.toml", "--", ""],
-    ids=lambda text: text or "empty",
-)
-def test_an_argument_that_is_no_override_is_refused(text, tmp_path):
-    assert repr(text) in refusal(tmp_path, "", text)
+def test_an_argument_that_is_no_override_is_refused(tmp_path):
+    arguments = ["train.seed", "-x", "train.seed=1", "--train.seed", "more.toml", "--", ""]
+    assert [text for text in arguments if repr(text) not in reply(tmp_path, "", text)] == []
 
 
 # Keys
 
 
-@pytest.mark.parametrize(
-    "wrong, near",
-    [
-        ("train.global_bacth", "train.global_batch"),
-        ("train.globalbatch", "train.global_batch"),
-        ("trian.seed", "train.seed"),
-        ("modle.latent_height", "model.latent_height"),
-        ("optim.caption_drop", "train.caption_drop"),
-        ("global_batch", "train.global_batch"),
-        ("lr", "optim.lr"),
-        ("run.directory", "run.dir"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(wrong, near, tmp_path):
-    for message in (refusal(tmp_path, f"{wrong} = 1"), refusal(tmp_path, "", f"--{wrong}=1")):
-        assert message == f"unknown key {wrong}; did you mean {near}?"
+NEAREST = {
+    "train.global_bacth": "train.global_batch",
+    "train.globalbatch": "train.global_batch",
+    "trian.seed": "train.seed",
+    "modle.latent_height": "model.latent_height",
+    "optim.caption_drop": "train.caption_drop",
+    "global_batch": "train.global_batch",
+    "lr": "optim.lr",
+    "run.directory": "run.dir",
+}
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path):
+    for wrong, near in NEAREST.items():
+        assert both_ways(tmp_path, wrong, "1") == [f"unknown key {wrong}; did you mean {near}?"] * 2
 
 
 def test_any_key_with_two_letters_swapped_is_found_again(tmp_path):
@@ -165,18 +168,19 @@ def test_any_key_with_two_letters_swapped_is_found_again(tmp_path):
             assert refusal(tmp_path, "", f"--{wrong}=1").endswith(f"did you mean {key}?")
 
 
-@pytest.mark.parametrize("toml", ["xyzzy = 1", "[xyzzy]\nqux = 1", "name = 'x'", "[model.xyzzy]\na = 1"])
-def test_a_key_like_no_other_is_refused(toml, tmp_path):
-    message = refusal(tmp_path, toml)
-    assert message.startswith("unknown key ")
-    assert "did you mean" in message or all(section in message for section in SECTIONS)
+def test_a_key_like_no_other_is_refused(tmp_path):
+    for toml in ("xyzzy = 1", "[xyzzy]\nqux = 1", "name = 'x'", "[model.xyzzy]\na = 1"):
+        message = refusal(tmp_path, toml)
+        assert message.startswith("unknown key ")
+        assert "did you mean" in message or all(section in message for section in SECTIONS)
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_value_for_a_whole_section_is_refused_and_a_key_of_it_named(section, tmp_path):
-    for message in (refusal(tmp_path, f"{section} = 3"), refusal(tmp_path, "", f"--{section}=3")):
-        assert f"{section} is a section" in message or f"{section} in " in message
-        assert re.search(rf"as in (--)?({'|'.join(key for key in TYPES if key.startswith(section + '.'))})", message)
+def test_a_value_for_a_whole_section_is_refused_and_a_key_of_it_named(tmp_path):
+    for section in SECTIONS:
+        keys = "|".join(key for key in TYPES if key.startswith(section + "."))
+        for message in both_ways(tmp_path, section, "3"):
+            assert f"{section} is a section" in message or f"{section} in " in message
+            assert re.search(rf"as in (--)?({keys})", message), message
 
 
 def test_the_tables_of_rules_name_only_keys_that_exist():
@@ -202,10 +206,12 @@ def keys_read(source: str) -> set[str]:
 
 
 def test_no_key_is_without_a_user():
-    own = (ROOT / "flux_ref" / "config.py").read_text()
-    sources = [path.read_text() for path in (ROOT / "flux_ref").glob("*.py") if path.name != "config.py"]
-    sources += [(ROOT / name).read_text() for name in ("train.py", "eval.py")]
-    sources.append(own[own.index("\ndef micro_batch(") :])  # not the rules: a key that is only checked has no user
+    """The rules do not count as users: a key that is only checked changes nothing."""
+    rules = {"config.py", "config_file.py", "config_rules.py"}
+    paths = [path for path in (ROOT / "flux_ref").rglob("*.py") if path.name not in rules]
+    sources = [path.read_text() for path in (*paths, ROOT / "train.py", ROOT / "eval.py")]
+    constants = (ROOT / "flux_ref" / "config.py").read_text()
+    sources.append(constants[constants.index("\ndef micro_batch(") :])
     read = set().union(*map(keys_read, sources))
     assert [key for key in TYPES if key not in read] == []
     assert "train.no_such_key" not in read and keys_read("def f(cfg: OptimConfig):\n return cfg.lr") == {"optim.lr"}
@@ -231,114 +237,95 @@ VALUES = {  # TOML text: the types of key that take it
 }
 
 
-@pytest.mark.parametrize("text", VALUES)
-def test_only_an_integer_for_a_number_is_converted(text, tmp_path):
-    for key, kind in TYPES.items():
-        try:
-            value = config.flat(loaded(tmp_path, f"{key} = {text}"))[key]
-        except Refusal as refused:
-            # A value of the right type may still break another rule.
-            assert str(refused).startswith(f"{key}=") or kind in VALUES[text], refused
-            assert bool(re.search(NOT_OF_THE_TYPE, str(refused))) == (kind not in VALUES[text]), refused
-        else:
-            assert kind in VALUES[text], f"{key} took {text}"
-            assert type(value) is getattr(kind, "__origin__", kind)
-            assert value == (tuple(json.loads(text)) if text.startswith("[") else json.loads(text))
+def complaint(tmp_path: Path, key: str, text: str) -> str:
+    """What is wrong with the answer to a value in the file."""
+    fits = TYPES[key] in VALUES[text]
+    try:
+        value = config.flat(loaded(tmp_path, f"{key} = {text}"))[key]
+    except Refusal as error:
+        # A value of the right type may still break another rule.
+        right = (str(error).startswith(f"{key}=") or fits) and bool(re.search(NOT_OF_THE_TYPE, str(error))) != fits
+        return "" if right else f"{key} = {text}: {error}"
+    right = fits and type(value) is getattr(TYPES[key], "__origin__", TYPES[key])
+    want = tuple(json.loads(text)) if text.startswith("[") else json.loads(text)
+    return "" if right and value == want else f"{key} took {text} as {value!r}"
 
 
-@pytest.mark.parametrize("text", [*(text for text in VALUES if text != '"some"'), "", "on", "1 2", "0x", "[1", "1\n2"])
-def test_the_command_line_is_as_strict_as_the_file(text, tmp_path):
-    for key in ("train.seed", "optim.weight_decay", "eval.at_start", "model.rope_axes", "sample.captions"):
-        if TYPES[key] not in VALUES.get(text, set()):
-            message = refusal(tmp_path, "", f"--{key}={text}")
-            assert message.startswith(f"{key}=") and re.search(NOT_OF_THE_TYPE, message)
+def test_only_an_integer_for_a_number_is_converted(tmp_path):
+    found = [complaint(tmp_path, key, text) for text in VALUES for key in TYPES]
+    assert [text for text in found if text] == []
 
 
-def test_an_override_holds_one_value_and_nothing_after_it(tmp_path):
-    assert "train.seed" in refusal(tmp_path, "", "--train.seed=1\noptim.lr=3")
+def test_the_command_line_is_as_strict_as_the_file(tmp_path):
+    offenders = []
+    for text in (*(text for text in VALUES if text != '"some"'), "", "on", "1 2", "0x", "[1", "1\n2"):
+        for key in ("train.seed", "optim.weight_decay", "eval.at_start", "model.rope_axes", "sample.captions"):
+            if TYPES[key] not in VALUES.get(text, set()):
+                message = reply(tmp_path, "", f"--{key}={text}")
+                if not (message.startswith(f"{key}=") and re.search(NOT_OF_THE_TYPE, message)):
+                    offenders.append((key, text, message))
+    assert offenders == []
+    assert "train.seed" in refusal(tmp_path, "", "--train.seed=1\noptim.lr=3")  # one value and nothing after it
 
 
-@pytest.mark.parametrize("key", ["optim.lr", "train.seed"])
-@pytest.mark.parametrize("digits", [19, 400, 5000])
-def test_an_integer_beyond_all_bounds_is_refused(key, digits, tmp_path):
-    for message in (refusal(tmp_path, f"{key} = {'9' * digits}"), refusal(tmp_path, "", f"--{key}={'9' * digits}")):
-        assert key in message or "not valid TOML" in message
+def test_an_integer_beyond_all_bounds_is_refused(tmp_path):
+    for key, digits in itertools.product(("optim.lr", "train.seed"), (19, 400, 5000)):
+        for message in both_ways(tmp_path, key, "9" * digits):
+            assert key in message or "not valid TOML" in message, (key, digits)
 
 
 # Ranges
 
 
-@pytest.mark.parametrize("key", NUMBERS)
-def test_no_number_may_be_negative_and_some_not_zero(key, tmp_path):
-    assert key in refusal(tmp_path, f"{key} = -1")
-    if key in POSITIVE:
-        assert refusal(tmp_path, f"{key} = 0") == f"{key}={TYPES[key](0)} must be greater than 0"
-    else:
-        config_file.replace(Config(), parallel__compile=True, **{key.replace(".", "__"): 0})
+def test_no_number_may_be_negative_and_some_not_zero(tmp_path):
+    offenders = [key for key in NUMBERS if key not in reply(tmp_path, f"{key} = -1")]
+    for key in NUMBERS:
+        zero = reply(tmp_path, f"parallel.compile = true\n{key} = 0")
+        if zero != (f"{key}={TYPES[key](0)} must be greater than 0" if key in POSITIVE else ""):
+            offenders.append((key, zero))
+    assert offenders == []
 
 
-@pytest.mark.parametrize("key", [key for key in NUMBERS if TYPES[key] is float])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
-def test_no_number_may_be_infinite_or_nan(key, value, tmp_path):
-    assert refusal(tmp_path, f"{key} = {value}").startswith(f"{key}=")
-    assert refusal(tmp_path, "", f"--{key}={value}").startswith(f"{key}=")
+def test_no_number_may_be_infinite_or_nan(tmp_path):
+    values = itertools.product((key for key in NUMBERS if TYPES[key] is float), ("nan", "inf", "-inf", "1e999"))
+    replies = {(key, value): both_ways(tmp_path, key, value) for key, value in values}
+    assert [pair for pair, texts in replies.items() if not all(text.startswith(f"{pair[0]}=") for text in texts)] == []
 
 
-@pytest.mark.parametrize("key", CHOICES)
-def test_a_choice_is_one_of_those_named(key, tmp_path):
-    shapes = "data.train_count = 1\ndata.val_count = 1\n"  # what data.kind=shapes also needs
-    for choice in CHOICES[key]:
-        assert config.flat(loaded(tmp_path, shapes + f'{key} = "{choice}"'))[key] == choice
-    for wrong in ("", CHOICES[key][0].upper() + " ", "nothing"):
-        assert refusal(tmp_path, f'{key} = "{wrong}"') == f"{key}={wrong!r} is not one of {', '.join(CHOICES[key])}"
+def test_a_choice_is_one_of_those_named(tmp_path):
+    for key, choices in CHOICES.items():
+        taken = [config.flat(loaded(tmp_path, SHAPES + f'{key} = "{choice}"'))[key] for choice in choices]
+        assert tuple(taken) == choices
+        for wrong in ("", choices[0].upper() + " ", "nothing"):
+            assert refusal(tmp_path, f'{key} = "{wrong}"') == f"{key}={wrong!r} is not one of {', '.join(choices)}"
 
 
-@pytest.mark.parametrize("key, value", [("train.caption_drop", 1.01), ("optim.beta1", 1.0), ("optim.beta2", 1.5)])
-def test_probabilities_and_betas_have_an_upper_bound(key, value, tmp_path):
-    assert key in refusal(tmp_path, f"{key} = {value}")
-    config_file.replace(Config(), **{key.replace(".", "__"): 0.99})
+REFUSED = {  # TOML: words of the refusal
+    "train.caption_drop = 1.01": ["train.caption_drop"],
+    "optim.beta1 = 1.0": ["optim.beta1"],
+    "optim.beta2 = 1.5": ["optim.beta2"],
+    "model.heads = 25": ["model.hidden=3072", "model.heads=25"],
+    "model.latent_height = 31": ["model.latent_height", "even"],
+    "model.latent_width = 31": ["model.latent_width", "even"],
+    "model.rope_axes = [64, 64]": ["model.rope_axes=[64, 64]", "three even numbers"],
+    "model.rope_axes = [16, 56, 56, 0]": ["three even numbers"],
+    "model.rope_axes = [15, 56, 57]": ["three even numbers"],
+    "model.rope_axes = [-16, 72, 72]": ["three even numbers"],
+    "model.rope_axes = [16, 56, 58]": ["model.rope_axes=[16, 56, 58]", "hidden / heads = 128"],
+    "model.rope_axes = []": ["three even numbers"],
+    'data.kind = "shapes"\ndata.train_count = 1': ["data.kind=shapes", "data.val_count"],
+    'data.kind = "shapes"\ndata.val_count = 1': ["data.kind=shapes", "data.train_count"],
+    "checkpoint.keep_every = 2": ["checkpoint.keep_every", "checkpoint.every_samples"],
+    SHAPES + 'data.kind = "shapes"\nsample.vae = "x"': ["sample.vae=x", "shapes"],
+    'sample.captions = ["a"]': ["sample.captions", "data.kind=shapes"],
+}
 
 
-@pytest.mark.parametrize(
-    "axes, words",
-    [
-        ([64, 64], "three even numbers"),
-        ([16, 56, 56, 0], "three even numbers"),
-        ([15, 56, 57], "three even numbers"),
-        ([-16, 72, 72], "three even numbers"),
-        ([16, 56, 58], "hidden / heads = 128"),
-        ([], "three even numbers"),
-    ],
-)
-def test_rope_axes_fill_a_head(axes, words, tmp_path):
-    message = refusal(tmp_path, f"model.rope_axes = {axes}")
-    assert f"model.rope_axes={axes}" in message and words in message
-
-
-def test_heads_divide_the_width(tmp_path):
-    message = refusal(tmp_path, "model.heads = 25")
-    assert "model.hidden=3072" in message and "model.heads=25" in message
-
-
-@pytest.mark.parametrize("key", ["model.latent_height", "model.latent_width"])
-def test_an_odd_latent_size_is_refused(key, tmp_path):
-    message = refusal(tmp_path, f"{key} = 31")
-    assert key in message and "even" in message
-
-
-@pytest.mark.parametrize(
-    "toml, words",
-    [
-        ('data.kind = "shapes"\ndata.train_count = 1', ("data.kind=shapes", "data.val_count")),
-        ('data.kind = "shapes"\ndata.val_count = 1', ("data.kind=shapes", "data.train_count")),
-        ("checkpoint.keep_every = 2", ("checkpoint.keep_every", "checkpoint.every_samples")),
-        ('data.kind="shapes"\ndata.train_count=1\ndata.val_count=1\nsample.vae="x"', ("sample.vae=x", "shapes")),
-        ('sample.captions = ["a"]', ("sample.captions", "data.kind=shapes")),
-    ],
-)
-def test_keys_that_need_others(toml, words, tmp_path):
-    message = refusal(tmp_path, toml)
-    assert all(word in message for word in words)
+def test_what_breaks_a_rule_is_refused_with_the_rule(tmp_path):
+    replies = {toml: reply(tmp_path, toml) for toml in REFUSED}
+    assert {toml: text for toml, text in replies.items() if not all(word in text for word in REFUSED[toml])} == {}
+    for key in ("train.caption_drop", "optim.beta1", "optim.beta2"):
+        loaded(tmp_path, f"{key} = 0.99")
 
 
 # Ranks
@@ -391,28 +378,24 @@ def test_a_whole_file_is_as_good_as_its_keys(tmp_path):
 # Files
 
 
-@pytest.mark.parametrize(
-    "content", [b"train.seed = \n", b"\xff\xfe", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"], ids=ascii
-)
-def test_a_file_that_is_not_toml_is_refused_by_name(content, tmp_path):
+def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path):
     path = tmp_path / "some.toml"
-    path.write_bytes(content)
-    with pytest.raises(Refusal, match=re.escape(str(path))):
-        config_file.load(path)
+    for content in (b"train.seed = \n", b"\xff\xfe", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"):
+        path.write_bytes(content)
+        assert str(path) in conftest.refusal(config_file.load, path)
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
     for path in (tmp_path / "none.toml", tmp_path, tmp_path / "no\0ne.toml"):
-        with pytest.raises(Refusal) as refused:
-            config_file.load(path)
-        assert str(tmp_path) in str(refused.value)
+        assert str(tmp_path) in conftest.refusal(config_file.load, path)
 
 
 def test_the_file_is_read_as_utf8_whatever_the_locale(tmp_path):
     path = tmp_path / "some.toml"
     path.write_text('run.dir = "übergroß"', encoding="utf-8")
     strict = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
-    subprocess.run([*strict, "-c", f"from flux_ref import config; config.load({str(path)!r})"], cwd=ROOT, check=True)
+    load = f"from flux_ref import config_file; config_file.load({str(path)!r})"
+    subprocess.run([*strict, "-c", load], cwd=ROOT, check=True)
 
 
 def test_a_run_goes_to_runs_and_its_name_unless_told(tmp_path):

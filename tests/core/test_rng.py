@@ -15,52 +15,86 @@ from flux_ref.golden import commands as golden
 SHAPE = (2, 4, 6)
 MASK = 2**64 - 1
 PUBLIC_SEEDS = (25952, 25953, 25954)  # adjacent, as in published benchmark runs
+PAGE = (ROOT / "docs" / "draws.md").read_text()
 
 
-def philox_4x64_10(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:
-    """One block of four words, from the paper (Salmon et al., SC'11, section 3.3)."""
-    (k0, k1), (c0, c1, c2, c3) = key, counter
+# docs/draws.md written down a second time, without flux_ref.rng, for many samples at once
+
+ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT = range(7)
+
+
+def product(a: int, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """High and low words of a * b, by halves of 32 bits."""
+    half, low = np.uint64(32), np.uint64(2**32 - 1)
+    a1, a0, b1, b0 = np.uint64(a >> 32), np.uint64(a % 2**32), b >> half, b & low
+    middle = a1 * b0 + (a0 * b0 >> half)
+    cross = a0 * b1 + (middle & low)
+    return a1 * b1 + (middle >> half) + (cross >> half), np.multiply(np.uint64(a), b)
+
+
+def philox_4x64_10(key: tuple[int, int], counter: tuple) -> np.ndarray:
+    """Blocks of four words, (..., 4), from the paper (Salmon et al., SC'11, section 3.3); counters may be arrays."""
+    (k0, k1), (c0, c1, c2, c3) = key, np.broadcast_arrays(*(np.array(c, np.uint64, ndmin=1) for c in counter))
     for _ in range(10):
-        high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, 2**64)
-        high1, low1 = divmod(0xCA5A826395121157 * c2, 2**64)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        (high0, low0), (high1, low1) = product(0xD2E7470EE14C6C93, c0), product(0xCA5A826395121157, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
         k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
-    return [c0, c1, c2, c3]
+    return np.stack((c0, c1, c2, c3), axis=-1)
+
+
+def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int = 0) -> np.ndarray:
+    """Words start .. start + count of each sample: (..., count)."""
+    first, end = start // 4, (start + count + 3) // 4
+    block = np.array(range(first + 1, end + 1), np.uint64)
+    found = philox_4x64_10((seed, stream), (block, np.asarray(sample, np.uint64)[..., None], epoch, 0))
+    return found.reshape(*found.shape[:-2], -1)[..., start - 4 * first :][..., :count]
+
+
+def uniform_of(word: np.ndarray) -> np.ndarray:
+    return np.float32((word // 2**40).astype(np.float64) / 2**24)
+
+
+def normal_of(word: np.ndarray) -> np.ndarray:
+    a, b = ((word[..., i::2] // 2**11).astype(np.float64) for i in (0, 1))
+    radius, angle = np.sqrt(-2 * np.log((a + 1) / 2**53)), 2 * np.pi * (b / 2**53)
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
+    return pairs.reshape(*word.shape).astype(np.float32)
+
+
+def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.ndarray:
+    return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
+
+
+def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
+
+
+def key_of(name: str) -> int:
+    return sum(byte << 8 * i for i, byte in enumerate(hashlib.sha256(name.encode()).digest()[:8]))
+
+
+# Words and the distributions made of them
 
 
 def test_second_philox_gives_the_papers_known_answers():
     """Test vectors of the authors' Random123 (kat_vectors, philox4x64 10)."""
-    assert philox_4x64_10((0, 0), (0, 0, 0, 0)) == [
-        0x16554D9ECA36314C,
-        0xDB20FE9D672D0FDC,
-        0xD7E772CEE186176B,
-        0x7E68B68AEC7BA23B,
-    ]
-    assert philox_4x64_10((MASK, MASK), (MASK, MASK, MASK, MASK)) == [
-        0x87B092C3013FE90B,
-        0x438C3C67BE8D0224,
-        0x9CC7D7C69CD777B6,
-        0xA09CAEBF594F0BA0,
-    ]
+    zeros = [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
+    ones = [0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0]
+    assert philox_4x64_10((0, 0), (0, 0, 0, 0)).tolist() == [zeros]
+    assert philox_4x64_10((MASK, MASK), (MASK, MASK, MASK, MASK)).tolist() == [ones]
 
 
-@pytest.mark.parametrize(
-    "seed,stream,sample,epoch,start,count",
-    [
+def test_words_are_philox_blocks_under_the_documented_counter():
+    for seed, stream, sample, epoch, start, count in (
         (0, rng.ORDER, 0, 0, 0, 9),
         (25952, rng.NOISE, 1_099_775, 23, 0, 8),
         (2**63 - 1, rng.SCALARS, 5, 2**40, 0, 2),
         (7, rng.INIT, rng.name_key("img_in.weight"), 0, 4 * 2**32, 6),
         (1, rng.WORDS, MASK, 4096, 400, 4),
-    ],
-)
-def test_words_are_philox_blocks_under_the_documented_counter(seed, stream, sample, epoch, start, count):
-    expected = [
-        philox_4x64_10((seed, stream), (w // 4 + 1, sample, epoch, 0))[w % 4] for w in range(start, start + count)
-    ]
-    got = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
-    assert got.dtype == np.uint64
-    assert got.tolist() == expected
+    ):
+        got = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
+        assert got.dtype == np.uint64
+        np.testing.assert_array_equal(got, words_of(seed, stream, sample, epoch, count, start))
 
 
 def test_words_from_a_start_continue_the_stream():
@@ -78,19 +112,8 @@ def test_no_two_seeds_streams_samples_or_epochs_share_words():
 
 def test_streams_keep_their_numbers():
     """They are part of the definition of a run."""
-    streams = (
-        rng.ORDER,
-        rng.SCALARS,
-        rng.LATENT,
-        rng.NOISE,
-        rng.VAL_LATENT,
-        rng.VAL_NOISE,
-        rng.INIT,
-        rng.SYNTHETIC,
-        rng.SAMPLING,
-        rng.WORDS,
-        rng.JITTER,
-    )
+    streams = (rng.ORDER, rng.SCALARS, rng.LATENT, rng.NOISE, rng.VAL_LATENT, rng.VAL_NOISE, rng.INIT)
+    streams += (rng.SYNTHETIC, rng.SAMPLING, rng.WORDS, rng.JITTER)
     assert streams == tuple(range(len(streams)))
 
 
@@ -114,7 +137,7 @@ def test_uniform_is_flat_and_fine():
 
 def test_t_of_samples_and_epochs_is_uniform():
     """One t per (sample, epoch), each from a block of its own."""
-    drawn = [rng.train_draw(0, epoch, sample, (1, 1, 2), 0.1) for epoch in range(4) for sample in range(5000)]
+    drawn = [rng.train_draw(0, epoch, sample, (1, 1, 2), 0.1) for epoch in range(4) for sample in range(2500)]
     t = np.array([draw.t for draw in drawn])
     assert t.min() >= 0 and t.max() < 1
     assert abs(t.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(t))
@@ -155,10 +178,9 @@ def test_normals_begin_with_the_same_numbers_at_every_size():
     assert np.array_equal(small, large[:2])
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 50, 4099])
-def test_order_is_a_permutation_in_every_epoch(count):
+def test_order_is_a_permutation_in_every_epoch():
     """Each sample once per epoch, none repeated."""
-    for epoch in range(3):
+    for count, epoch in itertools.product((1, 2, 7, 50, 4099), range(3)):
         assert sorted(rng.order(25952, epoch, count).tolist()) == list(range(count))
 
 
@@ -192,11 +214,12 @@ def test_train_draw_is_a_function_of_its_arguments_alone():
     assert np.random.get_state()[1].tolist() == state, "a draw moved numpy's global generator"
 
 
-@pytest.mark.parametrize("changed", [(4, 2, 41), (3, 3, 41), (3, 2, 42)])
-def test_train_draw_depends_on_seed_epoch_and_sample(changed):
-    first, second = rng.train_draw(3, 2, 41, SHAPE, 0.1), rng.train_draw(*changed, SHAPE, 0.1)
-    assert first.t != second.t
-    assert (first.noise != second.noise).all() and (first.latent_eps != second.latent_eps).all()
+def test_train_draw_depends_on_seed_epoch_and_sample():
+    first = rng.train_draw(3, 2, 41, SHAPE, 0.1)
+    for changed in ((4, 2, 41), (3, 3, 41), (3, 2, 42)):
+        second = rng.train_draw(*changed, SHAPE, 0.1)
+        assert first.t != second.t
+        assert (first.noise != second.noise).all() and (first.latent_eps != second.latent_eps).all()
 
 
 def test_train_draw_has_the_latents_shape_and_two_different_noises():
@@ -241,14 +264,12 @@ def test_lr_is_linear_then_constant():
     assert schedule.lr(0, 2e-4, 0) == 2e-4
 
 
-@pytest.mark.parametrize(
-    "global_batch,steps", [(512, 512), (1024, 256), (2048, 128), (2304, 114), (1000, 263), (96, 2731)]
-)
-def test_evaluations_are_due_every_ceil_steps(global_batch, steps):
+def test_evaluations_are_due_every_ceil_steps():
     """262,144 samples, rounded up to whole steps; never at the start."""
-    due = [step for step in range(4 * steps) if schedule.due(step * global_batch, 262_144, global_batch)]
-    assert due == [steps, 2 * steps, 3 * steps]
-    assert schedule.steps_for(262_144, global_batch) == steps
+    for batch, steps in ((512, 512), (1024, 256), (2048, 128), (2304, 114), (1000, 263), (96, 2731)):
+        due = [step for step in range(4 * steps) if schedule.due(step * batch, 262_144, batch)]
+        assert due == [steps, 2 * steps, 3 * steps]
+        assert schedule.steps_for(262_144, batch) == steps
 
 
 def test_an_interval_below_one_batch_is_due_at_every_step_but_not_at_the_start():
@@ -257,82 +278,11 @@ def test_an_interval_below_one_batch_is_due_at_every_step_but_not_at_the_start()
 
 
 def test_validation_times_are_k_eighths():
-    assert [schedule.validation_time(k) for k in range(schedule.TIMESTEPS)] == [
-        0.0,
-        0.125,
-        0.25,
-        0.375,
-        0.5,
-        0.625,
-        0.75,
-        0.875,
-    ]
+    times = [schedule.validation_time(k) for k in range(schedule.TIMESTEPS)]
+    assert times == [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875]
 
 
-# docs/draws.md, written down a second time, without flux_ref.draws: many samples at once
-
-ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT = range(7)
-PAGE = (ROOT / "docs" / "draws.md").read_text()
-
-
-def product(a: int, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """High and low words of a * b, by halves of 32 bits."""
-    half, low = np.uint64(32), np.uint64(2**32 - 1)
-    a1, a0, b1, b0 = np.uint64(a >> 32), np.uint64(a % 2**32), b >> half, b & low
-    middle = a1 * b0 + (a0 * b0 >> half)
-    cross = a0 * b1 + (middle & low)
-    return a1 * b1 + (middle >> half) + (cross >> half), np.uint64(a) * b
-
-
-def blocks(seed: int, stream: int, block: np.ndarray, sample: np.ndarray, epoch: int) -> np.ndarray:
-    """Blocks of four words, (..., 4), for arrays of block numbers and samples."""
-    shape = np.broadcast_shapes(np.shape(block), np.shape(sample))
-    c0, c1, c2, c3 = (np.broadcast_to(np.asarray(c, np.uint64), shape) for c in (block, sample, epoch, 0))
-    c0, k0, k1 = c0 + np.uint64(1), seed, stream
-    for _ in range(10):
-        (high0, low0), (high1, low1) = product(0xD2E7470EE14C6C93, c0), product(0xCA5A826395121157, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
-    return np.stack((c0, c1, c2, c3), axis=-1)
-
-
-def words_of(seed: int, stream: int, sample, epoch: int, count: int, start: int = 0) -> np.ndarray:
-    """Words start .. start + count of each sample: (..., count)."""
-    first, end = start // 4, (start + count + 3) // 4
-    block = np.array(range(first, end), np.uint64)
-    found = blocks(seed, stream, block, np.asarray(sample, np.uint64)[..., None], epoch)
-    return found.reshape(*found.shape[:-2], -1)[..., start - 4 * first :][..., :count]
-
-
-def uniform_of(word: np.ndarray) -> np.ndarray:
-    return np.float32((word // 2**40).astype(np.float64) / 2**24)
-
-
-def normal_of(word: np.ndarray) -> np.ndarray:
-    a, b = ((word[..., i::2] // 2**11).astype(np.float64) for i in (0, 1))
-    radius, angle = np.sqrt(-2 * np.log((a + 1) / 2**53)), 2 * np.pi * (b / 2**53)
-    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
-    return pairs.reshape(*word.shape).astype(np.float32)
-
-
-def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.ndarray:
-    return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
-
-
-def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
-
-
-def key_of(name: str) -> int:
-    return sum(byte << 8 * i for i, byte in enumerate(hashlib.sha256(name.encode()).digest()[:8]))
-
-
-def test_the_second_implementation_agrees_with_the_papers():
-    sample = np.array([3, 2**63 + 5, MASK], np.uint64)
-    found = words_of(25952, NOISE, sample, 2**40 + 1, 9, start=4 * 2**32)
-    for row, number in zip(found, sample.tolist()):
-        expected = [philox_4x64_10((25952, NOISE), (2**32 + 1 + w // 4, number, 2**40 + 1, 0))[w % 4] for w in range(9)]
-        assert row.tolist() == expected
+# The page
 
 
 def test_golden_draws_follow_the_page():
@@ -395,7 +345,7 @@ def test_streams_of_the_page_are_the_codes():
     assert "| VAL_LATENT, VAL_NOISE | 4, 5 |" in PAGE and "| SYNTHETIC, SAMPLING, WORDS, JITTER | 7 to 10 |" in PAGE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_million_samples_have_the_same_draws():
     """Over eight epochs of the benchmark's training set: order, drop and t of a million, noise of some."""
     seed, count, generator = 25953, 1_099_776, np.random.default_rng(0)

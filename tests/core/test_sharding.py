@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import rank_runs
 import torch
+from conftest import require_identical
 from rank_runs import STEPS
 
 from flux_ref import config, flow, schedule
@@ -13,7 +14,8 @@ from flux_ref.data import TrainSet
 from flux_ref.model import parameter_table
 from flux_ref.step import NEVER, Health
 
-SIZES = (1, 2, 3, 4)  # 4 is HSDP, 2 replicas x 2 shards
+HSDP = pytest.param(4, marks=pytest.mark.slow)  # 2 replicas x 2 shards
+SIZES = (1, 3, HSDP)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +69,11 @@ def require_close(found: dict, want: dict):
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def require_identical(found: dict, want: dict):
-    assert found.keys() == want.keys()
-    assert [name for name in want if not torch.equal(found[name], want[name])] == []
-
-
 # Initial weights and their shards
 
 
-@pytest.mark.parametrize("size, key", [(2, "initial"), (3, "initial"), (4, "initial"), (4, "flat initial")])
-def test_initial_weights_are_bit_identical_at_every_world_size(measured, size, key):
-    require_identical(measured(size)[key]["whole"], measured(1)["initial"]["whole"])
+def test_initial_weights_are_bit_identical_at_every_world_size(measured):
+    require_identical(measured(3)["initial"]["whole"], measured(1)["initial"]["whole"])
 
 
 def test_initial_weights_have_bfls_names_and_are_not_all_alike(measured, micro):
@@ -87,12 +83,15 @@ def test_initial_weights_have_bfls_names_and_are_not_all_alike(measured, micro):
     assert a.std() > 0.1 and not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size, key, shards", [(2, "initial", 2), (3, "initial", 3), (4, "flat initial", 4)])
-def test_each_rank_keeps_its_chunk_of_rows(measured, micro, size, key, shards):
-    rows = measured(size)[key]["rows"]
+def require_chunks(rows: list[dict[str, int]], micro: config.Config) -> None:
+    """Each rank keeps its chunk of every tensor's rows."""
     for name, shape in parameter_table(micro.model).items():
-        chunks = [len(chunk) for chunk in torch.zeros(shape).chunk(shards)]
-        assert [of_rank[name] for of_rank in rows] == chunks + [0] * (shards - len(chunks)), name
+        chunks = [len(chunk) for chunk in torch.zeros(shape).chunk(len(rows))]
+        assert [of_rank[name] for of_rank in rows] == chunks + [0] * (len(rows) - len(chunks)), name
+
+
+def test_each_rank_keeps_its_chunk_of_rows(measured, micro):
+    require_chunks(measured(3)["initial"]["rows"], micro)
 
 
 def test_uneven_shards_are_among_those_tested(measured):
@@ -100,11 +99,15 @@ def test_uneven_shards_are_among_those_tested(measured):
     assert [of_rank["final_layer.linear.weight"] for of_rank in rows] == [22, 22, 20]
 
 
-def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured):
+@pytest.mark.slow
+def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured, micro):
     found = measured(4)
     assert found["dimensions"] == ("replicate", "shard")
     assert found["mesh"] == [[0, 1], [2, 3]]
     assert [rows["img_in.weight"] for rows in found["initial"]["rows"]] == [12, 12, 12, 12]
+    require_chunks(found["flat initial"]["rows"], micro)
+    for key in ("initial", "flat initial"):
+        require_identical(found[key]["whole"], measured(1)["initial"]["whole"])
 
 
 # Training
@@ -112,32 +115,28 @@ def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_training_equals_one_plain_process(measured, plain, size):
-    found = measured(size)["base"]
-    require_same_run(found, plain)
-    require_close(found["whole"], plain["whole"])
+    """Also with gradient accumulation."""
+    for name in ("base", "accumulated"):
+        require_same_run(measured(size)[name], plain)
+        require_close(measured(size)[name]["whole"], plain["whole"])
+    assert measured(size)["base"]["storage shared"]
 
 
 def test_clipping_is_tested_on_both_sides(plain):
     assert min(plain["norms"]) < rank_runs.CLIP < max(plain["norms"])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_gradient_accumulation_changes_nothing(measured, plain, size):
-    found = measured(size)["accumulated"]
-    require_same_run(found, plain)
-    require_close(found["whole"], plain["whole"])
-
-
+@pytest.mark.slow
 def test_four_shards_without_replicas_train_the_same(measured, plain):
     require_same_run(measured(4)["flat"], plain)
     require_close(measured(4)["flat"]["whole"], plain["whole"])
 
 
-@pytest.mark.parametrize("split", ["base", "regions of 2", "regions of 3", "kept gathered"])
-def test_regions_change_neither_names_nor_losses(measured, plain, micro, split):
-    found = measured(2)[split]
-    assert found["names"] == list(parameter_table(micro.model))
-    require_same_run(found, plain)
+def test_regions_change_neither_names_nor_losses(measured, plain, micro):
+    for split in rank_runs.SPLITS:
+        found = measured(3)[split]
+        assert found["names"] == list(parameter_table(micro.model)), split
+        require_same_run(found, plain)
 
 
 def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_dir):
@@ -147,7 +146,7 @@ def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_
 
 
 def test_bf16_compute_trains_nearly_the_same(measured, plain):
-    found = measured(2)["bf16"]
+    found = measured(3)["bf16"]
     require_same_run(found, plain, relative=0.02)
     assert found["losses"][-1] < 0.9 * found["losses"][0]
     assert not np.allclose(found["losses"], plain["losses"], rtol=1e-6), "computed in fp32"
@@ -173,7 +172,7 @@ def test_noise_of_all_ranks_is_distinct(measured, size):
 
 
 def test_warm_up_leaves_weights_bit_identical_and_moments_zero(measured, micro):
-    found = measured(2)["warm"]
+    found = measured(3)["warm"]
     require_identical(
         found["warm"], {name: rank_runs.lively(name, s) for name, s in parameter_table(micro.model).items()}
     )
@@ -182,7 +181,7 @@ def test_warm_up_leaves_weights_bit_identical_and_moments_zero(measured, micro):
 
 
 def test_training_after_warm_up_is_bit_identical_to_training_without(measured):
-    found, want = measured(2)["warm"], measured(2)["base"]
+    found, want = measured(3)["warm"], measured(3)["base"]
     assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
     require_identical(found["whole"], want["whole"])
 
@@ -204,17 +203,8 @@ def test_sharded_adamw_equals_torchs_adamw_with_clipping(measured, micro, shapes
     np.testing.assert_allclose(found["norms"], norms, rtol=1e-6)
     require_close(found["whole"], parameters)
     assert found["gradients left"] == 0
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(measured, size):
-    found = measured(size)["optimizer"]
+    # a gradient that is not finite on one rank changes nothing on any
     assert math.isnan(found["norm with a NaN"]) and found["moved by a NaN"] == 0
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_optimizer_and_net_share_storage_after_training(measured, size):
-    assert measured(size)["base"]["storage shared"]
 
 
 # Health and faults

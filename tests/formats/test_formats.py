@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import webdataset
 from conftest import MICRO, called
-from killing import what_counts
+from run_files import what_counts
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal

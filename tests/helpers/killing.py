@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from conftest import PYTHONPATH, ROOT, require_identical, trained
+from conftest import PYTHONPATH, ROOT
+from run_files import lines
 
 from flux_ref import steps
 from flux_ref.errors import Refusal
@@ -127,33 +128,6 @@ def send(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def lines(run: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """The records of a run."""
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def count(path: Path) -> int:
-    """Lines of a file that may not be there yet."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def what_counts(run: Path) -> dict[str, list]:
-    """All that a run has written down except what its speed decides."""
-    wall_clock = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
-    return {
-        name: [{key: value for key, value in record.items() if key not in wall_clock} for record in lines(run, name)]
-        for name in ("metrics.jsonl", "eval.jsonl")
-    }
-
-
-def require_equal_runs(found: Path, want: Path) -> None:
-    """The last checkpoints of two runs and all that they wrote down agree bit for bit."""
-    assert what_counts(found) == what_counts(want)
-    one, other = (checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1]).info for run in (found, want))
-    assert (one["step"], one["samples"]) == (other["step"], other["samples"])
-    require_identical(trained(found, ""), trained(want, ""))
 
 
 def verified(run: Path) -> list[int]:

@@ -1,9 +1,9 @@
-"""Measures, on every rank of one torchrun launch, what test_parallel, test_evaluate and test_data assert.
+"""Measures, on every rank of one torchrun launch, what test_sharding and test_evaluate assert.
 
     torchrun --nproc-per-node 3 tests/helpers/rank_runs.py DATA OUT
 
-Starting torch takes longer than all the measuring, so there is one launch per world size. Rank 0 writes the
-findings to OUT/found.pt. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
+Starting torch takes longer than all the measuring, so there is one launch per world size, and none for one rank.
+Rank 0 writes the findings to OUT/found.pt. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 """
 
 import functools
@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config, config_file, ranks, schedule, sharding
+from flux_ref import config_file, ranks, schedule, sharding
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate
@@ -39,7 +39,7 @@ STEPS = 4
 CLIP = 1.2  # the norms of these steps lie on both sides of it
 BASE = {"optim__clip_norm": CLIP, "train__caption_drop": 0.5}
 NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 features: 3 ranks hold 2, 2 and 0
-SPLITS = {  # ways to run the same steps, the same at every world size
+SPLITS = {  # ways to run the same steps
     "base": {},
     "accumulated": {"train__micro_batch": 1},
     "regions of 2": {"parallel__region_blocks": 2},
@@ -51,33 +51,17 @@ VAL_SAMPLES = 36  # the clock at which validation is measured
 TIMEOUT_S = 100
 
 
-@dataclass(frozen=True)
-class Found:
-    """The findings of one launch and the folder of the files it wrote."""
-
-    folder: Path
-    values: dict
-
-    def __getitem__(self, name: str) -> object:
-        return self.values[name]
-
-
-def measured(data: Path, size: int) -> Found:
-    """The findings at a world size; the first call launches it."""
-    process = _launched(data, size)
-    assert process.returncode == 0, process.stderr[-4000:]
-    folder = _folder(data, size)
-    return Found(folder, torch.load(folder / "found.pt"))
-
-
 @functools.cache
-def _launched(data: Path, size: int):
-    _folder(data, size).mkdir()
-    return script("tests/helpers/rank_runs.py", data, _folder(data, size), ranks=size, timeout=TIMEOUT_S)
-
-
-def _folder(data: Path, size: int) -> Path:
-    return data.parent / f"{size} ranks"
+def measured(data: Path, size: int) -> dict:
+    """The findings at a world size. One rank is this process, which must have no world yet."""
+    folder = data.parent / f"{size} ranks"
+    folder.mkdir()
+    if size == 1:
+        assert main(str(data), str(folder)) == 0
+    else:
+        process = script("tests/helpers/rank_runs.py", data, folder, ranks=size, timeout=TIMEOUT_S)
+        assert process.returncode == 0, process.stderr[-4000:]
+    return torch.load(folder / "found.pt")
 
 
 def micro_config(data: Path, **values: object) -> Config:
@@ -296,22 +280,19 @@ def refusing(world: World) -> list[str]:
 
 
 def main(data: str, out: str) -> int:
-    data, out = Path(data), Path(out)
-    replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
-    world = ranks.start(config.ParallelConfig(replicate=replicate))
-    cfg = micro_config(data, parallel__replicate=replicate)
+    replicate = 2 if os.environ.get("WORLD_SIZE") == "4" else 1
+    cfg = micro_config(Path(data), parallel__replicate=replicate)
+    world = ranks.start(cfg.parallel)
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)
-    for name in SPLITS if world.size == 2 else ("base", "accumulated"):
+    for name in SPLITS if world.size == 3 else ("base", "accumulated"):
         found[name] = training(config_file.replace(cfg, **SPLITS[name]), world)
-    if world.size == 2:
+    if world.size == 3:
         found["bf16"] = training(config_file.replace(cfg, parallel__dtype="bf16"), world)
         found["warm"] = training(cfg, world, warm=True)
-    if world.size == 3:
-        narrow = config_file.replace(cfg, **NARROW)
         found["validating"] = training(cfg, world, validate=True)
-        found["narrow"] = training(narrow, world)
-        found["reporting"] = reporting(cfg, world, out)
+        found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
+        found["reporting"] = reporting(cfg, world, Path(out))
         found["refusing"] = refusing(world)
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
@@ -321,7 +302,7 @@ def main(data: str, out: str) -> int:
     found["validation"] = validation(cfg, world)
     found["feeding"] = feeding(cfg, world)
     if world.rank == 0:
-        torch.save(found, out / "found.pt")
+        torch.save(found, Path(out) / "found.pt")
     ranks.stop()
     return 0
 

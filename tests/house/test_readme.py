@@ -1,5 +1,6 @@
 """What the README says is so."""
 
+import importlib.util
 import re
 import tomllib
 
@@ -25,6 +26,22 @@ def test_the_sittings_are_as_long_as_said():
     scripts = sum(len((ROOT / name).read_text().splitlines()) for name in ("train.py", "eval.py"))
     for said, counted in zip(sittings, (lines(COMPUTED), lines(core - COMPUTED) + scripts), strict=True):
         assert abs(said - counted) <= 0.1 * counted, (said, counted)
+
+
+def test_the_two_commands_stand_in_one_block():
+    assert re.search(r"^pip install -r requirements.txt && torchrun( --standalone)? train.py\b", README, re.M)
+    assert re.search(r"^pip install -r requirements-dev.txt && pytest\b", README, re.M)  # .ci/run reads this line
+
+
+def test_commands_name_modules_and_files_that_exist():
+    blocks = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
+    missing = []
+    for text in (*(line for block in blocks for line in block.splitlines()), *re.findall(r"`([^`\n]+)`", README)):
+        modules = re.findall(r"python3? -m ((?:flux_ref|bench|examples)[\w.]*)", text)
+        missing += [name for name in modules if name.islower() and importlib.util.find_spec(name) is None]
+        paths = re.findall(r"(?<![\w/.])(?:launch|bench|configs|docs|examples|tests)/[\w/.]+", text)
+        missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
 
 
 def test_every_config_is_listed():
@@ -56,5 +73,10 @@ def test_requirements_are_the_ones_that_the_code_imports():
     assert wanted == {"torch", "torchvision", "safetensors", "webdataset", "numpy", "tqdm", "mlperf-logging"}
 
 
-def test_pyproject_is_valid():
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "flux_ref"
+def test_pyproject_names_every_mark_that_a_test_bears():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "flux_ref"
+    marks = {line.split(":")[0] for line in project["tool"]["pytest"]["ini_options"]["markers"]}
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    used = {mark for text in tests for mark in re.findall(r"pytest\.mark\.(\w+)", text)}
+    assert used - {"parametrize", "skip", "skipif", "usefixtures", "timeout", "filterwarnings"} == marks

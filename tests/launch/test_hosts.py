@@ -8,7 +8,7 @@ from pathlib import Path
 import netns
 import pytest
 from conftest import MICRO, ROOT, data_overrides
-from killing import count, lines, what_counts
+from run_files import count, lines, what_counts
 
 pytestmark = [
     pytest.mark.slow,

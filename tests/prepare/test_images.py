@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import MICRO, ROOT, called, script
+from payload import Payload
+from peer_vae import diffusers_net, lively_net, relative_error, to_diffusers
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
-from test_vae import Payload, diffusers_net, lively_net, relative_error, to_diffusers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel

@@ -8,22 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, ROOT, data_overrides, rank_exit_code, script
+from conftest import MICRO, PYTHONPATH, ROOT, called, data_overrides, micro_run, rank_exit_code, script, the_line
+from run_files import column, lines
 
 from flux_ref import config_file, data, rng
 from flux_ref.formats import checkpoint_files, shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, NPY_HEADER
 from flux_ref.run import cli
-
-sys.path.insert(0, str(ROOT))
-import eval as eval_script
-import train as train_script
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -89,95 +85,56 @@ def dataset(shapes_dir, tmp_path) -> Path:
     return Path(shutil.copytree(shapes_dir, tmp_path / "set"))
 
 
-# Running
-
-
-def the_line(stderr: str, name: str = "train.py") -> str:
-    """The one line that says what is wrong; a progress bar may stand before it."""
-    lines = re.findall(rf"{re.escape(name)}: ([^\r\n]*)", stderr)
-    assert len(lines) == 1, stderr
-    assert not re.search(r'File ".*(flux_ref/|train\.py|eval\.py)', stderr), stderr
-    return lines[0]
-
-
 def has_words(line: str, *words: object) -> bool:
     return all(str(word) in line for word in words)
-
-
-@pytest.fixture
-def attempt(capsys) -> Callable:
-    """attempt(*argv, name="train.py") runs a script's main here, on one rank; returns (exit code, its line)."""
-
-    def run(*argv: object, name: str = "train.py") -> tuple[int, str]:
-        capsys.readouterr()
-        main = {"train.py": train_script, "eval.py": eval_script}[name].main
-        code = cli.run(name, "", main, [*map(str, argv)])
-        stderr = capsys.readouterr().err
-        assert "Traceback" not in stderr
-        return code, the_line(stderr, name) if code else ""
-
-    return run
-
-
-def micro_run(folder: Path, out: Path) -> list[str]:
-    """The arguments of a short run on a data set."""
-    return [str(MICRO), *data_overrides(folder), f"--run.dir={out}"]
 
 
 # Requests that cannot be honoured
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("--train.global_bacth=8", ["unknown key train.global_bacth", "train.global_batch"]),
-        ("--train=8", ["train is a section", "train.seed"]),
-        ("--train.seed=1.5", ["train.seed=1.5", "an integer"]),
-        ("--train.seed", ["--train.seed", "--section.key=value"]),
-        ("--optim.lr=nan", ["optim.lr=nan", "finite"]),
-        ("--parallel.dtype=fp16", ["parallel.dtype='fp16'", "bf16, fp32"]),
-        ("--train.micro_batch=5", ["train.global_batch=12", "train.micro_batch=5", "use 10 or 15"]),
-        ("--parallel.replicate=2", ["parallel.replicate=2", "1 rank"]),
-        ("--data.val=/no/such/folder", ["/no/such/folder", "does not exist", "data.val"]),
-        ("--data.train=/no/such/train", ["/no/such/train", "does not exist", "data.train"]),
-        ("--data.val=/no/such\nfolder", ["/no/such", "folder", "does not exist"]),
-        ("--data.empty=/no/such/folder", ["/no/such/folder/t5_empty.npy"]),
-        ("--model.t5_dim=30", ["shard_000000.tar", "t5 is uint16 (9, 28), want uint16 (9, 30)"]),
-        ("--model.text_tokens=40", ["shard_000000.tar", "truncated or foreign"]),
-    ],
-)
-def test_a_request_that_cannot_be_honoured_is_refused(override, words, attempt, shapes_dir, tmp_path):
-    code, line = attempt(*micro_run(shapes_dir, tmp_path / "run"), override)
-    assert code == 2 and has_words(line, *words), line
+REQUESTS = {
+    "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
+    "--train=8": ["train is a section", "train.seed"],
+    "--train.seed=1.5": ["train.seed=1.5", "an integer"],
+    "--train.seed": ["--train.seed", "--section.key=value"],
+    "--optim.lr=nan": ["optim.lr=nan", "finite"],
+    "--parallel.dtype=fp16": ["parallel.dtype='fp16'", "bf16, fp32"],
+    "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use 10 or 15"],
+    "--parallel.replicate=2": ["parallel.replicate=2", "1 rank"],
+    "--data.val=/no/such/folder": ["/no/such/folder", "does not exist", "data.val"],
+    "--data.train=/no/such/train": ["/no/such/train", "does not exist", "data.train"],
+    "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
+    "--data.empty=/no/such/folder": ["/no/such/folder/t5_empty.npy"],
+    "--model.t5_dim=30": ["shard_000000.tar", "t5 is uint16 (9, 28), want uint16 (9, 30)"],
+    "--model.text_tokens=40": ["shard_000000.tar", "truncated or foreign"],
+}
+
+
+def test_a_request_that_cannot_be_honoured_is_refused(attempt, shapes_dir, tmp_path):
+    for number, (override, words) in enumerate(REQUESTS.items()):
+        code, _, line = attempt(*micro_run(shapes_dir, tmp_path / str(number), override))
+        assert code == 2 and has_words(line, *words), line
 
 
 def test_what_looks_impossible_but_is_not(attempt, tmp_path):
     odd = ["--model.t5_dim=27", "--model.clip_dim=13", "--model.rope_axes=[0, 4, 4]", "--eval.batch=1000"]
     short = ["--train.max_samples=12", "--data.workers=50", "--data.prefetch=1"]
-    assert attempt(*micro_run(tmp_path / "new", tmp_path / "run"), *odd, *short) == (0, "")
+    assert attempt(*micro_run(tmp_path / "new", tmp_path / "run"), *odd, *short)[::2] == (0, "")
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("none.toml", None, ["No such file"]),
-        ("some.toml", "train.seed 3", ["not valid TOML", "line 1"]),
-        ("some.toml", "tarin.seed = 3", ["unknown key tarin.seed", "train.seed"]),
-        ("some.toml", "train = 3", ["train", "section"]),
-    ],
-)
-def test_a_config_that_cannot_be_read_is_refused(name, content, words, attempt, tmp_path):
-    path = tmp_path / name
-    if content:
-        path.write_text(content)
-    code, line = attempt(path)
-    assert code == 2 and has_words(line, *words), line
+def test_a_config_that_cannot_be_read_is_refused(attempt, tmp_path):
+    (tmp_path / "some.toml").write_text("train.seed 3")
+    for name, words in (("none.toml", ["No such file"]), ("some.toml", ["not valid TOML", "line 1"])):
+        code, _, line = attempt(tmp_path / name)
+        assert code == 2 and has_words(line, *words), line
 
 
-@pytest.mark.parametrize("argument", ["-h", "--help"])
-def test_help_is_the_usage(argument, capsys):
-    assert cli.run("train.py", train_script.__doc__, train_script.main, [argument]) == 0
-    assert "Exit codes" in capsys.readouterr().out
+def test_help_is_the_usage(capsys):
+    import train
+
+    for argument in ("-h", "--help"):
+        assert cli.run("train.py", train.__doc__, train.main, [argument]) == 0
+        assert "Exit codes" in capsys.readouterr().out
 
 
 # Damaged data
@@ -211,14 +168,14 @@ FOUND_ON_THE_WAY = {
 @pytest.mark.parametrize("damage, words", FOUND_ON_OPENING.values(), ids=FOUND_ON_OPENING)
 def test_damage_that_opening_finds_is_refused(damage, words, attempt, dataset, tmp_path):
     damage(dataset)
-    code, line = attempt(*micro_run(dataset, tmp_path / "run"))
+    code, _, line = attempt(*micro_run(dataset, tmp_path / "run"))
     assert code == 2 and has_words(line, *words), line
 
 
 @pytest.mark.parametrize("damage, words", FOUND_ON_THE_WAY.values(), ids=FOUND_ON_THE_WAY)
 def test_damage_that_the_run_meets_stops_it(damage, words, attempt, dataset, tmp_path):
     damage(dataset)
-    code, line = attempt(*micro_run(dataset, tmp_path / "run"))
+    code, _, line = attempt(*micro_run(dataset, tmp_path / "run"))
     assert code == 3 and has_words(line, *words), line
     log = (tmp_path / "run" / "result_0.txt").read_text()
     assert '"run_stop"' in log and '"aborted"' in log and '"success"' not in log
@@ -227,11 +184,12 @@ def test_damage_that_the_run_meets_stops_it(damage, words, attempt, dataset, tmp
 
 def test_a_damaged_sample_may_be_skipped(attempt, dataset, tmp_path):
     put_nan(dataset, "train")
-    assert attempt(*micro_run(dataset, tmp_path / "run"), "--data.skip_bad=2") == (0, "")
+    assert attempt(*micro_run(dataset, tmp_path / "run"), "--data.skip_bad=2")[::2] == (0, "")
+    assert column(tmp_path / "run", "skipped")[-1] == 1
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(attempt, shapes_dir, tmp_path):
-    code, line = attempt(*micro_run(shapes_dir, tmp_path / "run"), "--optim.lr=1e18", "--optim.warmup_steps=0")
+    code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"), "--optim.lr=1e18", "--optim.warmup_steps=0")
     assert code == 3 and has_words(line, "not finite at step", "optim.lr"), line
 
 
@@ -242,7 +200,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(attempt, shapes_dir, tmp_path):
 def finished(shapes_dir, tmp_path_factory) -> Path:
     """The folder of a finished run; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert cli.run("train.py", "", train_script.main, micro_run(shapes_dir, folder)) == 0
+    assert called("train.py", *micro_run(shapes_dir, folder)) == 0
     return folder
 
 
@@ -255,26 +213,21 @@ def run_folder(finished, tmp_path) -> Path:
 def test_a_run_is_not_overwritten_unless_asked(attempt, shapes_dir, run_folder):
     (run_folder / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file() and path.name != ".lock"}
-    code, line = attempt(*micro_run(shapes_dir, run_folder))
+    code, _, line = attempt(*micro_run(shapes_dir, run_folder))
     assert code == 2 and has_words(line, run_folder, "run.dir", "run.overwrite=true"), line
     assert {path: path.read_bytes() for path in before} == before
 
     assert attempt(*micro_run(shapes_dir, run_folder), "--run.overwrite=true", "--train.max_samples=12")[0] == 0
     assert (run_folder / "notes.txt").read_text() == "mine"  # only what a run writes is deleted
-    assert len((run_folder / "eval.jsonl").read_text().splitlines()) == 1
+    assert len(lines(run_folder, "eval.jsonl")) == 1
     assert config_file.load(run_folder / "config.toml").run.overwrite is False
 
 
-def test_an_empty_folder_is_taken(attempt, shapes_dir, tmp_path):
-    (tmp_path / "run").mkdir()
-    assert attempt(*micro_run(shapes_dir, tmp_path / "run"), "--train.max_samples=12") == (0, "")
-
-
-@pytest.mark.parametrize("below", ["", "/run", "/a/b/run"])
-def test_a_folder_that_cannot_be_made_is_refused(below, attempt, shapes_dir, tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(attempt, shapes_dir, tmp_path):
     (tmp_path / "file").write_text("")
-    code, line = attempt(*micro_run(shapes_dir, f"{tmp_path}/file{below}"))
-    assert code == 2 and has_words(line, f"{tmp_path}/file{below}", "run.dir"), line
+    for below in ("", "/run", "/a/b/run"):
+        code, _, line = attempt(*micro_run(shapes_dir, f"{tmp_path}/file{below}"))
+        assert code == 2 and has_words(line, f"{tmp_path}/file{below}", "run.dir"), line
 
 
 # eval.py
@@ -296,73 +249,61 @@ WEIGHTS = {
 }
 
 
-def test_eval_of_a_finished_run_succeeds(attempt, run_folder):
-    assert attempt(run_folder, name="eval.py") == (0, "")
+def test_eval_of_a_damaged_run_is_refused(attempt, run_folder, finished):
+    for damage, words in WEIGHTS.values():
+        shutil.rmtree(run_folder)
+        shutil.copytree(finished, run_folder)
+        damage(run_folder)
+        code, out, line = attempt(run_folder, name="eval.py")
+        assert (code, out) == (2, "") and has_words(line, run_folder, *words), line
 
 
-@pytest.mark.parametrize("damage, words", WEIGHTS.values(), ids=WEIGHTS)
-def test_eval_of_a_damaged_run_is_refused(damage, words, attempt, run_folder):
-    damage(run_folder)
-    code, line = attempt(run_folder, name="eval.py")
-    assert code == 2 and has_words(line, run_folder, *words), line
+MISFITS = {
+    "--model.double_blocks=3": ["missing", "double_blocks.2."],
+    "--model.single_blocks=2": ["unexpected", "single_blocks.2."],
+    "--model.mlp_ratio=3": ["misshaped", "double_blocks.0.img_mlp.0.bias"],
+    "--data.val=/no/such/folder": ["/no/such/folder"],
+    "--eval.bacth=3": ["eval.batch"],
+    "--parallel.replicate=2": ["parallel.replicate=2"],
+}
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("--model.double_blocks=3", ["missing", "double_blocks.2."]),
-        ("--model.single_blocks=2", ["unexpected", "single_blocks.2."]),
-        ("--model.mlp_ratio=3", ["misshaped", "double_blocks.0.img_mlp.0.bias"]),
-        ("--data.val=/no/such/folder", ["/no/such/folder"]),
-        ("--eval.bacth=3", ["eval.batch"]),
-        ("--parallel.replicate=2", ["parallel.replicate=2"]),
-    ],
-)
-def test_eval_with_an_override_that_does_not_fit_is_refused(override, words, attempt, finished):
-    code, line = attempt(finished, override, name="eval.py")
-    assert code == 2 and has_words(line, *words), line
+def test_eval_with_an_override_that_does_not_fit_is_refused(attempt, finished):
+    for override, words in MISFITS.items():
+        code, _, line = attempt(finished, override, name="eval.py")
+        assert code == 2 and has_words(line, *words), line
 
 
 def test_eval_of_a_folder_that_is_no_run_is_refused(attempt, shapes_dir):
     for folder in (shapes_dir, shapes_dir / "none"):
-        code, line = attempt(folder, name="eval.py")
+        code, _, line = attempt(folder, name="eval.py")
         assert code == 2 and has_words(line, folder, "give a run, a checkpoint"), line
 
 
 def test_eval_meets_a_damaged_sample(attempt, run_folder, dataset):
     put_nan(dataset, "val")
-    code, line = attempt(run_folder, *data_overrides(dataset), name="eval.py")
+    code, _, line = attempt(run_folder, *data_overrides(dataset), name="eval.py")
     assert code == 3 and has_words(line, "val_00000020", "NaN"), line
 
 
 # Whole processes: what only they show
 
 
-def test_the_exit_code_and_the_line_of_a_process(tmp_path):
-    for name, argument in (("train.py", "--run.dri=x"), ("eval.py", str(tmp_path))):
-        process = script(name, argument, ranks=0)
-        assert process.returncode == 2 and process.stdout == ""
-        assert process.stderr == f"{name}: {the_line(process.stderr, name)}\n"
-
-
-def test_a_fault_ends_a_process_with_3(dataset, tmp_path):
+def test_the_exit_code_and_the_line_of_a_process(dataset, tmp_path):
     put_nan(dataset, "train")
-    process = script("train.py", *micro_run(dataset, tmp_path / "run"), ranks=0)
-    assert process.returncode == 3 and "Traceback" not in process.stderr
-    assert has_words(the_line(process.stderr), "train_00000020", "NaN")
+    refused = script("eval.py", str(tmp_path), ranks=0)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == f"eval.py: {the_line(refused.stderr, 'eval.py')}\n"
+    broken = script("train.py", *micro_run(dataset, tmp_path / "run"), ranks=0)
+    assert broken.returncode == 3 and "Traceback" not in broken.stderr
+    assert has_words(the_line(broken.stderr), "train_00000020", "NaN")
 
 
 def test_a_port_in_use_is_refused(shapes_dir, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        group = {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "2",
-        }
+        group = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = script("train.py", *micro_run(shapes_dir, tmp_path / "run"), ranks=0, timeout=60, **group)
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert has_words(the_line(process.stderr), f"127.0.0.1:{port}", "port in use")
@@ -372,7 +313,7 @@ def test_ctrl_c_ends_a_run_at_once_and_without_a_word(shapes_dir, tmp_path):
     endless = [*micro_run(shapes_dir, tmp_path / "run"), "--train.max_samples=1000000000"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *endless],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

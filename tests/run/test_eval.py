@@ -3,19 +3,20 @@ pictures and options."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, data_overrides, script
+from conftest import MICRO, called, data_overrides, micro_run, script
 from PIL import Image
+from run_files import lines
 from safetensors.torch import load_file, save_file
 
 import eval as eval_script
-import train as train_script
 from flux_ref.formats import checkpoint_files
-from flux_ref.run import cli, loss_chart
+from flux_ref.run import loss_chart
 from flux_ref.sampling import euler, grid, vae
 from flux_ref.weights import commands as weights
 
@@ -25,41 +26,36 @@ FIGURES = ("samples", "val_loss", "val_loss_per_timestep", "count", "stderr", "s
 CAPTION = "a small red circle at the middle"
 
 
-def logged(run: Path) -> list[dict]:
-    """What training found at each evaluation."""
-    records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
-    return [{key: record[key] for key in FIGURES} for record in records]
-
-
 def figures(record: dict) -> dict:
     return {key: record[key] for key in FIGURES}
+
+
+def logged(run: Path) -> list[dict]:
+    """What training found at each evaluation."""
+    return [figures(record) for record in lines(run, "eval.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def run(shapes_dir, tmp_path_factory) -> Path:
     """A finished run of this process; tests only add pictures and charts to it."""
     folder = tmp_path_factory.mktemp("eval") / "run"
-    argv = [str(MICRO), *data_overrides(shapes_dir), f"--run.dir={folder}", *OFTEN]
-    assert cli.run("train.py", "", train_script.main, argv) == 0
+    assert called("train.py", *micro_run(shapes_dir, folder, *OFTEN)) == 0
     return folder
 
 
 @pytest.fixture
-def evaluate(capsys, monkeypatch, tmp_path):
+def evaluate(attempt, monkeypatch, tmp_path):
     """evaluate(*argv) runs eval.py in an empty folder; returns what it prints, and of --json the object."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
     def call(*argv: object, code: int = 0) -> str | dict:
-        capsys.readouterr()
-        assert cli.run("eval.py", "", eval_script.main, [str(arg) for arg in argv]) == code
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err, shown.err
+        found, out, line = attempt(*argv, name="eval.py")
+        assert found == code, line
         if code:
-            assert shown.out == ""
-            (line,) = re.findall(r"eval\.py: ([^\r\n]*)", shown.err)
+            assert out == ""
             return line
-        return json.loads(shown.out) if "--json" in argv else shown.out
+        return json.loads(out) if "--json" in argv else out
 
     return call
 
@@ -67,17 +63,13 @@ def evaluate(capsys, monkeypatch, tmp_path):
 # The number that training logged
 
 
-def test_the_newest_checkpoint_gives_what_training_logged_last(run, evaluate):
-    record = evaluate(run, "--json")
-    assert figures(record) == logged(run)[-1]
+def test_each_checkpoint_gives_what_training_logged_then(run, evaluate):
+    for number, step in enumerate(STEPS):
+        record = evaluate(run, f"--checkpoint={step}", "--json")
+        assert figures(record) == logged(run)[number]
+        assert evaluate(record["weights"], "--json") == record  # also given as the folder
+    assert evaluate(run, "--json") == record  # the newest
     assert record["weights"] == str(run / "checkpoints" / "step_000000005")
-
-
-@pytest.mark.parametrize("number, step", list(enumerate(STEPS)))
-def test_each_checkpoint_gives_what_training_logged_then(run, evaluate, number, step):
-    record = evaluate(run, f"--checkpoint={step}", "--json")
-    assert figures(record) == logged(run)[number]
-    assert evaluate(record["weights"], "--json") == record  # also given as the folder
 
 
 def test_all_gives_a_record_per_checkpoint_and_the_curve(run, evaluate):
@@ -104,8 +96,7 @@ def test_as_text_every_checkpoint_has_its_table(run, evaluate):
 
 @pytest.mark.slow
 def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
-    argv = [MICRO, *data_overrides(shapes_dir), f"--run.dir={tmp_path / 'run'}", *OFTEN]
-    assert script("train.py", *argv, ranks=2).returncode == 0
+    assert script("train.py", *micro_run(shapes_dir, tmp_path / "run", *OFTEN), ranks=2).returncode == 0
     process = script("eval.py", tmp_path / "run", "--all", "--json", "--sample.count=1", ranks=2)
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("\n") == 1
@@ -119,9 +110,8 @@ def test_captions_permuted_are_measured_where_asked_for(run, evaluate):
     record = evaluate(run, "--json", "--eval.permuted_captions=true")
     assert figures(record) == logged(run)[-1]
     assert record["captions_permuted"] != record["val_loss"]
-    assert f"with captions permuted among the samples: {record['captions_permuted']:.4f}" in evaluate(
-        run, "--eval.permuted_captions=true"
-    )
+    text = evaluate(run, "--eval.permuted_captions=true")
+    assert f"with captions permuted among the samples: {record['captions_permuted']:.4f}" in text
 
 
 # What was exported from the run
@@ -139,36 +129,39 @@ def exported(run, tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32", "checkpoint"])
-def test_exports_give_the_same_number(run, exported, evaluate, shapes_dir, name):
+def test_exports_give_the_same_number(run, exported, evaluate, shapes_dir):
     fixed = "--eval.noise=fixed"
-    record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed)
-    assert record["val_loss"] == evaluate(run, "--json", fixed)["val_loss"]
-    assert record["weights"] == str(exported[name])
+    want = evaluate(run, "--json", fixed)["val_loss"]
+    for name in ("bfl fp32", "diffusers fp32", "checkpoint"):
+        record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed)
+        assert (record["val_loss"], record["weights"]) == (want, str(exported[name]))
 
 
-@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32"])
-def test_exports_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir, name):
-    record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir))
-    assert figures(record) == logged(run)[-1]
+def test_exports_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir):
+    for name in ("bfl fp32", "diffusers fp32"):
+        record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir))
+        assert figures(record) == logged(run)[-1]
 
 
-@pytest.mark.parametrize("name", ["bfl bf16", "diffusers bf16"])
-def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(run, exported, evaluate, shapes_dir, name):
+def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(exported, evaluate, shapes_dir):
     """Both are rounded before they are used; in fp32 the rounding shows."""
     options = ["--json", "--eval.noise=fixed", f"--config={MICRO}", *data_overrides(shapes_dir)]
     for dtype, same in (("bf16", True), ("fp32", False)):
-        losses = [evaluate(exported[e], *options, f"--parallel.dtype={dtype}")["val_loss"] for e in (name, "bfl fp32")]
-        assert (losses[0] == losses[1]) == same
-        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+        names = ("bfl fp32", "bfl bf16", "diffusers bf16")
+        exact, *rounded = [
+            evaluate(exported[name], *options, f"--parallel.dtype={dtype}")["val_loss"] for name in names
+        ]
+        assert rounded[0] == rounded[1] == pytest.approx(exact, rel=1e-2)
+        assert (rounded[0] == exact) == same
 
 
-@pytest.mark.parametrize("samples", ["many", "-5", "1e3", "", "9" * 30])
-def test_a_clock_that_is_none_is_refused_or_passed_over(exported, shapes_dir, tmp_path, samples):
+def test_a_clock_that_is_none_is_refused_or_passed_over(exported, shapes_dir, tmp_path):
     """Anyone may write anything into a file's header."""
-    save_file(load_file(exported["bfl fp32"]), tmp_path / "odd.safetensors", {"samples": samples})
-    argv = [str(tmp_path / "odd.safetensors"), f"--config={MICRO}", *data_overrides(shapes_dir)]
-    assert cli.run("eval.py", "", eval_script.main, argv) in (0, 2)
+    weights_of = load_file(exported["bfl fp32"])
+    for samples in ("many", "-5", "9" * 30):
+        save_file(weights_of, tmp_path / "odd.safetensors", {"samples": samples})
+        argv = [tmp_path / "odd.safetensors", f"--config={MICRO}", *data_overrides(shapes_dir)]
+        assert called("eval.py", *argv) in (0, 2)
 
 
 # Pictures
@@ -187,7 +180,7 @@ def size_of(path: Path) -> tuple[int, int]:
 
 def test_without_an_autoencoder_pictures_are_false_colours_and_it_says_so(run, evaluate, monkeypatch):
     grids = []
-    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append((drawn, captions)))
+    monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append((drawn, captions)))
     text = evaluate(*embeddings(run)).splitlines()
     assert text[-1].startswith(f"pictures: {run}/samples/eval_step_000000005.png (latents in false colours, ")
     assert "--sample.vae=ae.safetensors" in text[-1]
@@ -206,9 +199,9 @@ def autoencoder(tmp_path_factory) -> Path:
 
 
 def test_with_an_autoencoder_latents_are_decoded(run, evaluate, autoencoder, monkeypatch):
-    grids, latents, draw = [], [], euler.draw_latents
-    monkeypatch.setattr(grid, "grid", lambda drawn, captions, path: grids.append(drawn))
-    monkeypatch.setattr(euler, "draw_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
+    grids, latents, draw = [], [], euler.generate_latents
+    monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append(drawn))
+    monkeypatch.setattr(euler, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
     text = evaluate(*embeddings(run), f"--vae={autoencoder}")
     assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005.png"
     with torch.no_grad():
@@ -238,34 +231,30 @@ def test_fewer_captions_than_asked_for_are_said(run, evaluate):
 # Refused
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
-        (["--checkpoint=last"], ["--checkpoint", "'last'", "as in --checkpoint=900"]),
-        (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give the step"]),
-        (["--checkpoint"], ["--checkpoint", "expected one argument"]),
-        (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
-        (["--al"], ["--al", "--section.key=value"]),
-        (["--all=yes"], ["--all", "'yes'"]),
-        (["--json=1"], ["--json", "'1'"]),
-        (["--config=none.toml"], ["config none.toml: No such file"]),
-        (["--config=."], ["config .", "directory"]),
-        (["--vae"], ["--vae", "expected one argument"]),
-        (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
-        (
-            ["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"],
-            ["autoencoder none.safetensors: "],
-        ),
-        (["--data.kind=embeddings", "--sample.captions=['x']"], ["sample.captions needs data.kind=shapes"]),
-        (["--eval.batch=0"], ["eval.batch=0"]),
-        (["runs/other"], ["'runs/other'", "comes first"]),
-    ],
-    ids=lambda value: value[0] if value[0].startswith("--") else "",
-)
-def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate, options, words):
-    line = evaluate(run, *options, code=2)
-    assert all(word in line for word in words), line
+REFUSED = [
+    (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
+    (["--checkpoint=last"], ["--checkpoint", "'last'", "as in --checkpoint=900"]),
+    (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give the step"]),
+    (["--checkpoint"], ["--checkpoint", "expected one argument"]),
+    (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
+    (["--al"], ["--al", "--section.key=value"]),
+    (["--all=yes"], ["--all", "'yes'"]),
+    (["--json=1"], ["--json", "'1'"]),
+    (["--config=none.toml"], ["config none.toml: No such file"]),
+    (["--config=."], ["config .", "directory"]),
+    (["--vae"], ["--vae", "expected one argument"]),
+    (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
+    (["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"], ["autoencoder none"]),
+    (["--data.kind=embeddings", "--sample.captions=['x']"], ["sample.captions needs data.kind=shapes"]),
+    (["--eval.batch=0"], ["eval.batch=0"]),
+    (["runs/other"], ["'runs/other'", "comes first"]),
+]
+
+
+def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate):
+    for options, words in REFUSED:
+        line = evaluate(run, *options, code=2)
+        assert all(word in line for word in words), (options, line)
 
 
 def test_a_file_that_holds_no_weights_is_named_before_data_that_is_not_there(evaluate, tmp_path):
@@ -280,20 +269,15 @@ def test_what_pictures_need_is_looked_at_before_the_evaluation(run, evaluate, mo
     assert "autoencoder none.safetensors: " in line
 
 
-@pytest.mark.parametrize("name", ["bfl fp32", "diffusers fp32", "checkpoint"])
-def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate, name):
-    for option in ("--all", "--checkpoint=5"):
-        line = evaluate(exported[name], option, f"--config={MICRO}", code=2)
-        assert "is not a run" in line and "give a run, a checkpoint" in line, line
+def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate):
+    for name in ("bfl fp32", "diffusers fp32", "checkpoint"):
+        for option in ("--all", "--checkpoint=5"):
+            line = evaluate(exported[name], option, f"--config={MICRO}", code=2)
+            assert "is not a run" in line and "give a run, a checkpoint" in line, line
 
 
 def test_a_checkpoint_damaged_among_others_is_refused_by_its_name(run, evaluate, tmp_path):
-    copy = tmp_path / "run"
-    for path in sorted(run.rglob("*")):
-        if path.is_file():
-            target = copy / path.relative_to(run)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
     damaged = checkpoint_files.found(copy)[1]
     content = bytearray((damaged / "rank_00000.safetensors").read_bytes())
     content[-1] ^= 1

@@ -1,17 +1,15 @@
 """Whole runs, started as a user starts them, and what they leave in their folder."""
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, called, data_overrides, require_identical, script, trained
+from conftest import MICRO, called, data_overrides, micro_run, require_identical, script, trained
+from run_files import column, event, events, lines
 
 from flux_ref import config, config_file, schedule
 from flux_ref.errors import Refusal
-from flux_ref.formats import shards
 from flux_ref.model import parameter_table
 from flux_ref.run import reporter
 from flux_ref.sampling import euler
@@ -23,7 +21,7 @@ FILES = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(shapes_dir) -> Path:
     """The folder of all runs of this file."""
     folder = shapes_dir.parent / "runs"
@@ -33,29 +31,27 @@ def runs(shapes_dir) -> Path:
 
 def launched(runs: Path, name: str, data: Path, ranks: int) -> Path:
     """The folder of a finished run of train.py; ranks=0: plain python."""
-    process = script("train.py", MICRO, f"--run.dir={runs / name}", *data_overrides(data), ranks=ranks)
+    process = script("train.py", *micro_run(data, runs / name), ranks=ranks)
     assert process.returncode == 0, process.stderr[-4000:]
     return runs / name
 
 
-@pytest.fixture(scope="session")
-def by_python(runs, shapes_dir):
-    return launched(runs, "by_python", shapes_dir, ranks=0)
+@pytest.fixture(scope="module")
+def by_python(runs, shapes_dir, one_thread):
+    """A run of this process."""
+    assert called("train.py", *micro_run(shapes_dir, runs / "by_python")) == 0
+    return runs / "by_python"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def by_torchrun(runs, shapes_dir):
     return launched(runs, "by_torchrun", shapes_dir, ranks=1)
 
 
-@pytest.fixture(scope="session")
-def two_ranks(runs):
-    return launched(runs, "two_ranks", runs / "made_by_two_ranks", ranks=2)
-
-
-@pytest.fixture(scope="session")
-def three_ranks(runs, shapes_dir):
-    return launched(runs, "three_ranks", shapes_dir, ranks=3)
+@pytest.fixture(scope="module")
+def three_ranks(runs):
+    """A run by 3 ranks, which made its data set first."""
+    return launched(runs, "three_ranks", runs / "made_by_three_ranks", ranks=3)
 
 
 @pytest.fixture
@@ -63,29 +59,10 @@ def run(tmp_path, shapes_dir):
     """Runs train.py with overrides inside this process and returns the run's folder."""
 
     def start(name: str = "run", *overrides: str, data: Path = shapes_dir, code: int = 0) -> Path:
-        assert called("train.py", MICRO, f"--run.dir={tmp_path / name}", *data_overrides(data), *overrides) == code
+        assert called("train.py", *micro_run(data, tmp_path / name, *overrides)) == code
         return tmp_path / name
 
     return start
-
-
-def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def column(folder: Path, key: str, name: str = "metrics.jsonl") -> list:
-    return [record[key] for record in lines(folder, name)]
-
-
-def events(folder: Path) -> list[dict]:
-    """The benchmark's lines of a run."""
-    text = (folder / "result_0.txt").read_text()
-    return [json.loads(line.partition(":::MLLOG ")[2]) for line in text.splitlines() if ":::MLLOG " in line]
-
-
-def event(folder: Path, key: str) -> dict:
-    (found,) = [line for line in events(folder) if line["key"] == key]
-    return found
 
 
 # The same run, however it is started
@@ -98,47 +75,38 @@ def test_plain_python_and_torchrun_give_bit_identical_runs(by_python, by_torchru
     require_identical(trained(by_python, ""), trained(by_torchrun, ""))
 
 
-@pytest.mark.parametrize("many", ["two_ranks", "three_ranks"])
-def test_more_ranks_give_the_same_run_up_to_rounding(by_torchrun, many, request):
-    folder = request.getfixturevalue(many)
-    assert column(folder, "samples") == column(by_torchrun, "samples") == [12, 24, 36, 48, 60]
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(column(folder, key), column(by_torchrun, key), rtol=1e-4)
-    for key in ("val_loss", "val_loss_per_timestep"):
-        np.testing.assert_allclose(column(folder, key, "eval.jsonl"), column(by_torchrun, key, "eval.jsonl"), rtol=1e-4)
-    assert column(folder, "count", "eval.jsonl") == [45, 45]
+def test_more_ranks_give_the_same_run_up_to_rounding(by_torchrun, three_ranks):
+    assert column(three_ranks, "samples") == column(by_torchrun, "samples") == [12, 24, 36, 48, 60]
+    for name, keys in (("metrics.jsonl", ("loss", "grad_norm")), ("eval.jsonl", ("val_loss", "val_loss_per_timestep"))):
+        for key in keys:
+            np.testing.assert_allclose(column(three_ranks, key, name), column(by_torchrun, key, name), rtol=1e-4)
+    assert column(three_ranks, "count", "eval.jsonl") == [45, 45]
 
 
-def test_two_runs_of_a_seed_are_identical_and_another_seed_differs(run):
-    one, again, other = run("one"), run("again"), run("other", "--train.seed=1")
-    assert column(one, "loss") == column(again, "loss")
-    require_identical(trained(one, ""), trained(again, ""))
-    assert not set(column(one, "loss")) & set(column(other, "loss"))
+def test_two_runs_of_a_seed_are_identical_and_another_seed_differs(run, by_python):
+    again, other = run("again"), run("other", "--train.seed=1")
+    assert column(by_python, "loss") == column(again, "loss")
+    require_identical(trained(by_python, ""), trained(again, ""))
+    assert not set(column(by_python, "loss")) & set(column(other, "loss"))
     assert event(other, "seed")["value"] == 1
 
 
-def test_evaluations_do_not_change_training(run):
+def test_evaluations_and_warm_up_steps_do_not_change_training(run, by_python):
     often = run("often", "--eval.every_samples=12", "--eval.at_start=true")
-    rarely = run("rarely", "--eval.every_samples=600")
+    rarely = run("rarely", "--eval.every_samples=600", "--train.synthetic_steps=0")
     assert column(often, "samples", "eval.jsonl") == [0, 12, 24, 36, 48, 60]
     assert column(rarely, "samples", "eval.jsonl") == [60]
-    assert column(often, "loss") == column(rarely, "loss")
+    assert column(often, "loss") == column(rarely, "loss") == column(by_python, "loss")
     assert column(often, "val_loss", "eval.jsonl")[-1] == column(rarely, "val_loss", "eval.jsonl")[-1]
-
-
-def test_warm_up_steps_do_not_change_the_run(run):
-    with_steps, without = run("with"), run("without", "--train.synthetic_steps=0")
-    assert column(with_steps, "loss") == column(without, "loss")
 
 
 # What a run leaves
 
 
-@pytest.mark.parametrize("folder", ["by_python", "three_ranks"])
-def test_the_folder_holds_everything_and_nothing_unfinished(folder, request):
-    folder = request.getfixturevalue(folder)
-    assert sorted(path.name for path in folder.iterdir()) == FILES
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000000005"]
+def test_the_folder_holds_everything_and_nothing_unfinished(by_python, three_ranks):
+    for folder in (by_python, three_ranks):
+        assert sorted(path.name for path in folder.iterdir()) == FILES
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000000005"]
 
 
 def test_the_stored_config_loads_back_equal(by_python, shapes_dir):
@@ -179,45 +147,39 @@ def test_weights_are_whole_and_trained(by_python, micro):
 # eval.py
 
 
-def test_eval_by_plain_python_prints_what_two_ranks_logged_last(two_ranks):
-    process = script("eval.py", two_ranks, ranks=0)
+def test_eval_by_plain_python_prints_what_three_ranks_logged_last(three_ranks):
+    process = script("eval.py", three_ranks, ranks=0)
     assert process.returncode == 0, process.stderr[-4000:]
-    last = lines(two_ranks, "eval.jsonl")[-1]
-    printed = process.stdout.splitlines()
+    last = lines(three_ranks, "eval.jsonl")[-1]
     pairs = zip(last["val_loss_per_timestep"], last["stderr_per_timestep"])
-    assert printed == [
-        f"{two_ranks}/checkpoints/step_000000005 after 60 training samples",
+    assert process.stdout.splitlines() == [
+        f"{three_ranks}/checkpoints/step_000000005 after 60 training samples",
         *(f"t = {k}/8   {loss:.4f} +- {error:.4f}" for k, (loss, error) in enumerate(pairs)),
         f"mean      {last['val_loss']:.4f} +- {last['stderr']:.4f}  over 45 samples",
     ]
 
 
-@pytest.mark.parametrize("noise", ["fresh", "fixed"])
-def test_eval_computes_the_very_number_that_training_logged(run, monkeypatch, noise):
+def test_eval_computes_the_very_number_that_training_logged_with_fixed_noise(run, monkeypatch):
+    """test_eval.py does so with fresh noise."""
     results = []
-    folder = run("run", f"--eval.noise={noise}")
+    folder = run("run", "--eval.noise=fixed")
     monkeypatch.setattr(reporter, "table", lambda result: results.append(result) or "")
     assert called("eval.py", folder) == 0
     last = lines(folder, "eval.jsonl")[-1]
     assert [(result.loss, result.losses) for result in results] == [(last["val_loss"], last["val_loss_per_timestep"])]
 
 
-def test_eval_of_a_folder_without_weights_is_refused(tmp_path, capsys):
-    assert called("eval.py", tmp_path) == 2
-    assert "holds no weights" in capsys.readouterr().err
-
-
 # When a run ends
 
 
-@pytest.mark.parametrize("limit, trained, evaluated", [(40, 48, [36, 48]), (72, 72, [36, 72]), (12, 12, [12])])
-def test_the_last_evaluation_comes_at_the_end_whatever_the_interval(run, limit, trained, evaluated):
-    folder = run("run", f"--train.max_samples={limit}", "--train.log_every_samples=24")
-    assert column(folder, "samples")[-1] == trained
-    assert column(folder, "samples", "eval.jsonl") == evaluated
-    stop = event(folder, "run_stop")["metadata"]
-    assert (stop["status"], stop["samples_count"]) == ("aborted", trained)
-    assert stop["reason"] == "train.max_samples reached"
+def test_the_last_evaluation_comes_at_the_end_whatever_the_interval(run):
+    for limit, samples, evaluated in ((40, 48, [36, 48]), (12, 12, [12])):
+        folder = run(f"{limit}", f"--train.max_samples={limit}", "--train.log_every_samples=24")
+        assert column(folder, "samples")[-1] == samples
+        assert column(folder, "samples", "eval.jsonl") == evaluated
+        stop = event(folder, "run_stop")["metadata"]
+        assert (stop["status"], stop["samples_count"]) == ("aborted", samples)
+        assert stop["reason"] == "train.max_samples reached"
 
 
 def test_an_interval_is_rounded_up_to_whole_steps(run):
@@ -236,33 +198,12 @@ def test_reaching_the_target_stops_early_with_success(run, capsys):
     assert "after 36 training samples" in capsys.readouterr().out
 
 
-def test_a_target_just_below_the_loss_is_not_reached(run):
-    losses = column(run("free"), "val_loss", "eval.jsonl")
+def test_a_target_just_below_the_loss_is_not_reached(run, by_python):
+    losses = column(by_python, "val_loss", "eval.jsonl")
     folder = run("bound", f"--eval.target={min(losses) * (1 - 1e-9)!r}")
     assert event(folder, "run_stop")["metadata"]["status"] == "aborted"
     folder = run("reached", f"--eval.target={losses[0]!r}")
     assert column(folder, "samples", "eval.jsonl") == [36]
-
-
-@pytest.mark.parametrize("allowed, code", [(0, 3), (1, 0)])
-def test_a_damaged_sample_ends_the_run_unless_it_may_be_skipped(run, shapes_dir, tmp_path, capsys, allowed, code):
-    data = tmp_path / "data"
-    shutil.copytree(shapes_dir, data)
-    layout = shards.layout(config_file.load(MICRO).model)
-    path = data / "train" / "shard_000000.tar"
-    content = bytearray(path.read_bytes())
-    middle = 25 * layout.stride
-    at = content.index(b".mean.bytes", middle, middle + layout.stride) // 512 * 512 + 512 + shards.NPY_HEADER
-    content[at : at + 2] = b"\xc0\x7f"
-    path.write_bytes(content)
-    folder = run("run", f"--data.skip_bad={allowed}", "--train.max_samples=48", data=data, code=code)
-    if allowed:
-        assert column(folder, "skipped")[-1] == 1
-        return
-    assert "key train_00000025: mean holds NaN" in capsys.readouterr().err
-    stop = event(folder, "run_stop")["metadata"]
-    assert stop["status"] == "aborted" and "train_00000025" in stop["reason"]
-    assert not (folder / "outcome.json").exists()
 
 
 # The benchmark's clock
@@ -274,28 +215,13 @@ def test_events_come_in_the_benchmarks_order(run):
     block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop"]
     assert keys[:2] == ["cache_clear", "init_start"]
     assert keys[keys.index("init_stop") :] == ["init_stop", "run_start", *block, *block, "run_stop"]
-    assert [line["metadata"]["samples_count"] for line in events(folder)[-11:]] == [
-        0,
-        36,
-        36,
-        36,
-        36,
-        36,
-        72,
-        72,
-        72,
-        72,
-        72,
-    ]
+    assert [line["metadata"]["samples_count"] for line in events(folder)[-11:]] == [0] + [36] * 5 + [72] * 5
     times = [line["time_ms"] for line in events(folder)]
     assert times == sorted(times)
 
 
-def test_without_eviction_no_clearing_is_claimed(by_python):
+def test_the_log_claims_no_clearing_without_eviction_and_counts_real_samples(by_python, three_ranks):
     assert events(by_python)[0]["key"] == "init_start"
-
-
-def test_the_log_counts_real_samples(three_ranks):
     assert event(three_ranks, "eval_samples")["value"] == 45
     assert event(three_ranks, "train_samples")["value"] == 50
 
@@ -320,8 +246,8 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
 # Data made on first use
 
 
-def test_missing_data_is_made_whole_on_first_use(two_ranks, runs, shapes_dir):
-    made = runs / "made_by_two_ranks"
+def test_missing_data_is_made_whole_on_first_use(three_ranks, runs, shapes_dir):
+    made = runs / "made_by_three_ranks"
     files = sorted(path.relative_to(shapes_dir) for path in shapes_dir.rglob("*") if path.is_file())
     assert sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file()) == files and len(files) == 4
     for path in files:
@@ -356,26 +282,15 @@ def test_what_pictures_need_is_looked_at_before_training(run, capsys):
     assert "autoencoder none.safetensors: " in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_a_run_is_kept_unless_it_may_be_overwritten(run, capsys):
-    folder = run("run", "--train.max_samples=12")
-    before = trained(folder)
-    run("run", "--train.max_samples=12", code=2)
-    assert "already holds a finished run" in capsys.readouterr().err
-    require_identical(trained(folder), before)
-    run("run", "--train.seed=1", "--run.overwrite=true")
-    assert column(folder, "samples") == [12, 24, 36, 48, 60]
-    assert event(folder, "seed")["value"] == 1
-
-
 def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shapes_dir, monkeypatch):
     def refuse(*_):
         raise Refusal("the empty encodings are gone")
 
-    monkeypatch.setattr(euler.Artist, "draw", refuse)
+    monkeypatch.setattr(euler.Artist, "paint", refuse)
     folder = tmp_path / "run"
-    assert called("train.py", MICRO, f"--run.dir={folder}", "--sample.count=1", *data_overrides(shapes_dir)) != 0
+    assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) != 0
     assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "outcome.json"]
     assert event(folder, "run_stop")["metadata"]["samples_count"] == 60 and trained(folder)
     monkeypatch.undo()
-    assert called("train.py", MICRO, f"--run.dir={folder}", "--sample.count=1", *data_overrides(shapes_dir)) == 0
+    assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) == 0
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "samples"])

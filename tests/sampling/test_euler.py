@@ -76,9 +76,9 @@ def start_noise(cfg: Config) -> Tensor:
 
 def drawn(net: Velocity, cfg: Config) -> Tensor:
     """The latents of CAPTIONS, at unit variance."""
-    texts = [rows for _, rows in euler.caption_texts(CAPTIONS, cfg)]
-    empty = euler.caption_texts(("",), cfg)[0][1]
-    z = euler.draw_latents(net, texts, empty, cfg, CPU)
+    texts = [rows for _, rows in euler.encode_captions(CAPTIONS, cfg)]
+    empty = euler.encode_captions(("",), cfg)[0][1]
+    z = euler.generate_latents(net, texts, empty, cfg, CPU)
     assert z.dtype == torch.float32 and not z.requires_grad
     return (z - latents.SHIFT) * latents.SCALE
 
@@ -109,7 +109,7 @@ def test_guidance_extrapolates_from_the_empty_caption(guidance):
     """free + guidance * (conditioned - free), each row with its own caption."""
     cfg = micro_config(sample__steps=3, sample__guidance=guidance)
     net = Velocity(lambda x, clip, t: clip.mean(dim=1)[:, None, None].expand_as(x))
-    pooled = [shards.from_bf16_bits(rows["clip"]).mean() for _, rows in euler.caption_texts(("", *CAPTIONS), cfg)]
+    pooled = [shards.from_bf16_bits(rows["clip"]).mean() for _, rows in euler.encode_captions(("", *CAPTIONS), cfg)]
     velocity = torch.tensor([pooled[0] + guidance * (own - pooled[0]) for own in pooled[1:]])
     expected = start_noise(cfg) - velocity[:, None, None, None]
     torch.testing.assert_close(drawn(net, cfg), expected, rtol=1e-5, atol=1e-5)
@@ -117,7 +117,7 @@ def test_guidance_extrapolates_from_the_empty_caption(guidance):
 
 def test_caption_texts_are_the_data_sets_encodings():
     cfg = micro_config()
-    (caption, rows), _ = euler.caption_texts(CAPTIONS, cfg)
+    (caption, rows), _ = euler.encode_captions(CAPTIONS, cfg)
     t5, clip = shapes.encode_caption(caption, cfg.model.text_tokens, cfg.model.t5_dim, cfg.model.clip_dim)
     assert caption == CAPTIONS[0]
     np.testing.assert_allclose(shards.from_bf16_bits(rows["t5"]), t5, rtol=2**-8)

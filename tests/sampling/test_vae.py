@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
+from payload import Payload
+from peer_vae import diffusers_net, lively_net, random, relative_error, to_diffusers, twins
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -54,88 +55,6 @@ def bfl_modules() -> Iterator[str]:
         yield from (f"{half}.mid.attn_1.{part}" for part in ("norm", "q", "k", "v", "proj_out"))
     yield from (f"encoder.down.{number}.downsample.conv" for number in (0, 1, 2))
     yield from (f"decoder.up.{number}.upsample.conv" for number in (1, 2, 3))
-
-
-# What diffusers calls the parts of a name; levels are renamed by diffusers_name.
-DIFFUSERS = {
-    "nin_shortcut": "conv_shortcut",
-    "norm_out": "conv_norm_out",
-    "mid.block_1": "mid_block.resnets.0",
-    "mid.block_2": "mid_block.resnets.1",
-    "mid.attn_1.norm": "mid_block.attentions.0.group_norm",
-    "mid.attn_1.q": "mid_block.attentions.0.to_q",
-    "mid.attn_1.k": "mid_block.attentions.0.to_k",
-    "mid.attn_1.v": "mid_block.attentions.0.to_v",
-    "mid.attn_1.proj_out": "mid_block.attentions.0.to_out.0",
-    "downsample.conv": "downsamplers.0.conv",
-    "upsample.conv": "upsamplers.0.conv",
-    ".block.": ".resnets.",
-}
-
-
-def diffusers_name(name: str, levels: int) -> str:
-    """diffusers counts the decoder's levels from the latent."""
-    for ours, theirs in DIFFUSERS.items():
-        name = name.replace(ours, theirs)
-    for number in range(levels):
-        name = name.replace(f"encoder.down.{number}.", f"encoder.down_blocks.{number}.")
-        name = name.replace(f"decoder.up.{number}.", f"decoder.up_blocks.{levels - 1 - number}.")
-    return name
-
-
-def to_diffusers(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Weights under diffusers' names, sharing memory; attention projects with linears there."""
-    linear = (".q.weight", ".k.weight", ".v.weight", ".proj_out.weight")
-    return {
-        diffusers_name(name, len(sizes.multipliers)): tensor[:, :, 0, 0] if name.endswith(linear) else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def diffusers_net(sizes: Sizes) -> nn.Module:
-    """On the meta device."""
-    levels = len(sizes.multipliers)
-    with torch.device("meta"):
-        return AutoencoderKL(
-            block_out_channels=tuple(sizes.base * multiplier for multiplier in sizes.multipliers),
-            down_block_types=("DownEncoderBlock2D",) * levels,
-            up_block_types=("UpDecoderBlock2D",) * levels,
-            layers_per_block=sizes.blocks,
-            latent_channels=sizes.latent_channels,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
-
-
-def lively_net(sizes: Sizes, seed: int = 0) -> Autoencoder:
-    """A net in which no weight is zero or one and activations stay near unit variance."""
-    with torch.device("meta"):
-        net = Autoencoder(sizes).requires_grad_(False)
-    net.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in net.parameters():
-        width = math.sqrt(3 / parameter[0].numel()) if parameter.ndim == 4 else 0.3
-        parameter.uniform_(-width, width, generator=generator)
-    for name, module in net.named_modules():
-        if "norm" in name.rpartition(".")[2]:
-            module.weight.add_(1.0)
-    return net
-
-
-def twins(sizes: Sizes) -> tuple[Autoencoder, nn.Module]:
-    """Ours, and diffusers' with the same memory as weights."""
-    net, twin = lively_net(sizes), diffusers_net(sizes)
-    twin.load_state_dict(to_diffusers(net.state_dict(), sizes), strict=True, assign=True)
-    return net, twin.eval()
-
-
-def random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape and theirs.std() > 0.05, "the outputs must say something"
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
 def assert_parity(sizes: Sizes, height: int, width: int, batch: int = 2, scale: float = 1.0) -> None:
@@ -346,16 +265,6 @@ def test_truncated_files_are_refused(lively, tmp_path, keep):
 def test_an_absent_file_and_a_folder_are_refused(tmp_path):
     refusal(tmp_path / "absent.safetensors")
     refusal(tmp_path)
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.mkdir, (self.mark,)
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path):

@@ -1,5 +1,5 @@
-"""What export writes, diffusers opens and computes the same with; what diffusers writes comes in bit for bit; and there
-and back nothing changes."""
+"""diffusers opens what export writes and computes the same with it. import takes what diffusers writes bit for bit.
+Nothing changes on the way there and back."""
 
 import inspect
 import json
@@ -8,31 +8,33 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import rank_runs
 import torch
-from conftest import MICRO, ROOT
+from conftest import MICRO, ROOT, require_identical
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_model, single_file_utils
+from peer_net import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_model import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from torch import Tensor, nn
 
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, weight_files
 from flux_ref.model import Flux, parameter_table
 from flux_ref.weights import commands as weights
-from flux_ref.weights import diffusers_names, files
+from flux_ref.weights import exports
 
 CFG = config_file.load(MICRO)
 MODEL = CFG.model
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINED = {"step": 5, "samples": 60, "name": "micro", "config": config.flat(CFG)}
 TOLERANCE = 1e-5  # relative, fp32
+COMMANDS = {"bfl": ["export"], "diffusers": ["export", "--format=diffusers"], "checkpoint": ["import"]}
 
 
 @pytest.fixture
@@ -82,11 +84,10 @@ def kept(path: Path) -> dict[str, Tensor]:
     return {key.removeprefix("model."): saved.read(key) for key in saved.tensors}
 
 
-def require_identical(found: dict[str, Tensor], want: dict[str, Tensor]):
-    assert found.keys() == want.keys()
-    assert [
-        name for name in want if found[name].dtype != want[name].dtype or not torch.equal(found[name], want[name])
-    ] == []
+def require_same(tensors: dict[str, Tensor], want: dict[str, Tensor]):
+    """The same names with the same dtypes and bits."""
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {name: t.dtype for name, t in want.items()}
+    require_identical(tensors, want)
 
 
 # The map
@@ -109,16 +110,16 @@ def tiles(parts: dict[str, list[diffusers_names.Part]], table: dict[str, tuple[i
     return ends == {name: shape[0] for name, shape in table.items()}
 
 
-@pytest.mark.parametrize("model", [MODEL, ModelConfig()], ids=["micro", "schnell"])
-def test_the_map_is_a_bijection_of_rows(model):
+def test_the_map_is_a_bijection_of_rows():
     """Both ways every row goes to one place, and the two maps undo each other."""
-    from_diffusers, from_bfl = diffusers_names.diffusers_parts(model), diffusers_names.bfl_parts(model)
-    assert tiles(from_bfl, parameter_table(model)) and tiles(from_diffusers, diffusers_names.diffusers_table(model))
-    for name, (rows, *_) in parameter_table(model).items():
-        assert sum(part.rows for part in from_diffusers[name]) == rows
-        for row in {0, 1, rows // 6, rows // 3, rows // 2, 2 * rows // 3, rows - 1}:
-            there = locate(from_diffusers[name], row)
-            assert locate(from_bfl[there[0]], there[1]) == (name, row)
+    for model in (MODEL, ModelConfig()):
+        from_diffusers, from_bfl = diffusers_names.diffusers_parts(model), diffusers_names.bfl_parts(model)
+        assert tiles(from_bfl, parameter_table(model)) and tiles(from_diffusers, diffusers_names.diffusers_table(model))
+        for name, (rows, *_) in parameter_table(model).items():
+            assert sum(part.rows for part in from_diffusers[name]) == rows
+            for row in {0, 1, rows // 6, rows // 3, rows // 2, 2 * rows // 3, rows - 1}:
+                there = locate(from_diffusers[name], row)
+                assert locate(from_bfl[there[0]], there[1]) == (name, row)
 
 
 def locate(parts: list[diffusers_names.Part], row: int) -> tuple[str, int]:
@@ -131,7 +132,7 @@ def locate(parts: list[diffusers_names.Part], row: int) -> tuple[str, int]:
 
 
 def test_the_map_equals_an_independent_one(lively):
-    """That with which the model's own parity is tested."""
+    """The other map is the one with which the model's parity with diffusers is tested."""
     want = to_diffusers(lively, MODEL.hidden)
     assert diffusers_names.bfl_parts(MODEL).keys() == want.keys()
     for name, parts in diffusers_names.bfl_parts(MODEL).items():
@@ -219,22 +220,21 @@ def test_diffusers_opens_a_file_of_schnells_width_as_it_is(tmp_path):
         path.unlink()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 4])
-def test_diffusers_reads_what_was_kept_to_the_bit(checkpoint, lively, tmp_path, monkeypatch, dtype, count):
+def test_diffusers_reads_what_was_kept_to_the_bit(checkpoint, lively, tmp_path, monkeypatch):
     """Also from several files, into which it splits what is larger than 10 GB."""
-    total = sum(tensor.numel() for tensor in lively.values()) * DTYPES[dtype].itemsize
-    monkeypatch.setattr(files, "DIFFUSERS_FILE_BYTES", total if count == 1 else total / 3.2)
-    folder = export(checkpoint, tmp_path / "out", "diffusers", dtype)
-    assert len(list(folder.glob("*.safetensors"))) == count
-    for path in folder.glob("*.safetensors"):
-        assert count == 1 or path.stat().st_size < total / 3.2 + 10_000
-    net = from_pretrained(folder, torch_dtype=DTYPES[dtype])
-    want = to_diffusers({name: tensor.to(DTYPES[dtype]) for name, tensor in lively.items()}, MODEL.hidden)
-    require_identical(dict(net.state_dict()), want)
-    if count > 1:
-        index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == total and index["weight_map"].keys() == want.keys()
+    for count, (name, dtype) in product((1, 4), DTYPES.items()):
+        total = sum(tensor.numel() for tensor in lively.values()) * dtype.itemsize
+        most = total / 3.2 if count > 1 else total
+        monkeypatch.setattr(exports, "MOST_FILE_BYTES", most)
+        folder = export(checkpoint, tmp_path / f"{name} {count}", "diffusers", name)
+        assert len(list(folder.glob("*.safetensors"))) == count
+        assert all(path.stat().st_size < most + 20_000 for path in folder.glob("*.safetensors"))
+        net = from_pretrained(folder, torch_dtype=dtype)
+        want = to_diffusers({name: tensor.to(dtype) for name, tensor in lively.items()}, MODEL.hidden)
+        require_same(dict(net.state_dict()), want)
+        if count > 1:
+            index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == total and index["weight_map"].keys() == want.keys()
 
 
 # What diffusers wrote comes in
@@ -249,14 +249,13 @@ def twin(lively) -> FluxTransformer2DModel:
     return net
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("most", ["10GB", "50KB"])
-def test_a_folder_that_diffusers_saved_comes_in_bit_for_bit(twin, lively, tmp_path, dtype, most):
-    twin.to(DTYPES[dtype]).save_pretrained(tmp_path / "theirs", max_shard_size=most)
-    many = len(list((tmp_path / "theirs").glob("*.safetensors")))
-    assert (many == 1) == (most == "10GB")
-    found = kept(import_(tmp_path / "theirs", tmp_path / "ours"))
-    require_identical(found, {name: tensor.to(DTYPES[dtype]).float() for name, tensor in lively.items()})
+def test_a_folder_that_diffusers_saved_comes_in_bit_for_bit(twin, lively, tmp_path):
+    for (name, dtype), most in product(DTYPES.items(), ("10GB", "50KB")):  # fp32 first: rounding to bf16 stays
+        theirs = tmp_path / f"theirs {name} {most}"
+        twin.to(dtype).save_pretrained(theirs, max_shard_size=most)
+        assert (len(list(theirs.glob("*.safetensors"))) == 1) == (most == "10GB")
+        want = {name: tensor.to(dtype).float() for name, tensor in lively.items()}
+        require_same(kept(import_(theirs, tmp_path / f"ours {name} {most}")), want)
 
 
 def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, checkpoint, tmp_path):
@@ -267,32 +266,33 @@ def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, che
     assert own.items() <= their.items()
     assert {key: their[key] for key in their.keys() - own.keys() - {"_diffusers_version"}} == {"out_channels": None}
     own, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
-    require_identical(own, their)
+    require_same(own, their)
 
 
 # There and back
 
 
-@pytest.mark.parametrize("piece", [files.PIECE_BYTES, 1000], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypatch, dtype, piece):
-    """Checkpoint to BFL, to a checkpoint, to diffusers, to a checkpoint, to BFL; bf16 rounds once, at the first."""
-    monkeypatch.setattr(files, "PIECE_BYTES", piece)
-    want = {name: tensor.to(DTYPES[dtype]) for name, tensor in lively.items()}
-    first = export(checkpoint, tmp_path / "1.safetensors", dtype=dtype)
-    require_identical(load_file(first), want)
-    again = import_(first, tmp_path / "2")
-    require_identical(kept(again), {name: tensor.float() for name, tensor in want.items()})
-    theirs = export(again, tmp_path / "3", "diffusers", dtype)
-    require_identical(load_file(theirs / "diffusion_pytorch_model.safetensors"), to_diffusers(want, MODEL.hidden))
-    last = export(import_(theirs, tmp_path / "4"), tmp_path / "5.safetensors", dtype=dtype)
-    require_identical(load_file(last), want)
+def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypatch):
+    """Checkpoint, BFL, checkpoint, diffusers, checkpoint, BFL. bf16 rounds once, at the first step."""
+    for piece, (name, dtype) in product((exports.PIECE_BYTES, 2000), DTYPES.items()):
+        monkeypatch.setattr(exports, "PIECE_BYTES", piece)
+        folder = tmp_path / f"{name} {piece}"
+        folder.mkdir()
+        want = {name: tensor.to(dtype) for name, tensor in lively.items()}
+        first = export(checkpoint, folder / "1.safetensors", dtype=name)
+        require_same(load_file(first), want)
+        again = import_(first, folder / "2")
+        require_same(kept(again), {name: tensor.float() for name, tensor in want.items()})
+        theirs = export(again, folder / "3", "diffusers", name)
+        require_same(load_file(theirs / "diffusion_pytorch_model.safetensors"), to_diffusers(want, MODEL.hidden))
+        last = export(import_(theirs, folder / "4"), folder / "5.safetensors", dtype=name)
+        require_same(load_file(last), want)
 
 
 def test_a_file_becomes_a_folder_without_a_checkpoint_between(lively, tmp_path):
     save_file(lively, tmp_path / "bfl.safetensors")
     theirs = export(tmp_path / "bfl.safetensors", tmp_path / "theirs", "diffusers")
-    require_identical(load_file(export(theirs, tmp_path / "back.safetensors")), lively)
+    require_same(load_file(export(theirs, tmp_path / "back.safetensors")), lively)
 
 
 def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
@@ -309,9 +309,9 @@ def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
 
 
 def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypatch):
-    """Nothing larger than a piece, unless a single row is; so memory does not grow with the model."""
+    """Nothing is larger than a piece, unless a single row is. So memory does not grow with the model."""
     sizes, write = [], safetensors_io.CheckedFile.write_tensor
-    monkeypatch.setattr(files, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(exports, "PIECE_BYTES", 2000)
     monkeypatch.setattr(safetensors_io.CheckedFile, "write_tensor", lambda f, t: (sizes.append(t.nbytes), write(f, t)))
     export(checkpoint, tmp_path / "bfl")
     export(checkpoint, tmp_path / "diffusers", "diffusers")
@@ -360,7 +360,7 @@ def test_a_run_is_exported_as_its_newest_checkpoint_or_that_of_a_step(lively, tm
         import_(tmp_path / f"{step}.safetensors", run / "checkpoints" / f"step_{step:09d}")
     for option, step in (([], 7), (["--checkpoint=3"], 3)):
         assert command("export", run, tmp_path / f"out {step}", *option) == 0
-        require_identical(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
+        require_same(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
 
 
 # Refused
@@ -373,27 +373,28 @@ def complaint(capsys, *argv: object) -> str:
     return line
 
 
-@pytest.mark.parametrize("options", [["export"], ["export", "--format=diffusers"], ["import"]], ids=" ".join)
-def test_what_exists_is_not_overwritten(checkpoint, tmp_path, capsys, options):
+def test_what_exists_is_not_overwritten(checkpoint, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    for name in ("file", "folder"):
+    for options, name in product(COMMANDS.values(), ("file", "folder")):
         assert f"{name} exists; remove it" in complaint(capsys, *options, checkpoint, tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "folder").iterdir())
 
 
-@pytest.mark.parametrize("change", [{"model__mlp_ratio": 3}, {"model__rope_theta": 1000}], ids=lambda c: next(iter(c)))
-def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys, change):
+def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys):
     """It has no place for these numbers, and would take its own."""
-    cfg = config_file.replace(CFG, **change)
-    (tmp_path / "other.toml").write_text(config_file.dump(cfg))
-    tensors = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}
-    save_file(tensors, tmp_path / "w.safetensors")
-    where = [tmp_path / "w.safetensors", tmp_path / "out", f"--config={tmp_path / 'other.toml'}"]
-    assert next(iter(change)).replace("__", ".") in complaint(capsys, "export", *where, "--format=diffusers")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.toml", "w.safetensors"]
-    assert command("export", *where) == 0
-    require_identical(load_file(tmp_path / "out"), tensors)
+    for key, value in (("mlp_ratio", 3), ("rope_theta", 1000)):
+        folder = tmp_path / key
+        folder.mkdir()
+        cfg = config_file.replace(CFG, **{f"model__{key}": value})
+        (folder / "other.toml").write_text(config_file.dump(cfg))
+        tensors = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}
+        save_file(tensors, folder / "w.safetensors")
+        where = [folder / "w.safetensors", folder / "out", f"--config={folder / 'other.toml'}"]
+        assert f"model.{key}" in complaint(capsys, "export", *where, "--format=diffusers")
+        assert sorted(path.name for path in folder.iterdir()) == ["other.toml", "w.safetensors"]
+        assert command("export", *where) == 0
+        require_same(load_file(folder / "out"), tensors)
 
 
 # Breaking off
@@ -401,14 +402,15 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys, c
 
 KILLED = """
 import os, signal, sys
-from flux_ref import storage, weights
-write, left = storage.CheckedFile.write_tensor, [40]
+from flux_ref.formats.safetensors_io import CheckedFile
+from flux_ref.weights import commands as weights
+write, left = CheckedFile.write_tensor, [40]
 def stop(file, tensor):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, tensor)
-storage.CheckedFile.write_tensor = stop
+CheckedFile.write_tensor = stop
 weights.main(sys.argv[1:])
 """
 
@@ -426,22 +428,20 @@ def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:
     monkeypatch.setattr(safetensors_io.CheckedFile, "write_tensor", stop)
 
 
-COMMANDS = {"bfl": ["export"], "diffusers": ["export", "--format=diffusers"], "checkpoint": ["import"]}
-
-
-@pytest.mark.parametrize("then", COMMANDS)
-@pytest.mark.parametrize("first", COMMANDS)
-def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively, tmp_path, monkeypatch, first, then):
+def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively, tmp_path, monkeypatch):
     """Also when the next is to become something else under the same name."""
     before = set(tmp_path.iterdir())
-    with monkeypatch.context() as patch:
-        break_off(patch, KeyboardInterrupt())
-        assert command(*COMMANDS[first], checkpoint, tmp_path / "out") == 130
-    assert not (tmp_path / "out").exists()
-    assert command(*COMMANDS[then], checkpoint, tmp_path / "out") == 0
-    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
-    source = files.open_source(files.find(tmp_path / "out"), MODEL)
-    require_identical({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
+    for number, (first, then) in enumerate(product(COMMANDS.values(), COMMANDS.values())):
+        out = tmp_path / f"out {number}"
+        with monkeypatch.context() as patch:
+            break_off(patch, KeyboardInterrupt())
+            assert command(*first, checkpoint, out) == 130
+        assert set(tmp_path.iterdir()) == before
+        assert command(*then, checkpoint, out) == 0
+        before.add(out)
+        assert set(tmp_path.iterdir()) == before
+        source = weight_files.open_source(weight_files.find(out), MODEL)
+        require_same({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
 
 
 def test_a_full_disk_is_one_line_and_what_was_written_is_removed(checkpoint, tmp_path, monkeypatch, capsys):
@@ -460,7 +460,7 @@ def test_after_a_kill_the_next_export_succeeds(checkpoint, lively, tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "out").exists()
     assert command(*argv) == 0
-    require_identical(load_file(tmp_path / "out"), lively)
+    require_same(load_file(tmp_path / "out"), lively)
 
 
 @pytest.mark.slow

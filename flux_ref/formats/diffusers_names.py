@@ -74,7 +74,7 @@ def _parts(name: str, rows: int, hidden: int) -> list[Part]:
     if isinstance(to, str):
         return [Part(f"{stem}{to}.{kind}", 0, rows)]
     sizes = (*(hidden for _ in range(3)), rows - 3 * hidden)  # the last is there for linear1 only
-    return [Part(f"{stem}{one}.{kind}", 0, size) for one, size in zip(to, sizes)]
+    return [Part(f"{stem}{name}.{kind}", 0, size) for name, size in zip(to, sizes)]
 
 
 def bfl_parts(model: ModelConfig) -> dict[str, list[Part]]:

@@ -1,0 +1,215 @@
+"""Reading a model's weights from the forms in which people keep them, a few rows at a time."""
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from flux_ref import config_file, ranks
+from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Refusal
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats.diffusers_names import Part
+from flux_ref.model import parameter_table
+from flux_ref.sharding import local_rows, named_parameters
+
+PREFIX = "model.diffusion_model."  # some tools put it before BFL's names
+DIFFUSERS_STEM = "diffusion_pytorch_model"  # of the names of diffusers' files
+COUNT = re.compile("[0-9]{1,18}")
+KINDS = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
+
+
+class Tensors:
+    """The tensors of some safetensors files by name. Rows are read when they are asked for; none are kept."""
+
+    def __init__(self, where: Path, files: list[Path]):
+        """Raises: Refusal for a file that is not a whole safetensors file, or has tensors of another dtype."""
+        self.where, self.files, self.shapes, self.metadata = where, {}, {}, {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self.metadata |= file.metadata() or {}
+                    for name in file.keys():  # noqa: SIM118
+                        part = file.get_slice(name)
+                        self._require_dtype(name, part.get_dtype(), path)
+                        self.files[name], self.shapes[name] = path, tuple(part.get_shape())
+            except (OSError, SafetensorError) as error:
+                raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
+
+    @property
+    def info(self) -> dict[str, str]:
+        """The metadata. Counters that are no numbers are left out: other tools may write anything there."""
+        return {
+            key: text for key, text in self.metadata.items() if key not in ("step", "samples") or COUNT.fullmatch(text)
+        }
+
+    @staticmethod
+    def _require_dtype(name: str, dtype: str, path: Path) -> None:
+        if dtype not in safetensors_io.DTYPES:
+            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor, in the file's dtype. Raises: Refusal."""
+        try:
+            with safe_open(self.files[name], framework="pt") as file:  # a mapping that stays open would fill memory
+                rows = file.get_slice(name)[first : first + count]
+        except (OSError, SafetensorError) as error:
+            raise Refusal(f"weights {self.files[name]}: {' '.join(str(error).split())}") from None
+        safetensors_io.Moved.total += rows.nbytes
+        return rows
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of a model in any form, by BFL's names.
+
+    kind:  "checkpoint", "BFL" or "diffusers".
+    parts: for each parameter, the rows of `tensors` that make it up, one below the other.
+    info:  what is known of the training: step, samples, name, config, ... where the files say so.
+    """
+
+    kind: str
+    tensors: Tensors | checkpoint_files.Checkpoint
+    parts: dict[str, list[Part]]
+    info: dict = field(default_factory=dict)
+
+    @property
+    def where(self) -> Path:
+        return self.tensors.folder if isinstance(self.tensors, checkpoint_files.Checkpoint) else self.tensors.where
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a parameter, on the host, in the dtype of the files.
+
+        Raises: Refusal for damage and for values that are NaN or infinite.
+        """
+        pieces, row = [], 0  # row: the parameter's row with which the part begins
+        for part in self.parts[name]:
+            low, high = max(first, row), min(first + count, row + part.rows)
+            if low < high:
+                pieces.append(self.tensors.read(part.name, part.first + low - row, high - low))
+            row += part.rows
+        if not pieces:
+            return self.tensors.read(self.parts[name][0].name, 0, 0)
+        return safetensors_io.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
+
+
+def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, list[Part]]:
+    """For each name of a table of shapes, all rows of the tensor prefix + name."""
+    return {name: [Part(prefix + name, 0, shape[0])] for name, shape in table.items()}
+
+
+def find(path: Path, step: int | None = None) -> Path:
+    """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
+
+    step: the checkpoint of this step of a run. None: the run's newest.
+    """
+    is_run = (path / "config.toml").is_file() or checkpoint_files.folder_of(path).is_dir()
+    if step is not None and not is_run:
+        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
+    if is_run:
+        checkpoints = {checkpoint_files.step_of(folder): folder for folder in checkpoint_files.found(path)}
+        wanted = max(checkpoints, default=None) if step is None else step
+        if wanted not in checkpoints:
+            which = "" if step is None else f" of step {step}"
+            steps = ", ".join(map(str, sorted(checkpoints))) or "none"
+            raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
+        return checkpoints[wanted]
+    if checkpoint_files.is_checkpoint(path) or path.is_file():
+        return path
+    if (path / "transformer").is_dir():
+        return path / "transformer"
+    if path.is_dir() and list(path.glob("*.safetensors")):
+        return path
+    raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
+
+
+def open_source(path: Path, model: ModelConfig) -> Source:
+    """The weights at a path that `find` returned.
+
+    Raises: Refusal that lists what is missing, unexpected or misshaped.
+    """
+    table = parameter_table(model)
+    if checkpoint_files.is_checkpoint(path):
+        checkpoint = checkpoint_files.Checkpoint(path)
+        shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
+        want = {f"model.{name}": shape for name, shape in table.items()}
+        safetensors_io.require_fit(shapes, want, f"checkpoint {path}")
+        return Source("checkpoint", checkpoint, whole_parts(table, "model."), checkpoint.info)
+    if path.is_dir():
+        diffusers_names.require_diffusers(model)
+        _require_config(path / "config.json", model)
+    tensors = Tensors(path, _files(path))
+    if "x_embedder.weight" in tensors.shapes:
+        safetensors_io.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
+        return Source("diffusers", tensors, diffusers_names.diffusers_parts(model), tensors.info)
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
+    want = {prefix + name: shape for name, shape in table.items()}
+    safetensors_io.require_fit(tensors.shapes, want, f"weights {path}")
+    return Source("BFL", tensors, whole_parts(table, prefix), tensors.info)
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a path. A folder with an index has the files that the index names."""
+    if path.is_file():
+        return [path]
+    index = path / f"{DIFFUSERS_STEM}.safetensors.index.json"
+    if not index.is_file():
+        return sorted(path.glob("*.safetensors"))
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        listed = sorted({os.fspath(name) for name in weight_map.values()})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise Refusal(f"{index} is not an index of weights: {error}") from None
+    for name in listed:
+        if Path(name).name != name or not (path / name).is_file():  # an index names no path outside of its folder
+            raise Refusal(f"{index} lists {name!r}, which is not a file beside it; fetch it again")
+    return [path / name for name in listed]
+
+
+def _require_config(path: Path, model: ModelConfig) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        want = diffusers_names.diffusers_config(model)
+        wrong = [
+            f"{key}={content[key]!r}, want {value!r}" for key, value in want.items() if content.get(key, value) != value
+        ]
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}; it belongs beside diffusers' weights") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise Refusal(f"{path} is not diffusers' config: {error}") from None
+    if wrong:
+        raise Refusal(f"{path} is another model's: {'; '.join(wrong)}; give the right --config")
+
+
+def load(net: nn.Module, source: Source) -> None:
+    """Fill a sharded net. Every rank reads only its own rows. Raises: Refusal."""
+    with torch.no_grad():
+        for name, parameter in named_parameters(net).items():
+            first, local = local_rows(parameter)
+            local.copy_(source.read(name, first, len(local)))
+
+
+def load_everywhere(net: nn.Module, given: Path, model: ModelConfig) -> None:
+    """Fill a sharded net on all ranks from a path that a user gave. Collective. Raises: Refusal."""
+    path = None
+    with ranks.agreed():
+        path = find(given)
+    path = ranks.gather_objects(path)[0]  # a run may still be saving, so ranks may find different checkpoints
+    with ranks.agreed():
+        load(net, open_source(path, model))
+
+
+def config_of(path: Path, given: str | None) -> Config:
+    """The config of weights at a path that `find` returned. Raises: Refusal.
+
+    given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
+    """
+    if given is None and checkpoint_files.is_checkpoint(path):
+        info = checkpoint_files.Checkpoint(path).info
+        return config_file.from_flat(info["name"], info["config"])
+    return config_file.load(given) if given else Config(name="schnell")

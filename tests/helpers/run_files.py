@@ -1,0 +1,61 @@
+"""Reads what a run has written into its folder."""
+
+import json
+from pathlib import Path
+
+from conftest import require_identical, trained
+
+from flux_ref.formats import checkpoint_files
+
+WALL_CLOCK = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")  # these values depend on the run's speed
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The records of a run."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def column(folder: Path, key: str, name: str = "metrics.jsonl") -> list:
+    return [record[key] for record in lines(folder, name)]
+
+
+def count(path: Path) -> int:
+    """The number of lines of a file, which may not exist yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def events(folder: Path) -> list[dict]:
+    """The benchmark's lines of a run."""
+    text = (folder / "result_0.txt").read_text()
+    return [json.loads(line.partition(":::MLLOG ")[2]) for line in text.splitlines() if ":::MLLOG " in line]
+
+
+def event(folder: Path, key: str) -> dict:
+    """The only line of the benchmark's log with this key."""
+    (found,) = [line for line in events(folder) if line["key"] == key]
+    return found
+
+
+def newest(run: Path) -> checkpoint_files.Checkpoint:
+    return checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.found(run)]
+
+
+def what_counts(run: Path) -> dict[str, list]:
+    """All records of a run, without the values that depend on its speed."""
+    return {
+        name: [{key: value for key, value in record.items() if key not in WALL_CLOCK} for record in lines(run, name)]
+        for name in ("metrics.jsonl", "eval.jsonl")
+    }
+
+
+def require_equal_runs(found: Path, want: Path) -> None:
+    """The last checkpoints and all records of two runs agree bit for bit."""
+    assert what_counts(found) == what_counts(want)
+    first, second = newest(found).info, newest(want).info
+    assert (first["step"], first["samples"]) == (second["step"], second["samples"])
+    require_identical(trained(found, ""), trained(want, ""))

@@ -1,0 +1,220 @@
+"""Whose a run's folder is, and from where a run in it goes on."""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MICRO
+
+from flux_ref import config, config_file, config_rules
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.run import folder as run_folder
+
+
+def contents(folder: Path) -> dict[str, bytes] | None:
+    """Every visible file below a folder but the benchmark's log; None if there is no folder."""
+    if not folder.exists():
+        return None
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "result_0.txt"}
+
+
+@pytest.fixture
+def cfg(tmp_path) -> Config:
+    """A config whose run has a folder of its own."""
+    return config_file.load(MICRO, [f"--run.dir={tmp_path / 'run'}", "--checkpoint.every_samples=24"])
+
+
+def put(cfg: Config, state: str) -> Path:
+    """Bring the folder of a config into a state."""
+    folder = config.run_dir(cfg)
+    if state != "absent":
+        folder.mkdir()
+    if state == "foreign":
+        (folder / "notes.txt").write_text("of somebody else")
+    if state in ("begun", "saved", "finished"):
+        (folder / "config.toml").write_text(config_file.dump(cfg))
+        (folder / "metrics.jsonl").write_text('{"samples": 12}\n')
+        (folder / "result_0.txt").write_text("a log\n")
+    if state in ("saved", "finished"):
+        for name in ("step_000000002", "step_000000004", ".step_000000006.0a1b2c3d"):
+            (folder / "checkpoints" / name).mkdir(parents=True)
+    if state == "finished":
+        (folder / "outcome.json").write_text("{}\n")
+    return folder
+
+
+def outcome(cfg: Config, restarted: bool = False) -> str:
+    """What becomes of a claim: anew, from nothing, from a checkpoint, or the reason of its refusal."""
+    try:
+        claim = run_folder.claim(cfg, restarted)
+    except Refusal as refusal:
+        assert "\n" not in str(refusal) and str(config.run_dir(cfg)) in str(refusal)
+        return str(refusal)
+    claim.lock.close()
+    if claim.start.checkpoint:
+        return f"from {claim.start.checkpoint.name}"
+    return "anew" if claim.start.is_new else "from nothing"
+
+
+NO_RUN, A_RUN, FINISHED = "holds no run to continue", "already holds a run", "already holds a finished run"
+FOREIGN, UNSAVED = "holds notes.txt but no run", "holds no checkpoint to continue from"
+OUTCOMES = {  # of run.resume = auto, must and never
+    "absent": ("anew", NO_RUN, "anew"),
+    "empty": ("anew", NO_RUN, "anew"),
+    "begun": ("from nothing", UNSAVED, A_RUN),
+    "saved": ("from step_000000004", "from step_000000004", A_RUN),
+    "finished": (FINISHED, FINISHED, A_RUN),
+    "foreign": (FOREIGN, FOREIGN, FOREIGN),
+}
+RESUMES = ("auto", "must", "never")
+
+
+def folders(cfg: Config) -> Iterator[tuple[Config, str, str]]:
+    """A config with a folder of its own for every state of it and every value of run.resume."""
+    for state, resume in itertools.product(OUTCOMES, RESUMES):
+        yield config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{state}_{resume}", run__resume=resume), state, resume
+
+
+def test_what_becomes_of_a_folder(cfg):
+    for own, state, resume in folders(cfg):
+        folder = put(config_file.replace(own, run__resume="auto"), state)
+        before = contents(folder)
+        found = outcome(own)
+        assert OUTCOMES[state][RESUMES.index(resume)] in found, (state, resume)
+        if found not in ("anew", "from nothing", "from step_000000004"):
+            assert contents(folder) == before, "a refusal changes nothing"
+        else:
+            assert not list(folder.glob("checkpoints/.*")), "what a broken save has left is cleaned up"
+            stored = config_file.load(folder / "config.toml")
+            assert (stored.run.resume, stored.run.overwrite) == ("auto", False)
+
+
+def test_overwriting_begins_anew_whatever_the_folder_holds_and_spares_what_is_not_a_runs(cfg):
+    for own, state, resume in folders(cfg):
+        folder = put(own, state)
+        if state != "absent":
+            (folder / "notes.txt").write_text("of somebody else")
+        assert outcome(config_file.replace(own, run__overwrite=True)) == "anew", (state, resume)
+        assert set(contents(folder)) == {"config.toml"} | ({"notes.txt"} if state != "absent" else set())
+
+
+def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg):
+    put(cfg, "saved")
+    for values in ({}, {"run__overwrite": True}, *({"run__resume": name} for name in RESUMES)):
+        assert outcome(config_file.replace(cfg, **values), restarted=True) == "from step_000000004"
+
+
+def changed(key: str, value: object) -> object:
+    """Another value for a key."""
+    if key in config_rules.CHOICES:
+        return next(choice for choice in reversed(config_rules.CHOICES[key]) if choice != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (2, 4, 2) if config.TYPES[key] == tuple[int, ...] else ("a red square",)
+    return f"{value}_other" if isinstance(value, str) else value * 2 + 1 if isinstance(value, int) else value / 2 + 0.1
+
+
+def with_changed(cfg: Config, *keys: str) -> Config:
+    """A copy with other values, unchecked: some make no sense together."""
+    for key in (*keys, *(["parallel.compile"] if "parallel.activation_budget" in keys else [])):  # which it needs
+        section, name = key.split(".")
+        own = getattr(cfg, section)
+        own = dataclasses.replace(own, **{name: changed(key, getattr(own, name))})
+        cfg = dataclasses.replace(cfg, **{section: own})
+    return cfg
+
+
+def test_what_decides_samples_weights_or_losses_may_not_change_in_the_course_of_a_run(cfg):
+    folder = put(cfg, "saved")
+    before, replies = contents(folder), {}
+    for key in (key for key in config.TYPES if key not in config.MAY_DIFFER):
+        other = with_changed(cfg, key)
+        values = f"{key}={config.flat(other)[key]!r}, there {config.flat(cfg)[key]!r}"
+        replies[f"holds an unfinished run of another config: {values};"] = outcome(other)
+    assert [want for want, found in replies.items() if want not in found] == []
+    assert contents(folder) == before
+
+
+def test_what_may_not_change_is_all_that_decides_samples_weights_or_losses():
+    fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
+    assert fixed == {
+        *(key for key in config.TYPES if key.split(".")[0] in ("model", "optim", "init", "fp8")),
+        *("train.seed", "train.max_samples", "train.global_batch", "train.caption_drop"),
+        *("eval.every_samples", "eval.at_start", "eval.target", "eval.noise"),
+        *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
+    }
+
+
+FOLDER_KEYS = ("run.dir", "run.overwrite", "run.resume")  # tested above
+
+
+def test_what_decides_nothing_may_change_and_is_written_down(cfg):
+    offenders = []
+    put(cfg, "saved")
+    for key in (key for key in config.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
+        # sample.vae is of no use for shapes
+        own = config_file.replace(cfg, data__kind="embeddings") if key == "sample.vae" else cfg
+        folder = config.run_dir(own)
+        (folder / "config.toml").write_text(config_file.dump(own))
+        other = with_changed(own, key)
+        found = outcome(other)
+        stored = config.flat(config_file.load(folder / "config.toml"))[key]
+        if found != "from step_000000004" or stored != config.flat(other)[key]:
+            offenders.append((key, found, stored))
+    assert offenders == []
+
+
+def test_all_keys_that_differ_are_named(cfg):
+    put(cfg, "saved")
+    found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
+    assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch" not in found
+
+
+# Two jobs in one folder
+
+
+@contextlib.contextmanager
+def occupied(folder: Path):
+    """Another job holds the folder meanwhile."""
+    with (folder / run_folder.LOCK).open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write("process 123 on elsewhere\n")
+        lock.flush()
+        yield
+
+
+def test_a_second_job_in_a_folder_is_refused_and_told_who_has_it(cfg, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.3)
+    folder = put(cfg, "saved")
+    before = contents(folder)
+    with occupied(folder):
+        for own in (cfg, config_file.replace(cfg, run__overwrite=True)):
+            assert f"{folder} is in use by another job (process 123 on elsewhere)" in outcome(own)
+    assert contents(folder) == before
+    assert outcome(cfg) == "from step_000000004"
+
+
+def test_a_job_waits_a_little_for_one_that_is_just_ending(cfg):
+    folder = put(cfg, "saved")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(occupied(folder))
+        timer = threading.Timer(0.4, stack.close)
+        timer.start()
+        assert outcome(cfg) == "from step_000000004"
+        timer.join()
+
+
+def test_a_job_that_was_refused_or_has_ended_frees_the_folder(cfg, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
+    put(cfg, "saved")
+    assert A_RUN in outcome(config_file.replace(cfg, run__resume="never"))
+    assert outcome(cfg) == outcome(cfg) == "from step_000000004"

@@ -1,0 +1,162 @@
+"""Jobs that hang or lose their launcher: who is blamed, and that nothing stays behind."""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import killing
+import pytest
+import torch
+from conftest import ROOT, called, micro_run
+from killing import Job
+from run_files import count
+
+from flux_ref.run.hang_watch import HangWatch, judge
+
+
+def told(beat: int, still: float, collectives: int, place: str = "the end of step 9", last: str = "") -> dict:
+    """What a rank tells the others of itself."""
+    return {"beat": beat, "still": still, "collectives": collectives, "place": place, "last": last}
+
+
+def test_a_frozen_rank_is_blamed():
+    before = [told(5, 7.0, 90), told(3, 1.0, 80)]
+    after = [told(9, 9.0, 90, last="all_reduce of [[1]]"), told(3, 1.0, 80, "the end of step 7", "all_gather of [[6]]")]
+    blamed, message = judge(before, after, 6.0)
+    assert blamed == [1]
+    assert message == (
+        "rank 1 hangs: frozen or gone, last seen at the end of step 7 after collective 80 (all_gather of [[6]]);"
+        " the others wait in collective 90 (all_reduce of [[1]]) at the end of step 9"
+    )
+
+
+def test_a_rank_that_lives_but_is_behind_is_blamed():
+    before = [told(5, 7.0, 90), told(5, 7.0, 90), told(5, 7.0, 88)]
+    after = [told(9, 9.0, 90), told(9, 9.0, 90), told(9, 9.0, 88, "validation batch 3 after step 8")]
+    blamed, message = judge(before, after, 6.0)
+    assert blamed == [2]
+    assert message.startswith(
+        "rank 2 hangs: nothing has moved for 6 s, last seen at validation batch 3 after step 8 after collective 88;"
+    )
+    assert message.endswith("the others wait in collective 90 (not recorded) at the end of step 9")
+
+
+def test_a_frozen_rank_is_blamed_before_those_that_wait_for_it():
+    before = [told(5, 7.0, 88), told(3, 1.0, 89), told(5, 7.0, 90)]
+    after = [told(9, 9.0, 88), told(3, 1.0, 89), told(9, 9.0, 90)]
+    assert judge(before, after, 6.0)[0] == [1]
+
+
+def test_several_ranks_are_named_together():
+    before = [told(5, 7.0, 90), told(3, 1.0, 80), told(3, 1.0, 80), told(3, 1.0, 90)]
+    after = [told(9, 9.0, 90), told(3, 1.0, 80), told(3, 1.0, 80), told(3, 1.0, 90)]
+    blamed, message = judge(before, after, 6.0)
+    assert blamed == [1, 2, 3] and message.startswith("ranks 1, 2, 3 hang: frozen or gone")
+
+
+def test_nobody_is_blamed_when_all_wait_in_the_same_place():
+    before = [told(5, 7.0, 90), told(5, 7.0, 90)]
+    after = [told(9, 9.0, 90), told(9, 9.0, 90, last="all_reduce of [[1]]")]
+    blamed, message = judge(before, after, 6.0)
+    assert blamed == [] and message.startswith("all ranks have waited 6 s in collective 90")
+    assert "the network or a device hangs" in message
+
+
+def test_a_rank_that_never_spoke_is_named_and_not_waited_for():
+    watch = object.__new__(HangWatch)
+    watch.store, watch.world = torch.distributed.HashStore(), SimpleNamespace(rank=0, size=2)
+    watch.store.set("0", json.dumps(told(1, 9.0, 90)))
+    before = watch._heard()
+    watch.store.set("0", json.dumps(told(5, 9.0, 90)))
+    assert judge(before, watch._heard(), 6.0)[0] == [1]
+
+
+def test_nothing_hangs_while_a_living_rank_moves():
+    before = [told(5, 7.0, 90), told(5, 7.0, 80)]
+    for mover in (0, 1):
+        after = [told(9, 9.0, 90), told(9, 9.0, 80)]
+        after[mover]["still"] = 0.2
+        assert judge(before, after, 6.0) is None
+
+
+@pytest.fixture
+def endless(shapes_dir, tmp_path) -> Callable:
+    """endless(*overrides) starts a run by 2 ranks and returns it when it has done so many steps."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*overrides: str, steps: int = 4) -> Job:
+            argv = [*micro_run(shapes_dir, tmp_path / "run"), "--train.max_samples=1200000", "--eval.every_samples=96"]
+            options = ("--train.log_every_samples=12", "--checkpoint.every_samples=72", *overrides)
+            job = stack.enter_context(Job(tmp_path / "log", "train.py", *argv, *options))
+            assert job.until(lambda: count(tmp_path / "run" / "metrics.jsonl") >= steps), job.said
+            assert job.until(lambda: len(job.ranks()) == 2), job.said
+            return job
+
+        yield start
+
+
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 4])
+def test_ranks_whose_launcher_was_killed_end_by_themselves(endless, steps):
+    """Also before they have found each other."""
+    job = endless("--run.hang_s=20", steps=steps)
+    job.process.kill()
+    assert job.gone(timeout=20), "they would hold memory, devices and the run's folder"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
+    """torchrun gives a rank 30 s to end before it kills it, and a frozen one uses them."""
+    job = endless("--run.hang_s=6")
+    begin = time.monotonic()
+    killing.send(job.ranks()[rank], signal.SIGSTOP)
+    assert job.wait(timeout=60) != 0
+    print(f"ended after {time.monotonic() - begin:.1f} s")
+    assert job.gone(timeout=5)
+    (line,) = re.findall(r"train\.py: (rank \d+ hangs[^\r\n]*)", job.said)
+    place = r"(start-up|the end of step \d+|validation batch \d+ after step \d+)"
+    last = rf"rank {rank} hangs: frozen or gone, last seen at {place} after collective \d+.*;"
+    assert re.fullmatch(rf"{last} the others wait in collective \d+ \([^()]+ of \[.*\]\) at {place}", line), line
+
+
+LOCKED = """
+import ctypes, sys, time
+from flux_ref import config, ranks
+from flux_ref.run import cli, hang_watch
+world = ranks.start(config.ParallelConfig())
+watch = hang_watch.HangWatch("train.py", world, ranks.groups(world), 1.0)
+if sys.argv[1] == "closed":
+    watch.close()
+time.sleep(0.5)
+ctypes.PyDLL(None).sleep(6)  # holds Python's lock
+cli.leave(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state, code", [("watched", 1), ("closed", 0)])
+def test_a_process_whose_interpreter_is_locked_ends_and_shows_where(state, code):
+    done = subprocess.run([sys.executable, "-c", LOCKED, state], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert ('File "<string>", line 10' in done.stderr) == (code == 1), done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_freezes_in_an_evaluation_is_named(shapes_dir, tmp_path):
+    run = tmp_path / "run"
+    assert called("train.py", *micro_run(shapes_dir, run, "--train.max_samples=12")) == 0
+    endless = ("--run.hang_s=6", "--sample.captions=['a small red circle']", "--sample.steps=1000000")
+    with Job(tmp_path / "log", "eval.py", run, *endless) as job:
+        assert job.until(lambda: "mean" in job.said), job.said
+        time.sleep(2)  # several periods of the watch
+        killing.send(job.ranks()[1], signal.SIGSTOP)
+        assert job.wait(timeout=60) != 0
+    assert re.search(r"eval\.py: rank 1 hangs: frozen or gone, last seen at sampling step \d+ after", job.said), (
+        job.said
+    )
