@@ -159,12 +159,12 @@ def require_readable(folder: Path, layout: Layout, want: list[Row]) -> None:
     found = shards.ShardSet(folder, layout)
     assert len(found) == len(want)
     found.open()
-    read = {member: np.empty(shape, np.uint16) for member, shape in layout.shapes.items()}
+    read = layout.rows()
     for index, row in enumerate(want):
         assert found.read(index, read).timestep == row.timestep
         assert all(npy(read[member]) == row.blobs[member] for member in MEMBERS)
-    for descriptor in found.descriptors:
-        os.close(descriptor)
+    for shard in found.shards:
+        shard.close()
 
 
 # What is taken
@@ -287,9 +287,9 @@ def test_empty_encodings_become_bf16_bits_without_a_batch_axis_once(public, outp
 PROGRAM = """
 import argparse, sys, time
 sys.path.insert(0, {root!r})
-from flux_ref import mlcommons
+from flux_ref.prepare import mlcommons
 from flux_ref.errors import Fault, Refusal
-from flux_ref.shard_writer import ShardWriter
+from flux_ref.formats.shard_writer import ShardWriter
 
 def add_later(shard, key, *args):  # in every process: each imports this file
     {first}
@@ -704,7 +704,7 @@ def test_what_is_no_npy_of_the_right_kind_is_refused_with_its_place(blob, train,
 def test_a_file_that_changes_while_it_is_converted_is_noticed(train, output):
     files = mlcommons._inspect(train, "train", LAYOUT, 0)
     write_arrow(files[0].path, rows()[:9], (9,))
-    job = mlcommons.Job(files, output, "train", LAYOUT, PER_SHARD)
+    job = mlcommons.Conversion(files, output, "train", LAYOUT, PER_SHARD)
     with pytest.raises(Refusal, match="had 10 rows and now has 9"):
         list(mlcommons._samples(job, range(8, 12)))
 
@@ -792,7 +792,7 @@ def as_rows(folder: Path) -> list[Row]:
     """What our own shards hold."""
     found = shards.ShardSet(folder, LAYOUT)
     found.open()
-    read = {member: np.empty(shape, np.uint16) for member, shape in LAYOUT.shapes.items()}
+    read = LAYOUT.rows()
     content = []
     for index in range(len(found)):
         timestep = found.read(index, read).timestep
