@@ -1134,7 +1134,7 @@ def test_several_processes_find_what_one_finds(root, run):
 
 
 COMMAND = (
-    "import argparse, sys; from flux_ref import verify; parser = argparse.ArgumentParser();"
+    "import argparse, sys; from flux_ref.prepare import verify; parser = argparse.ArgumentParser();"
     " verify.add_arguments(parser); sys.exit(verify.run(parser.parse_args()))"
 )
 
