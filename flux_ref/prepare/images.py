@@ -111,20 +111,26 @@ def _make(args: argparse.Namespace) -> int:
     model = options.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
     final, report = args.output / args.split, args.output / f"{args.split}_rejected.tsv"
-    source = ranks.together(lambda: _source(args, final))
-    dtype = sharding.DTYPES[args.dtype]
-    nets = ranks.together(lambda: Encoders(args.vae, args.t5, args.clip, model, world.device, dtype))
-    with ExitStack() as claim:  # of rank 0
-        ranks.together(lambda: world.rank or claim.enter_context(jobs.claimed(final, _plan(args, model, source))))
-        ranks.together(lambda: world.rank or _write_empty(final, nets.empty, shards.layout(model)))
+    with ranks.agreed():
+        source = _source(args, final)
+    with ranks.agreed():
+        nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
+    with ExitStack() as claim:  # of rank 0, for all
+        with ranks.agreed():
+            if world.rank == 0:
+                claim.enter_context(jobs.claimed(final, _plan(args, model, source)))
+                _write_empty(final, nets.empty, shards.layout(model))
         plan = json.loads((jobs.growing(final) / jobs.PLAN).read_text(encoding="utf-8"))  # what rank 0 has seen
         with ThreadPoolExecutor(args.workers) as pool:
             job = Job(args, model, world, jobs.growing(final), source.parts(plan["files"]), pool)
             checked = _check(job)
-            ranks.together(lambda: world.rank or _report(checked, report))
+            with ranks.agreed():
+                if world.rank == 0:
+                    _report(checked, report)
             begin = time.monotonic()
             made = _encode(job, checked, nets)
-        ranks.together(lambda: None)  # all shards are there
+        with ranks.agreed():
+            pass  # all shards are there
     if world.rank == 0:
         speed = made / (time.monotonic() - begin)
         print(f"{final}: {_kept(checked)} samples, {speed:.1f} images/s; {_summary(checked)}, see {report}")
@@ -185,7 +191,9 @@ def _check(job: Job) -> Checked:
             mine[number] = [count, rejected]
     merged = {number: part for share in ranks.gather_objects(mine) for number, part in share.items()}
     checked = [merged[number] for number in range(len(job.parts))]
-    ranks.together(lambda: job.world.rank or files.write_whole(path, json.dumps(checked)))
+    with ranks.agreed():
+        if job.world.rank == 0:
+            files.write_whole(path, json.dumps(checked))
     return checked
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import MICRO, ROOT
+from flux_ref.prepare.shard_check import Job
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
@@ -30,7 +31,6 @@ from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, NPY_HEADER, RECORD, Layout, ShardSet
 from flux_ref.prepare import shard_check, verify
-from flux_ref.prepare.shard_check import Job
 
 LAYOUT = shards.layout(config_file.load(MICRO).model)
 STRIDE = LAYOUT.stride
