@@ -289,10 +289,15 @@ def _parse_json(part: bytearray, where: str) -> Meta:
         raise BadSample(
             f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs; {REPACK}"
         )
+    return parse_meta(key, part[BLOCK : BLOCK + size], where)
+
+
+def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
+    """What the json of a sample says. Raises: BadSample."""
     try:
-        content = json.loads(part[BLOCK : BLOCK + size])
+        content = json.loads(text)
         timestep, caption = content.get("timestep"), content.get("caption") or ""
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")

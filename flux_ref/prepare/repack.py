@@ -7,7 +7,6 @@ dot. Their order inside the sample does not matter. Other members are left out. 
 """
 
 import argparse
-import json
 import tarfile
 from collections.abc import Iterator
 from itertools import groupby
@@ -17,11 +16,12 @@ from tqdm import tqdm
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer, shards
-from flux_ref.formats.shards import END_BYTES, MEMBERS, NPY_HEADER, RECORD, Layout
+from flux_ref.formats.shards import END_BYTES, MEMBERS, NPY_HEADER, RECORD, BadSample, Layout
 from flux_ref.prepare import options
 from flux_ref.run.progress import progress
 
 KINDS = ("json", *(f"{member}.bytes" for member in MEMBERS))
+MAX_KEY = 80  # bytes, so that every member's name fits into a tar header
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +39,11 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"{args.src} holds no *.tar shard")
     if args.dst.exists():
         raise Refusal(f"{args.dst} exists; remove it or choose another folder")
-    total = sum(path.stat().st_size for path in paths)
-    with files.whole(args.dst) as partial, progress(total=total, desc="repacking", unit="B", unit_scale=True) as bar:
+    with files.whole(args.dst) as partial, progress(desc="repacking", unit=" samples") as bar:
         samples = (sample for path in paths for sample in _samples(path, layout, bar))
         count = shard_writer.write_blobs(partial, samples, args.per_shard)
+        if not count:
+            raise Refusal(f"{args.src} holds no sample of {', '.join(KINDS)}")
     print(f"{args.dst}: {count} samples")
     return 0
 
@@ -51,19 +52,16 @@ def _samples(path: Path, layout: Layout, bar: tqdm) -> Iterator[shard_writer.Blo
     """The samples of a tar. Raises: Refusal."""
     try:
         with tarfile.open(path, "r:") as archive:
-            members = (member for member in archive if member.isreg())
-            for key, group in groupby(members, lambda member: Path(member.name).name.partition(".")[0]):
-                contents: dict[str, bytes] = {}
-                for member in group:
-                    kind = Path(member.name).name.partition(".")[2]
-                    if kind in contents:
-                        raise Refusal(f"shard {path}, key {key}: there are two members {kind}")
-                    if kind in KINDS:
-                        contents[kind] = archive.extractfile(member).read()
+            members = ((Path(member.name).name.partition("."), member) for member in archive if member.isreg())
+            for key, group in groupby(members, lambda pair: pair[0][0]):
+                kinds, contents = [], {}
+                for (_, _, kind), member in group:
+                    kinds += [kind] * (kind in KINDS)
+                    contents[kind] = archive.extractfile(member).read() if kind in KINDS else b""
                 archive.members = []  # which it would keep for ever
-                if contents:
-                    yield _checked(key, contents, layout, f"shard {path}, key {key}")
-                bar.update(layout.stride)
+                if kinds:
+                    yield _checked(key, kinds, contents, layout, f"shard {path}, key {key!r}")
+                    bar.update()
             archive.fileobj.seek(archive.offset)
             rest = archive.fileobj.read(RECORD + END_BYTES)
     except (tarfile.TarError, OSError) as error:
@@ -72,16 +70,17 @@ def _samples(path: Path, layout: Layout, bar: tqdm) -> Iterator[shard_writer.Blo
         raise Refusal(f"shard {path} is truncated or damaged at byte {archive.offset}; copy it again")
 
 
-def _checked(key: str, contents: dict[str, bytes], layout: Layout, where: str) -> shard_writer.Blobs:
-    lacks = [kind for kind in KINDS if kind not in contents]
-    if lacks:
-        raise Refusal(f"{where} lacks {', '.join(lacks)}")
+def _checked(key: str, kinds: list[str], contents: dict[str, bytes], layout: Layout, where: str) -> shard_writer.Blobs:
+    if sorted(kinds) != sorted(KINDS):
+        raise Refusal(f"{where} has the members {', '.join(kinds)}; want each of {', '.join(KINDS)} once")
+    if not key.isprintable() or len(key.encode()) > MAX_KEY:
+        raise Refusal(f"{where}: a key has at most {MAX_KEY} printable characters")
     blobs = {member: contents[f"{member}.bytes"] for member in MEMBERS}
     for member, blob in blobs.items():
         if blob[:NPY_HEADER] != layout.npy_headers[member] or len(blob) != NPY_HEADER + layout.payload_bytes[member]:
             raise Refusal(f"{where}: {member} is no .npy file of uint16 {layout.shapes[member]}; give its --config")
     try:
-        about = json.loads(contents["json"])
-        return key, blobs, about.get("timestep"), about.get("caption") or ""
-    except (ValueError, AttributeError):
-        raise Refusal(f"{where}: its json is no JSON object") from None
+        meta = shards.parse_meta(key, contents["json"], where)
+    except BadSample as error:
+        raise Refusal(str(error)) from None
+    return key, blobs, meta.timestep, meta.caption
