@@ -215,7 +215,7 @@ DAMAGES = [
     in_file(replaced_by(Path.mkdir), "unreadable", "is no file"),
     in_file(replaced_by(os.mkfifo), "unreadable", "is no file"),
     in_file(replaced_by(lambda s: s.symlink_to("none")), "unreadable", "is no file"),
-    in_file(lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "bad sample", "sample 2"),
+    in_file(lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "bad sample", ", sample "),
     in_file(lambda s: rebuild(s, lambda m: m[:5] + m[6:10] + m[5:6] + m[10:]), "bad sample", "repack", fast=False),
     in_file(lambda s: overwrite(s, position("json", sample=2), bytes(BLOCK)), "bad sample", "sample 2: no tar header"),
     Damage(lambda s: overwrite(s, position("t5", sample=1), b"x"), "bad sample", f"where {KEY}.t5.bytes belongs"),
