@@ -190,7 +190,7 @@ class Race:
 
         def one(sample: int, row: int) -> None:
             shard, position = divmod(sample, PER_SHARD)
-            os.preadv(held.descriptors[shard], [rows[row]], position * stride)
+            os.preadv(held.shards[shard].descriptor, [rows[row]], position * stride)
 
         return self.shared(one, workers)
 

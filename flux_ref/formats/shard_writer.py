@@ -1,22 +1,25 @@
-"""Writing shards of the layout that shards.py reads: each appears under its name once it is whole and on the disk.
+"""Writing shards in the layout that shards.py reads, and the encodings of the empty caption.
 
-A data set grows in FOLDER.partial and is renamed to FOLDER when its last shard is there, so whoever was interrupted
-can go on with the first shard that is missing.
+Each of them gets its name once it is whole and on the disk.
 """
 
 import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
+from flux_ref.formats import files
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, npy_header
 
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
+Blobs = tuple[str, dict[str, bytes], int | None, str]  # key, the .npy file of every member, timestep, caption
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,14 @@ class Sample:
     caption: str = ""
 
 
+@dataclass(frozen=True)
 class ShardWriter:
-    """One shard, to be used in a `with`: it gets its name when that ends without an error."""
+    """A shard that is being written."""
 
-    def __init__(self, path: Path):
-        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
-
-    def __enter__(self) -> "ShardWriter":
-        self.archive = tarfile.open(self.partial, "w", format=tarfile.USTAR_FORMAT)
-        return self
+    archive: tarfile.TarFile
 
     def add(self, key: str, blobs: dict[str, bytes], timestep: int | None, caption: str = "") -> None:
-        """A sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
+        """Append a sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
         self._add(f"{key}.json", description(key, timestep, caption))
         for name in MEMBERS:
             self._add(f"{key}.{name}.bytes", blobs[name])
@@ -49,16 +48,15 @@ class ShardWriter:
         entry.size = len(content)
         self.archive.addfile(entry, io.BytesIO(content))
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        end = self.archive.offset + END_BYTES
-        self.archive.close()
-        if kind is not None:
-            self.partial.unlink()
-            return
-        os.truncate(self.partial, end)  # no padding: the size then tells the number of samples
-        with self.partial.open("rb") as file:
-            os.fsync(file.fileno())
-        self.partial.rename(self.path)
+
+@contextmanager
+def new_shard(path: Path) -> Iterator[ShardWriter]:
+    """Write a shard. The file gets its name if the block ends without an error, else it is removed."""
+    with files.whole(path) as partial:
+        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as archive:
+            yield ShardWriter(archive)
+            end = archive.offset + END_BYTES
+        os.truncate(partial, end)  # no padding: the size then tells the number of samples
 
 
 def description(key: str, timestep: int | None, caption: str) -> bytes:
@@ -82,25 +80,40 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:06d}.tar"
 
 
-def key_of(prefix: str, index: int) -> str:
-    """Unique across splits, given the split as prefix."""
-    return f"{prefix}_{index:08d}"
+def key_of(split: str, index: int) -> str:
+    """The key of a sample, unique across splits."""
+    return f"{split}_{index:08d}"
 
 
 def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int = PER_SHARD) -> int:
+    """Write samples into a new folder, as write_blobs does. prefix: begins each key."""
+
+    def blobs(index: int, sample: Sample) -> Blobs:
+        members = {name: npy_blob(sample.members[name]) for name in MEMBERS}
+        return key_of(prefix, index), members, sample.timestep, sample.caption
+
+    return write_blobs(folder, (blobs(*pair) for pair in enumerate(samples)), per_shard)
+
+
+def write_blobs(folder: Path, samples: Iterable[Blobs], per_shard: int = PER_SHARD) -> int:
     """Write samples into a new folder, one shard after the other; returns their number.
 
-    The folder is the caller's to make visible under its final name once all is written.
+    Each shard is whole, but the folder is whole only when this returns: give it its name then.
     """
     folder.mkdir(parents=True)
     samples, count = iter(samples), 0
-    sample = next(samples, None)
-    while sample is not None:
-        with ShardWriter(shard_path(folder, count // per_shard)) as shard:
-            while sample is not None:
-                blobs = {name: npy_blob(sample.members[name]) for name in MEMBERS}
-                shard.add(key_of(prefix, count), blobs, sample.timestep, sample.caption)
-                count, sample = count + 1, next(samples, None)
-                if count % per_shard == 0:
-                    break
+    for first in samples:
+        with new_shard(shard_path(folder, count // per_shard)) as shard:
+            for sample in chain([first], islice(samples, per_shard - 1)):
+                shard.add(*sample)
+                count += 1
     return count
+
+
+def write_empty(folder: Path, encodings: dict[str, np.ndarray]) -> None:
+    """Write the encodings of the empty caption, {"t5", "clip"}, as shards.read_empty reads them."""
+    with files.whole(folder) as partial:
+        partial.mkdir(parents=True)
+        for name, array in encodings.items():
+            np.save(partial / f"{name}_empty.npy", array)
+            files.sync(partial / f"{name}_empty.npy")

@@ -1,16 +1,16 @@
-"""The data set on disk: tar shards of embedded samples, as the public MLPerf submissions convert them.
+"""The data set on disk: tar shards of embedded samples, in the layout of the public MLPerf submissions.
 
 A sample is five tar members in this order: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
-KEY.logvar.bytes. The json holds {"key", "timestep": 0..7 or null}; each .bytes is a .npy blob of bf16 bits as
-uint16, without a batch axis. Of FLUX.1-schnell, in bytes:
+KEY.logvar.bytes. The json holds {"key", "timestep": 0..7 or null}. Each .bytes is a .npy blob of bf16 bits as
+uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
 
     json               512 tar header + 512 the text, filled up with zeros
     each of the four   512 tar header + 128 .npy header + payload, filled up to a multiple of 512
     payload            t5 2,097,152 (256 x 4096)   clip 1,536 (768)   mean, logvar 32,768 each (16 x 32 x 32)
     sample             2,169,344, without a gap to the next
 
-As every member has a fixed size, sample i of a shard begins at i * stride,
-and one read puts each payload straight where it belongs.
+Every member has a fixed size, so sample i of a shard begins at i * stride.
+One read puts each payload straight into its row.
 """
 
 import contextlib
@@ -26,19 +26,21 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import energon, tar_index
-from flux_ref.formats.tar_index import BLOCK, NPY_HEADER, RECORD
+from flux_ref.formats import energon
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
+BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
+NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
+REPACK = "if another tool wrote this shard, run `python -m flux_ref.prepare repack`"
 
 
 class BadSample(Exception):
-    """A sample is not what it should be; the message names shard, key and reason."""
+    """A sample is not what it should be. The message names the shard, the sample and the reason."""
 
 
-def _round_up(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
+def _round_up(size: int, unit: int = BLOCK) -> int:
+    return -(-size // unit) * unit
 
 
 def npy_header(shape: tuple[int, ...]) -> bytes:
@@ -55,13 +57,21 @@ class Layout:
 
     @cached_property
     def payload_bytes(self) -> dict[str, int]:
-        """Of each member's array, without its .npy header."""
+        """Bytes of each member's array, without its .npy header."""
         return {name: 2 * prod(self.shapes[name]) for name in MEMBERS}
 
     @cached_property
     def stride(self) -> int:
-        """Bytes of one sample in a shard, tar headers and padding included."""
+        """Bytes of one sample in a shard, with tar headers and padding."""
         return 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + size) for size in self.payload_bytes.values())
+
+    @cached_property
+    def npy_headers(self) -> dict[str, bytes]:
+        return {name: npy_header(self.shapes[name]) for name in MEMBERS}
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """Memory for one sample: an uninitialised uint16 array for each member."""
+        return {name: np.empty(self.shapes[name], np.uint16) for name in MEMBERS}
 
 
 def layout(model) -> Layout:
@@ -80,11 +90,101 @@ class Meta:
     caption: str
 
 
+class Shard:
+    """One file of samples."""
+
+    def __init__(self, path: Path, layout: Layout):
+        """Count the samples by the size of the file. Raises: Refusal for a truncated or foreign shard; OSError."""
+        self.path, self.layout = path, layout
+        self.count = self._count()
+        self.descriptor = -1  # until opened
+
+    def _count(self) -> int:
+        size, stride = self.path.stat().st_size, self.layout.stride
+        most = max(0, size - END_BYTES) // stride
+        ends = {n: n * stride + END_BYTES for n in range(most, max(0, most - RECORD // stride - 1), -1)}
+        counts = [n for n, end in ends.items() if size in (end, _round_up(end, RECORD))]
+        if len(counts) > 1:  # tar's padding can be longer than a tiny sample: look where the last sample begins
+            with self.path.open("rb") as file:
+                counts = [n for n in counts if any(os.pread(file.fileno(), BLOCK, (n - 1) * stride))]
+        if not counts:
+            raise Refusal(
+                f"shard {self.path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
+                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
+                f" copy or convert it again; {REPACK}"
+            )
+        return counts[0]
+
+    def open(self) -> None:
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def where(self, position: int) -> str:
+        """A sample's place in words."""
+        return f"{self.path}, sample {position}"
+
+    def require_end(self) -> None:
+        """Check that only zeros follow the last sample. Raises: BadSample."""
+        if any(os.pread(self.descriptor, RECORD + END_BYTES, self.count * self.layout.stride)):
+            raise BadSample(f"shard {self.path} has no end marker after {self.count} samples; copy it again")
+
+    def meta(self, position: int) -> Meta:
+        """The json of a sample alone. Raises: BadSample."""
+        part = bytearray(2 * BLOCK)
+        self._fill([part], position)
+        return _parse_json(part, self.where(position))
+
+    def read(self, position: int, rows: dict[str, np.ndarray]) -> Meta:
+        """Read a sample into rows: one C-contiguous uint16 array (bf16 bits) for each member.
+
+        Raises: BadSample; the rows then hold anything.
+        """
+        json_part, heads = bytearray(2 * BLOCK), {}
+        parts: list = [json_part]
+        for name in MEMBERS:
+            size = self.layout.payload_bytes[name]
+            heads[name] = bytearray(BLOCK + NPY_HEADER)
+            padding = bytearray(_round_up(NPY_HEADER + size) - NPY_HEADER - size)
+            parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
+        # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
+        self._fill([part for part in parts if len(part)], position)
+        meta = _parse_json(json_part, self.where(position))
+        where = f"{self.where(position)}, key {meta.key}"
+        for name in MEMBERS:
+            member, size = _tar_entry(heads[name], where)
+            if member != f"{meta.key}.{name}.bytes":
+                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {REPACK}")
+            if heads[name][BLOCK:] != self.layout.npy_headers[name]:
+                raise BadSample(f"{where}: {name} {_npy_complaint(heads[name][BLOCK:], self.layout.shapes[name])}")
+            if size != NPY_HEADER + self.layout.payload_bytes[name]:
+                raise BadSample(f"{where}: {name} has {size} bytes")
+            if _not_finite(rows[name]):
+                raise BadSample(f"{where}: {name} holds NaN or infinite values")
+        return meta
+
+    def _fill(self, parts: list, position: int) -> None:
+        """Fill the parts with the bytes of a sample. Network file systems may take more than one call."""
+        views, offset = [memoryview(part).cast("B") for part in parts], position * self.layout.stride
+        while views:
+            try:
+                count = os.preadv(self.descriptor, views, offset)
+            except OSError as error:
+                raise BadSample(f"{self.where(position)}: {error.strerror}") from None
+            if count == 0:
+                raise BadSample(f"{self.where(position)}: the file ends within the sample")
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards.
 
-    Making it looks at names and sizes only and reads no byte of data, as long as the shards have the fixed layout;
-    `open` reads the first of them.
+    Making it looks at names and sizes only and reads no byte of data. `open` reads the first bytes.
     """
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
@@ -95,92 +195,53 @@ class ShardSet:
         self.folder, self.layout = Path(folder), layout
         self.listing = energon.shards_of(self.folder, split)
         self.paths = self.listing.paths
-        self.places: dict[int, np.ndarray] = {}  # of each shard without the fixed layout, see tar_index.py
-        counts = [self._count(i, path) for i, path in enumerate(self.paths)]
-        for path, count in zip(self.paths, counts):
-            self._require_count(path, count, self.listing.counts.get(path))
+        self.shards = [Shard(path, layout) for path in self.paths]
+        for shard in self.shards:
+            counted = self.listing.counts.get(shard.path)
+            if counted not in (None, shard.count):
+                raise Refusal(
+                    f"shard {shard.path} holds {shard.count} samples, {energon.META} says {counted};"
+                    " copy it again, or run energon prepare again"
+                )
         # The index of each shard's first sample, and at the end the number of samples.
-        self.first = np.concatenate(([0], np.cumsum(counts)))
-        self.kept: np.ndarray | None = None  # once opened, if some samples are left out: the others
-        self.descriptors: list[int] = []
-        self.npy_headers = {name: npy_header(layout.shapes[name]) for name in MEMBERS}
+        self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
+        self.kept: np.ndarray | None = None  # the samples that are not left out; None: all, or not opened yet
 
     def __len__(self) -> int:
         return int(self.first[-1]) - sum(len(keys) for keys in self.listing.excluded.values())
 
-    def _count(self, shard: int, path: Path) -> int:
-        size, stride = path.stat().st_size, self.layout.stride
-        most = max(0, size - END_BYTES) // stride
-        ends = {n: n * stride + END_BYTES for n in range(most, max(0, most - RECORD // stride - 1), -1)}
-        fits = [n for n, end in ends.items() if size in (end, -(-end // RECORD) * RECORD)]
-        if fits and (stride > RECORD or size % RECORD):
-            return fits[0]
-        # The padding is longer than very small samples: look where the last of them begins.
-        for count in fits:
-            with path.open("rb") as file:
-                starts = (0, (count - 1) * stride)
-                if all(_first_kind(file.fileno(), at) == "json" for at in starts) and _ends(
-                    file.fileno(), count * stride
-                ):
-                    return count
-        return self._walk(shard, path)
-
-    def _walk(self, shard: int, path: Path) -> int:
-        size, stride = path.stat().st_size, self.layout.stride
-        most = max(0, size - END_BYTES) // stride
-        try:
-            self.places[shard] = tar_index.find(path, self.layout.payload_bytes)
-        except tar_index.NotOurs as error:
-            raise Refusal(
-                f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
-                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES}, and {error};"
-                " copy or convert it again"
-            ) from None
-        return len(self.places[shard])
-
-    @staticmethod
-    def _require_count(path: Path, count: int, told: int | None) -> None:
-        if told not in (None, count):
-            raise Refusal(
-                f"shard {path} holds {count} samples, its size or {energon.META} says {told}; copy it again, or run"
-                " energon prepare again"
-            )
-
     def open(self, rank: int = 0, size: int = 1) -> None:
-        """Open every shard; check the ends of every size-th, from rank on. Raises: Refusal."""
-        self.descriptors = [os.open(path, os.O_RDONLY) for path in self.paths]
-        for shard, path in enumerate(self.paths):  # the same members in another order give the same size
-            if shard not in self.places and _first_kind(self.descriptors[shard], 0) not in ("json", ""):
-                self._require_count(path, self._walk(shard, path), int(self.first[shard + 1] - self.first[shard]))
+        """Open every shard. Check the first and last sample of every size-th shard, from number rank on.
+
+        Raises: Refusal.
+        """
+        for shard in self.shards:
+            shard.open()
+        rows = self.layout.rows()
         try:
-            rows = {name: np.empty(self.layout.shapes[name], np.uint16) for name in MEMBERS}
-            for start, stop in list(zip(self.first[:-1], self.first[1:]))[rank::size]:
-                for index in {int(start), int(stop) - 1}:
-                    self._read(index, rows)
+            for shard in self.shards[rank::size]:
+                for position in {0, shard.count - 1}:
+                    shard.read(position, rows)
+                shard.require_end()
             self._leave_out()
         except BadSample as error:
             raise Refusal(str(error)) from None
-        for shard in range(len(self.paths))[rank::size]:
-            count = int(self.first[shard + 1] - self.first[shard])
-            if shard not in self.places and not _ends(self.descriptors[shard], count * self.layout.stride):
-                raise Refusal(
-                    f"shard {self.paths[shard]} is truncated: no end marker after {count} samples; copy it again"
-                )
 
     def _leave_out(self) -> None:
         """Find the samples that Energon's split.yaml excludes by key. Raises: Refusal, BadSample."""
         if not self.listing.excluded:
             return
         kept = np.ones(int(self.first[-1]), bool)
-        for shard, path in enumerate(self.paths):
-            keys = set(self.listing.excluded.get(path, ()))
-            for index in range(int(self.first[shard]), int(self.first[shard + 1])) if keys else ():
-                key = self._meta(index).key
-                if key in keys:
+        for shard, first in zip(self.shards, self.first):
+            keys = set(self.listing.excluded.get(shard.path, ()))
+            for position in range(shard.count) if keys else ():
+                if (key := shard.meta(position).key) in keys:
                     keys.remove(key)
-                    kept[index] = False
+                    kept[first + position] = False
             if keys:
-                raise Refusal(f"{energon.META} excludes {path.name}/{min(keys)}, which is not there; prepare it again")
+                raise Refusal(
+                    f"{energon.META} excludes {shard.path.name}/{min(keys)}, which is not there; prepare it again"
+                )
         self.kept = np.flatnonzero(kept)
 
     def evict(self) -> None:
@@ -191,116 +252,24 @@ class ShardSet:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
+    def _find(self, index: int) -> tuple[Shard, int]:
+        """The shard of a sample, and the sample's position in this shard."""
+        index = int(index if self.kept is None else self.kept[index])
+        number = int(np.searchsorted(self.first, index, side="right")) - 1
+        return self.shards[number], index - int(self.first[number])
+
     def expect(self, indices: Iterable[int]) -> None:
         """Tell the operating system which samples come next: disks and network file systems like long queues."""
         for index in indices if hasattr(os, "posix_fadvise") else ():
-            index = int(index if self.kept is None else self.kept[index])
-            shard = int(np.searchsorted(self.first, index, side="right")) - 1
-            position, size = int(index - self.first[shard]), self.layout.stride
-            if shard in self.places:
-                offset, size = (int(part) for part in self.places[shard][position][1])  # T5, 97 % of the sample
-            else:
-                offset = position * size
+            shard, position = self._find(index)
+            offset, size = position * self.layout.stride, self.layout.stride
             with contextlib.suppress(OSError):  # a hint; not every file system takes it
-                os.posix_fadvise(self.descriptors[shard], offset, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(shard.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
-        """Read sample `index` into rows: one C-contiguous uint16 array (bf16 bits) per member.
-
-        Raises: BadSample; the rows then hold anything.
-        """
-        return self._read(int(index if self.kept is None else self.kept[index]), rows)
-
-    def _read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
-        shard, where = self._where(index)
-        read = self._read_indexed if shard in self.places else self._read_fixed
-        meta = read(shard, int(index - self.first[shard]), rows, where)
-        for name in MEMBERS:
-            if _not_finite(rows[name]):
-                raise BadSample(f"{where}, key {meta.key}: {name} holds NaN or infinite values")
-        return meta
-
-    def _where(self, index: int) -> tuple[int, str]:
-        shard = int(np.searchsorted(self.first, index, side="right")) - 1
-        return shard, f"{self.paths[shard]}, sample {index - self.first[shard]}"
-
-    def _meta(self, index: int) -> Meta:
-        """The json of a sample alone."""
-        shard, where = self._where(index)
-        position = int(index - self.first[shard])
-        if shard in self.places:
-            return self._indexed_meta(shard, position, where)
-        part = bytearray(2 * BLOCK)
-        _read_into(self.descriptors[shard], [part], position * self.layout.stride, where)
-        return _parse_json(part, where)
-
-    def _read_fixed(self, shard: int, position: int, rows: dict[str, np.ndarray], where: str) -> Meta:
-        json_part = bytearray(2 * BLOCK)
-        parts: list = [json_part]
-        heads = {}
-        for name in MEMBERS:
-            size = self.layout.payload_bytes[name]
-            heads[name] = bytearray(BLOCK + NPY_HEADER)
-            padding = bytearray(_round_up(NPY_HEADER + size) - NPY_HEADER - size)
-            parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
-        parts = [part for part in parts if len(part)]
-        # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
-        _read_into(self.descriptors[shard], parts, position * self.layout.stride, where)
-        meta = _parse_json(json_part, where)
-        for name in MEMBERS:
-            member, size = _tar_entry(heads[name], where)
-            if member != f"{meta.key}.{name}.bytes":
-                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs")
-            self._check_npy(name, heads[name][BLOCK:], f"{where}, key {meta.key}")
-            if size != NPY_HEADER + self.layout.payload_bytes[name]:
-                raise BadSample(f"{where}, key {meta.key}: {name} has {size} bytes")
-        return meta
-
-    def _read_indexed(self, shard: int, position: int, rows: dict[str, np.ndarray], where: str) -> Meta:
-        meta = self._indexed_meta(shard, position, where)
-        for name, (offset, _) in zip(MEMBERS, self.places[shard][position][1:]):
-            head = bytearray(NPY_HEADER)
-            _read_into(self.descriptors[shard], [head, rows[name].reshape(-1).view(np.uint8)], int(offset), where)
-            self._check_npy(name, head, f"{where}, key {meta.key}")
-        return meta
-
-    def _indexed_meta(self, shard: int, position: int, where: str) -> Meta:
-        offset, size = map(int, self.places[shard][position][0])
-        text = bytearray(size)
-        _read_into(self.descriptors[shard], [text], offset, where)
-        return _meta("", text, where)
-
-    def _check_npy(self, name: str, head: bytearray, where: str) -> None:
-        if head != self.npy_headers[name]:
-            raise BadSample(f"{where}: {name} {_npy_complaint(head, self.layout.shapes[name])}")
-
-
-def _first_kind(descriptor: int, offset: int) -> str:
-    """What follows the key in the name of the member that begins here; "" if none does."""
-    block = os.pread(descriptor, BLOCK, offset)
-    return block[:100].rstrip(b"\0").decode(errors="replace").partition(".")[2] if block[257:262] == b"ustar" else ""
-
-
-def _ends(descriptor: int, offset: int) -> bool:
-    """Whether the file holds nothing but zeros from offset on."""
-    return not any(os.pread(descriptor, RECORD + END_BYTES, offset))
-
-
-def _read_into(descriptor: int, parts: list, offset: int, where: str) -> None:
-    """Fill the parts from the file; network file systems may take more than one call."""
-    views = [memoryview(part).cast("B") for part in parts]
-    while views:
-        try:
-            count = os.preadv(descriptor, views, offset)
-        except OSError as error:
-            raise BadSample(f"{where}: {error.strerror}") from None
-        if count == 0:
-            raise BadSample(f"{where}: the file ends within the sample")
-        offset += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
+        """Read sample `index` into rows, as Shard.read does. Raises: BadSample."""
+        shard, position = self._find(index)
+        return shard.read(position, rows)
 
 
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
@@ -317,17 +286,18 @@ def _parse_json(part: bytearray, where: str) -> Meta:
     member, size = _tar_entry(part, where)
     key = member.removesuffix(".json")
     if key == member or size > BLOCK:
-        raise BadSample(f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs")
-    return _meta(key, part[BLOCK : BLOCK + size], where)
+        raise BadSample(
+            f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs; {REPACK}"
+        )
+    return parse_meta(key, part[BLOCK : BLOCK + size], where)
 
 
-def _meta(key: str, text: bytearray, where: str) -> Meta:
-    """key: of the member's name; "" to take what the json says."""
+def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
+    """What the json of a sample says. Raises: BadSample."""
     try:
         content = json.loads(text)
-        key = key or str(content.get("key") or "")
         timestep, caption = content.get("timestep"), content.get("caption") or ""
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
@@ -368,21 +338,20 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
     Reads t5_empty.npy and clip_empty.npy in float16, float32 or bf16 bits, with or without a batch axis.
     Raises: Refusal.
     """
-    return {name: _read_empty(Path(folder) / f"{name}_empty.npy", layout.shapes[name]) for name in ("t5", "clip")}
-
-
-def _read_empty(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except Exception as error:  # numpy's parser raises a dozen kinds
-        raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(array, np.ndarray):
-        raise Refusal(f"empty encoding {path} is an archive, want a .npy file")
-    if array.shape == (1, *shape):
-        array = array[0]
-    if array.shape != shape or array.dtype not in (np.float16, np.float32, np.uint16):
-        raise Refusal(f"empty encoding {path} is {array.dtype} {array.shape}; want float16, float32 or uint16 {shape}")
-    bits = array if array.dtype == np.uint16 else to_bf16_bits(array.astype(np.float32))
-    if _not_finite(bits) or not (array.dtype == np.uint16 or np.isfinite(array).all()):
-        raise Refusal(f"empty encoding {path} holds NaN or infinite values")
-    return bits
+    encodings = {}
+    for name in ("t5", "clip"):
+        path, shape = Path(folder) / f"{name}_empty.npy", layout.shapes[name]
+        try:
+            with path.open("rb") as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
+        except Exception as error:  # numpy's parser raises a dozen kinds
+            raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
+        if array.shape not in (shape, (1, *shape)) or array.dtype not in (np.float16, np.float32, np.uint16):
+            raise Refusal(
+                f"empty encoding {path} is {array.dtype} {array.shape}; want float16, float32 or uint16 {shape}"
+            )
+        is_bits = array.dtype == np.uint16
+        bits = encodings[name] = (array if is_bits else to_bf16_bits(array)).reshape(shape)
+        if _not_finite(bits) or not (is_bits or np.isfinite(array).all()):
+            raise Refusal(f"empty encoding {path} holds NaN or infinite values")
+    return encodings

@@ -1,9 +1,10 @@
-"""Pictures and captions as people have them: folders, tables and raw WebDatasets; and how one becomes 256 x 256 pixels.
+"""Pictures and captions in folders, tables and raw WebDatasets, and how a picture becomes 256 x 256 pixels.
 
-All of it is data from outside. What cannot be used is rejected with one of a few reasons and never stops a job; only
-the decoders of FORMATS see a picture, and no name out of a table or an archive leads out of its folder.
+All of it is data from outside. A sample that cannot be used is rejected with one of a few reasons and never stops a
+job. Only the decoders of FORMATS see a picture. No name in a table or an archive leads out of its folder.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -18,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 from braceexpand import braceexpand
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
@@ -33,24 +34,15 @@ MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MAX_BYTES = 2**30  # of a file
 COLUMNS = ("image", "caption", "id", "timestep")
 PART = 1024  # files that one rank looks at in one go
-TURNS = {  # by EXIF orientation
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class Rejected(Exception):
-    """A sample cannot be used; the message is one of a few reasons, by which they are counted."""
+    """A sample cannot be used. The message is one of a few reasons, so that samples can be counted by reason."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the input says about one sample. file: still to be decoded, and to be closed."""
+    """What the input says about one sample. file: a picture that is not decoded yet; the user of it closes it."""
 
     file: BinaryIO
     caption: str
@@ -66,17 +58,17 @@ class Candidate:
     read: Callable[[], Entry]
 
 
-Part = Callable[[], Iterator[Candidate]]  # consecutive candidates, the same ones in the same order at every call
-Files = list[list]  # [name, bytes, mtime in ns] of each; -1 bytes: not there
+Part = Callable[[], Iterator[Candidate]]  # some consecutive candidates; every call gives the same ones
+Files = list[list]  # [name, bytes, mtime in ns] of each file; -1 bytes: the file is missing
 
 
 # From a file to pixels
 
 
 def pixels(file: BinaryIO, height: int, width: int, min_side: int) -> Tensor:
-    """The picture in a file as (3, height, width) uint8, of an animation the first frame.
+    """The picture in a file as (3, height, width) uint8; the first frame of an animation.
 
-    min_side: of the picture in the file, in pixels. Raises: Rejected.
+    min_side: the least width and height of the picture in the file, in pixels. Raises: Rejected.
     """
     size = file.seek(0, os.SEEK_END)
     if size == 0 or size > MAX_BYTES:
@@ -102,20 +94,13 @@ def pixels(file: BinaryIO, height: int, width: int, min_side: int) -> Tensor:
 
 def rgb(image: Image.Image) -> Image.Image:
     """Upright and 8 bits per channel; what is transparent shows white."""
-    turn = _turn(image)
+    with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; a picture is as good without its EXIF
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip: its high byte, as Pillow takes of colours
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    image = image.convert("RGB")
-    return image if turn is None else image.transpose(turn)
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
-    except Exception:  # Pillow raises a dozen kinds; a picture is as good without its EXIF
-        return None
+    return image.convert("RGB")
 
 
 def cover(image: Image.Image, height: int, width: int) -> Tensor:

@@ -3,27 +3,25 @@
     python -m flux_ref.prepare stage SRC DST                                             this node
     torchrun --nnodes N --nproc-per-node 1 -m flux_ref.prepare stage SRC DST             N nodes; SRC is read once
 
-Every node gets the whole set: training shuffles globally, so any rank may read any sample. The files are dealt to
-STREAMS streams. In a stream one file follows another: one node reads it, each file another node, and each chunk of it
-goes down a chain through all nodes that lack the file; each passes it on while it checksums and writes it. As every
-node takes in everything, storage need not deliver more than one node can take in, and no link carries a byte twice. A
-stream waits for one thing at a time; what keeps storage, network, processors and disk busy is that there are eight. All
-nodes go through a stream's chunks in the same order, so the first unfinished one can always move: nothing deadlocks.
+Every node gets the whole set: training shuffles globally, so any rank may read any sample. Each file is dealt to one of
+STREAMS streams, and each stream copies one file after another. One node reads the file; each file has another reader.
+Each chunk goes down a chain through all nodes that lack the file; each node passes it on while it checksums and writes
+it. Storage delivers what one node takes in, and no link carries a byte twice. A stream waits for one thing at a time;
+eight streams keep storage, network, processors and disk busy. All nodes take a stream's chunks in the same order, so
+the first unfinished chunk can always move: nothing deadlocks.
 
-DST/.stage/files holds the files under way, DST/.stage/journal a line per mark: so many bytes of a file are on the disk,
-and their sha256. A file gets its name in DST when it is on the disk and its sha256 is that of SRC/manifest.sha256; if
-there is none, DST/manifest.sha256 is made in the end. A restart reads what there is of an unfinished file, up to the
-last mark that all nodes which lack the file have reached, and goes on from there. A finished file is believed when size
-and time are those of SRC and of the journal; `sha256sum -c manifest.sha256` reads them all. A node that has a file
-neither gets nor passes it; the others get it from one that has it, if any, instead of SRC.
+DST/.stage/files holds the unfinished files. DST/.stage/journal has a line for each mark: how many bytes of a file are
+on the disk, and their SHA-256. A file gets its name in DST when it is on the disk and has the SHA-256 of
+SRC/manifest.sha256. Without such a manifest, DST/manifest.sha256 is written at the end. A restart goes on with an
+unfinished file from the last mark that all nodes which lack the file have reached. It takes a finished file for good if
+size and time are those of SRC and of the journal; `sha256sum -c manifest.sha256` reads all files. A node that has a
+file takes no part in its chain, but it is the reader in place of SRC.
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import stat
@@ -40,20 +38,23 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import files as whole_files
+from flux_ref.prepare import manifest
+from flux_ref.prepare.manifest import MANIFEST
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
 
 STREAMS = 8
 CHUNK = 16 << 20  # bytes; a stream holds one
 MARK = 16 * CHUNK  # bytes of a file between two marks: what a kill costs each stream at most
-HIDDEN, MANIFEST = ".stage", "manifest.sha256"
+HIDDEN = ".stage"
 FAILED = "stage/failed"  # key of the reason, in the store that all nodes share
 POLL_S = 0.2  # between two looks at it
 
 
 @dataclass(frozen=True)
 class File:
-    """A version of a file: path below SRC or DST, size, and time of its last change, which a copy keeps."""
+    """A version of a file: its path below SRC or DST, its size, and the time of its last change, which a copy keeps."""
 
     name: str
     bytes: int
@@ -62,17 +63,17 @@ class File:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The bytes of a file from start on, and the nodes they go through: the first reads them, from SRC or its copy."""
+    """The bytes of a file from start on. The first node of the chain reads them, from SRC or from its own copy."""
 
     file: File
-    sha256: str | None  # if known
+    sha256: str | None  # None: not known
     start: int
     chain: tuple[int, ...]
     from_copy: bool
 
 
 def scan(root: Path, folder: Path | None = None) -> dict[str, File]:
-    """All files below a folder but those of .stage, by name. Raises: Refusal for what is no plain file; OSError."""
+    """All files below a folder, by name, without those in .stage. Raises: Refusal for a link or FIFO; OSError."""
     files = {}
     for path in sorted((folder or root).iterdir()):
         status, name = path.lstat(), path.relative_to(root).as_posix()
@@ -80,7 +81,7 @@ def scan(root: Path, folder: Path | None = None) -> dict[str, File]:
             files |= scan(root, path) if name != HIDDEN else {}
         elif not stat.S_ISREG(status.st_mode):
             raise Refusal(f"{path} is a link or special file; only plain files are staged: replace or remove it")
-        elif not name.isprintable() or "\\" in name:
+        elif not manifest.fits(name):
             raise Refusal(f"{str(path)!r} has a name that does not fit into a line of {MANIFEST}; rename it")
         else:
             files[name] = File(name, status.st_size, status.st_mtime_ns)
@@ -88,38 +89,39 @@ def scan(root: Path, folder: Path | None = None) -> dict[str, File]:
 
 
 def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
-    """What is to be staged, and what SRC/manifest.sha256 says. Raises: Refusal, also if that does not fit; OSError."""
+    """The files of SRC, and their SHA-256 if SRC has a manifest. Raises: Refusal, also if the two disagree; OSError."""
     if not src.is_dir():
         raise Refusal(f"source {src} does not exist or is no folder")
     if src == dst or src in dst.parents or dst in src.parents:
         raise Refusal(f"source {src} and destination {dst} lie inside each other; choose another destination")
-    files, sums = scan(src), {}
+    files = scan(src)
     if not files:
         raise Refusal(f"source {src} holds no file")
     if MANIFEST not in files:
-        return files, sums
-    for number, line in enumerate((src / MANIFEST).read_text("utf-8", "replace").splitlines(), 1):
-        parts = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)", line)
-        if not parts:
-            raise Refusal(f"{src / MANIFEST}, line {number}: not a line of sha256sum; make it again")
-        sums[parts[2]] = parts[1].lower()
+        return files, {}
+    sums, unusable = manifest.parse((src / MANIFEST).read_text("utf-8", "replace"))
+    if unusable:
+        raise Refusal(
+            f"{src / MANIFEST}, line {unusable[0]}: not a line of sha256sum, or names a file again; remake it"
+        )
     for name in sorted(sums.keys() ^ (files.keys() - {MANIFEST})):
         raise Refusal(f"{src / MANIFEST} and the files do not fit: only one of them has {name}; make it again")
     return files, sums
 
 
 class Disk:
-    """What this node has of the set. The process that has taken stock owns DST."""
+    """The files that this node has. The process that has taken stock owns DST."""
 
     def __init__(self, dst: Path):
         self.dst, self.partial, self.lock = dst, dst / HIDDEN / "files", threading.Lock()
-        self.marks: dict[File, dict[int, str]] = {}  # of a version in SRC: {bytes that were on the disk: their sha256}
+        self.marks: dict[File, dict[int, str]] = {}  # for a version of a file: {bytes on the disk: their sha256}
         self.whole: dict[str, str] = {}  # name: sha256
 
     def take_stock(self, files: dict[str, File]) -> tuple[dict[str, str], dict[str, int]]:
-        """Whole files with their sha256, and the last marks of those that are begun. Raises: Refusal, OSError."""
+        """Whole files with their sha256, and the last mark of each unfinished file. Raises: Refusal, OSError."""
         self.partial.mkdir(parents=True, exist_ok=True)
         self._open_journal()
+        whole_files.remove(whole_files.partial_of(self.dst / MANIFEST))
         for name, copy in scan(self.dst).items():
             path, digest = self.dst / name, self.marks.get(copy, {}).get(copy.bytes)
             if name not in files and name != MANIFEST:
@@ -138,35 +140,35 @@ class Disk:
         return self.whole, {name: max(counts, default=0) for name, counts in marks.items()}
 
     def _open_journal(self) -> None:
-        self.journal = (self.dst / HIDDEN / "journal").open("a+b", buffering=0)
-        try:
-            fcntl.flock(self.journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refusal(f"{self.dst} is being staged already; every node wants a DST of its own") from None
-        self.journal.seek(0)
-        for line in self.journal.read().splitlines():
+        path = self.dst / HIDDEN / "journal"
+        self.journal = whole_files.locked(path)
+        if self.journal is None:
+            raise Refusal(f"{self.dst} is being staged already; every node wants a DST of its own")
+        for line in path.read_bytes().splitlines():
             try:
                 *version, count, digest = json.loads(line)
                 self.marks.setdefault(File(*version), {})[count] = digest
             except (ValueError, TypeError):
-                continue  # cut short by a kill; what no mark covers is copied again
+                continue  # cut short by a kill; bytes that no mark covers are copied again
+
+    def note(self, file: File, count: int, digest: str) -> None:
+        """Mark that so many bytes of a file are on the disk."""
+        with self.lock:
+            print("\n" + json.dumps([*astuple(file), count, digest]), end="", file=self.journal, flush=True)
+            os.fsync(self.journal.fileno())
 
     def finish(self, files: dict[str, File]) -> str:
-        """Leave DST/manifest.sha256, unless SRC has one; returns the sums of all files as text."""
-        text = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.whole.items()))
+        """Write DST/manifest.sha256, unless SRC has one; returns the sums of all files as text."""
+        text = manifest.written(self.whole)
         if MANIFEST not in files:
-            partial = self.partial / MANIFEST
-            partial.write_text(text, encoding="utf-8")
-            sync(partial)
-            partial.rename(self.dst / MANIFEST)
-            sync(self.dst)
+            whole_files.write_whole(self.dst / MANIFEST, text)
         shutil.rmtree(self.partial)
         self.journal.close()
         return text
 
 
 class Target:
-    """A file on its way into DST, from a trusted byte on."""
+    """A file that is being written in DST, from its last mark on."""
 
     def __init__(self, disk: Disk, transfer: Transfer):
         """Raises: Fault if what is there is not what was marked; OSError."""
@@ -193,12 +195,9 @@ class Target:
             os.posix_fadvise(self.output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def mark(self) -> None:
-        """Have all bytes so far on the disk and note it."""
+        """Wait until all bytes so far are on the disk, and note it in the journal."""
         os.fsync(self.output.fileno())
-        line = json.dumps([*astuple(self.file), self.bytes, self.state.hexdigest()])
-        with self.disk.lock:
-            write_all(self.disk.journal, b"\n" + line.encode())  # begins a line: the last one may be cut short
-            os.fsync(self.disk.journal.fileno())
+        self.disk.note(self.file, self.bytes, self.state.hexdigest())
 
     def finish(self) -> None:
         """Give the file its name. Raises: Fault if it is not what it should be; OSError."""
@@ -210,7 +209,7 @@ class Target:
         self.mark()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.partial.rename(self.path)
-        sync(self.path.parent)
+        whole_files.sync(self.path.parent)
         self.disk.whole[self.file.name] = digest
 
 
@@ -228,15 +227,8 @@ def write_all(output: IO, content: memoryview | bytes) -> None:
         content = content[output.write(content) :]
 
 
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def plan(files: dict[str, File], sums: dict[str, str], stocks: list[tuple[dict, dict]]) -> list[list[Transfer]]:
-    """The transfers of each stream, in order; every node makes the same plan. stocks: Disk.take_stock of every node.
+    """The transfers of each stream, in order. Every node makes the same plan. stocks: each node's Disk.take_stock.
 
     Raises: Refusal if nodes hold different copies of a file.
     """
@@ -261,10 +253,10 @@ def plan(files: dict[str, File], sums: dict[str, str], stocks: list[tuple[dict, 
 
 
 class Stream(threading.Thread):
-    """One file after another through this node."""
+    """A thread that takes this node's part in one transfer after another."""
 
     def __init__(self, transfers: list[Transfer], rank: int, src: Path, disk: Disk, group: dist.ProcessGroup | None):
-        super().__init__(daemon=True)  # one that waits for a node which is gone must not keep the process
+        super().__init__(daemon=True)  # a stream that waits for a lost node must not keep the process alive
         self.transfers = [transfer for transfer in transfers if rank in transfer.chain]
         self.rank, self.src, self.disk, self.group = rank, src, disk, group
         self.read = self.passed = 0  # bytes: from SRC, through this node
@@ -277,7 +269,7 @@ class Stream(threading.Thread):
                 what = f"copying {transfer.file.name} to {self.disk.dst}"
                 self._move(transfer, buffer)
             if self.group:
-                dist.barrier(group=self.group)  # who is done stays to hear of those who never will be
+                dist.barrier(group=self.group)  # a node that is done waits, to notice that another node was lost
         except OSError as error:
             self.failure = Fault(f"{what}: {error.strerror}{f': {error.filename}' if error.filename else ''}")
         except Exception as error:
@@ -315,7 +307,7 @@ class Stream(threading.Thread):
 
 
 def move(streams: list[Stream], rank: int, nodes: int) -> None:
-    """Run the streams of all nodes to their end. Raises: Fault, on every node; RuntimeError if one is just gone."""
+    """Run this node's streams to their end. Raises: Fault, on every node; RuntimeError if a node was lost."""
     store = dist.HashStore() if nodes == 1 else ranks.store_clone()
     total = sum(t.file.bytes - t.start for stream in streams for t in stream.transfers)
     for stream in streams:
@@ -326,7 +318,7 @@ def move(streams: list[Stream], rank: int, nodes: int) -> None:
             working = any(stream.is_alive() for stream in streams)
             bar.update(sum(stream.passed for stream in streams) - bar.n)
             failure = next((stream.failure for stream in streams if stream.failure), None)
-            if failure and nodes > 1 and not isinstance(failure, RuntimeError):  # a neighbour's end, who has left word
+            if failure and nodes > 1 and not isinstance(failure, RuntimeError):  # those: a neighbour's failure
                 store.compare_set(FAILED, "", f"node {rank} ({socket.gethostname()}): {failure}")
                 time.sleep(3 * POLL_S)  # for the others to read it before this process and perhaps the store end
             if store.check([FAILED]):
@@ -337,7 +329,7 @@ def move(streams: list[Stream], rank: int, nodes: int) -> None:
 
 
 def everywhere(task: Callable[[], object]) -> list:
-    """A task's result on every node. Raises: Refusal, on all nodes alike, naming the first that could not do it."""
+    """A task's result on every node. Raises: Refusal, on all nodes alike, which names the first node that failed."""
     result, problem = None, None
     try:
         result = task()

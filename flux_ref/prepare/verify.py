@@ -1,48 +1,183 @@
 """Checking a data set before a job relies on it.   python -m flux_ref.prepare verify DIR [--fast] [--workers K] ...
 
-DIR holds shards of the fixed layout in shards.py, or train/, val/ and empty_encodings/. Every byte is read once, see
-shard_check.py. The first pass that finds nothing wrong leaves DIR/manifest.sha256, which `sha256sum -c` takes; later
-ones compare with it, and nothing else is ever written. --fast reads names, sizes and the headers of the first and last
-sample of each shard. Exit codes: 0 nothing is wrong, 1 something is, 2 DIR cannot be checked.
+DIR holds shards of the layout in shards.py, or train/, val/ and empty_encodings/. Every sample is read by the reader
+of training; its values must be plausible. Then come totals, repeated samples and the SHA-256 of every file. The first
+pass that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the
+manifest; nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run
+does. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked, 3 the check broke.
 """
 
 import argparse
-import multiprocessing
+import hashlib
 import os
 import re
-import signal
-import threading
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from flux_ref import config_file
-from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import shards
+from flux_ref.formats import files, shards
 from flux_ref.formats.energon import META
-from flux_ref.formats.shards import Layout
-from flux_ref.prepare import shard_check
-from flux_ref.prepare.shard_check import SHOWN, Job, Problems, Report
+from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Shard
+from flux_ref.prepare import manifest, options, pool
+from flux_ref.prepare.manifest import MANIFEST
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 
-MANIFEST, EMPTY, SPLITS = "manifest.sha256", "empty_encodings", ("train", "val")
+EMPTY, SPLITS = "empty_encodings", ("train", "val")
+SHOWN = 20  # lines per kind of problem
+CHUNK = 4 << 20  # bytes
 # Kinds that leave a set usable.
 WARNINGS = ("uneven timesteps", "repeated t5", "repeated clip", "repeated drawing", "new file", "no manifest")
+# Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
+# flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
+# to -30 .. 20, BFL's autoencoder does not.
+PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logvar": (-100.0, 20.0)}
 
 
-# What there is
+class Problems:
+    """What is wrong, by kind: how many times, and the first lines."""
+
+    def __init__(self):
+        self.lines: dict[str, list[str]] = defaultdict(list)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, kind: str, where: object, what: str = "", count: int = 1) -> None:
+        """where: also an error, whose message says all."""
+        line = f"{where}: {what}" if what else str(where)
+        if not line.isprintable():  # names may hold anything
+            line = line.encode("unicode_escape").decode()
+        self._merge({kind: [line]}, {kind: count})
+
+    def add_all(self, other: "Problems") -> None:
+        self._merge(other.lines, other.counts)
+
+    def _merge(self, lines: dict[str, list[str]], counts: dict[str, int]) -> None:
+        for kind in lines:
+            self.lines[kind] += lines[kind][: SHOWN - len(self.lines[kind])]
+        self.counts.update(counts)
+
+    @property
+    def failed(self) -> bool:
+        return any(kind not in WARNINGS for kind in self.counts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to look at. split: train, val or any; "" if the file is no shard and only its checksum is wanted."""
+
+    path: Path
+    split: str
+    layout: Layout
+    fast: bool
+
+
+@dataclass
+class Report:
+    """What a file holds. seen: sample, key; digests of the key, t5, clip and all four members."""
+
+    job: Job
+    bytes: int = 0
+    samples: int = 0
+    sha256: str = ""  # "" if not all was read
+    seen: list[tuple[int, str, bytes]] = field(default_factory=list)
+    timesteps: Counter[int | None] = field(default_factory=Counter)
+    problems: Problems = field(default_factory=Problems)
+
+
+# One file
+
+
+def look(job: Job, advance: pool.Advance) -> Report:
+    """Look at one file. advance: gets the number of bytes read."""
+    report = Report(job)
+    try:
+        if not job.path.is_file():  # a FIFO would wait for ever
+            raise Refusal(f"{job.path} is no file")
+        report.bytes = job.path.stat().st_size
+        shard, rows = _opened(report), job.layout.rows()
+        if job.fast:
+            for position in sorted({0, report.samples - 1}) if shard else ():
+                _look_at_sample(report, shard, position, rows)
+            return report
+        digest, size = hashlib.sha256(), job.layout.stride if shard else CHUNK
+        with job.path.open("rb", buffering=0) as file:
+            for position, chunk in enumerate(iter(lambda: file.read(size), b"")):
+                digest.update(chunk)
+                if position < report.samples:  # its bytes are in the page cache now
+                    _look_at_sample(report, shard, position, rows)
+                advance(len(chunk))
+        report.sha256 = digest.hexdigest()
+    except (Refusal, OSError) as error:
+        report.problems.add("unreadable", error)
+    return report
+
+
+def _opened(report: Report) -> Shard | None:
+    """The shard, if the file is a shard whose samples can be found."""
+    job = report.job
+    if not job.split:
+        return None
+    try:
+        shard = Shard(job.path, job.layout)
+    except Refusal as error:
+        report.problems.add("layout", error)
+        return None
+    shard.open()
+    report.samples = shard.count
+    try:
+        shard.require_end()
+    except BadSample as error:
+        report.problems.add("layout", error)
+    return shard
+
+
+def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str, np.ndarray]) -> None:
+    try:
+        meta = shard.read(position, rows)
+    except BadSample as error:
+        report.problems.add("bad sample", error)
+        return
+    where = f"{shard.where(position)}, key {meta.key}"
+    for name in MEMBERS:
+        if problem := implausible(name, rows[name]):
+            report.problems.add(problem[0], where, problem[1])
+    split = report.job.split
+    if (meta.timestep is None and split != "val") or (meta.timestep in range(TIMESTEPS) and split != "train"):
+        report.timesteps[meta.timestep] += 1
+    else:
+        wanted = {"train": "none", "val": f"0 to {TIMESTEPS - 1}", "any": f"none or 0 to {TIMESTEPS - 1}"}[split]
+        report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {wanted}")
+    digests = [_digest(rows[name]) for name in MEMBERS]
+    whole = _digest(b"".join(digests))
+    report.seen.append((position, meta.key, _digest(meta.key.encode()) + digests[0] + digests[1] + whole))
+
+
+def implausible(name: str, bits: np.ndarray) -> tuple[str, str] | None:
+    """What is wrong with the values of a member, given as bf16 bits: (kind of problem, line)."""
+    values = shards.from_bf16_bits(bits)
+    low, high = values.min() + 0.0, values.max() + 0.0  # no -0
+    if low == high == 0:
+        return "zeros", f"{name} is all zeros"
+    least, most = PLAUSIBLE[name]
+    if low < least or high > most:
+        return "range", f"{name} reaches from {low:.3g} to {high:.3g}, want values from {least:g} to {most:g}"
+    return None
+
+
+def _digest(content: bytes | np.ndarray) -> bytes:
+    return hashlib.sha256(content).digest()[:8]
+
+
+# All files
 
 
 def _folders(root: Path, split: str | None, problems: Problems) -> dict[str, Path]:
-    """The folders of shards, by what they are: train, val or any. Raises: Refusal."""
+    """The folders of shards, by what they hold: train, val or any. Raises: Refusal."""
     if not root.is_dir():
         raise Refusal(f"{root} is no folder")
     inside = {name: root / name for name in SPLITS if (root / name).is_dir()}
@@ -58,7 +193,7 @@ def _folders(root: Path, split: str | None, problems: Problems) -> dict[str, Pat
 
 
 def _shards(folder: Path, problems: Problems) -> list[Path]:
-    """The files that shards.py reads, after a look at their names."""
+    """The shards of a folder, after a look at their names."""
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
@@ -80,82 +215,34 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
 
 
 def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
-    """All other files, for the manifest covers them all. Raises: OSError."""
+    """All other files, because the manifest covers them too. Raises: OSError."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    found = []
+    others = []
     for folder, folders, names in os.walk(root, onerror=fail):
         if Path(folder) == root:
-            folders[:] = [name for name in folders if name != ".stage"]  # what stage.py is busy with
+            folders[:] = [name for name in folders if name != ".stage"]  # stage.py writes there
             names = [name for name in names if MANIFEST not in name]
-        found += [Path(folder, name) for name in names if Path(folder, name) not in known]
-    for path in (*found, *known):
-        name = str(path.relative_to(root))
-        if not name.isprintable() or "\\" in name:
+        others += [Path(folder, name) for name in names if Path(folder, name) not in known]
+    for path in (*others, *known):
+        if not manifest.fits(str(path.relative_to(root))):
             problems.add("file name", path, f"does not fit into a line of {MANIFEST}")
-    return sorted(found)
+    return sorted(others)
 
 
-# Looking at the files
-
-
-class Shared:
-    """What all processes share: the bytes read of each file, and whether to stop. No lock: its holder may be killed."""
-
-    read = None
-    stop = None
-
-
-def _look(jobs: list[Job], workers: int) -> list[Report]:
-    """What the files hold, in their order. Raises: Refusal if a process died; KeyboardInterrupt."""
+def _look_at_all(jobs: list[Job], workers: int) -> list[Report]:
+    """The reports of the files, in their order. Raises: Fault; KeyboardInterrupt."""
     total = sum(job.path.stat().st_size for job in jobs if job.path.is_file())
-    quiet = all(job.fast for job in jobs)
-    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
-        if workers == 1 or quiet or len(jobs) < 2:
-            return [shard_check.check(job, bar.update) for job in jobs]
-        spawn = multiprocessing.get_context("spawn")
-        read, stop = spawn.RawArray("q", len(jobs)), spawn.RawValue("b")
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), spawn, _start, (read, stop))
-        try:
-            futures = [pool.submit(_check, number, job) for number, job in enumerate(jobs)]
-            while wait(futures, timeout=0.2).not_done:
-                bar.update(sum(read) - bar.n)
-            return [future.result() for future in futures]
-        except BrokenProcessPool:
-            raise Refusal("a process was killed; if memory ran out, use fewer --workers") from None
-        finally:
-            stop.value = True
-            pool.shutdown(cancel_futures=True)
-
-
-def _start(read, stop) -> None:
-    Shared.read, Shared.stop = read, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then tells us to stop
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _check(number: int, job: Job) -> Report:
-    def advance(count: int) -> None:
-        Shared.read[number] += count
-        if Shared.stop.value:
-            raise KeyboardInterrupt  # which nobody hears
-
-    return shard_check.check(job, advance)
-
-
-# What only all of them together tell
+    fast = any(job.fast for job in jobs)
+    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=fast) as bar:
+        return pool.run(look, jobs, 1 if fast else workers, bar)
 
 
 def _check_repeats(root: Path, kind: str, reports: list[Report], problems: Problems) -> None:
-    """Keys and samples that are there twice are errors, captions are not. kind: data.kind of the config."""
-    seen = [(report.job, number, key) for report in reports for number, key, _ in report.seen]
+    """Repeated keys and samples are errors, repeated captions are not. kind: data.kind of the config."""
+    seen = [(report.job, position, key) for report in reports for position, key, _ in report.seen]
     digests = np.frombuffer(b"".join(row[2] for report in reports for row in report.seen), "<u8").reshape(-1, 4)
 
     def place(i: int) -> str:
@@ -164,7 +251,7 @@ def _check_repeats(root: Path, kind: str, reports: list[Report], problems: Probl
     for again, first in _repeats(digests[:, 0]):
         job, _, key = seen[again]
         # A running number tells a sample from others of its split only.
-        if key and not (key.isdecimal() and job.split != seen[first][0].split):
+        if not (key.isdecimal() and job.split != seen[first][0].split):
             problems.add("repeated key", place(again), f"so is the key of {place(first)}")
     kind = "repeated drawing" if kind == "shapes" else "repeated sample"  # small drawings come out equal by chance
     for again, first in _repeats(digests[:, 3]):
@@ -175,10 +262,9 @@ def _check_repeats(root: Path, kind: str, reports: list[Report], problems: Probl
 
 
 def _repeats(column: np.ndarray) -> list[tuple[int, int]]:
-    """Positions of equal entries, (later, earlier); 0 equals nothing."""
+    """Positions of equal entries: (later, earlier)."""
     order = np.argsort(column, kind="stable")
-    ordered = column[order]
-    again = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0))
+    again = np.flatnonzero(np.diff(column[order]) == 0)
     return sorted(zip(order[again + 1].tolist(), order[again].tolist()))
 
 
@@ -197,48 +283,25 @@ def _check_totals(folder: Path, split: str, reports: list[Report], expect: int, 
 def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
     try:
         for name, bits in shards.read_empty(folder, layout).items():
-            if problem := shard_check.implausible(name, bits.reshape(-1)):
+            if problem := implausible(name, bits):
                 problems.add("empty encoding", folder / f"{name}_empty.npy", problem[1])
     except Refusal as error:
-        problems.add("empty encoding", folder, str(error))
+        problems.add("empty encoding", error)
 
 
-# The manifest
-
-
-def _check_manifest(path: Path, found: dict[str, str], problems: Problems) -> None:
-    """found: of each file its SHA-256, "" if unknown."""
-    listed = {}
-    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
-        parts = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)", line)
-        if parts and parts[2] not in listed:
-            listed[parts[2]] = parts[1].lower()
-        else:
-            problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
-    for name in sorted(listed.keys() | found.keys()):
+def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> None:
+    """Compare with the manifest. sums: the SHA-256 of each file, "" if unknown."""
+    listed, unusable = manifest.parse(path.read_text("utf-8", "replace"))
+    for number in unusable:
+        problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
+    for name in sorted(listed.keys() | sums.keys()):
         file = path.parent / name
-        if name not in found:
+        if name not in sums:
             problems.add("manifest", file, f"is missing, {MANIFEST} has it")
         elif name not in listed:
             problems.add("manifest" if name.endswith(".tar") else "new file", file, f"is not in {MANIFEST}")
-        elif found[name] and found[name] != listed[name]:
+        elif sums[name] and sums[name] != listed[name]:
             problems.add("manifest", file, f"has changed, its SHA-256 is not that of {MANIFEST}")
-
-
-def _write_manifest(path: Path, found: dict[str, str], problems: Problems) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(found.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError as error:
-        problems.add("no manifest", path, f"cannot be written: {error.strerror}")
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 # The command
@@ -247,43 +310,26 @@ def _write_manifest(path: Path, found: dict[str, str], problems: Problems) -> No
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
-    add("--config", metavar="FILE", help="whose model's sizes and sample counts to expect (FLUX.1-schnell's)")
+    add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
     add("--split", choices=(*SPLITS, "any"), help="what the shards in DIR are (what DIR is called, else any)")
-    add("--expect-samples", type=_number_or_any, metavar="N|any", help="how many there must be (the config's)")
-    add("--fast", action="store_true", help="read only names, sizes and the headers of each shard's ends")
-    add("--workers", type=_number, default=min(8, os.cpu_count() or 1), metavar="K", help="processes (%(default)s)")
+    add("--expect-samples", type=options.number_or_any, metavar="N|any", help="how many there must be (the config's)")
+    add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
+    workers = min(8, os.cpu_count() or 1)
+    add("--workers", type=options.number, default=workers, metavar="K", help="processes (%(default)s)")
     uses = f"write {MANIFEST} unless it is there, else compare with it; check: it must be there; none: leave it alone"
     add("--manifest", choices=("write", "check", "none"), default="write", help=uses)
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _number_or_any(text: str) -> int:
-    return 0 if text == "any" else _number(text)
-
-
 def run(args: argparse.Namespace) -> int:
-    """The subcommand; returns the exit code. Raises: Refusal and OSError, where it is 2."""
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print("stopped before the end")
-        return 130
-
-
-def _run(args: argparse.Namespace) -> int:
+    """The subcommand; returns the exit code. Raises: Refusal; Fault; OSError; KeyboardInterrupt."""
     began, problems = time.monotonic(), Problems()
-    cfg = config_file.load(args.config) if args.config else Config()
+    cfg = options.config(args.config)
     layout, folders = shards.layout(cfg.model), _folders(args.dir, args.split, problems)
     if args.expect_samples and len(folders) > 1:
         raise Refusal(f"--expect-samples={args.expect_samples} is about one folder of shards, {args.dir} holds more")
     paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
     paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
-    reports = _look([Job(path, split, layout, args.fast) for path, split in paths.items()], args.workers)
+    reports = _look_at_all([Job(path, split, layout, args.fast) for path, split in paths.items()], args.workers)
     for report in reports:
         problems.add_all(report.problems)
     _check_repeats(args.dir, cfg.data.kind, reports, problems)
@@ -292,19 +338,18 @@ def _run(args: argparse.Namespace) -> int:
         _check_totals(folder, split, [r for r in reports if r.job.split == split], expect, problems)
     if (args.dir / EMPTY).is_dir():
         _check_empty(args.dir / EMPTY, layout, problems)
-    manifest, found = args.dir / MANIFEST, {r.job.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
-    if args.manifest != "none" and manifest.exists():
-        _check_manifest(manifest, found, problems)
+    path, sums = args.dir / MANIFEST, {r.job.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
+    if args.manifest != "none" and path.exists():
+        _check_manifest(path, sums, problems)
     elif args.manifest == "check":
-        problems.add("manifest", manifest, "there is no such file")
-    elif args.manifest == "write" and not args.fast and not _failed(problems):
-        _write_manifest(manifest, found, problems)
+        problems.add("manifest", path, "there is no such file")
+    elif args.manifest == "write" and not args.fast and not problems.failed:
+        try:
+            files.write_whole(path, manifest.written(sums))
+        except OSError as error:
+            problems.add("no manifest", path, f"cannot be written: {error.strerror}")
     _print_verdict(reports, list(folders), problems, time.monotonic() - began)
-    return int(_failed(problems))
-
-
-def _failed(problems: Problems) -> bool:
-    return any(kind not in WARNINGS for kind in problems.counts)
+    return int(problems.failed)
 
 
 def _print_verdict(reports: list[Report], splits: list[str], problems: Problems, seconds: float) -> None:
@@ -317,12 +362,12 @@ def _print_verdict(reports: list[Report], splits: list[str], problems: Problems,
     heads = ["none" if column is None else f"t={column}" for column in columns]
     print(f"{'':6} {'shards':>6} {'samples':>10} {'bytes':>18}", *(f"{head:>7}" for head in heads))
     for split in splits:
-        own = [report for report in reports if report.job.split == split]
-        timesteps = sum((report.timesteps for report in own), Counter())
-        samples, size = sum(report.samples for report in own), sum(report.bytes for report in own)
-        print(f"{split:6} {len(own):6} {samples:10,} {size:18,}", *(f"{timesteps[column]:7}" for column in columns))
-    for title, wanted in (("problems", False), ("warnings", True)):
-        kinds = [f"{kind} {n:,}" for kind, n in problems.counts.items() if (kind in WARNINGS) == wanted]
+        parts = [report for report in reports if report.job.split == split]
+        timesteps = sum((report.timesteps for report in parts), Counter())
+        samples, size = sum(report.samples for report in parts), sum(report.bytes for report in parts)
+        print(f"{split:6} {len(parts):6} {samples:10,} {size:18,}", *(f"{timesteps[column]:7}" for column in columns))
+    for title, warn in (("problems", False), ("warnings", True)):
+        kinds = [f"{kind} {n:,}" for kind, n in problems.counts.items() if (kind in WARNINGS) == warn]
         print(f"{title}: {', '.join(kinds) or 'none'}")
-    speed = "names, sizes and headers only" if fast else f"{sum(r.bytes for r in reports) / seconds / 1e6:,.0f} MB/s"
-    print(f"{'FAIL' if _failed(problems) else 'PASS'} in {seconds:.1f} s, {speed}")
+    speed = "first and last samples" if fast else f"{sum(r.bytes for r in reports) / seconds / 1e6:,.0f} MB/s"
+    print(f"{'FAIL' if problems.failed else 'PASS'} in {seconds:.1f} s, {speed}")

@@ -1,6 +1,5 @@
 """Making the drawable data set."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,33 +8,31 @@ import numpy as np
 from flux_ref import rng, schedule
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import shard_writer, shards
+from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.run.progress import progress
 from flux_ref.toy import shapes
 
 
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
-    """Write folder/train, folder/val and folder/empty_encodings; the folder appears once it is whole.
+    """Write folder/train, folder/val and folder/empty_encodings. The folder appears once it is whole.
 
-    Validation shows the drawings that training never does, and walks the eight timesteps.
+    Validation shows the drawings that training never shows, at the eight timesteps in turn.
     Raises: Refusal if the folder exists.
     """
     if folder.exists():
         raise Refusal(f"{folder} exists; remove it or choose another folder")
     if model.latent_channels != shapes.CHANNELS or model.text_tokens < 8:
         raise Refusal(f"shapes need model.latent_channels={shapes.CHANNELS} and model.text_tokens of at least 8")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     held_out = shapes.held_out()
-    shown = [drawing for drawing in shapes.all_drawings() if drawing not in set(held_out)]
-    shard_writer.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
-    shard_writer.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
-    empty = partial / "empty_encodings"
-    empty.mkdir()
-    for name, array in zip(("t5", "clip"), shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)):
-        np.save(empty / f"{name}_empty.npy", array[None].astype(np.float16))  # as the public ones are
-    partial.rename(folder)
+    shown = [drawing for drawing in shapes.all_drawings() if drawing not in held_out]
+    empty = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
+    with files.whole(folder) as partial:
+        shard_writer.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
+        shard_writer.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
+        # In float16 with a batch axis, as the public encodings are.
+        arrays = {name: array[None].astype(np.float16) for name, array in zip(("t5", "clip"), empty)}
+        shard_writer.write_empty(partial / "empty_encodings", arrays)
 
 
 def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[Sample]:
@@ -43,7 +40,7 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
     for i in progress(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
         dx, dy = shapes.JITTER * (2 * rng.uniform(rng.words(0, rng.JITTER, 2, sample=i, epoch=split)) - 1)
-        picture = shapes.draw(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
+        picture = shapes.render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
         members = dict(zip(shards.MEMBERS, (*encoded[drawing], *shapes.encode(picture))))
         bits = {member: shards.to_bf16_bits(array) for member, array in members.items()}
         timestep = i % schedule.TIMESTEPS if split else None
@@ -51,8 +48,10 @@ def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: s
 
 
 def ensure(cfg: Config) -> None:
-    """Make the data set of a config with data.kind=shapes on first use: when FOLDER/train, FOLDER/val and FOLDER
-    are all missing. Any other missing folder is left for the reader to refuse."""
+    """Make the data set of a config with data.kind=shapes, if neither FOLDER/train nor FOLDER/val nor FOLDER is there.
+
+    The reader refuses any other missing folder.
+    """
     train, val = Path(cfg.data.train), Path(cfg.data.val)
     folder = train.parent
     if cfg.data.kind == "shapes" and (train, val) == (folder / "train", folder / "val") and not folder.exists():

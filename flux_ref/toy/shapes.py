@@ -1,7 +1,7 @@
-"""A drawable data set: captioned shapes, with fixed stand-ins for FLUX.1's three frozen encoders.
+"""A toy data set: captioned shapes, with fixed stand-ins for FLUX.1's three frozen encoders.
 
-The autoencoder's place is taken by a block DCT: like it, it maps (3, H, W) to mean and logvar of
-(16, H/8, W/8) and decodes back. T5's and CLIP's places are taken by fixed random word vectors.
+A block DCT stands in for the autoencoder: it maps (3, H, W) to mean and logvar of (16, H/8, W/8) and decodes back.
+Fixed random word vectors stand in for T5 and CLIP.
 """
 
 import functools
@@ -32,7 +32,7 @@ SIZES = {"small": 0.14, "large": 0.23}  # half of the width
 BACKGROUND = 0.92
 JITTER = 0.03  # a drawing's centre moves by up to this much, in parts of the image
 CHANNELS = 16
-LOGVAR = -8.0  # of every latent value, as narrow as a trained autoencoder's
+LOGVAR = -8.0  # logvar of every latent value, about as small as a trained autoencoder's
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def held_out() -> list[Drawing]:
     ]
 
 
-def draw(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:
-    """The picture: (3, height, width) float32 in [-1, 1]; dx, dy move it by parts of the image."""
+def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:
+    """The picture: (3, height, width) float32 in [-1, 1]. dx, dy: move the drawing by parts of the image."""
     fine = 4  # edges are smoothed by drawing at 4 x the resolution
     y = ((np.arange(height * fine) + 0.5) / (height * fine))[:, None]
     x = ((np.arange(width * fine) + 0.5) / (width * fine))[None, :]
@@ -104,7 +104,7 @@ LUMA_CENTRE, GAIN = 10.2, 2.1
 
 
 def encode(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """mean and logvar, each (16, H/8, W/8) float32, of a (3, H, W) picture in [-1, 1]."""
+    """Encode a (3, H, W) picture in [-1, 1] as mean and logvar, each (16, H/8, W/8) float32."""
     _, height, width = picture.shape
     planes = (LUMA @ picture.reshape(3, -1)).reshape(3, height // 8, 8, width // 8, 8)
     frequencies = BASIS @ planes.transpose(0, 1, 3, 2, 4) @ BASIS.T
@@ -114,7 +114,7 @@ def encode(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode(mean: np.ndarray) -> np.ndarray:
-    """The (3, H, W) picture in [-1, 1] of a (16, H/8, W/8) latent; inverts encode on what the codec keeps."""
+    """Decode a (16, H/8, W/8) latent to a (3, H, W) picture in [-1, 1]; what encode dropped is lost."""
     _, rows, columns = mean.shape
     frequencies = np.zeros((3, rows, columns, 8, 8))
     for (c, u, v), channel in zip(KEPT, mean / GAIN):
@@ -125,7 +125,10 @@ def decode(mean: np.ndarray) -> np.ndarray:
 
 
 def encode_caption(caption: str, tokens: int, t5_dim: int, clip_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, t5_dim) states, one word each and padded with the empty word, and the pooled (clip_dim,)."""
+    """Encode a caption as T5 states (tokens, t5_dim) and a pooled CLIP vector (clip_dim,), both float32.
+
+    Each state is one word's vector; the empty word pads the caption to `tokens`.
+    """
     padded = (caption.lower().split() + [""] * tokens)[:tokens]
     states = np.stack([_word_vector(word, t5_dim) for word in padded])
     pooled = np.mean([_word_vector(word, clip_dim) for word in padded], axis=0) * np.sqrt(tokens)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import MICRO
+from shard_damage import opened
 
 from flux_ref import config_file
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
-from flux_ref.formats.shards import MEMBERS, ShardSet
+from flux_ref.formats.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
 from bench import feed_energon  # noqa: E402
@@ -53,12 +54,10 @@ def prepare(root: Path, *options: str) -> str:
 
 
 def by_us(root: Path, split: str, layout: shards.Layout) -> dict[str, dict[str, np.ndarray]]:
-    found = ShardSet(root, layout, split)
-    found.open()
-    samples = {}
-    for index in range(len(found)):
-        rows = {name: np.empty(layout.shapes[name], np.uint16) for name in MEMBERS}
-        samples[found.read(index, rows).key] = rows
+    stored, samples = opened(root, layout, split), {}
+    for index in range(len(stored)):
+        rows = layout.rows()
+        samples[stored.read(index, rows).key] = rows
     return samples
 
 

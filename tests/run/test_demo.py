@@ -50,7 +50,7 @@ def test_first_command_learns_to_draw(tmp_path):
 def matches(tile, want):
     """Whether, of all drawings there are, the wanted one is the nearest to the picture."""
     small = tile.reshape(3, 32, 5, 32, 5).mean(axis=(2, 4))
-    distance = {d: np.square(shapes.draw(d, 32, 32) - small).mean() for d in shapes.all_drawings()}
+    distance = {d: np.square(shapes.render(d, 32, 32) - small).mean() for d in shapes.all_drawings()}
     return min(distance, key=distance.get) == want
 
 

@@ -149,7 +149,7 @@ def test_encode_inverts_decode():
 
 def test_decode_of_encode_is_a_projection():
     """What the codec keeps of a picture it keeps again."""
-    picture = 0.5 * shapes.draw(shapes.held_out()[0], 64, 64)
+    picture = 0.5 * shapes.render(shapes.held_out()[0], 64, 64)
     once = shapes.decode(shapes.encode(picture)[0])
     twice = shapes.decode(shapes.encode(once)[0])
     assert abs(once).max() < 1 and abs(once - picture).max() > 0.01
@@ -164,7 +164,7 @@ def test_flat_colours_survive_the_codec():
 
 def test_latents_have_about_zero_mean_and_unit_variance():
     """Under FLUX.1's own shift and scale, over all drawings."""
-    means, logvars = zip(*(shapes.encode(shapes.draw(drawing, 64, 64)) for drawing in shapes.all_drawings()))
+    means, logvars = zip(*(shapes.encode(shapes.render(drawing, 64, 64)) for drawing in shapes.all_drawings()))
     mean, logvar = torch.from_numpy(np.stack(means)), torch.from_numpy(np.stack(logvars))
     assert mean.shape[1:] == (16, 8, 8)
     latent = latents.sample(mean, logvar, torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
@@ -194,7 +194,7 @@ def test_captions_tell_drawings_apart():
 @pytest.mark.parametrize("drawing", shapes.held_out(), ids=lambda drawing: drawing.caption.replace(" ", "-"))
 def test_drawing_is_where_and_what_its_caption_says(drawing):
     """Its colour at the named place, the background in the corner, and about its size of ink."""
-    picture = (shapes.draw(drawing, 64, 80) + 1) / 2
+    picture = (shapes.render(drawing, 64, 80) + 1) / 2
     assert picture.shape == (3, 64, 80) and picture.dtype == np.float32
     x, y = shapes.PLACES[drawing.place]
     np.testing.assert_allclose(picture[:, int(y * 64), int(x * 80)], shapes.COLOURS[drawing.colour], atol=1e-6)
@@ -207,7 +207,7 @@ def test_drawing_is_where_and_what_its_caption_says(drawing):
 def test_drawing_moves_by_dx_and_dy():
     """Eight pixels of 64 to the right and four down."""
     drawing = shapes.Drawing("small", "red", "circle", "middle")
-    still, moved = shapes.draw(drawing, 64, 64), shapes.draw(drawing, 64, 64, dx=8 / 64, dy=4 / 64)
+    still, moved = shapes.render(drawing, 64, 64), shapes.render(drawing, 64, 64, dx=8 / 64, dy=4 / 64)
     np.testing.assert_array_equal(moved, np.roll(still, (4, 8), axis=(1, 2)))
 
 

@@ -1,0 +1,96 @@
+"""A data set grows in a folder of its own, OUTPUT/SPLIT.partial, and becomes OUTPUT/SPLIT once it is whole.
+
+SPLIT.partial/plan.json says what the set is made from. The process that writes there holds a lock on plan.json.
+A job that was stopped goes on if its plan is the same.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import files, shard_writer
+
+PLAN = "plan.json"
+Plan = dict  # {"options": {name: value}, "files": [[name, ...] of each input file, in order]}
+
+
+def growing(final: Path) -> Path:
+    """The folder in which a set grows."""
+    return final.with_name(f"{final.name}.partial")
+
+
+def require_new(final: Path) -> None:
+    if final.exists():
+        raise Refusal(f"{final} exists; remove it or choose another --output")
+
+
+@contextmanager
+def claimed(final: Path, plan: Plan) -> Iterator[None]:
+    """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
+
+    Shards of an earlier job with the same plan stay. Raises: Refusal if the set exists, another process holds the
+    folder, or its shards have another plan.
+    """
+    require_new(final)
+    folder = growing(final)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = files.locked(folder / PLAN)
+    if lock is None:
+        raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
+    with lock:
+        _take_up(folder, lock, json.loads(json.dumps(plan)))
+        yield
+        files.sync(folder)
+        folder.rename(final)
+        files.sync(final.parent)
+
+
+def _take_up(folder: Path, lock: IO, plan: Plan) -> None:
+    """Write the plan into the locked file, unless the same plan is there."""
+    lock.seek(0)
+    begun = lock.read()
+    if begun != json.dumps(plan):
+        if any(folder.glob("*.tar")):
+            raise Refusal(f"{folder} was begun otherwise: {_difference(begun, plan)}; remove it to begin again")
+        for path in set(folder.glob("*.json")) - {folder / PLAN}:
+            path.unlink()
+        lock.truncate(0)
+        lock.write(json.dumps(plan))
+        lock.flush()
+        os.fsync(lock.fileno())
+    for path in folder.glob(".*.partial"):  # left by a job that was killed
+        files.remove(path)
+
+
+def _difference(begun: str, plan: Plan) -> str:
+    """The first options and files that differ."""
+    try:
+        plans = (json.loads(begun), plan)
+        then, now = (p["options"] | {name: about for name, *about in p["files"]} for p in plans)
+    except (ValueError, KeyError, TypeError):
+        return f"its {PLAN} is damaged or of another version"
+    changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    lines = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in changed[:3]]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return "; ".join(lines) + more if lines else "its files came in another order"
+
+
+def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
+    """Write empty_encodings beside the set that this process has claimed, unless it is there.
+
+    Another job may write the same folder at the same time: each writes in its own growing folder first.
+    """
+    own, shared = growing(final) / ".empty_encodings.partial", final.with_name("empty_encodings")
+    shard_writer.write_empty(own, encodings)
+    try:
+        own.rename(shared)
+    except OSError:
+        files.remove(own)
+        if not shared.exists():
+            raise

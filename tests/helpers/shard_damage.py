@@ -1,0 +1,77 @@
+"""Small shards, and damage at known places of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from conftest import MICRO
+
+from flux_ref import config_file
+from flux_ref.formats import shards
+from flux_ref.formats.shard_writer import Sample
+from flux_ref.formats.shards import BLOCK, MEMBERS, NPY_HEADER, Layout, ShardSet
+
+LAYOUT = shards.layout(config_file.load(MICRO).model)
+STRIDE = LAYOUT.stride
+NAN, INF, MINUS_INF = 0x7FC0, 0x7F80, 0xFF80  # as bf16 bits
+
+
+def samples(count: int, seed: int = 0, timesteps: bool = True, layout: Layout = LAYOUT) -> list[Sample]:
+    """Random samples."""
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            {name: shards.to_bf16_bits(rng.standard_normal(shape)) for name, shape in layout.shapes.items()},
+            i % 8 if timesteps else None,
+            f"words {i}",
+        )
+        for i in range(count)
+    ]
+
+
+def same(read: dict[str, np.ndarray], written: Sample) -> bool:
+    return all(np.array_equal(read[name], written.members[name]) for name in MEMBERS)
+
+
+def opened(folder: Path, layout: Layout = LAYOUT, split: str = "train") -> ShardSet:
+    stored = ShardSet(folder, layout, split)
+    stored.open()
+    return stored
+
+
+def close(stored: ShardSet) -> None:
+    for shard in stored.shards:
+        shard.close()
+
+
+def position(member: str, part: str = "tar", sample: int = 0) -> int:
+    """Where a part (tar, npy or payload; of the json: tar or payload) of a member begins within its shard."""
+    offset = sample * STRIDE
+    if member != "json":
+        offset += 2 * BLOCK
+        for name in MEMBERS[: MEMBERS.index(member)]:
+            offset += BLOCK + -(-(NPY_HEADER + LAYOUT.payload_bytes[name]) // BLOCK) * BLOCK
+    return offset + {"tar": 0, "npy": BLOCK, "payload": BLOCK + (member != "json") * NPY_HEADER}[part]
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def overwrite_json(path: Path, text: str, sample: int = 1) -> None:
+    """Replace a sample's json, with the size in its tar header."""
+    encoded = text.encode("utf-8", "surrogateescape")
+    overwrite(path, position("json", "tar", sample) + 124, f"{len(encoded):011o}\0".encode())
+    overwrite(path, position("json", "payload", sample), encoded.ljust(BLOCK, b"\0"))
+
+
+def overwrite_value(path: Path, member: str, bits: int, place: int = 0, sample: int = 1) -> None:
+    """Set one value of a member to bf16 bits."""
+    overwrite(path, position(member, "payload", sample) + 2 * place, np.array(bits, "<u2").tobytes())
+
+
+def describe(sample: int = 1, prefix: str = "some", **content: object) -> str:
+    """The json of a sample."""
+    return json.dumps({"key": f"{prefix}_{sample:08d}"} | content)
