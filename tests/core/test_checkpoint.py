@@ -3,6 +3,7 @@ them; a save that fails, on whatever rank, costs nothing but itself; and what a 
 """
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -22,19 +23,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import FACTS, narrow_config
-from conftest import MICRO, ROOT, data_overrides, require_identical, script
+from conftest import MICRO, ROOT, micro_run, refusal, require_identical, script
+from run_files import column, saved_steps
 from safetensors import safe_open
 
-import train as train_script
 from flux_ref import checkpoint, config, config_file, optim, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io, weight_files
 from flux_ref.formats.checkpoint_files import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.run.alive import Alive
 from flux_ref.step import State
 from flux_ref.weights import exports
@@ -100,14 +100,6 @@ def measured(tmp_path_factory, request) -> Measured:
     return Measured(folder, found)
 
 
-def refusal(call: Callable, *args: object) -> str:
-    """Why a call is refused: one line."""
-    with pytest.raises(Refusal) as caught:
-        call(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 # Any number of ranks
 
 
@@ -125,6 +117,7 @@ def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, writers
     assert found["wrong"] == []
     assert found["clock"] == (checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES)
     assert found["AdamW's steps"] == {checkpoint_ranks.STEP}
+    assert found["wrong by torch's reader"] == []
     require_identical(found["after steps"], measured[readers]["on"])
 
 
@@ -188,12 +181,6 @@ def test_torchs_own_reader_opens_the_folder_without_ranks(measured, writers):
     require_identical(found, WANT)
 
 
-@pytest.mark.parametrize("writers", SIZES)
-@pytest.mark.parametrize("readers", SEVERAL)
-def test_torchs_own_reader_fills_the_shards_of_any_ranks(measured, writers, readers):
-    assert measured[readers]["reading"][writers]["wrong by torch's reader"] == []
-
-
 def test_the_manifest_knows_the_run_and_no_rank(measured):
     infos = {size: Checkpoint(measured.checkpoint(size)).info for size in measured.found}
     for size, info in infos.items():
@@ -219,20 +206,20 @@ def test_the_config_comes_back(world, tmp_path):
     assert config_file.from_flat(info["name"], info["config"]) == cfg
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("region_blocks", [1, 2, 3])
-def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path, region_blocks, compiled):
-    if compiled and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler")
-    cfg = narrow_config(tmp_path, parallel__region_blocks=region_blocks, parallel__compile=compiled)
-    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
-    (folder,) = checkpoint_files.found(tmp_path)
-    found = Checkpoint(folder)
-    assert {key: tuple(entry.shape) for key, entry in found.tensors.items()} == checkpoint_ranks.keys(cfg)
-    assert "model.double_blocks.1.img_attn.qkv.weight" in found.tensors
-    require_identical({key: found.read(key) for key in found.tensors}, WANT)
-    plain = checkpoint_ranks.restored(narrow_config(tmp_path), world, folder)
-    assert checkpoint_ranks.wrong(plain) == []
+@pytest.mark.parametrize("region_blocks", [1, 3])
+def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path, region_blocks):
+    compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
+    for compiled in (False, True) if compiler else (False,):
+        run = tmp_path / f"{compiled}"
+        cfg = narrow_config(run, parallel__region_blocks=region_blocks, parallel__compile=compiled)
+        save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+        (folder,) = checkpoint_files.found(run)
+        found = Checkpoint(folder)
+        assert {key: tuple(entry.shape) for key, entry in found.tensors.items()} == checkpoint_ranks.keys(cfg)
+        assert "model.double_blocks.1.img_attn.qkv.weight" in found.tensors
+        require_identical({key: found.read(key) for key in found.tensors}, WANT)
+        plain = checkpoint_ranks.restored(narrow_config(run), world, folder)
+        assert checkpoint_ranks.wrong(plain) == []
 
 
 # When it becomes a checkpoint
@@ -318,7 +305,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     assert gate.is_set()
     saver.finish()
     assert gate.overlaps == [] and len(said) == 4
-    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(tmp_path)] == list(wants)
+    assert saved_steps(tmp_path) == list(wants)
     for path in checkpoint_files.found(tmp_path):
         found = checkpoint_ranks.restored(cfg, world, path)
         require_identical(checkpoint_ranks.whole(found), wants[checkpoint_files.step_of(path)])
@@ -364,7 +351,7 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Saver, "_write", publish_only)
     draw = random.Random(0)
     state = checkpoint_ranks.lively_state(NARROW, world)
-    for number in range(40):
+    for number in range(15):
         keep, nth, every = draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 60)
         cfg = narrow_config(tmp_path / str(number), checkpoint__keep=keep)
         cfg = config_file.replace(cfg, checkpoint__every_samples=every, checkpoint__keep_every=nth)
@@ -378,8 +365,7 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
                 state.step = step
                 steps.append(step)
                 save_now(saver, state)
-                found = [checkpoint_files.step_of(path) for path in checkpoint_files.found(saver.run)]
-                assert found == kept(steps, keep, due), (keep, nth, interval, steps)
+                assert saved_steps(saver.run) == kept(steps, keep, due), (keep, nth, interval, steps)
         assert not list(checkpoint_files.folder_of(saver.run).glob(".*"))
 
 
@@ -405,19 +391,19 @@ def test_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path,
 
 
 @pytest.mark.parametrize("writers", SEVERAL)
-@pytest.mark.parametrize("what", checkpoint_ranks.BREAKS)
-def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers, what):
-    found, blamed = measured[writers]["breaking"], checkpoint_ranks.BREAKS[what][2] % writers
-    number = 2 + list(checkpoint_ranks.BREAKS).index(what)
-    reason = f"{f'rank {blamed}: ' if blamed else ''}[Errno 28] No space left on device"
-    assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
-    assert found[what]["failures"] == [reason] * writers
-    assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
-    assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers
-    (line,), *others = found[what]["said"]
+def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
+    found = measured[writers]["breaking"]
     folder = measured.folder / str(writers) / "breaking" / "checkpoints"
-    assert line.startswith(f"checkpoint {folder}/step_{number:09d} NOT saved: {reason};") and "\n" not in line
-    assert not any(others)
+    assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
+    for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
+        blamed = rank % writers
+        reason = f"{f'rank {blamed}: ' if blamed else ''}[Errno 28] No space left on device"
+        assert found[what]["failures"] == [reason] * writers, what
+        assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
+        assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers
+        (line,), *others = found[what]["said"]
+        assert line.startswith(f"checkpoint {folder}/step_{number:09d} NOT saved: {reason};") and "\n" not in line
+        assert not any(others)
 
 
 @pytest.mark.parametrize("writers", SEVERAL)
@@ -425,7 +411,7 @@ def test_training_and_saving_go_on_after_saves_that_failed(measured, writers):
     found = measured[writers]["breaking"]
     assert found["finite"] and found["after"]["faults"] == [""] * writers
     run = measured.folder / str(writers) / "breaking"
-    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(run)] == [1, found["after"]["step"]]
+    assert saved_steps(run) == [1, found["after"]["step"]]
     assert [len(lines) for lines in found["after"]["said"]] == [1] + [0] * (writers - 1)
     for path in checkpoint_files.found(run):
         Checkpoint(path).verify()
@@ -479,30 +465,14 @@ def disk(tmp_path):
 
 
 @pytest.fixture
-def trains(shapes_dir, capsys) -> Callable:
-    """trains(run, *overrides) trains here; returns the exit code, what was said, and the line of what went wrong."""
-
-    def start(run: Path, *overrides: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        argv = [str(MICRO), *data_overrides(shapes_dir), f"--run.dir={run}", *overrides]
-        code = cli.run("train.py", "", train_script.main, argv)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        lines = [line.removeprefix("train.py: ") for line in err.splitlines() if line.startswith("train.py: ")]
-        assert len(lines) == (code != 0)
-        return code, out, lines[0] if lines else ""
-
-    return start
+def trains(shapes_dir, attempt) -> Callable:
+    """trains(run, *overrides) trains here; returns the exit code, stdout, and the line of what went wrong."""
+    return lambda run, *overrides: attempt(*micro_run(shapes_dir, run, *overrides))
 
 
 def micro_bytes() -> int:
     table = parameter_table(config_file.load(MICRO).model)
     return 12 * sum(prod(shape) for shape in table.values())
-
-
-def logged(run: Path) -> list[int]:
-    """The steps in metrics.jsonl."""
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
@@ -511,7 +481,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
     often = ("--checkpoint.every_samples=12", "--checkpoint.keep=1")
     code, out, line = trains(run, *often)
     assert code == 3 and re.match("checkpoint of step 5 is not saved: .*(space|free)", line), line
-    assert logged(run) == [1, 2, 3, 4, 5]
+    assert column(run, "step") == [1, 2, 3, 4, 5]
     said = [line for line in out.splitlines() if "checkpoint" in line]
     assert "step_000000001 saved" in said[0]
     assert all("NOT saved: " in line and "older ones are untouched" in line for line in said[1:])
@@ -522,7 +492,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
 
     disk(int(2.5 * micro_bytes()) + room, run.parent)
     code, out, _ = trains(run, *often)
-    assert code == 0 and "from step 1" in out and logged(run) == [1, 2, 3, 4, 5]
+    assert code == 0 and "from step 1" in out and column(run, "step") == [1, 2, 3, 4, 5]
     assert [path.name for path in checkpoint_files.folder_of(run).iterdir()] == ["step_000000005"]
 
 
@@ -565,35 +535,33 @@ def saved(world, tmp_path) -> Path:
     return checkpoint_files.found(tmp_path)[0]
 
 
-@pytest.mark.parametrize(
-    "values, words",
-    [
-        ({"model__double_blocks": 3}, "72 missing: model.double_blocks.2."),
-        ({"model__single_blocks": 2}, "unexpected: model.single_blocks.2.linear1.bias, "),
-        ({"model__mlp_ratio": 3}, "misshaped: model.double_blocks.0.img_mlp.0.bias (48,), want (36,)"),
-        ({"model__clip_dim": 15}, "3 misshaped: model.vector_in.in_layer.weight (12, 14), want (12, 15)"),
-    ],
-)
-def test_another_models_checkpoint_is_refused(world, saved, tmp_path, values, words):
-    state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
-    before = checkpoint_ranks.whole(state)
-    text = refusal(checkpoint.open_for, saved, state, FACTS)
-    assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
-    require_identical(checkpoint_ranks.whole(state), before)
+MISFITS = [
+    ({"model__double_blocks": 3}, "72 missing: model.double_blocks.2."),
+    ({"model__single_blocks": 2}, "unexpected: model.single_blocks.2.linear1.bias, "),
+    ({"model__mlp_ratio": 3}, "misshaped: model.double_blocks.0.img_mlp.0.bias (48,), want (36,)"),
+    ({"model__clip_dim": 15}, "3 misshaped: model.vector_in.in_layer.weight (12, 14), want (12, 15)"),
+]
 
 
-@pytest.mark.parametrize(
-    "key", ["model.img_in.weight", *(f"optimizer.state.img_in.weight.{m}" for m in ("exp_avg", "exp_avg_sq"))]
-)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path, key, value):
-    cfg = narrow_config(tmp_path)
-    state = checkpoint_ranks.lively_state(cfg, world)
-    checkpoint_ranks.dtensors(state)[key].to_local()[-1, -1] = value
-    save_now(Saver(cfg, world, FACTS, print), state)
-    (folder,) = checkpoint_files.found(tmp_path)
-    text = refusal(checkpoint_ranks.restored, cfg, world, folder)
-    assert text.startswith(f"{folder}: {key} holds NaN or infinite values")
+def test_another_models_checkpoint_is_refused(world, saved, tmp_path):
+    for values, words in MISFITS:
+        state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
+        before = checkpoint_ranks.whole(state)
+        text = refusal(checkpoint.open_for, saved, state, FACTS)
+        assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
+        require_identical(checkpoint_ranks.whole(state), before)
+
+
+def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
+    moments = [f"optimizer.state.img_in.weight.{moment}" for moment in ("exp_avg", "exp_avg_sq")]
+    for key, value in itertools.product(("model.img_in.weight", *moments), (float("nan"), float("inf"))):
+        cfg = narrow_config(tmp_path / f"{key} {value}")
+        state = checkpoint_ranks.lively_state(cfg, world)
+        checkpoint_ranks.dtensors(state)[key].to_local()[-1, -1] = value
+        save_now(Saver(cfg, world, FACTS, print), state)
+        (folder,) = checkpoint_files.found(Path(cfg.run.dir))
+        text = refusal(checkpoint_ranks.restored, cfg, world, folder)
+        assert text.startswith(f"{folder}: {key} holds NaN or infinite values")
 
 
 def test_a_damaged_checkpoint_is_refused(world, saved, tmp_path):
@@ -615,11 +583,11 @@ def test_weights_alone_are_no_run_to_go_on_from(world, saved, tmp_path):
     )
 
 
-@pytest.mark.parametrize("key", FACTS)
-def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path, key):
+def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path):
     state = checkpoint_ranks.other_state(narrow_config(tmp_path), world)
-    text = refusal(checkpoint.open_for, saved, state, FACTS | {key: 51})
-    assert f"{saved} comes from a data set of {FACTS[key]} {key.replace('_', ' ')}, this one has 51" in text
+    for key, size in FACTS.items():
+        text = refusal(checkpoint.open_for, saved, state, FACTS | {key: 51})
+        assert f"{saved} comes from a data set of {size} {key.replace('_', ' ')}, this one has 51" in text
     checkpoint.open_for(saved, state, FACTS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import webdataset
 from conftest import MICRO, called
-from killing import what_counts
+from run_files import what_counts
 from shard_damage import opened
 
 from flux_ref import config_file
