@@ -293,17 +293,6 @@ class ValSet:
             self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape
         )
 
-    def captions(self, count: int) -> list[tuple[str, Rows]]:
-        """The first `count` different captions, with their T5 and CLIP encodings as bf16 bits in uint16."""
-        encodings: dict[str, Rows] = {}
-        for sample in range(len(self.shards)):
-            if len(encodings) == count:
-                break
-            rows = {name: np.empty(self.shards.layout.shapes[name], np.uint16) for name in shards.MEMBERS}
-            meta = self.shards.read(sample, rows)
-            encodings.setdefault(meta.caption or meta.key, rows)
-        return list(encodings.items())
-
 
 def open_set(cfg: Config, split: str) -> shards.ShardSet:
     """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""

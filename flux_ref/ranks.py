@@ -105,18 +105,6 @@ def replica_count(wanted: int, nodes: list[str]) -> int:
     return len(runs)
 
 
-def describe_mesh(count: int, nodes: list[str]) -> str:
-    """What the mesh is, in words."""
-    size = len(nodes) // count
-    spans = {len(set(nodes[first : first + size])) for first in range(0, len(nodes), size)}
-    where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
-    if count == 1:
-        return f"one replica sharded over {where}"
-    if size == 1:
-        return f"{count} replicas, each on one rank"
-    return f"{count} replicas, each sharded over {size} ranks of {where}"
-
-
 def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
     """All ranks as shards of one copy, or as (replicate, shard): shard inside a node, replicate across."""
     if replicate == 1:
@@ -203,24 +191,11 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise Refusal(refusal if refusal == reasons[0][0] else f"rank {rank}: {refusal}")
 
 
-def together(task):
-    with agreed():
-        return task()
-
-
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """A small Python value of every rank, by rank. sync: the host waits for all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def is_restarted() -> bool:
-    """Whether torchrun has started this job before. Collective.
-
-    Only the node that failed counts its restarts, so all ranks are asked.
-    """
-    return any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
 def require_same(text: str, what: str) -> None:

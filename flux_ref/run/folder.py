@@ -57,7 +57,7 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
     A run that is refused inside the block, before it has trained, leaves no trace.
     Raises: Refusal if another job has the folder, or if the folder's run cannot go on with cfg.
     """
-    restarted = ranks.is_restarted()
+    restarted = _is_restarted()
     own = None
     with ranks.agreed():
         if world.rank == 0:
@@ -68,6 +68,14 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
         if own:
             _release(own)
         raise
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun has started this job before. Collective.
+
+    Only the node that failed counts its restarts, so all ranks are asked.
+    """
+    return any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
 def claim(cfg: Config, restarted: bool) -> Claim:

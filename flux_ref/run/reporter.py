@@ -57,7 +57,7 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        mesh = ranks.describe_mesh(world.replicas, world.nodes)
+        mesh = describe_mesh(world.replicas, world.nodes)
         facts = environment(world)
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
@@ -241,3 +241,15 @@ def table(result: Validation) -> str:
     """The eight losses and their mean as text, one per line."""
     rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
+
+
+def describe_mesh(count: int, nodes: list[str]) -> str:
+    """What the mesh is, in words."""
+    size = len(nodes) // count
+    spans = {len(set(nodes[first : first + size])) for first in range(0, len(nodes), size)}
+    where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
+    if count == 1:
+        return f"one replica sharded over {where}"
+    if size == 1:
+        return f"{count} replicas, each on one rank"
+    return f"{count} replicas, each sharded over {size} ranks of {where}"

@@ -55,7 +55,11 @@ class Artist:
         report_place: called before each sampling step with its name.
         """
         cfg = self.cfg
-        texts = encode_captions(cfg.sample.captions, cfg) if cfg.sample.captions else val_set.captions(cfg.sample.count)
+        texts = (
+            encode_captions(cfg.sample.captions, cfg)
+            if cfg.sample.captions
+            else stored_captions(val_set, cfg.sample.count)
+        )
         with regions.uncompiled(cfg.parallel):
             z_BCYX = generate_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, report_place)
         if self.world.rank == 0:
@@ -154,3 +158,15 @@ def encode_captions(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, R
         t5, clip = shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
         texts.append((caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)}))
     return texts
+
+
+def stored_captions(val_set: ValSet, count: int) -> list[tuple[str, Rows]]:
+    """The first `count` different captions, with their T5 and CLIP encodings as bf16 bits in uint16."""
+    encodings: dict[str, Rows] = {}
+    for sample in range(len(val_set.shards)):
+        if len(encodings) == count:
+            break
+        rows = {name: np.empty(val_set.shards.layout.shapes[name], np.uint16) for name in shards.MEMBERS}
+        meta = val_set.shards.read(sample, rows)
+        encodings.setdefault(meta.caption or meta.key, rows)
+    return list(encodings.items())

@@ -3,7 +3,8 @@
 import pytest
 
 from flux_ref.errors import Refusal
-from flux_ref.ranks import describe_mesh, replica_count
+from flux_ref.ranks import replica_count
+from flux_ref.run.reporter import describe_mesh
 
 
 def on(*counts: int) -> list[str]:
