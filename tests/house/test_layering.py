@@ -13,7 +13,8 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
     *("formats.energon", "formats.files", "formats.jsonl", "formats.shard_writer", "formats.shards"),
-    *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
+    *("benchmark.alarms", "benchmark.convergence", "benchmark.facts", "benchmark.flops", "benchmark.hardware"),
+    "benchmark.mllog",
     *("run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.mlcommons", "prepare.verify"),
     *("preflight.node_facts", "preflight.verdict", "watch.commands"),
