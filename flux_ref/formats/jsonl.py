@@ -11,16 +11,18 @@ REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes o
 MOST = 1e100  # sums, squares and ratios of figures up to here are finite too
 
 
-def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = (), strict: bool = True) -> list[dict]:
+def records(
+    path: Path, samples: float = math.inf, figures: tuple[str, ...] = (), skip_damaged: bool = False
+) -> list[dict]:
     """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
-    strict: raise a Refusal for a damaged line, unless it is the last: a killed run may have left half a line.
-    Otherwise leave out every damaged line, and the whole file if it cannot be read.
+    skip_damaged: leave out every damaged line, and a file that cannot be read. Without it a damaged line raises a
+    Refusal unless it is the last line: a killed run may have left half a line.
     """
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError:
-        if strict:
+        if not skip_damaged:
             raise
         lines = []
     kept = []
@@ -29,7 +31,7 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
         if not lacks and record["samples"] >= 0:
             kept.append(record)
-        elif strict and number < len(lines):
+        elif not skip_damaged and number < len(lines):
             why = f"{lacks[0]} is no finite number" if record and lacks else "no record of a run"
             raise Refusal(f"{path} line {number} is damaged ({why}); mend it or set run.dir to another folder")
     return [record for record in kept if record["samples"] <= samples]

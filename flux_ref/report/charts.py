@@ -81,10 +81,10 @@ class Chart:
     rows: int = 0  # systems that get a row each; 0: a chart of curves
 
 
-def subject(number: int, system: System) -> Subject:
-    """The system with this number in the report, with its colour and records."""
+def as_subject(system: System, i: int) -> Subject:
+    """System number i of the report with its colour and its records."""
     paths = [run.log.path for run in system.runs]
-    return Subject(system, str(number % SERIES), {str(path): result_files.records(path) for path in paths})
+    return Subject(system, str(i % SERIES), {str(path): result_files.records(path) for path in paths})
 
 
 def of_subjects(chosen: list[Subject]) -> dict[str, Chart]:
@@ -114,7 +114,6 @@ def of_subjects(chosen: list[Subject]) -> dict[str, Chart]:
     charts["samples"] = dots("Samples to the target", "samples", caption, chosen, *figures, dashed=True)
     charts["throughput"] = throughputs(chosen)
     charts["time"] = time_split(chosen)
-    charts["speed"] = speeds(chosen)
     return {name: chart for name, chart in charts.items() if chart is not None}
 
 
@@ -210,23 +209,6 @@ def timestep_lines(subject: Subject) -> list[Line]:
         (f"t = {k}/{count}", str(k % SERIES), [(samples, losses[k]) for samples, losses in evaluations])
         for k in range(count)
     ]
-
-
-def speeds(chosen: list[Subject]) -> Chart | None:
-    """Training speed between evaluations, as a share of the mean of its run."""
-    lines = [
-        (
-            subject.name,
-            subject.colour,
-            [(x, 100 * speed / run.samples_per_s_without_evaluation) for x, speed in run.speeds],
-        )
-        for subject in chosen
-        for run in subject.system.runs
-        if len(run.speeds) > 1 and run.samples_per_s_without_evaluation
-    ]
-    span = max([2.0, *(abs(value - 100) * 1.1 for _, _, points in lines for _, value in points)])
-    caption = "From one evaluation to the next, without the time of evaluations."
-    return curves("Training speed, % of the run's mean", caption, lines, (max(0, 100 - span), 100 + span))
 
 
 def rows(

@@ -94,7 +94,7 @@ def _writable(option: str, value: Path, file: Path) -> None:
 def _write_page(systems: list[System], basis: str, out: Path) -> None:
     from flux_ref.report import charts, page  # bring matplotlib
 
-    subjects = [charts.subject(i, system) for i, system in enumerate(systems)]
+    subjects = [charts.as_subject(system, i) for i, system in enumerate(systems)]
     drawn = charts.of_subjects(subjects)
     for old in page.charts_of(out / "report.html"):
         old.unlink()

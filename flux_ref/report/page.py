@@ -16,7 +16,7 @@ HEAD = (
     f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{TITLE}'
 )
 # The names that charts.of_subjects gives.
-PNG_NAME = re.compile(r"((loss|timesteps)_\d+|training|minutes|samples|throughput|time|speed)(_dark)?\.png")
+PNG_NAME = re.compile(r"((loss|timesteps)_\d+|training|minutes|samples|throughput|time)(_dark)?\.png")
 STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--c-paper);color:var(--c-ink);font:15px/1.5 system-ui,sans-serif}

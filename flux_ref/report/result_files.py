@@ -100,7 +100,7 @@ def records(result: Path) -> Records:
     """What lies beside a result file of ours. Damaged lines and files are left out: charts alone use them."""
     config = _config(result.parent)
     names = ("metrics.jsonl", "eval.jsonl") if config else ()
-    return Records(config, *(jsonl.records(result.with_name(name), strict=False) for name in names))
+    return Records(config, *(jsonl.records(result.with_name(name), skip_damaged=True) for name in names))
 
 
 def _config(folder: Path) -> dict[str, object]:

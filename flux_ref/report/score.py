@@ -18,8 +18,6 @@ SHARED = (
     *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
     *("opt_base_learning_rate", "opt_learning_rate_warmup_steps", "gradient_accumulation_steps"),
 )
-
-
 # The table of runs: (heading, width on a terminal, attribute of a run, format).
 RUN_COLUMNS = (
     ("minutes", 9, "minutes", ",.2f"),
@@ -50,7 +48,6 @@ class Run:
     target: float = math.nan
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
     train_curve: list[tuple[float, float]] = field(default_factory=list)
-    speeds: list[tuple[float, float]] = field(default_factory=list)  # (samples, samples/s of training since the last)
     faults: list[str] = field(default_factory=list)  # why the run does not count; empty if it counts
 
     @property
@@ -123,48 +120,36 @@ def _clock(run: Run) -> None:
 
 
 def _curves(run: Run) -> None:
-    """Losses, speeds and the time of evaluations, from the entries between run_start and run_stop."""
+    """Losses and the time of evaluations, from the entries between run_start and run_stop."""
     start = next((event.line for event in run.log.all("run_start")), 0)
     stop = next((event.line for event in run.log.all("run_stop")), math.inf)
     losses: dict[float, float] = {}
-    strange = []
-    opened, evaluations, blocks = None, [], []
+    opened, spans_ms = None, []
     for event in run.log.events:
-        samples = number(event.metadata.get("samples_count"))
         if not start < event.line < stop:
             continue
-        if event.key == "eval_start" and opened is None:
-            opened = event
-            if run.start_ms is not None:
-                blocks.append((samples, event.time_ms, evaluations[-1][1] if evaluations else run.start_ms))
-        elif event.key == "eval_stop" and opened is not None:
-            evaluations.append((opened.time_ms, event.time_ms))
+        samples = number(event.metadata.get("samples_count"))
+        if event.key == "eval_start":
+            opened = opened or event
+        elif event.key == "eval_stop" and opened:
+            spans_ms.append(event.time_ms - opened.time_ms)
             opened = None
         elif event.key == "eval_accuracy":
             loss = number(event.value)
-            if samples is None or loss is None:
-                strange.append(event)
-            else:
+            if samples is not None and loss is not None:
                 losses.setdefault(samples, loss)  # several ranks may write it
+            elif not any(fault.startswith(event.key) for fault in run.faults):
+                what = "no samples_count" if loss is not None else f"the value {str(event.value)[:20]}"
+                run.faults.append(f"eval_accuracy in line {event.line} has {what}")
         elif event.key == "tracked_stats" and isinstance(event.value, dict):
             loss = number(event.value.get("train_loss"))
             if samples is not None and loss is not None:
                 run.train_curve.append((samples, loss))
-    if strange:
-        event = strange[0]
-        what = "no samples_count" if number(event.value) is not None else f"the value {str(event.value)[:20]}"
-        run.faults.append(f"eval_accuracy in line {event.line} has {what}")
     run.val_curve = sorted(losses.items())
     if run.val_curve and run.stop_ms is not None:
         run.samples = max(run.samples or 0, run.val_curve[-1][0])
-    spans = [end - begin for begin, end in evaluations]
-    if spans and all(span >= 0 for span in spans):
-        run.evaluation_s = sum(spans) / 1000
-    done = 0
-    for samples, end, begin in blocks:
-        if samples is not None and samples > done and end > begin:
-            run.speeds.append((samples, (samples - done) / (end - begin) * 1000))
-            done = samples
+    if spans_ms and all(span >= 0 for span in spans_ms):
+        run.evaluation_s = sum(spans_ms) / 1000
 
 
 @dataclass(eq=False)

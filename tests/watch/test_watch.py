@@ -92,6 +92,16 @@ def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
 def test_alarms_are_told(put):
     text = shown(put("bad", 2_000_000, factor=1.05))
     assert "● warning at 524,288 samples: validation loss" in text
+    slow = put("slow", 1_000_000)
+    records = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+    records[60:] = [record | {"samples_per_s": 800.0} for record in records[60:]]
+    (slow / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    places = {"GPUs": ("NVIDIA GB200", ["a"]), "a CPU": ("cpu", ["a"]), "CPUs of two nodes": ("cpu", ["a", "b"])}
+    levels = {}
+    for place, (device, nodes) in places.items():
+        (slow / "environment.json").write_text(json.dumps({"ranks": 2, "device": device, "nodes": nodes}))
+        levels[place] = [alarm.level for alarm in watch.look(slow).alarms]
+    assert levels == {"GPUs": ["warning"], "a CPU": ["note"], "CPUs of two nodes": ["warning"]}
 
 
 def test_several_runs_share_a_chart(put):
@@ -126,27 +136,31 @@ def test_damage_and_absence_are_refused(put, tmp_path, capsys):
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
-        *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
-        *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
-        *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
-        *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
-        ("eval.jsonl", b'{"samples": 4096}\n'),
-        *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
-        ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "\\q"}}\n'),
-        *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
-    ],
-)
-def test_damage_is_one_line_with_the_files_name(name, content, put, capsys):
-    path = put("run", 1_000_000) / name
-    path.unlink(missing_ok=True)
-    path.mkdir() if content is None else path.write_bytes(content)
-    assert watch.main([str(path.parent)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("watch: ") and err.count("\n") == 1 and str(path if name != "config.toml" else name) in err
+DAMAGE = [
+    *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
+    *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
+    *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
+    ("environment.json", b'{"ranks": 1, "nodes": 1}'),
+    *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
+    *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
+    ("eval.jsonl", b'{"samples": 4096}\n'),
+    *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
+    ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "\\q"}}\n'),
+    *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
+]
+
+
+def test_damage_is_one_line_with_the_files_name(put, capsys):
+    wrong = []
+    for i, (name, content) in enumerate(DAMAGE):
+        path = put(f"run_{i}", 100_000) / name
+        path.unlink(missing_ok=True)
+        path.mkdir() if content is None else path.write_bytes(content)
+        code, err = watch.main([str(path.parent)]), capsys.readouterr().err
+        named = str(path if name != "config.toml" else name) in err
+        if code != 2 or not err.startswith("watch: ") or err.count("\n") != 1 or not named:
+            wrong.append((name, content, code, err))
+    assert not wrong
 
 
 def test_a_run_that_ended_after_its_first_evaluation(put):
@@ -157,27 +171,27 @@ def test_a_run_that_ended_after_its_first_evaluation(put):
     assert "ended: SIGTERM" in text and "validation 0.6000 at 0" in text and "│●" in text
 
 
-@pytest.mark.parametrize("every", ["0", "-1", "nan", "inf", "1e10"])
-def test_a_pause_that_is_none_is_refused(every, put, capsys):
-    assert watch.main([str(put("run", 0)), f"--every={every}"]) == 2
-    assert "must be above 0 and at most 3600 seconds" in capsys.readouterr().err
+def test_a_bad_pause_is_refused(put, capsys):
+    run = str(put("run", 0))
+    for every in ("0", "-1", "nan", "inf", "1e10"):
+        assert watch.main([run, f"--every={every}"]) == 2
+        assert "must be above 0 and at most 3600 seconds" in capsys.readouterr().err, every
 
 
-@pytest.mark.parametrize(
-    "stdout, encoding, said", [("/dev/full", "utf-8", "No space left"), ("/dev/null", "ascii", "PYTHONIOENCODING")]
-)
-def test_a_stdout_that_cannot_take_the_panel(stdout, encoding, said, put):
+def test_a_stdout_that_cannot_take_the_panel(put):
     command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
-    with open(stdout, "w") as file:
+    for stdout, encoding, says in (("/dev/full", "utf-8", "No space left"), ("/dev/null", "ascii", "PYTHONIOENCODING")):
         env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""}  # Python buffers, as it usually does
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+        with open(stdout, "w") as file:
+            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, stdout
 
 
-@pytest.mark.parametrize("width", [5, 20, 40, 60, 80])
-def test_a_narrow_terminal_gets_lines_that_fit(width, put):
-    narrow = shown(put("run", 5_000_000, factor=1.05), width=width)
-    assert "●" in narrow and (width < 40 or "left\n" in narrow)
+def test_a_narrow_terminal_gets_lines_that_fit(put):
+    folder = put("run", 5_000_000, factor=1.05)
+    for width in (5, 20, 40, 60, 80):
+        narrow = shown(folder, width=width)
+        assert "●" in narrow and (width < 40 or "left\n" in narrow), width
 
 
 def test_cutting_counts_no_colours_and_drops_control_characters():
