@@ -24,9 +24,9 @@ from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import validation_loss
-from flux_ref.formats import checkpoint_files, shards, weight_files
+from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
-from flux_ref.run import cli, loss_chart, reporter
+from flux_ref.run import cli, loss_chart, reporter, weight_files
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State

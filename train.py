@@ -97,7 +97,7 @@ def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
-        from flux_ref.formats import weight_files
+        from flux_ref.run import weight_files
 
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state

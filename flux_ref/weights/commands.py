@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from flux_ref.errors import attempt
-from flux_ref.formats import weight_files
+from flux_ref.run import weight_files
 from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
 
 

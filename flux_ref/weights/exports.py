@@ -14,9 +14,9 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.formats.files import whole, write_whole
-from flux_ref.formats.weight_files import DIFFUSERS_STEM, Source, whole_parts
 from flux_ref.model import parameter_table
 from flux_ref.run.progress import progress
+from flux_ref.run.weight_files import DIFFUSERS_STEM, Source, whole_parts
 
 MOST_FILE_BYTES = 10e9  # diffusers splits what is larger
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}

@@ -21,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io, weight_files
+from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.formats.checkpoint_files import Checkpoint, Manifest, TensorEntry
 from flux_ref.formats.safetensors_io import BLOCK, CheckedFile, FileEntry
+from flux_ref.run import weight_files
 
 INFO = {"step": 7, "samples": 84, "name": "micro", "config": {"train.seed": 0, "model.rope_axes": [4, 2, 2]}}
 NAME = "rank_00000.safetensors"

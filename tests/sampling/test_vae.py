@@ -3,10 +3,12 @@
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import require_identical
 from payload import Payload
 from peer_vae import diffusers_net, lively_net, random, relative_error, to_diffusers, twins
 from safetensors.torch import save_file
@@ -106,9 +108,9 @@ def test_every_norm_has_32_groups_and_its_small_epsilon():
 
 
 @pytest.mark.parametrize("name", PARITY_SIZES)
-@pytest.mark.parametrize("height, width", [(32, 32), (48, 24)])
-def test_small_nets_agree_with_diffusers(name, height, width):
-    assert_parity(PARITY_SIZES[name], height, width)
+def test_small_nets_agree_with_diffusers(name):
+    for height, width in ((32, 32), (48, 24)):
+        assert_parity(PARITY_SIZES[name], height, width)
 
 
 def test_faint_pictures_agree_with_diffusers():
@@ -128,16 +130,16 @@ def impulse(row: int, column: int) -> Tensor:
     return kernel
 
 
-@pytest.mark.parametrize("row, column", [(0, 0), (1, 2), (2, 2)])
-def test_downsampling_pads_below_and_to_the_right(row, column):
+def test_downsampling_pads_below_and_to_the_right():
     """Output (y, x) is input (2 * y + row, 2 * x + column), zero beyond the end; symmetric padding is one less."""
     x = random(1, 32, 6, 10)
-    down = lively_net(MICRO).encoder.down[0].downsample
-    down.conv.weight.copy_(impulse(row, column))
-    down.conv.bias.zero_()
     extended = torch.zeros(1, 32, 7, 11)
     extended[:, :, :6, :10] = x
-    assert torch.equal(down(x), extended[:, :, row::2, column::2][:, :, :3, :5])
+    down = lively_net(MICRO).encoder.down[0].downsample
+    down.conv.bias.zero_()
+    for row, column in ((0, 0), (1, 2), (2, 2)):
+        down.conv.weight.copy_(impulse(row, column))
+        assert torch.equal(down(x), extended[:, :, row::2, column::2][:, :, :3, :5])
 
 
 def test_upsampling_repeats_each_pixel():
@@ -165,10 +167,10 @@ def test_attention_is_softmax_over_all_positions():
     torch.testing.assert_close(attention(x), expected)
 
 
-@pytest.mark.parametrize("height, width", [(32, 36), (36, 32), (7, 8)])
-def test_pictures_that_do_not_fit_the_latent_are_an_error(height, width):
-    with pytest.raises(ValueError, match=f"{height} x {width} pixels.* multiples of 8"):
-        lively_net(MICRO).encode(torch.zeros(1, 3, height, width))
+def test_pictures_that_do_not_fit_the_latent_are_an_error():
+    for height, width in ((32, 36), (36, 32), (7, 8)):
+        with pytest.raises(ValueError, match=f"{height} x {width} pixels.* multiples of 8"):
+            lively_net(MICRO).encode(torch.zeros(1, 3, height, width))
 
 
 def test_pictures_of_a_batch_do_not_touch():
@@ -183,16 +185,14 @@ def lively() -> dict[str, Tensor]:
     return dict(lively_net(MICRO).state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("as_path", [Path, str])
-def test_files_load_bit_for_bit_as_fp32(lively, tmp_path, dtype, as_path):
+def test_files_load_bit_for_bit_as_fp32(lively, tmp_path):
     path = tmp_path / "ae.safetensors"
-    save_file({name: tensor.to(dtype) for name, tensor in lively.items()}, path)
-    net = vae.load(as_path(path), sizes=MICRO)
-    parameters = dict(net.named_parameters())
-    assert parameters.keys() == lively.keys()
-    assert all(p.dtype == torch.float32 and not p.requires_grad and p.device.type == "cpu" for p in net.parameters())
-    assert not [name for name, p in parameters.items() if not torch.equal(p, lively[name].to(dtype).float())]
+    for dtype, as_path in product((torch.float32, torch.bfloat16), (Path, str)):
+        save_file({name: tensor.to(dtype) for name, tensor in lively.items()}, path)
+        net = vae.load(as_path(path), sizes=MICRO)
+        parameters = dict(net.named_parameters())
+        assert {(p.dtype, p.requires_grad, p.device.type) for p in net.parameters()} == {(torch.float32, False, "cpu")}
+        require_identical(parameters, {name: tensor.to(dtype).float() for name, tensor in lively.items()})
 
 
 def refusal(path: Path) -> str:
@@ -218,10 +218,7 @@ MISFITS: dict[str, tuple[Callable[[dict], dict], str]] = {
         lambda lively: without(lively, "encoder.conv_in.bias", "decoder.conv_in.weight"),
         "does not fit: 2 missing: decoder.conv_in.weight, encoder.conv_in.bias",
     ),
-    "unexpected": (
-        lambda lively: lively | {"quant_conv.bias": torch.zeros(10)},
-        "1 unexpected: quant_conv.bias",
-    ),
+    "unexpected": (lambda lively: lively | {"quant_conv.bias": torch.zeros(10)}, "1 unexpected: quant_conv.bias"),
     "misshaped": (
         lambda lively: lively | {"encoder.mid.attn_1.q.weight": torch.zeros(128, 128)},
         "1 misshaped: encoder.mid.attn_1.q.weight (128, 128), want (128, 128, 1, 1)",
@@ -239,27 +236,29 @@ MISFITS: dict[str, tuple[Callable[[dict], dict], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_files_that_do_not_fit_are_refused(lively, tmp_path, name):
-    change, reason = MISFITS[name]
-    tensors = {name: tensor.contiguous() for name, tensor in change(lively).items()}
-    assert reason in refusal(saved(tensors, tmp_path))
+def test_files_that_do_not_fit_are_refused(lively, tmp_path):
+    wrong = {}
+    for name, (change, reason) in MISFITS.items():
+        tensors = {name: tensor.contiguous() for name, tensor in change(lively).items()}
+        if reason not in (text := refusal(saved(tensors, tmp_path))):
+            wrong[name] = text
+    assert not wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_refused(lively, tmp_path, dtype, value):
+def test_numbers_that_are_not_finite_are_refused(lively, tmp_path):
     name = "decoder.up.2.block.1.conv2.weight"
-    tensors = {name: tensor.to(dtype, copy=True) for name, tensor in lively.items()}
-    tensors[name][-1, -1, -1, -1] = value
-    assert f"{name} holds NaN or infinite values" in refusal(saved(tensors, tmp_path))
+    for dtype, value in product((torch.float32, torch.bfloat16), (math.nan, math.inf, -math.inf)):
+        tensors = {name: tensor.to(dtype, copy=True) for name, tensor in lively.items()}
+        tensors[name][-1, -1, -1, -1] = value
+        assert f"{name} holds NaN or infinite values" in refusal(saved(tensors, tmp_path))
 
 
-@pytest.mark.parametrize("keep", [0, 5, 4000, -4])
-def test_truncated_files_are_refused(lively, tmp_path, keep):
-    path = saved(lively, tmp_path)
-    path.write_bytes(path.read_bytes()[:keep])
-    refusal(path)
+def test_truncated_files_are_refused(lively, tmp_path):
+    content = saved(lively, tmp_path).read_bytes()
+    for keep in (0, 5, 4000, -4):
+        path = tmp_path / f"{keep}.safetensors"
+        path.write_bytes(content[:keep])
+        refusal(path)
 
 
 def test_an_absent_file_and_a_folder_are_refused(tmp_path):

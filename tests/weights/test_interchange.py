@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, weight_files
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.model import Flux, parameter_table
+from flux_ref.run import weight_files
 from flux_ref.weights import commands as weights
 from flux_ref.weights import exports
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, weight_files
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import cli
+from flux_ref.run import cli, weight_files
 from flux_ref.weights import commands as weights
 from flux_ref.weights import exports
 
