@@ -231,9 +231,12 @@ def test_activations_rise_in_forward_and_fall_in_backward():
         assert found[f"backward of region {i}"] == kept
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in REAL else pytest.mark.nightly) for name in plan_memory.CASES]
+    "name",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, "slow" if name in REAL else "nightly"))
+        for name in plan_memory.CASES
+    ],
 )
 def test_memory_of_real_ranks(name):
     assert abs(plan_memory.launch(name)["error"]) <= 0.05
