@@ -12,7 +12,6 @@ from bench import feed, peers, step
 from flux_ref import config_file, ranks
 from flux_ref.benchmark import flops
 
-
 NO_DIFFUSERS = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="no diffusers")
 
 
