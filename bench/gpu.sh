@@ -19,7 +19,7 @@ if [ "${1:-}" = more ]; then
 else
     minutes=6.5
     # Only these files: others need packages that no test of a device does. SIGINT lets pytest say what it has found.
-    mapfile -t files < <(grep -l 'mark\.gpu' tests/test_*.py)
+    mapfile -t files < <(grep -rl 'mark\.gpu' tests --include 'test_*.py')
     timeout --signal INT --kill-after 20 140 "$python" -m pytest -m gpu --tb short -o faulthandler_timeout=100 \
         "${files[@]}" 2>&1 | tee "$out/gpu_tests.log" || failed=1
 fi

@@ -2,37 +2,23 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import MICRO, ROOT, data_overrides
+from bench_report import report_of
+from conftest import MICRO, data_overrides
 
-from bench import feed, feed_peers, peers, step
+from bench import feed, peers, step
 from flux_ref import config_file, ranks
 from flux_ref.benchmark import flops
 
-
-def bench(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.step", "--config", str(MICRO), *map(str, args)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+NO_DIFFUSERS = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="no diffusers")
 
 
-def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
-    path = tmp_path / "new" / "report.json"
-    has_peer = importlib.util.find_spec("diffusers") is not None
-    race = ["--peers", "diffusers"] if has_peer else []
-    done = bench("--steps", 2, "--warmup", 1, "--json", path, *race, *data_overrides(shapes_dir))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
+@pytest.mark.parametrize("race", [[], pytest.param(["--peers=diffusers"], marks=[pytest.mark.slow, NO_DIFFUSERS])])
+def test_report_is_whole_and_plausible(tmp_path, shapes_dir, capsys, race):
+    report = report_of(step, tmp_path, "--steps=2", "--warmup=1", *race, *data_overrides(shapes_dir))
+    shown = capsys.readouterr().out
 
     assert report["command"].startswith("python -m bench.step --config")
     assert {"commit", "torch", "device", "ranks", "threads", "load_average", "steps_run"} <= report.keys()
@@ -47,14 +33,14 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir):
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1
     assert 0 < report["last_loss"] < 10
-    assert report["peers"].keys() == ({"diffusers"} if has_peer else set())
+    assert report["peers"].keys() == ({"diffusers"} if race else set())
     for peer in report["peers"].values():
         assert peer["parameters"] == report["parameters"] and peer["batch"] == 12
         for phase in peers.PHASES:
             low, high = peer["ratio_quartiles"][phase]
             assert 0 < low <= peer["ratio"][phase] <= high
     for word in ("samples/s", "forward", "TFLOP per sample", *report["peers"]):
-        assert word in done.stdout
+        assert word in shown
 
 
 def test_synthetic_needs_no_data(tmp_path, capsys):
@@ -97,9 +83,3 @@ def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys, peers):
     shown = capsys.readouterr().out
     assert all(name in shown for name in (*names, "8 GPUs at 40 samples/s each", "MB resident"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["new"], "the samples are gone"
-
-
-def test_a_feed_that_cannot_be_measured_is_refused():
-    for options in (["--samples", "33"], ["--rounds", "1"], ["--workers", "0"], ["--peers", "no_such"]):
-        with pytest.raises(feed_peers.Refusal, match=options[1]):
-            feed.parse(options)

@@ -5,29 +5,20 @@ import json
 
 import pytest
 import torch
+from bench_report import report_of
 from conftest import MICRO, ROOT
 
-from bench import ceiling, common, kernels, peers, race, step, whole
+from bench import ceiling, common, feed, kernels, peers, race, step, sweep, whole
 from bench.kernels import Span
-from flux_ref import config_file, flow, ranks, sharding
+from flux_ref import config_file, flow, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.data import synthetic
+from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 
 MODEL = ModelConfig()
 SMALL = config_file.load(MICRO)
-
-
-def report_of(module, tmp_path, *options: str) -> dict:
-    """What a benchmark writes on the micro model."""
-    path = tmp_path / "new" / "report.json"
-    try:
-        assert module.main(["--config", str(MICRO), "--json", str(path), *options]) == 0
-    finally:
-        ranks.stop()
-        torch.compiler.set_stance("default")
-    return json.loads(path.read_text())
 
 
 # Products
@@ -42,17 +33,16 @@ def test_products_are_those_of_schnell():
     assert len(forward) == 10 and len(found) == 30
 
 
-@pytest.mark.parametrize("model", [MODEL, SMALL.model], ids=["schnell", "micro"])
-def test_products_are_all_of_a_block_that_sees_tokens(model):
+def test_products_are_all_of_a_block_that_sees_tokens():
     """Against the weights themselves: 2 operations per weight and token, three times."""
-    tokens = {"img": model.image_tokens, "txt": model.text_tokens}
-    flop = 0
-    for name, shape in parameter_table(model).items():
-        if "_blocks" in name and len(shape) == 2 and "mod" not in name:
-            flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
-    found = ceiling.products(model, micro_batch=4)
-    assert sum(p.tflop * p.per_step for p in found) == pytest.approx(3 * 4 * flop / 1e12)
-    assert sum(p.tflop * p.per_step for p in found) < 4 * flops.per_sample(model) / 1e12
+    for model in (MODEL, SMALL.model):
+        tokens = {"img": model.image_tokens, "txt": model.text_tokens}
+        flop = 0
+        for name, shape in parameter_table(model).items():
+            if "_blocks" in name and len(shape) == 2 and "mod" not in name:
+                flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
+        total = sum(product.tflop * product.per_step for product in ceiling.products(model, micro_batch=4))
+        assert total == pytest.approx(3 * 4 * flop / 1e12) and total < 4 * flops.per_sample(model) / 1e12
 
 
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
@@ -99,23 +89,20 @@ class Device:
         return self
 
 
-@pytest.mark.parametrize(
-    "device,kind",
-    [
+def test_fp8_is_measured_where_it_exists(monkeypatch):
+    for device, kind in (
         (Device("H200", (9, 0)), torch.float8_e4m3fn),
         (Device("L40", (8, 9)), torch.float8_e4m3fn),
         (Device("A100", (8, 0)), None),
         (Device("MI300X", (9, 4), "gfx942:sramecc+"), torch.float8_e4m3fnuz),
         (Device("MI355X", (9, 5), "gfx950"), torch.float8_e4m3fn),
         (Device("MI250X", (9, 0), "gfx90a"), None),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_fp8_is_measured_where_it_exists(device, kind, monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(torch.version, "hip", device.hip)
-    found = ceiling.fp8_kinds(torch.device("cuda"))
-    assert found[0] == kind if kind else "has no FP8 matrix products" in found
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda _, device=device: device)
+            patch.setattr(torch.version, "hip", device.hip)
+            found = ceiling.fp8_kinds(torch.device("cuda"))
+        assert found[0] == kind if kind else "has no FP8 matrix products" in found, device.name
 
 
 def test_the_ceilings_report_is_whole(tmp_path, capsys):
@@ -135,55 +122,59 @@ ADAM = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind,names",
-    {
-        "gemm": (
-            "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
-            "Cijk_Alik_Bljk_BBS_BH_MT256x256x64_MI16x16x16x1",
-            "triton_tem_fused_addmm_3",
-            "aten::addmm",
-            "aten::_scaled_mm",
-        ),
-        "attention": (
-            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128_4x1x1",
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
-            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80",
-            "bwd_kernel_dk_dv",
-            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-        ),
-        "elementwise": (
-            "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_mul_7",
-            "triton_red_fused_native_layer_norm_mm_2",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>",
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
-            "aten::native_layer_norm",
-            "graph_0_cpp_fused_add_mul_4",
-        ),
-        "copy": (
-            "Memcpy HtoD (Pinned -> Device)",
-            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
-            "void at::native::CatArrayBatchedCopy_contig<at::native::OpaqueType<2u>, unsigned int, 3, 128, 1>",
-            "void split_with_sizes_copy_out_contiguous_no_cast_kernel",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-            "aten::copy_",
-        ),
-        "communication": (
-            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
-            "c10d::allreduce_",
-            "FSDP::post_backward_reduce (double_blocks.1)",
-        ),
-        "optimizer": (ADAM, "multi_tensor_apply_kernel<LpNormFunctor<float>>", "aten::_fused_adamw_"),
-        "other": ("some_vendor_thing",),
-    }.items(),
-)
-def test_kernels_are_classified_by_name(kind, names):
-    assert {name: kernels.classify(name) for name in names} == dict.fromkeys(names, kind)
-    assert kind in kernels.NAMES
+KERNELS = {
+    "gemm": (
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+        "Cijk_Alik_Bljk_BBS_BH_MT256x256x64_MI16x16x16x1",
+        "triton_tem_fused_addmm_3",
+        "aten::addmm",
+        "aten::_scaled_mm",
+    ),
+    "attention": (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80",
+        "bwd_kernel_dk_dv",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "elementwise": (
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_mul_7",
+        "triton_red_fused_native_layer_norm_mm_2",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+        "aten::native_layer_norm",
+        "graph_0_cpp_fused_add_mul_4",
+    ),
+    "copy": (
+        "Memcpy HtoD (Pinned -> Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+        "void at::native::CatArrayBatchedCopy_contig<at::native::OpaqueType<2u>, unsigned int, 3, 128, 1>",
+        "void split_with_sizes_copy_out_contiguous_no_cast_kernel",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+        "aten::copy_",
+    ),
+    "communication": (
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+        "c10d::allreduce_",
+        "FSDP::post_backward_reduce (double_blocks.1)",
+    ),
+    "optimizer": (ADAM, "multi_tensor_apply_kernel<LpNormFunctor<float>>", "aten::_fused_adamw_"),
+    "other": ("some_vendor_thing",),
+}
+
+
+def test_kernels_are_classified_by_name():
+    wrong = {
+        name: kernels.classify(name)
+        for kind, names in KERNELS.items()
+        for name in names
+        if kernels.classify(name) != kind
+    }
+    assert wrong == {} and KERNELS.keys() <= set(kernels.NAMES)
 
 
 def test_idle_time_is_what_no_stream_fills():
@@ -204,7 +195,7 @@ def test_idle_time_is_what_no_stream_fills():
         assert found["classes"]["communication"]["share"] == pytest.approx(0.65)
         assert found["communication_exposed_ms"] == pytest.approx(0.0075)
         assert found["top"][0] == pytest.approx({"name": "nvjet_a", "class": "gemm", "ms": 0.03, "calls": 1.0})
-    with pytest.raises(step.Refusal, match="the timeline is empty"):
+    with pytest.raises(Refusal, match="the timeline is empty"):
         kernels.analyse([])
 
 
@@ -284,24 +275,33 @@ def test_a_micro_batch_that_does_not_fit_is_reported(tmp_path, monkeypatch, caps
     assert "micro-batch 2: CUDA out of memory." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [whole, step])
-def test_what_would_be_left_out_is_refused(module, monkeypatch):
-    """A section that these benchmarks do not know of; mllog stands for it."""
-    monkeypatch.setattr(module, "HONOURED", tuple(name for name in module.HONOURED if name != "mllog"))
+def test_what_would_be_left_out_is_refused(monkeypatch):
+    """A section that these benchmarks do not know; mllog stands for it."""
     cfg, world = config_file.replace(SMALL, mllog__submission_org="other"), type("World", (), {"size": 1})
-    with pytest.raises(step.Refusal, match=rf"{module.__name__} does not honour the section mllog"):
-        whole.require(cfg, world) if module is whole else step.build(cfg, world, synthetic=True)
+    for module, task in ((whole, lambda: whole.require(cfg, world)), (step, lambda: step.build(cfg, world, True))):
+        monkeypatch.setattr(module, "HONOURED", tuple(name for name in module.HONOURED if name != "mllog"))
+        with pytest.raises(Refusal, match=rf"{module.__name__} does not honour the section mllog"):
+            task()
 
 
 def test_the_whole_model_is_measured_on_one_device():
-    with pytest.raises(whole.Refusal, match="this is one of 2 ranks"):
+    with pytest.raises(Refusal, match="this is one of 2 ranks"):
         whole.require(SMALL, type("World", (), {"size": 2}))
 
 
-@pytest.mark.parametrize("option", ["--micro-batches=0", "--micro-batches=x", "--steps=0", "--ranks=0"])
-def test_sizes_that_mean_nothing_are_refused(option):
-    with pytest.raises(whole.Refusal, match=option.split("=")[0]):
-        whole.parse([option])
+def test_options_that_mean_nothing_are_refused():
+    """One line that names the option."""
+    for module, option in (
+        *((whole, option) for option in ("--micro-batches=0", "--micro-batches=x", "--steps=0", "--ranks=0")),
+        *(
+            (feed, option)
+            for option in ("--samples=33", "--samples=65", "--rounds=1", "--workers=0", "--peers=no_such")
+        ),
+        *((sweep, option) for option in ("--minutes=0", "--only=nothing", "--continue", "positional")),
+    ):
+        name, _, value = option.partition("=")
+        with pytest.raises(Refusal, match=f"{name}.*{value}|{value}"):
+            module.parse([option])
 
 
 # Races
@@ -319,7 +319,7 @@ def test_a_race_reports_peers_that_cannot_take_part(tmp_path, monkeypatch, capsy
     assert report["peers"].keys() == {"ours again"} and report["peers"]["ours again"]["ratio"]["step"] > 0
     assert "needs the package no_such_package" in report["refused"]["broken"]
     assert "unknown peer" in report["refused"]["unknown"]
-    with pytest.raises(peers.Refusal, match="unknown peer"):
+    with pytest.raises(Refusal, match="unknown peer"):
         report_of(race, tmp_path, "--peers", "unknown", "--train.global_batch=2")
     assert json.loads((tmp_path / "new" / "report.json").read_text()) == report, "a refusal writes over nothing"
     assert "ours again 1.0: forward + backward" in capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_a_peer_that_cannot_be_imported_is_refused_with_the_reason(tmp_path, mon
     (tmp_path / "old_flux.py").write_text("raise AttributeError('torch has no such thing')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(peers.PEERS, "old", ("old_flux", None))
-    with pytest.raises(peers.Refusal, match=r"old_flux cannot be imported with torch 2\..*no such thing"):
+    with pytest.raises(Refusal, match=r"old_flux cannot be imported with torch 2\..*no such thing"):
         peers.require(["old"], SMALL)
 
 

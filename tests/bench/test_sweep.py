@@ -54,6 +54,7 @@ def test_what_becomes_of_a_variant_is_in_its_record(tmp_path, monkeypatch):
         "late": "",
     }
     wanted, records = scripted(monkeypatch, tmp_path, sources), []
+    monkeypatch.setattr(sweep, "ABORT_S", 0.5)
     begin = time.monotonic()
     sweep.sweep(wanted[:-1], 1, records.append)
     assert time.monotonic() - begin < 15
@@ -124,12 +125,6 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-@pytest.mark.parametrize("argv", [["--minutes", "0"], ["--only", "nothing"], ["--continue"], ["positional"]])
-def test_a_sweep_that_cannot_be_made_is_refused(argv):
-    with pytest.raises(sweep.Refusal, match=argv[-1]):
-        sweep.parse(argv)
 
 
 @pytest.mark.parametrize("argv,calls", [((), ("pytest", "bench.sweep")), (("more", "--small"), ("bench.sweep",))])

@@ -8,7 +8,7 @@ import re
 
 from conftest import ROOT
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/architecture.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "launch/README.md", "bench/README.md", "docs/guide.md", "docs/architecture.md"]
 MAX_WORDS = 30
 IDIOMS = re.compile(
     r"\b(leaves? word|hears? of|let go of|by the very|what is more|is none|to hand|wants? to be|is no )\b"

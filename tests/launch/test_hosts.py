@@ -10,10 +10,7 @@ import pytest
 from conftest import MICRO, ROOT, data_overrides
 from run_files import count, lines, what_counts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or "-"),
-]
+pytestmark = pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or "-")
 HANG_S = 10
 PORT = 29400
 
@@ -60,6 +57,7 @@ def undisturbed(steps, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_does(undisturbed, steps, tmp_path):
     with netns.Hosts(1) as hosts:
         job = torchrun(hosts, 0, tmp_path / "run", tmp_path / "log", *steps, "--parallel.replicate=2", ranks=4)
@@ -67,6 +65,7 @@ def test_two_hosts_train_as_one_does(undisturbed, steps, tmp_path):
     assert what_counts(tmp_path / "run") == what_counts(undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_cable_out_for_five_seconds_costs_nothing_but_time(undisturbed, steps, tmp_path):
     with netns.Hosts(2) as hosts:
         jobs, logs = start_all(hosts, tmp_path, *steps)
@@ -83,6 +82,7 @@ def test_a_cable_out_for_five_seconds_costs_nothing_but_time(undisturbed, steps,
     assert what_counts(tmp_path / "run") == what_counts(undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_cable_out_for_good_ends_the_job_on_both_sides(shapes_dir, tmp_path):
     endless = [*data_overrides(shapes_dir), "--train.max_samples=12000000", "--eval.every_samples=12000000"]
     with netns.Hosts(2) as hosts:

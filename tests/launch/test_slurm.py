@@ -17,7 +17,6 @@ from conftest import MICRO, ROOT, data_overrides
 from slurm_cluster import Cluster
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(slurm_cluster.lacking()), reason=slurm_cluster.lacking()),
 ]
@@ -122,6 +121,7 @@ def mounted(what: str) -> str:
 # Runs
 
 
+@pytest.mark.slow
 def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
     job = submit(*SHORT, NEXP="3", PREFLIGHT=TOLERANT, SCORE="--ruleset 6.0.0")
     said = job.wait()
@@ -141,6 +141,7 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
     assert (job.results / "report" / "report.html").is_file()
 
 
+@pytest.mark.nightly
 def test_ranks_are_numbered_by_node(submit, cluster):
     job = submit(*LONG, GPUS_PER_NODE="2", FABRIC="roce", NCCL_IB_TC="96")
     job.until(lambda: job.trained() > 0)
@@ -151,6 +152,7 @@ def test_ranks_are_numbered_by_node(submit, cluster):
     assert {(env["NCCL_IB_TC"], env["NCCL_IB_QPS_PER_CONNECTION"]) for env in ranks.values()} == {("96", "4")}
 
 
+@pytest.mark.nightly
 def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
     job = submit(*SHORT, SEED="41", NEXP="2")
     job.wait()
@@ -163,6 +165,7 @@ def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
     assert "seeds.txt is for 2 runs, NEXP=3" in other.wait("FAILED")
 
 
+@pytest.mark.nightly
 def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shapes_dir):
     """Node n2 has another disk under the same path."""
     disk, other = tmp_path / "disk", tmp_path / "other"
@@ -180,6 +183,7 @@ def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shape
     job.require_whole(3)
 
 
+@pytest.mark.nightly
 def test_data_that_is_damaged_ends_the_job(submit, tmp_path, shapes_dir):
     copy = shutil.copytree(shapes_dir, tmp_path / "copy")
     (shard, *_) = sorted((copy / "val").glob("*.tar"))
@@ -189,6 +193,7 @@ def test_data_that_is_damaged_ends_the_job(submit, tmp_path, shapes_dir):
     assert shard.name in (job.results / "logs" / "verify.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_refusal_ends_the_job_at_once(submit):
     job = submit("--optim.lr=-1")
     said = job.wait("FAILED")
@@ -199,6 +204,7 @@ def test_a_refusal_ends_the_job_at_once(submit):
 # Going on
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(submit, cluster):
     job = submit(*LONG)
     job.until(lambda: job.trained() > 20)
@@ -215,6 +221,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(submit, cluste
     job.require_whole(300)
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_drained_is_left_out_when_the_job_is_told_to_stop(submit, cluster):
     """Slurm lets a job that runs there go on."""
     job = submit(*LONG)
@@ -231,6 +238,7 @@ def test_a_node_that_is_drained_is_left_out_when_the_job_is_told_to_stop(submit,
         cluster.until(lambda: cluster.state("n2") == "idle")
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluster):
     job = submit(*LONG)
     job.until(lambda: "run 0, seed" in job.said)
@@ -240,6 +248,7 @@ def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluste
     job.require_whole(300)
 
 
+@pytest.mark.nightly
 def test_a_time_limit_is_outlived(submit, cluster):
     """Slurm's smallest grain is a minute, and it may signal up to one early."""
     steps = 4000
@@ -256,6 +265,7 @@ def test_a_time_limit_is_outlived(submit, cluster):
 # Faults
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(submit):
     job = submit(*LONG)
     job.until(lambda: job.trained() > 60)
@@ -267,6 +277,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(submit):
     job.require_whole(300)
 
 
+@pytest.mark.nightly
 def test_a_run_that_breaks_again_and_again_ends_the_job(submit):
     job = submit("--optim.lr=1e15", "--train.max_samples=120", FAULTS="1")
     said = job.wait("FAILED")
@@ -274,6 +285,7 @@ def test_a_run_that_breaks_again_and_again_ends_the_job(submit):
     assert "ends: more than 1 faults" in said
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
     job = submit(*LONG)
     job.until(lambda: job.trained() > 60)
@@ -288,6 +300,7 @@ def test_a_node_that_dies_is_replaced_by_slurm_and_named(submit, cluster):
         cluster.until(lambda: cluster.state("n2") == "idle")
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tmp_path, shapes_dir):
     """The job starts again only once Slurm has given the node up: it waits for all nodes to end their part."""
     with Cluster(tmp_path / "cluster", ["n1", "n2", "n3"], missed_after_s=60) as cluster:
@@ -304,6 +317,7 @@ def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tm
 # Preflight
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "command,complaint",
     [
@@ -334,6 +348,7 @@ def test_preflight_finds_a_bad_node_and_the_job_goes_on_without(submit, tmp_path
     job.require_whole(3)
 
 
+@pytest.mark.nightly
 def test_the_cluster_leaves_nothing_behind(tmp_path):
     with Cluster(tmp_path / "cluster", ["a"]) as cluster:
         assert cluster.processes()

@@ -1,0 +1,20 @@
+"""What a benchmark writes, for the tests of bench/."""
+
+import json
+from pathlib import Path
+
+import torch
+from conftest import MICRO
+
+from flux_ref import ranks
+
+
+def report_of(module, folder: Path, *options: object) -> dict:
+    """Run a benchmark on the micro model in this process; the report is FOLDER/new/report.json."""
+    path = folder / "new" / "report.json"
+    try:
+        assert module.main(["--config", str(MICRO), f"--json={path}", *map(str, options)]) == 0
+    finally:
+        ranks.stop()
+        torch.compiler.set_stance("default")
+    return json.loads(path.read_text())
