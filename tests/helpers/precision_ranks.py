@@ -1,23 +1,16 @@
-"""Measures, on every rank of one torchrun launch, what test_fp8 asserts of several ranks.
-
-    torchrun --nproc-per-node 2 tests/helpers/precision_ranks.py OUT
-
-OUT receives rank 0's measurements, found.pt, and a run with one checkpoint.
-"""
+"""Training in FP8 on one or several ranks: what test_fp8 and test_steps use, and what rank_runs.py measures of FP8."""
 
 import math
-import sys
 from pathlib import Path
 
 import rank_runs
 import torch
 from conftest import MICRO
 
-from flux_ref import checkpoint, config, config_file, ranks
+from flux_ref import checkpoint, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.speed.fp8 import Fp8Linear
 from flux_ref.step import Health, State, train_step
 
@@ -85,10 +78,10 @@ def one_nan(state: State, world: World) -> list[bool]:
     return rank_runs.of_all(is_right)
 
 
-def main(out: str) -> int:
-    world = ranks.start(config.ParallelConfig())
-    cfg = fp8_config(run__dir=out)
-    measured = {
+def measure(world: World, folder: Path) -> dict:
+    """FP8 on several ranks. folder: receives a run with one checkpoint."""
+    cfg = fp8_config(run__dir=str(folder))
+    values = {
         "base": training(cfg, world),
         "kept gathered": training(config_file.replace(cfg, parallel__reshard_after_forward=False), world),
     }
@@ -97,12 +90,4 @@ def main(out: str) -> int:
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    measured["one NaN"] = one_nan(state, world)
-    if world.rank == 0:
-        torch.save(measured, Path(out) / "found.pt")
-    ranks.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+    return values | {"one NaN": one_nan(state, world), "run": str(folder)}

@@ -294,6 +294,9 @@ def main(data: str, out: str) -> int:
         found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
         found["reporting"] = reporting(cfg, world, Path(out))
         found["refusing"] = refusing(world)
+        import precision_ranks  # imports this file, too
+
+        found["fp8"] = precision_ranks.measure(world, Path(out) / "fp8")
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
         found["flat initial"] = initial(cfg, flat)

@@ -6,12 +6,14 @@ On a CPU the decoded values are multiplied (test_fp8_arithmetic.py). Nothing her
 import json
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rank_runs
 import torch
 import torch.nn.functional as F
-from conftest import called, require_identical, script, trained
+from conftest import called, require_identical, trained
 from precision_ranks import FACTS, STEPS, fp8_config, lively_state, steps
 from rank_runs import plain_net, whole
 from torch import Tensor, nn
@@ -396,16 +398,13 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
         checkpoint.open_for(checkpoint_files.found(tmp_path)[0], lively_state(off, world), FACTS)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_share_one_state_and_any_number_of_them_reads_it(size, tmp_path, world):
-    process = script("tests/helpers/precision_ranks.py", tmp_path, ranks=size, timeout=100)
-    assert process.returncode == 0, process.stderr[-4000:]
-    found = torch.load(tmp_path / "found.pt")
+def test_ranks_share_one_state_and_any_number_of_them_reads_it(shapes_dir, world):
+    found = rank_runs.measured(shapes_dir, 3)["fp8"]
     base, kept = found["base"], found["kept gathered"]
     assert base["losses"] == kept["losses"]
     for name in ("histories", "scales"):
         assert all(torch.equal(of_rank, base[name][0]) for of_rank in (*base[name], *kept[name]))
-    assert found["one NaN"] == [True] * size
+    assert found["one NaN"] == [True] * 3
     assert base["buffers"] == {(Tensor, torch.float32, torch.Size())}
     cfg = fp8_config()
     state = lively_state(cfg, world)
@@ -414,7 +413,7 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(size, tmp_path, w
     assert torch.equal(state.fp8.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(base["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
-    saved = checkpoint.open_for(checkpoint_files.found(tmp_path)[0], state, FACTS)
+    saved = checkpoint.open_for(checkpoint_files.found(Path(found["run"]))[0], state, FACTS)
     state.fp8.reset()
     checkpoint.load_progress(saved, state)
     assert torch.equal(state.fp8.history, base["histories"][0])
