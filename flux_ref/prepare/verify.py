@@ -104,13 +104,13 @@ def look(job: Job, advance: pool.Advance) -> Report:
             for position in sorted({0, report.samples - 1}) if shard else ():
                 _look_at_sample(report, shard, position, rows)
             return report
-        digest, size = hashlib.sha256(), job.layout.stride if shard else CHUNK
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(job.layout.stride if shard else CHUNK))
         with job.path.open("rb", buffering=0) as file:
-            for position, chunk in enumerate(iter(lambda: file.read(size), b"")):
-                digest.update(chunk)
+            for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
+                digest.update(chunk[:count])
                 if position < report.samples:  # its bytes are in the page cache now
                     _look_at_sample(report, shard, position, rows)
-                advance(len(chunk))
+                advance(count)
         report.sha256 = digest.hexdigest()
     except (Refusal, OSError) as error:
         report.problems.add("unreadable", error)
@@ -159,13 +159,14 @@ def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str,
 
 def implausible(name: str, bits: np.ndarray) -> tuple[str, str] | None:
     """What is wrong with the values of a member, given as bf16 bits: (kind of problem, line)."""
-    values = shards.from_bf16_bits(bits)
-    low, high = values.min() + 0.0, values.max() + 0.0  # no -0
-    if low == high == 0:
+    # The largest positive value has the largest bits as a signed number, the lowest negative one as an unsigned number.
+    extremes = shards.from_bf16_bits(np.array([bits.view(np.int16).max(), bits.max()]).astype(np.uint16))
+    if not extremes.any():
         return "zeros", f"{name} is all zeros"
     least, most = PLAUSIBLE[name]
-    if low < least or high > most:
-        return "range", f"{name} reaches from {low:.3g} to {high:.3g}, want values from {least:g} to {most:g}"
+    for value in extremes:
+        if not least <= value <= most:
+            return "range", f"{name} holds {value:.3g}, want values from {least:g} to {most:g}"
     return None
 
 

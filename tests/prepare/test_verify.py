@@ -225,11 +225,11 @@ DAMAGES = [
     # Values and timesteps
     *(Damage(filled(name, 0), "zeros", f"{name} is all zeros") for name in MEMBERS),
     Damage(filled("mean", 0x8000), "zeros", "mean is all zeros"),
-    Damage(lambda s: overwrite(s, position("t5", "payload", 1), GARBAGE.tobytes()), "range", "t5 reaches from"),
+    Damage(lambda s: overwrite(s, position("t5", "payload", 1), GARBAGE.tobytes()), "range", "t5 holds "),
     Damage(value("t5", 0x7E80, 7), "range", "8.51e+37, want values from -1000 to 1000"),
-    Damage(value("mean", 0xC680), "range", "mean reaches from -1.64e+04 to"),
-    Damage(value("logvar", 0x41F0), "range", "to 30, want values from -100 to 20"),
-    Damage(value("logvar", 0xC348), "range", "logvar reaches from -200 to"),
+    Damage(value("mean", 0xC680), "range", "mean holds -1.64e+04, want"),
+    Damage(value("logvar", 0x41F0), "range", "holds 30, want values from -100 to 20"),
+    Damage(value("logvar", 0xC348), "range", "logvar holds -200, want"),
     Damage(say(timestep=3), "timestep", "has timestep 3, want none"),
     *(in_val(say(timestep=t), "timestep", f"has timestep {t}, want 0 to 7") for t in (8, -1, None, 10**30)),
     in_val(say(timestep="3"), "bad sample", "timestep '3'", where=VAL_0),
@@ -291,7 +291,7 @@ DAMAGES = [
             (save_empty("t5", np.ones((1, 28, 9), np.float16)), "float16 (1, 28, 9)"),
             (save_empty("t5", np.full((9, 28), np.nan, np.float32)), "holds NaN or infinite"),
             (save_empty("t5", np.zeros((9, 28), np.float32)), "t5 is all zeros"),
-            (save_empty("clip", np.full(14, 1e9, np.float32)), "clip reaches from 9.98e+08 to 9.98e+08"),
+            (save_empty("clip", np.full(14, 1e9, np.float32)), "clip holds 9.98e+08"),
         )
     ),
 ]
