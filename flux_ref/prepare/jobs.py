@@ -81,6 +81,13 @@ def _difference(begun: str, plan: Plan) -> str:
     return "; ".join(lines) + more if lines else "its files came in another order"
 
 
+def missing(folder: Path, count: int, per_shard: int) -> dict[int, range]:
+    """The samples of each shard that is not there, by the shard's number. A shard that has its name is whole."""
+    starts = enumerate(range(0, count, per_shard))
+    shards = {number: range(start, min(start + per_shard, count)) for number, start in starts}
+    return {number: r for number, r in shards.items() if not shard_writer.shard_path(folder, number).exists()}
+
+
 def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
     """Write empty_encodings beside the set that this process has claimed, unless it is there.
 

@@ -56,13 +56,12 @@ class Conversion:
     def count(self) -> int:
         return self.files[-1].first + self.files[-1].rows
 
-    def samples(self, shard: int) -> range:
-        return range(shard * self.per_shard, min((shard + 1) * self.per_shard, self.count))
-
     def plan(self) -> jobs.Plan:
         listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in self.files]
-        layout = {"split": self.split, "per_shard": self.per_shard, "shapes": self.layout.shapes}
-        return {"options": layout, "files": listed}
+        return {
+            "options": {"split": self.split, "per_shard": self.per_shard, "shapes": self.layout.shapes},
+            "files": listed,
+        }
 
 
 def convert(
@@ -80,11 +79,10 @@ def convert(
     with jobs.claimed(final, conversion.plan()):
         if encodings:
             jobs.write_empty(final, encodings)
-        numbers = range(-(-conversion.count // per_shard))
-        missing = [(conversion, n) for n in numbers if not shard_path(conversion.folder, n).exists()]
-        done = conversion.count - sum(len(conversion.samples(number)) for _, number in missing)
+        missing = jobs.missing(conversion.folder, conversion.count, per_shard)
+        done = conversion.count - sum(map(len, missing.values()))
         with progress(total=conversion.count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
-            pool.run(_write_shard, missing, workers, bar)
+            pool.run(_write_shard, [(conversion, *shard) for shard in missing.items()], workers, bar)
     return conversion.count
 
 
@@ -219,10 +217,10 @@ def _empty(source: Path, final: Path, split: str, layout: Layout) -> dict | None
 # The shards, one process each
 
 
-def _write_shard(task: tuple[Conversion, int], advance: pool.Advance) -> None:
-    conversion, number = task
+def _write_shard(task: tuple[Conversion, int, range], advance: pool.Advance) -> None:
+    conversion, number, wanted = task
     with new_shard(shard_path(conversion.folder, number)) as shard:
-        for index, blobs, timestep in _samples(conversion, conversion.samples(number)):
+        for index, blobs, timestep in _samples(conversion, wanted):
             shard.add(key_of(conversion.split, index), blobs, timestep)
             advance(1)
 

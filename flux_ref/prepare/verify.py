@@ -14,7 +14,6 @@ import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -194,24 +193,16 @@ def _folders(root: Path, split: str | None, problems: Problems) -> dict[str, Pat
 
 
 def _shards(folder: Path, problems: Problems) -> list[Path]:
-    """The shards of a folder, after a look at their names."""
+    """The shards of a folder, after a look at the numbers in their names."""
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
-        return paths
-    named = {path: re.fullmatch(r"([\w.-]*?)(\d+)\.tar", path.name) for path in paths}
-    series = Counter((name[1], len(name[2])) for name in named.values() if name)
-    prefix, width = series.most_common(1)[0][0] if series else ("shard_", 6)
-    numbers = [-1]
-    for path, name in named.items():
-        if name and (name[1], len(name[2])) == (prefix, width):
-            numbers.append(int(name[2]))
-        else:
-            problems.add("file name", path, f"is not named as {prefix}{0:0{width}}.tar, the others are")
-    for before, after in pairwise(numbers):
-        if after > before + 1:
-            gap = " to ".join(f"{prefix}{n:0{width}}.tar" for n in sorted({before + 1, after - 1}))
-            problems.add("missing", folder, f"{gap}, although there is {prefix}{after:0{width}}.tar")
+    ends = {path: re.search(r"(\d+)\.tar$", path.name) for path in paths}
+    numbers = {int(end[1]) for end in ends.values() if end}
+    for path in (path for path, end in ends.items() if not end):
+        problems.add("file name", path, "does not end with a number")
+    for number in sorted(set(range(max(numbers, default=0))) - numbers):
+        problems.add("missing", folder, f"there is no shard {number}, although there is shard {max(numbers)}")
     return paths
 
 
