@@ -223,7 +223,7 @@ def _report(checked: Checked, path: Path) -> None:
 
 def _encode(job: Job, checked: Checked, nets: Encoders) -> int:
     """Write this rank's missing shards; returns the number of samples that were missing over all ranks."""
-    missing = jobs.missing(job.folder, _kept(checked), job.args.per_shard)
+    missing = jobs.missing(job.args.output / job.args.split, _kept(checked), job.args.per_shard)
     mine = {n: indices for n, indices in missing.items() if n % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():

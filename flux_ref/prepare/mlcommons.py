@@ -50,18 +50,6 @@ class Conversion:
     folder: Path
     split: str
     layout: Layout
-    per_shard: int
-
-    @property
-    def count(self) -> int:
-        return self.files[-1].first + self.files[-1].rows
-
-    def plan(self) -> jobs.Plan:
-        listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in self.files]
-        return {
-            "options": {"split": self.split, "per_shard": self.per_shard, "shapes": self.layout.shapes},
-            "files": listed,
-        }
 
 
 def convert(
@@ -74,16 +62,21 @@ def convert(
     """
     final = output / split
     jobs.require_new(final)
-    conversion = Conversion(_inspect(source, split, layout, expect), jobs.growing(final), split, layout, per_shard)
-    encodings = _empty(empty, output / "empty_encodings", split, layout)
-    with jobs.claimed(final, conversion.plan()):
+    files = _inspect(source, split, layout, expect)
+    encodings, count = _empty(empty, output / "empty_encodings", split, layout), files[-1].first + files[-1].rows
+    given = {"split": split, "per_shard": per_shard, "shapes": layout.shapes}
+    listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in files]
+    with jobs.claimed(final, {"options": given, "files": listed}):
         if encodings:
             jobs.write_empty(final, encodings)
-        missing = jobs.missing(conversion.folder, conversion.count, per_shard)
-        done = conversion.count - sum(map(len, missing.values()))
-        with progress(total=conversion.count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
+        conversion, missing = (
+            Conversion(files, jobs.growing(final), split, layout),
+            jobs.missing(final, count, per_shard),
+        )
+        done = count - sum(map(len, missing.values()))
+        with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
             pool.run(_write_shard, [(conversion, *shard) for shard in missing.items()], workers, bar)
-    return conversion.count
+    return count
 
 
 # The source

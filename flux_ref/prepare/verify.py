@@ -31,7 +31,7 @@ EMPTY, SPLITS = "empty_encodings", ("train", "val")
 SHOWN = 20  # lines per kind of problem
 CHUNK = 4 << 20  # bytes
 # Kinds that leave a set usable.
-WARNINGS = ("uneven timesteps", "repeated t5", "repeated clip", "repeated drawing", "new file", "no manifest")
+WARNINGS = ("uneven timesteps", "repeated drawing", "new file", "no manifest")
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
@@ -45,20 +45,18 @@ class Problems:
         self.lines: dict[str, list[str]] = defaultdict(list)
         self.counts: Counter[str] = Counter()
 
-    def add(self, kind: str, where: object, what: str = "", count: int = 1) -> None:
-        """where: also an error, whose message says all."""
+    def add(self, kind: str, where: object, what: str = "") -> None:
+        """where: a place, or an error whose message says all."""
         line = f"{where}: {what}" if what else str(where)
         if not line.isprintable():  # names may hold anything
             line = line.encode("unicode_escape").decode()
-        self._merge({kind: [line]}, {kind: count})
+        self.lines[kind] += [line] * (len(self.lines[kind]) < SHOWN)
+        self.counts[kind] += 1
 
     def add_all(self, other: "Problems") -> None:
-        self._merge(other.lines, other.counts)
-
-    def _merge(self, lines: dict[str, list[str]], counts: dict[str, int]) -> None:
-        for kind in lines:
-            self.lines[kind] += lines[kind][: SHOWN - len(self.lines[kind])]
-        self.counts.update(counts)
+        for kind, lines in other.lines.items():
+            self.lines[kind] += lines[: SHOWN - len(self.lines[kind])]
+        self.counts.update(other.counts)
 
     @property
     def failed(self) -> bool:
@@ -77,7 +75,7 @@ class Job:
 
 @dataclass
 class Report:
-    """What a file holds. seen: sample, key; digests of the key, t5, clip and all four members."""
+    """What a file holds. seen: sample, key; digests of the key and of the four members."""
 
     job: Job
     bytes: int = 0
@@ -151,9 +149,8 @@ def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str,
     else:
         wanted = {"train": "none", "val": f"0 to {TIMESTEPS - 1}", "any": f"none or 0 to {TIMESTEPS - 1}"}[split]
         report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {wanted}")
-    digests = [_digest(rows[name]) for name in MEMBERS]
-    whole = _digest(b"".join(digests))
-    report.seen.append((position, meta.key, _digest(meta.key.encode()) + digests[0] + digests[1] + whole))
+    digests = _digest(meta.key.encode()), _digest(*(rows[name] for name in MEMBERS))
+    report.seen.append((position, meta.key, b"".join(digests)))
 
 
 def implausible(name: str, bits: np.ndarray) -> tuple[str, str] | None:
@@ -169,8 +166,11 @@ def implausible(name: str, bits: np.ndarray) -> tuple[str, str] | None:
     return None
 
 
-def _digest(content: bytes | np.ndarray) -> bytes:
-    return hashlib.sha256(content).digest()[:8]
+def _digest(*contents: bytes | np.ndarray) -> bytes:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return digest.digest()[:8]
 
 
 # All files
@@ -232,10 +232,10 @@ def _look_at_all(jobs: list[Job], workers: int) -> list[Report]:
         return pool.run(look, jobs, 1 if fast else workers, bar)
 
 
-def _check_repeats(root: Path, kind: str, reports: list[Report], problems: Problems) -> None:
-    """Repeated keys and samples are errors, repeated captions are not. kind: data.kind of the config."""
+def _check_repeats(kind: str, reports: list[Report], problems: Problems) -> None:
+    """Repeated keys and samples. kind: data.kind of the config."""
     seen = [(report.job, position, key) for report in reports for position, key, _ in report.seen]
-    digests = np.frombuffer(b"".join(row[2] for report in reports for row in report.seen), "<u8").reshape(-1, 4)
+    digests = np.frombuffer(b"".join(row[2] for report in reports for row in report.seen), "<u8").reshape(-1, 2)
 
     def place(i: int) -> str:
         return f"{seen[i][0].path}, sample {seen[i][1]}, key {seen[i][2]}"
@@ -246,11 +246,8 @@ def _check_repeats(root: Path, kind: str, reports: list[Report], problems: Probl
         if not (key.isdecimal() and job.split != seen[first][0].split):
             problems.add("repeated key", place(again), f"so is the key of {place(first)}")
     kind = "repeated drawing" if kind == "shapes" else "repeated sample"  # small drawings come out equal by chance
-    for again, first in _repeats(digests[:, 3]):
+    for again, first in _repeats(digests[:, 1]):
         problems.add(kind, place(again), f"its four members are those of {place(first)}")
-    for column, name in enumerate(("t5", "clip"), 1):
-        if count := len(_repeats(digests[:, column])):
-            problems.add(f"repeated {name}", root, f"in {count:,} samples {name} is that of an earlier one", count)
 
 
 def _repeats(column: np.ndarray) -> list[tuple[int, int]]:
@@ -324,7 +321,7 @@ def run(args: argparse.Namespace) -> int:
     reports = _look_at_all([Job(path, split, layout, args.fast) for path, split in paths.items()], args.workers)
     for report in reports:
         problems.add_all(report.problems)
-    _check_repeats(args.dir, cfg.data.kind, reports, problems)
+    _check_repeats(cfg.data.kind, reports, problems)
     for split, folder in folders.items():
         expect = args.expect_samples if args.expect_samples is not None else getattr(cfg.data, f"{split}_count", 0)
         _check_totals(folder, split, [r for r in reports if r.job.split == split], expect, problems)
