@@ -223,14 +223,12 @@ def _report(checked: Checked, path: Path) -> None:
 
 def _encode(job: Job, checked: Checked, nets: Encoders) -> int:
     """Write this rank's missing shards; returns the number of samples that were missing over all ranks."""
-    kept, per_shard = _kept(checked), job.args.per_shard
-    missing = [n for n in range(-(-kept // per_shard)) if not shard_path(job.folder, n).exists()]
-    ranges = {n: range(n * per_shard, min(kept, (n + 1) * per_shard)) for n in missing}
-    mine = {n: indices for n, indices in ranges.items() if n % job.world.size == job.world.rank}
+    missing = jobs.missing(job.args.output / job.args.split, _kept(checked), job.args.per_shard)
+    mine = {n: indices for n, indices in missing.items() if n % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():
             _write_shard(job, number, indices, _survivors(job.parts, checked, indices), nets, bar)
-    return sum(map(len, ranges.values()))
+    return sum(map(len, missing.values()))
 
 
 def _survivors(parts: list[Part], checked: Checked, indices: range) -> Iterator[Candidate]:

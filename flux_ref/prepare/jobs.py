@@ -71,14 +71,20 @@ def _take_up(folder: Path, lock: IO, plan: Plan) -> None:
 def _difference(begun: str, plan: Plan) -> str:
     """The first options and files that differ."""
     try:
-        plans = (json.loads(begun), plan)
-        then, now = (p["options"] | {name: about for name, *about in p["files"]} for p in plans)
+        then, now = (p["options"] | {name: about for name, *about in p["files"]} for p in (json.loads(begun), plan))
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"
-    changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    lines = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in changed[:3]]
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return "; ".join(lines) + more if lines else "its files came in another order"
+    names = [name for name in then | now if then.get(name) != now.get(name)]
+    changes = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in names]
+    more = [f"{len(changes) - 3} more"] * (len(changes) > 3)
+    return "; ".join(changes[:3] + more) or "its files came in another order"
+
+
+def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
+    """The samples of each shard that has not been written yet, by the shard's number."""
+    starts = enumerate(range(0, count, per_shard))
+    shards = {number: range(start, min(start + per_shard, count)) for number, start in starts}
+    return {number: r for number, r in shards.items() if not shard_writer.shard_path(growing(final), number).exists()}
 
 
 def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:

@@ -50,19 +50,6 @@ class Conversion:
     folder: Path
     split: str
     layout: Layout
-    per_shard: int
-
-    @property
-    def count(self) -> int:
-        return self.files[-1].first + self.files[-1].rows
-
-    def samples(self, shard: int) -> range:
-        return range(shard * self.per_shard, min((shard + 1) * self.per_shard, self.count))
-
-    def plan(self) -> jobs.Plan:
-        listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in self.files]
-        layout = {"split": self.split, "per_shard": self.per_shard, "shapes": self.layout.shapes}
-        return {"options": layout, "files": listed}
 
 
 def convert(
@@ -75,17 +62,21 @@ def convert(
     """
     final = output / split
     jobs.require_new(final)
-    conversion = Conversion(_inspect(source, split, layout, expect), jobs.growing(final), split, layout, per_shard)
-    encodings = _empty(empty, output / "empty_encodings", split, layout)
-    with jobs.claimed(final, conversion.plan()):
+    files = _inspect(source, split, layout, expect)
+    encodings, count = _empty(empty, output / "empty_encodings", split, layout), files[-1].first + files[-1].rows
+    given = {"split": split, "per_shard": per_shard, "shapes": layout.shapes}
+    listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in files]
+    with jobs.claimed(final, {"options": given, "files": listed}):
         if encodings:
             jobs.write_empty(final, encodings)
-        numbers = range(-(-conversion.count // per_shard))
-        missing = [(conversion, n) for n in numbers if not shard_path(conversion.folder, n).exists()]
-        done = conversion.count - sum(len(conversion.samples(number)) for _, number in missing)
-        with progress(total=conversion.count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
-            pool.run(_write_shard, missing, workers, bar)
-    return conversion.count
+        conversion, missing = (
+            Conversion(files, jobs.growing(final), split, layout),
+            jobs.missing(final, count, per_shard),
+        )
+        done = count - sum(map(len, missing.values()))
+        with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
+            pool.run(_write_shard, [(conversion, *shard) for shard in missing.items()], workers, bar)
+    return count
 
 
 # The source
@@ -219,10 +210,10 @@ def _empty(source: Path, final: Path, split: str, layout: Layout) -> dict | None
 # The shards, one process each
 
 
-def _write_shard(task: tuple[Conversion, int], advance: pool.Advance) -> None:
-    conversion, number = task
+def _write_shard(task: tuple[Conversion, int, range], advance: pool.Advance) -> None:
+    conversion, number, wanted = task
     with new_shard(shard_path(conversion.folder, number)) as shard:
-        for index, blobs, timestep in _samples(conversion, conversion.samples(number)):
+        for index, blobs, timestep in _samples(conversion, wanted):
             shard.add(key_of(conversion.split, index), blobs, timestep)
             advance(1)
 

@@ -3,19 +3,18 @@
     python -m flux_ref.prepare stage SRC DST                                             this node
     torchrun --nnodes N --nproc-per-node 1 -m flux_ref.prepare stage SRC DST             N nodes; SRC is read once
 
-Every node gets the whole set: training shuffles globally, so any rank may read any sample. Each file is dealt to one of
-STREAMS streams, and each stream copies one file after another. One node reads the file; each file has another reader.
-Each chunk goes down a chain through all nodes that lack the file; each node passes it on while it checksums and writes
-it. Storage delivers what one node takes in, and no link carries a byte twice. A stream waits for one thing at a time;
-eight streams keep storage, network, processors and disk busy. All nodes take a stream's chunks in the same order, so
-the first unfinished chunk can always move: nothing deadlocks.
+Every node gets the whole set: training shuffles globally, so any rank may read any sample. The files are dealt to
+STREAMS streams, and each stream copies one file after another. One node reads a file. Each chunk of it goes down a
+chain through all nodes that lack the file; each node passes it on while it checksums and writes it. So storage delivers
+as much as one node takes in, and no link carries a byte twice. A stream waits for one thing at a time; eight streams
+keep storage, network, processors and disk busy. All nodes take a stream's chunks in the same order, so the first
+unfinished chunk can always move: nothing deadlocks.
 
-DST/.stage/files holds the unfinished files. DST/.stage/journal has a line for each mark: how many bytes of a file are
-on the disk, and their SHA-256. A file gets its name in DST when it is on the disk and has the SHA-256 of
-SRC/manifest.sha256. Without such a manifest, DST/manifest.sha256 is written at the end. A restart goes on with an
-unfinished file from the last mark that all nodes which lack the file have reached. It takes a finished file for good if
-size and time are those of SRC and of the journal; `sha256sum -c manifest.sha256` reads all files. A node that has a
-file takes no part in its chain, but it is the reader in place of SRC.
+DST/.stage/files holds unfinished files. DST/.stage/journal has a line for each mark: so many bytes of a file are on the
+disk, and their SHA-256. A file gets its name in DST when it is on the disk and has the SHA-256 of SRC/manifest.sha256;
+without such a manifest, DST/manifest.sha256 is written at the end. A restart goes on with an unfinished file from the
+last mark that all nodes which lack the file have reached. It trusts a finished file if size and time are those of SRC
+and of the journal; `sha256sum -c manifest.sha256` reads them all. A file is read from a node that has it, if any.
 """
 
 import argparse
@@ -91,7 +90,7 @@ def scan(root: Path, folder: Path | None = None) -> dict[str, File]:
 def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
     """The files of SRC, and their SHA-256 if SRC has a manifest. Raises: Refusal, also if the two disagree; OSError."""
     if not src.is_dir():
-        raise Refusal(f"source {src} does not exist or is no folder")
+        raise Refusal(f"source {src} on {socket.gethostname()} does not exist or is no folder")
     if src == dst or src in dst.parents or dst in src.parents:
         raise Refusal(f"source {src} and destination {dst} lie inside each other; choose another destination")
     files = scan(src)
@@ -122,20 +121,25 @@ class Disk:
         self.partial.mkdir(parents=True, exist_ok=True)
         self._open_journal()
         whole_files.remove(whole_files.partial_of(self.dst / MANIFEST))
-        for name, copy in scan(self.dst).items():
+        copies = scan(self.dst)
+        if MANIFEST not in files:
+            copies.pop(MANIFEST, None)
+        for name, copy in copies.items():
             path, digest = self.dst / name, self.marks.get(copy, {}).get(copy.bytes)
-            if name not in files and name != MANIFEST:
+            if name not in files:
                 raise Refusal(f"{path} is not in the source; remove it")
-            if name in files and digest is None:
+            if digest is None:
                 raise Refusal(f"{path} is not as it was staged; remove it")
-            if name in files and copy != files[name]:
+            if copy != files[name]:
                 raise Refusal(f"{path} was staged from a source that has changed since; remove it to stage it again")
-            if name in files:
-                self.whole[name] = digest
+            self.whole[name] = digest
         begun = {name: part.bytes for name, part in scan(self.partial).items() if name in files}
         missing = sum(file.bytes for name, file in files.items() if name not in self.whole) - sum(begun.values())
         if missing > (free := shutil.disk_usage(self.dst).free):
-            raise Refusal(f"{self.dst} has {free / 1e9:,.3f} GB free, what is missing takes {missing / 1e9:,.3f} GB")
+            raise Refusal(
+                f"{self.dst} on {socket.gethostname()} has {free / 1e9:,.3f} GB free, but"
+                f" {missing / 1e9:,.3f} GB are missing"
+            )
         marks = {name: [m for m in self.marks.get(files[name], ()) if m <= count] for name, count in begun.items()}
         return self.whole, {name: max(counts, default=0) for name, counts in marks.items()}
 
@@ -143,7 +147,7 @@ class Disk:
         path = self.dst / HIDDEN / "journal"
         self.journal = whole_files.locked(path)
         if self.journal is None:
-            raise Refusal(f"{self.dst} is being staged already; every node wants a DST of its own")
+            raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
         for line in path.read_bytes().splitlines():
             try:
                 *version, count, digest = json.loads(line)
@@ -255,7 +259,7 @@ def plan(files: dict[str, File], sums: dict[str, str], stocks: list[tuple[dict, 
 class Stream(threading.Thread):
     """A thread that takes this node's part in one transfer after another."""
 
-    def __init__(self, transfers: list[Transfer], rank: int, src: Path, disk: Disk, group: dist.ProcessGroup | None):
+    def __init__(self, transfers: list[Transfer], rank: int, src: Path, disk: Disk, group: dist.ProcessGroup):
         super().__init__(daemon=True)  # a stream that waits for a lost node must not keep the process alive
         self.transfers = [transfer for transfer in transfers if rank in transfer.chain]
         self.rank, self.src, self.disk, self.group = rank, src, disk, group
@@ -268,8 +272,7 @@ class Stream(threading.Thread):
             for transfer in self.transfers:
                 what = f"copying {transfer.file.name} to {self.disk.dst}"
                 self._move(transfer, buffer)
-            if self.group:
-                dist.barrier(group=self.group)  # a node that is done waits, to notice that another node was lost
+            dist.barrier(group=self.group)  # a node that is done waits, to notice that another node was lost
         except OSError as error:
             self.failure = Fault(f"{what}: {error.strerror}{f': {error.filename}' if error.filename else ''}")
         except Exception as error:
@@ -308,7 +311,7 @@ class Stream(threading.Thread):
 
 def move(streams: list[Stream], rank: int, nodes: int) -> None:
     """Run this node's streams to their end. Raises: Fault, on every node; RuntimeError if a node was lost."""
-    store = dist.HashStore() if nodes == 1 else ranks.store_clone()
+    store = ranks.store_clone()
     total = sum(t.file.bytes - t.start for stream in streams for t in stream.transfers)
     for stream in streams:
         stream.start()
@@ -318,7 +321,7 @@ def move(streams: list[Stream], rank: int, nodes: int) -> None:
             working = any(stream.is_alive() for stream in streams)
             bar.update(sum(stream.passed for stream in streams) - bar.n)
             failure = next((stream.failure for stream in streams if stream.failure), None)
-            if failure and nodes > 1 and not isinstance(failure, RuntimeError):  # those: a neighbour's failure
+            if failure and nodes > 1 and not isinstance(failure, RuntimeError):  # those are a neighbour's
                 store.compare_set(FAILED, "", f"node {rank} ({socket.gethostname()}): {failure}")
                 time.sleep(3 * POLL_S)  # for the others to read it before this process and perhaps the store end
             if store.check([FAILED]):
@@ -329,28 +332,19 @@ def move(streams: list[Stream], rank: int, nodes: int) -> None:
 
 
 def everywhere(task: Callable[[], object]) -> list:
-    """A task's result on every node. Raises: Refusal, on all nodes alike, which names the first node that failed."""
-    result, problem = None, None
-    try:
+    """A task's result on every node. Raises: Refusal, on all nodes alike."""
+    with ranks.agreed():
         result = task()
-    except (Refusal, OSError) as error:
-        problem = str(error)
-    answer = (result, problem, socket.gethostname())
-    answers = [answer] if ranks.is_apart() else ranks.gather_objects(answer)
-    for node, (_, text, host) in enumerate(answers):
-        if text is not None:
-            raise Refusal(text if all(text == other for _, other, _ in answers) else f"node {node} ({host}): {text}")
-    return [result for result, _, _ in answers]
+    return ranks.gather_objects(result)
 
 
 def join() -> tuple[int, int]:
     """(this node, number of nodes). Raises: Refusal."""
-    if "RANK" not in os.environ:
-        return 0, 1
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise Refusal("one process stages for its whole node; start with torchrun --nproc-per-node 1")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        dist.init_process_group(ranks.BACKENDS["cpu"])
+        dist.init_process_group(ranks.BACKENDS["cpu"], **alone)
     except (RuntimeError, ValueError) as error:
         raise Refusal(f"cannot form the process group: {str(error).splitlines()[0]}") from None
     return dist.get_rank(), dist.get_world_size()
@@ -368,12 +362,9 @@ def stage(src: Path, dst: Path) -> int:
     files, sums = surveys[0]
     disk = Disk(dst)
     transfers = plan(files, sums, everywhere(lambda: disk.take_stock(files)))
-    groups = [None if nodes == 1 else ranks.host_group(f"stage {number}") for number in range(len(transfers))]
-    streams = [Stream(part, rank, src, disk, group) for part, group in zip(transfers, groups)]
+    streams = [Stream(part, rank, src, disk, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)]
     move(streams, rank, nodes)
-    texts = everywhere(lambda: disk.finish(files))
-    if nodes > 1:
-        ranks.require_same(texts[rank], f"{dst}: {MANIFEST}")
+    ranks.require_same(everywhere(lambda: disk.finish(files))[rank], f"{dst}: {MANIFEST}")
     read, passed = zip(*everywhere(lambda: [sum(getattr(s, what) for s in streams) for what in ("read", "passed")]))
     seconds, total = time.monotonic() - began, sum(file.bytes for file in files.values())
     line = f"{dst}: {len(files)} files, {total:,} bytes; read {sum(read):,} bytes of {src}, moved {max(passed):,} bytes"

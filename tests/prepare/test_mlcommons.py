@@ -670,7 +670,7 @@ def test_what_is_no_npy_of_the_right_kind_is_refused_with_its_place(train, outpu
 def test_a_file_that_changes_while_it_is_converted_is_noticed(train, output):
     files = mlcommons._inspect(train, "train", LAYOUT, 0)
     write_arrow(files[0].path, rows()[:9], (9,))
-    job = mlcommons.Conversion(files, output, "train", LAYOUT, PER_SHARD)
+    job = mlcommons.Conversion(files, output, "train", LAYOUT)
     with pytest.raises(Refusal, match="had 10 rows and now has 9"):
         list(mlcommons._samples(job, range(8, 12)))
 

@@ -613,7 +613,7 @@ def test_a_link_in_the_destination_leads_nowhere(src, tmp_path, here):
         ("set", "set/train/copy", "lie inside each other"),
         ("set/train", "set", "lie inside each other"),
         ("set", "link/copy", "lie inside each other"),
-        ("missing", "dst", "does not exist or is no folder"),
+        ("missing", "dst", "does not exist"),
         ("set/a name.txt", "dst", "does not exist or is no folder"),
         ("nothing", "dst", "holds no file"),
         ("set", "file", "Not a directory"),
@@ -642,7 +642,7 @@ def test_too_little_space_is_refused_with_figures_before_anything_is_read(src, t
     nodes = Nodes(src, tmp_path / "0", disk / "1")
     assert nodes.codes() == [2, 2] and not nodes.opened()
     assert len(nodes.said) == 1
-    assert re.search(r"node 1 \(\S+\): \S+ has 0.000 GB free, what is missing takes 0.001 GB", nodes.said[0])
+    assert re.search(r"rank 1: \S+ on \S+ has 0.000 GB free, but 0.001 GB are missing", nodes.said[0])
 
 
 def test_space_is_asked_for_what_is_missing_only(src, tmp_path, mount):
@@ -685,7 +685,7 @@ def test_a_source_that_one_node_does_not_see_is_refused_naming_it(src, tmp_path)
     assert nodes.codes() == [2, 2]
     assert len(nodes.said) == 1, nodes.said
     (line,) = nodes.said
-    assert re.fullmatch(rf"stage: node 1 \(\S+\): source {tmp_path}/missing does not exist or is no folder", line)
+    assert re.fullmatch(rf"stage: rank 1: source {tmp_path}/missing on \S+ does not exist or is no folder", line)
 
 
 def test_nodes_that_see_different_sources_are_refused(src, tmp_path):
@@ -697,7 +697,7 @@ def test_nodes_that_see_different_sources_are_refused(src, tmp_path):
 def test_two_nodes_may_not_share_a_destination(src, tmp_path):
     nodes = Nodes(src, tmp_path / "dst", tmp_path / "dst")
     assert nodes.codes() == [2, 2]
-    assert len(nodes.said) == 1 and "is being staged already; every node wants a DST of its own" in nodes.said[0]
+    assert len(nodes.said) == 1 and "is being staged already; every node needs its own DST" in nodes.said[0]
 
 
 def test_a_destination_in_use_is_refused(src, tmp_path, here):
