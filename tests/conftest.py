@@ -77,7 +77,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 @pytest.fixture(scope="session")
 def two_ranks(shapes_dir) -> Path:
-    """The folder of a LONG run by 2 ranks that made their data first: data, run and records. Tests must not change it."""
+    """The folder of a LONG run by 2 ranks that made its data: data, run and records. Tests must not change it."""
     import killing
 
     folder = shapes_dir.parent / "two_ranks"
