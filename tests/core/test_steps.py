@@ -9,30 +9,23 @@ import graph_ranks
 import killing
 import pytest
 import torch
-from conftest import MICRO, data_overrides, script
+from conftest import MICRO, called, micro_run, refusal, script
 from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
 from precision_ranks import fp8_config
+from run_files import require_equal_runs
 
 from flux_ref import config_file, data, ranks, sharding, steps
-from flux_ref.errors import Fault, Refusal
-from flux_ref.run import cli
+from flux_ref.errors import Fault
 from flux_ref.speed import fp8, graphs
 from flux_ref.step import NEVER, State, validation_step
 from flux_ref.steps import CAPTURED, Steps, mode, require_settled
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
 LONG = ("--train.max_samples=240", "--train.micro_batch=6")  # 20 steps of 2 micro-batches
 DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums of several threads may be rounded otherwise than those of one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -84,8 +77,7 @@ def made(monkeypatch) -> list[Steps]:
 
 def train(folder, data, *overrides: str) -> int:
     """The exit code of train.py, run inside this process."""
-    argv = [str(MICRO), f"--run.dir={folder}", *data_overrides(data), "--eval.batch=45", *overrides]
-    return cli.run("train.py", "", killing.train.main, argv)
+    return called("train.py", *micro_run(data, folder, "--eval.batch=45", *overrides))
 
 
 # Whether to capture
@@ -110,28 +102,22 @@ def test_auto_captures_on_nvidia_devices_alone(monkeypatch):
     assert chosen(CUDA, graph__enabled="on") == CAPTURED
 
 
-def test_on_is_refused_on_a_cpu():
-    with pytest.raises(
-        Refusal, match=r"graph.enabled=on cannot be .*: a device of type cpu .*; graph.enabled=auto runs"
-    ):
-        chosen(CPU, graph__enabled="on")
+def chosen_refusal(where: torch.device, **values: object) -> str:
+    """Why graph.enabled=on is refused."""
+    return refusal(lambda: chosen(where, graph__enabled="on", **values))
 
 
-def test_on_is_refused_on_hip_before_torch_2_12(monkeypatch):
+def test_on_is_refused_where_graphs_cannot_be_captured(monkeypatch):
+    text = chosen_refusal(CPU)
+    assert text.startswith("graph.enabled=on cannot be honoured: a device of type cpu")
+    assert "graph.enabled=auto runs" in text
+    monkeypatch.setattr(torch.version, "hip", None)
+    for count in (0, 1):  # a capture wants two steps before it
+        assert chosen(CUDA, train__synthetic_steps=count).startswith(f"eager (train.synthetic_steps={count} must be")
+        assert f"train.synthetic_steps={count} must be at least 2" in chosen_refusal(CUDA, train__synthetic_steps=count)
     on_hip(monkeypatch, "2.11.0")
     assert chosen(CUDA).startswith("eager (torch 2.11.0 cannot capture collectives on HIP")
-    with pytest.raises(
-        Refusal, match=r"graph.enabled=on .*: torch 2.11.0 cannot .* on HIP; it takes torch 2.12; graph.en"
-    ):
-        chosen(CUDA, graph__enabled="on")
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_capture_wants_two_steps_before_it(monkeypatch, steps):
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert chosen(CUDA, train__synthetic_steps=steps).startswith(f"eager (train.synthetic_steps={steps} must be")
-    with pytest.raises(Refusal, match=rf"on cannot .*: train.synthetic_steps={steps} must be at least 2, .*; graph.en"):
-        chosen(CUDA, train__synthetic_steps=steps, graph__enabled="on")
+    assert "torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12" in chosen_refusal(CUDA)
 
 
 @pytest.mark.parametrize("name", graphs.ALLOCATOR)
@@ -221,9 +207,8 @@ def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, mo
     monkeypatch.setattr(StandInRecorder, "capture", failing)
     with pytest.raises(Fault, match="cannot be captured"):
         steps.capture()
-    assert (
-        log[-4:] == ["synchronize", "reset", "collect", "synchronize"] and not steps.graphs and steps.recorder is None
-    )
+    assert log[-4:] == ["synchronize", "reset", "collect", "synchronize"]
+    assert not steps.graphs and steps.recorder is None
 
 
 # Replays
@@ -283,7 +268,7 @@ def test_a_run_by_graphs_is_the_eager_run(log, tmp_path, shapes_dir, capsys):
     assert train(tmp_path / "eager", shapes_dir, *LONG, "--graph.enabled=off") == 0
     assert "  steps   eager (graph.enabled=off)\n" in capsys.readouterr().out
     assert log.count("replay train") == 20 and log.count("replay validate") == 7
-    killing.require_equal_runs(tmp_path / "captured", tmp_path / "eager")
+    require_equal_runs(tmp_path / "captured", tmp_path / "eager")
 
 
 def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, made, tmp_path, shapes_dir):
@@ -294,7 +279,7 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log,
     assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
     assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
     assert train(tmp_path / "whole", shapes_dir, "--graph.enabled=off") == 0
-    killing.require_equal_runs(tmp_path / "run", tmp_path / "whole")
+    require_equal_runs(tmp_path / "run", tmp_path / "whole")
 
 
 def test_batch_and_rate_are_in_place_before_each_replay(log, tmp_path, shapes_dir, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from conftest import PYTHONPATH, ROOT
+from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
 from flux_ref import steps
@@ -33,6 +33,10 @@ import train
 
 TOKEN = "FLUX_REF_TEST_JOB"
 POLL_S = 0.005
+LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
+    *("--train.max_samples=288", "--eval.every_samples=96", "--checkpoint.every_samples=72"),
+    *("--train.log_every_samples=12", "--run.hang_s=20"),
+)
 
 
 class Job:
@@ -109,6 +113,19 @@ class Job:
 
     def __exit__(self, *_) -> None:
         self.kill()
+
+
+def launch(folder: Path, data: Path, ranks: int = 2, plan: str = "") -> tuple[int, str]:
+    """Train the LONG run in folder/run, struck as planned; returns the exit code and the log.
+
+    What is trained on is written to folder/records.
+    """
+    records = folder / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    log = folder / f"log_{len(list(folder.glob('log_*')))}"
+    argv = micro_run(data, folder / "run", *LONG)
+    with Job(log, "tests/helpers/killing.py", records, *argv, ranks=ranks, SIGNAL=plan) as job:
+        return job.wait(), job.said
 
 
 def environments() -> Iterable[tuple[int, dict[str, str]]]:

@@ -359,16 +359,8 @@ ON_TWO_RANKS = {
 }
 
 
-QUICK = ("NaN on rank 1",)
-
-
-@pytest.mark.parametrize(
-    "code, override, damage, words",
-    [
-        pytest.param(*case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name, case in ON_TWO_RANKS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("code, override, damage, words", ON_TWO_RANKS.values(), ids=ON_TWO_RANKS)
 def test_two_ranks_speak_once(code, override, damage, words, dataset):
     if damage:
         damage(dataset)

@@ -101,7 +101,8 @@ def endless(shapes_dir, tmp_path) -> Callable:
         yield start
 
 
-@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 4])
 def test_ranks_whose_launcher_was_killed_end_by_themselves(endless, steps):
     """Also before they have found each other."""
     job = endless("--run.hang_s=20", steps=steps)

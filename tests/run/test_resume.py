@@ -27,10 +27,6 @@ from flux_ref.formats import checkpoint_files, shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 12
-LONG = (  # 24 steps, evaluations after 8, 16 and 24, a checkpoint after every sixth
-    *("--train.max_samples=288", "--eval.every_samples=96", "--checkpoint.every_samples=72"),
-    *("--train.log_every_samples=12", "--run.hang_s=20"),
-)
 SHORT = (  # 12 steps, evaluations after 4, 8 and 12, a checkpoint after every second
     *("--train.max_samples=144", "--eval.every_samples=48", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
     *("--train.log_every_samples=12", "--run.hang_s=0"),
@@ -69,36 +65,12 @@ def broken_off(whole, tmp_path) -> Callable:
 
 
 @pytest.fixture(scope="module")
-def launch(shapes_dir) -> Callable:
-    """launch(folder, ranks, plan) trains in a folder, is struck as planned and returns the exit code and the log."""
-
-    def run(folder: Path, ranks: int = 2, plan: str = "") -> tuple[int, str]:
-        records = folder / "records"
-        records.mkdir(parents=True, exist_ok=True)
-        log = folder / f"log_{len(list(folder.glob('log_*')))}"
-        argv = micro_run(shapes_dir, folder / "run", *LONG)
-        with Job(log, "tests/helpers/killing.py", records, *argv, ranks=ranks, SIGNAL=plan) as job:
-            return job.wait(), job.said
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(launch, tmp_path_factory) -> Path:
-    """The folder of a run of 24 steps by 2 ranks: its records, its logs and the run itself."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    code, said = launch(folder)
-    assert code == 0, said
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stops(launch, tmp_path_factory) -> tuple[Path, list[dict]]:
+def stops(shapes_dir, tmp_path_factory) -> tuple[Path, list[dict]]:
     """The same run, stopped twice and finished: its folder and what was found after each attempt."""
     folder = tmp_path_factory.mktemp("stops")
     found = []
     for number, plan in enumerate(("step 4 SIGTERM launcher", "evaluation 192 SIGUSR1 self", "")):
-        code, said = launch(folder, plan=plan)
+        code, said = killing.launch(folder, shapes_dir, plan=plan)
         found.append(
             {
                 "code": code,
@@ -142,14 +114,14 @@ def test_the_same_command_goes_on_and_says_so(stops):
     assert third["code"] == 0
 
 
-def test_a_run_that_was_stopped_twice_equals_one_that_was_not_bit_for_bit(stops, uninterrupted):
-    require_equal_runs(stops[0] / "run", uninterrupted / "run")
+def test_a_run_that_was_stopped_twice_equals_one_that_was_not_bit_for_bit(stops, two_ranks):
+    require_equal_runs(stops[0] / "run", two_ranks / "run")
     assert column(stops[0] / "run", "step") == list(range(1, 25))
     assert column(stops[0] / "run", "samples", "eval.jsonl") == [96, 192, 288]
 
 
-def test_each_sample_is_trained_on_once_in_the_order_of_an_uninterrupted_run(stops, uninterrupted):
-    want = trained_on(uninterrupted / "records")
+def test_each_sample_is_trained_on_once_in_the_order_of_an_uninterrupted_run(stops, two_ranks):
+    want = trained_on(two_ranks / "records")
     assert trained_on(stops[0] / "records") == want
     assert [step for step, _ in want] == list(range(24))
     assert len({row for _, rows in want for row in rows}) == 288, "the draws of two rows agree"
@@ -182,34 +154,34 @@ def test_the_counter_is_of_samples_trained_on_though_more_were_read(shapes_dir, 
 
 
 @pytest.fixture(scope="module")
-def regrouped(stops, launch, shapes_dir, tmp_path_factory) -> Path:
+def regrouped(stops, shapes_dir, tmp_path_factory) -> Path:
     """The run that was stopped at 2 ranks, taken up by 1, stopped again and finished by 3."""
     folder = Path(shutil.copytree(stops[1][0]["copy"], tmp_path_factory.mktemp("regrouped") / "folder"))
     with pytest.MonkeyPatch.context() as patch:
         for (module, name), stand_in in killing.recorder(folder / "records", "step 14 SIGTERM self").items():
             patch.setattr(module, name, stand_in)
-        assert called(folder / "run", shapes_dir, *LONG, "--run.hang_s=0") == 143
-    code, said = launch(folder, ranks=3)
+        assert called(folder / "run", shapes_dir, *killing.LONG, "--run.hang_s=0") == 143
+    code, said = killing.launch(folder, shapes_dir, ranks=3)
     assert code == 0, said
     return folder
 
 
 @pytest.mark.slow
-def test_2_then_1_then_3_ranks_train_on_the_same_samples_in_the_same_order(regrouped, uninterrupted):
-    assert trained_on(regrouped / "records") == trained_on(uninterrupted / "records")
+def test_2_then_1_then_3_ranks_train_on_the_same_samples_in_the_same_order(regrouped, two_ranks):
+    assert trained_on(regrouped / "records") == trained_on(two_ranks / "records")
     steps = [{line["step"] for line in lines(path.parent, path.name)} for path in (regrouped / "records").glob("r*")]
     assert len(steps) == 3 and min(map(len, steps)) > 4, "one of the worlds trained on next to nothing"
 
 
 @pytest.mark.slow
-def test_2_then_1_then_3_ranks_end_with_the_same_losses_and_weights_up_to_rounding(regrouped, uninterrupted):
-    found, want = (what_counts(folder / "run") for folder in (regrouped, uninterrupted))
+def test_2_then_1_then_3_ranks_end_with_the_same_losses_and_weights_up_to_rounding(regrouped, two_ranks):
+    found, want = (what_counts(folder / "run") for folder in (regrouped, two_ranks))
     for name, keys in (("metrics.jsonl", ("loss", "grad_norm")), ("eval.jsonl", ("val_loss",))):
         assert [record["samples"] for record in found[name]] == [record["samples"] for record in want[name]]
         for key in keys:
             pair = ([record[key] for record in records[name]] for records in (found, want))
             np.testing.assert_allclose(*pair, rtol=1e-3)
-    found, want = trained(regrouped / "run"), trained(uninterrupted / "run")
+    found, want = trained(regrouped / "run"), trained(two_ranks / "run")
     for name, tensor in want.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
 
