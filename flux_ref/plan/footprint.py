@@ -40,7 +40,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """{"double 1": of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
 
     Of every kind and length of region that the config has, with micro-batches of so many rows. arch: the kind of
-    device, as precision.architecture names it; decides the layouts of FP8.
+    device, as fp8.architecture names it; decides the layouts of FP8.
     """
     model, dtype = cfg.model, DTYPES[cfg.parallel.dtype]
     image, text = model.image_tokens, model.text_tokens
