@@ -1,7 +1,7 @@
 """The frozen encoders that samples are made with: FLUX's autoencoder, T5-XXL and CLIP-L's text half.
 
-Everything is read from local safetensors files: no name is looked up anywhere, no pickle is opened, no code that lies
-beside weights is run. The only file that imports transformers, and only when encoders are wanted.
+They are read from local safetensors files only: nothing is downloaded, no pickle is opened, no code beside the weights
+is run. Only this file imports transformers, and only when encoders are needed.
 
 numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16 is asked for.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Fault, Refusal
+from flux_ref.prepare import options
 from flux_ref.sampling import vae
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
@@ -24,10 +25,7 @@ CLIP_TOKENS = 77  # all that CLIP has positions for
 
 def transformers() -> ModuleType:
     """The package, told to be quiet. Raises: Refusal."""
-    try:
-        import transformers as package
-    except ImportError:
-        raise Refusal("text encoders need transformers, which is not installed: pip install transformers") from None
+    package = options.package("transformers", "encoding captions")
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
     return package

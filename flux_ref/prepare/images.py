@@ -37,7 +37,7 @@ from flux_ref.formats import files, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, npy_blob, shard_path
 from flux_ref.prepare import encoders, jobs, options, raw_images
 from flux_ref.prepare.encoders import Encoders
-from flux_ref.prepare.raw_images import Candidate, Part, Rejected
+from flux_ref.prepare.raw_images import Candidate, Entry, Part, Rejected
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
@@ -48,17 +48,8 @@ WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 # Encodings of the empty caption that differ by more, relative to their norm, come from other encoders.
 OTHER_ENCODERS = 0.1
 
+Picture = tuple[Tensor, Entry]  # (3, H, W) uint8, and what the input says about the sample
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What the encoders get. pixels: (3, H, W) uint8."""
-
-    pixels: Tensor
-    caption: str
-    timestep: int | None
-    id: str
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,7 @@ class Job:
             raise Rejected("unreadable file") from None
         with entry.file:
             sides = 8 * self.model.latent_height, 8 * self.model.latent_width
-            pixels = raw_images.pixels(entry.file, *sides, self.args.min_side)
-        return Picture(pixels, entry.caption, entry.timestep, entry.id)
+            return raw_images.pixels(entry.file, *sides, self.args.min_side), entry
 
     def ahead(self, function: Callable, items: Iterable) -> Iterator:
         """function(item) of each item, in order. Threads work on some of the next items meanwhile."""
@@ -96,9 +86,8 @@ class Job:
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
         share = f", rank 0 of {self.world.size}" if self.world.size > 1 else ""
-        return progress(
-            total=total, desc=f"{what} {self.args.split}{share}", unit=" images", disable=self.world.rank > 0
-        )
+        text = f"{what} {self.args.split}{share}"
+        return progress(total=total, desc=text, unit=" images", disable=self.world.rank > 0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -173,22 +162,20 @@ def _check(job: Job) -> Checked:
     if ranks.gather_objects(path.exists())[0]:
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def reason(candidate: Candidate) -> tuple[str, str]:
+    def rejection(candidate: Candidate) -> list[str]:
         try:
             job.load(candidate)
         except Rejected as error:
-            return candidate.name, str(error)
-        return candidate.name, ""
+            return [candidate.name, str(error)]
+        return []
 
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
-            count, rejected = 0, []
-            for name, why in job.ahead(reason, job.parts[number]()):
-                if why:
-                    rejected.append([count, name, why])
-                count += 1
+            found = []
+            for rejected in job.ahead(rejection, job.parts[number]()):
+                found.append(rejected)
                 bar.update()
-            mine[number] = [count, rejected]
+            mine[number] = [len(found), [[position, *rejected] for position, rejected in enumerate(found) if rejected]]
     merged = {number: part for share in ranks.gather_objects(mine) for number, part in share.items()}
     checked = [merged[number] for number in range(len(job.parts))]
     with ranks.agreed():
@@ -257,12 +244,12 @@ def _write_shard(
     pictures, left = job.ahead(load, candidates), iter(indices)
     with new_shard(shard_path(job.folder, number)) as shard:
         while batch := list(islice(pictures, job.args.batch)):
-            members = nets.encode(torch.stack([picture.pixels for picture in batch]), [p.caption for p in batch])
-            for i, (picture, index) in enumerate(zip(batch, left)):
-                key = f"{job.args.split}_{picture.id}" if picture.id else key_of(job.args.split, index)
+            members = nets.encode(torch.stack([pixels for pixels, _ in batch]), [entry.caption for _, entry in batch])
+            for i, ((_, entry), index) in enumerate(zip(batch, left)):
+                key = f"{job.args.split}_{entry.id}" if entry.id else key_of(job.args.split, index)
                 blobs = {name: npy_blob(members[name][i]) for name in shards.MEMBERS}
-                timestep = index % TIMESTEPS if picture.timestep is None else picture.timestep
-                shard.add(key, blobs, timestep if job.args.split == "val" else None, picture.caption)
+                timestep = index % TIMESTEPS if entry.timestep is None else entry.timestep
+                shard.add(key, blobs, timestep if job.args.split == "val" else None, entry.caption)
             bar.update(len(batch))
         if next(left, None) is not None:
             raise Fault(f"{job.args.input} has fewer samples than a while ago", alone=True)

@@ -82,15 +82,6 @@ def convert(
 # The source
 
 
-def _pyarrow() -> ModuleType:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError:
-        raise Refusal("reading arrow files needs pyarrow, which is not installed: pip install pyarrow") from None
-    return pyarrow
-
-
 def _inspect(source: Path, split: str, layout: Layout, expect: int) -> list[ArrowFile]:
     """The files of a folder, after a look at the columns, rows and timesteps of each. Raises: Refusal."""
     files, first, timesteps = [], 0, Counter()
@@ -140,11 +131,11 @@ def _table(path: Path):
 
     Raises: Refusal for a file that is missing, truncated or has other columns.
     """
-    pa = _pyarrow()
+    pa = options.package("pyarrow", "reading arrow files")
     try:
         with pa.memory_map(str(path)) as file:
             stream = pa.ipc.open_stream(file)
-            _require_columns(stream.schema, path)
+            _require_columns(stream.schema, path, pa.types)
             table = stream.read_all()
             # Without its end, a stream that was cut between two batches looks whole.
             if file.tell() != file.size() or file.read_at(8, file.size() - 8) != END_OF_STREAM:
@@ -156,8 +147,7 @@ def _table(path: Path):
     return table
 
 
-def _require_columns(schema, path: Path) -> None:
-    types = _pyarrow().types
+def _require_columns(schema, path: Path, types: ModuleType) -> None:
     lacks = [name for name in COLUMNS.values() if name not in schema.names]
     if lacks:
         raise Refusal(f"{path} lacks the columns {', '.join(lacks)}; it has {', '.join(schema.names)}")

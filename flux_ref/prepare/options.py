@@ -1,9 +1,12 @@
-"""What several subcommands take from their command line."""
+"""What several subcommands take from their command line and from packages that may be missing."""
 
 import argparse
+import importlib
+from types import ModuleType
 
 from flux_ref import config_file
 from flux_ref.config import Config
+from flux_ref.errors import Refusal
 
 
 def number(text: str) -> int:
@@ -21,3 +24,11 @@ def number_or_any(text: str) -> int:
 def config(path: str | None) -> Config:
     """The config of --config, or FLUX.1-schnell's. Raises: Refusal."""
     return config_file.load(path) if path else Config()
+
+
+def package(name: str, use: str) -> ModuleType:
+    """A package that only one subcommand needs. use: what needs it. Raises: Refusal if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise Refusal(f"{use} needs {name}, which is not installed: pip install {name}") from None

@@ -117,7 +117,7 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
     return transforms.pil_to_tensor(transforms.center_crop(image, [height, width]))
 
 
-# Inputs. Each has files(), what it consists of, and parts(files), its samples in an order of their own
+# Inputs. Each has files(): what it consists of, and parts(files): its samples, always in the same order
 
 
 class Folder:
@@ -151,8 +151,8 @@ class Folder:
 
 
 class Table:
-    """A .tsv file as csv writes it. Its header names image, a path within the table's folder, caption and, if there,
-    id, of which keys are made, and timestep. In the order of its lines."""
+    """A .tsv file as csv writes it, with the columns image (a path within the table's folder) and caption, perhaps id
+    (for the key) and timestep. The samples come in the order of the lines."""
 
     def __init__(self, path: Path):
         """Raises: Refusal."""
@@ -174,7 +174,7 @@ class Table:
                 listed[name] = _stat(self._inside(name), name)
             except Rejected:
                 listed[name] = [name, -1, 0]
-        return [_stat(self.path, ""), *listed.values()]
+        return [_stat(self.path, str(self.path)), *listed.values()]
 
     def parts(self, files: Files) -> list[Part]:
         return [partial(self._part, self.rows[start : start + PART]) for start in range(0, len(self.rows), PART)]
@@ -205,7 +205,7 @@ class Table:
 class Archives:
     """A raw WebDataset: tars of KEY.jpg, .png or .webp with KEY.txt, or KEY.json with "caption" and perhaps "timestep".
 
-    Samples are named TAR/KEY. Nothing is unpacked, so what members are called is of no consequence.
+    Samples are named TAR/KEY. Nothing is unpacked, so the names of members lead nowhere.
     """
 
     def __init__(self, paths: list[Path]):
@@ -269,10 +269,8 @@ def _fail(error: OSError) -> None:
 
 
 def _stat(path: Path, name: str) -> list:
-    if not path.is_file():
-        return [name, -1, 0]
-    found = path.stat()
-    return [name, found.st_size, found.st_mtime_ns]
+    status = path.stat() if path.is_file() else None
+    return [name, status.st_size, status.st_mtime_ns] if status else [name, -1, 0]
 
 
 def _open(path: Path) -> BinaryIO:
@@ -287,16 +285,14 @@ def _described(texts: dict) -> tuple[str, int | None]:
         content = json.loads(texts.get("json", b"{}"))
         caption = texts["txt"].decode() if "txt" in texts else content.get("caption")
         return _checked(caption, content.get("timestep"))
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):  # also half of a surrogate pair, or no text
         raise Rejected("unreadable caption") from None
 
 
 def _checked(caption: object, timestep: object) -> tuple[str, int | None]:
-    """Raises: Rejected; ValueError for half of a surrogate pair, which no file can hold."""
+    """Raises: Rejected; ValueError or AttributeError if the caption is no text."""
     if caption is None:
         raise Rejected("no caption")
-    if not isinstance(caption, str):
-        raise Rejected("unreadable caption")
     caption.encode()
     if not caption.strip():
         raise Rejected("empty caption")

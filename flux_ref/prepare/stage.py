@@ -179,7 +179,7 @@ class Target:
         self.disk, self.file, self.want, self.bytes = disk, transfer.file, transfer.sha256, transfer.start
         self.path, self.partial = disk.dst / self.file.name, disk.partial / self.file.name
         self.partial.parent.mkdir(parents=True, exist_ok=True)
-        self.output = self.partial.open("a+b", buffering=0)
+        self.output = self.partial.open("a+b")
         self.output.truncate(self.bytes)
         self.output.seek(0)
         self.state = hashlib.sha256()
@@ -191,7 +191,7 @@ class Target:
 
     def write(self, chunk: memoryview) -> None:
         self.state.update(chunk)
-        write_all(self.output, chunk)
+        self.output.write(chunk)
         self.bytes += len(chunk)
         if self.bytes % MARK == 0 and self.bytes < self.file.bytes:
             self.mark()
@@ -200,6 +200,7 @@ class Target:
 
     def mark(self) -> None:
         """Wait until all bytes so far are on the disk, and note it in the journal."""
+        self.output.flush()
         os.fsync(self.output.fileno())
         self.disk.note(self.file, self.bytes, self.state.hexdigest())
 
@@ -209,6 +210,7 @@ class Target:
         if self.want not in (None, digest):
             self.partial.unlink()
             raise Fault(f"{self.file.name} is damaged: its sha256 is {digest}, want {self.want}")
+        self.output.flush()
         os.utime(self.output.fileno(), ns=(self.file.mtime_ns, self.file.mtime_ns))
         self.mark()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,11 +226,6 @@ def fill(chunk: memoryview, source: IO, file: File) -> None:
     status = os.fstat(source.fileno())
     if chunk or (status.st_size, status.st_mtime_ns) != (file.bytes, file.mtime_ns):
         raise Fault(f"{source.name} changed while it was copied; start again once it is at rest")
-
-
-def write_all(output: IO, content: memoryview | bytes) -> None:
-    while content:
-        content = content[output.write(content) :]
 
 
 def plan(files: dict[str, File], sums: dict[str, str], stocks: list[tuple[dict, dict]]) -> list[list[Transfer]]:

@@ -63,21 +63,16 @@ class Problems:
         return any(kind not in WARNINGS for kind in self.counts)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A file to look at. split: train, val or any; "" if the file is no shard and only its checksum is wanted."""
+@dataclass
+class Report:
+    """What a file holds. split: train, val or any; "" for a file that is no shard.
+
+    seen: position and key of each sample; digests of the key and of the four members.
+    """
 
     path: Path
     split: str
-    layout: Layout
-    fast: bool
-
-
-@dataclass
-class Report:
-    """What a file holds. seen: sample, key; digests of the key and of the four members."""
-
-    job: Job
+    fast: bool  # only the first and the last sample were read
     bytes: int = 0
     samples: int = 0
     sha256: str = ""  # "" if not all was read
@@ -89,20 +84,21 @@ class Report:
 # One file
 
 
-def look(job: Job, advance: pool.Advance) -> Report:
-    """Look at one file. advance: gets the number of bytes read."""
-    report = Report(job)
+def look(job: tuple[Path, str, bool, Layout], advance: pool.Advance) -> Report:
+    """Look at one file: (path, split, fast, layout). advance: gets the number of bytes read."""
+    path, _, fast, layout = job
+    report, shard, rows = Report(*job[:3]), None, layout.rows()
     try:
-        if not job.path.is_file():  # a FIFO would wait for ever
-            raise Refusal(f"{job.path} is no file")
-        report.bytes = job.path.stat().st_size
-        shard, rows = _opened(report), job.layout.rows()
-        if job.fast:
+        if not path.is_file():  # a FIFO would wait for ever
+            raise Refusal(f"{path} is no file")
+        report.bytes = path.stat().st_size
+        shard = _opened(report, layout) if report.split else None
+        if fast:
             for position in sorted({0, report.samples - 1}) if shard else ():
                 _look_at_sample(report, shard, position, rows)
             return report
-        digest, chunk = hashlib.sha256(), memoryview(bytearray(job.layout.stride if shard else CHUNK))
-        with job.path.open("rb", buffering=0) as file:
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))
+        with path.open("rb", buffering=0) as file:
             for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
                 digest.update(chunk[:count])
                 if position < report.samples:  # its bytes are in the page cache now
@@ -111,26 +107,22 @@ def look(job: Job, advance: pool.Advance) -> Report:
         report.sha256 = digest.hexdigest()
     except (Refusal, OSError) as error:
         report.problems.add("unreadable", error)
+    finally:
+        if shard:
+            shard.close()
     return report
 
 
-def _opened(report: Report) -> Shard | None:
-    """The shard, if the file is a shard whose samples can be found."""
-    job = report.job
-    if not job.split:
-        return None
+def _opened(report: Report, layout: Layout) -> Shard | None:
+    """The shard, if its samples can be found."""
     try:
-        shard = Shard(job.path, job.layout)
-    except Refusal as error:
-        report.problems.add("layout", error)
-        return None
-    shard.open()
-    report.samples = shard.count
-    try:
+        shard = Shard(report.path, layout)
+        shard.open()
+        report.samples = shard.count
         shard.require_end()
-    except BadSample as error:
+    except (Refusal, BadSample) as error:
         report.problems.add("layout", error)
-    return shard
+    return shard if report.samples else None
 
 
 def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str, np.ndarray]) -> None:
@@ -143,7 +135,7 @@ def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str,
     for name in MEMBERS:
         if problem := implausible(name, rows[name]):
             report.problems.add(problem[0], where, problem[1])
-    split = report.job.split
+    split = report.split
     if (meta.timestep is None and split != "val") or (meta.timestep in range(TIMESTEPS) and split != "train"):
         report.timesteps[meta.timestep] += 1
     else:
@@ -224,26 +216,26 @@ def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
     return sorted(others)
 
 
-def _look_at_all(jobs: list[Job], workers: int) -> list[Report]:
-    """The reports of the files, in their order. Raises: Fault; KeyboardInterrupt."""
-    total = sum(job.path.stat().st_size for job in jobs if job.path.is_file())
-    fast = any(job.fast for job in jobs)
+def _look_at_all(paths: dict[Path, str], layout: Layout, fast: bool, workers: int) -> list[Report]:
+    """The reports of the files, in their order. paths: file: split. Raises: Fault; KeyboardInterrupt."""
+    total = sum(path.stat().st_size for path in paths if path.is_file())
     with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=fast) as bar:
+        jobs = [(path, split, fast, layout) for path, split in paths.items()]
         return pool.run(look, jobs, 1 if fast else workers, bar)
 
 
 def _check_repeats(kind: str, reports: list[Report], problems: Problems) -> None:
     """Repeated keys and samples. kind: data.kind of the config."""
-    seen = [(report.job, position, key) for report in reports for position, key, _ in report.seen]
+    seen = [(report, position, key) for report in reports for position, key, _ in report.seen]
     digests = np.frombuffer(b"".join(row[2] for report in reports for row in report.seen), "<u8").reshape(-1, 2)
 
     def place(i: int) -> str:
         return f"{seen[i][0].path}, sample {seen[i][1]}, key {seen[i][2]}"
 
     for again, first in _repeats(digests[:, 0]):
-        job, _, key = seen[again]
+        report, _, key = seen[again]
         # A running number tells a sample from others of its split only.
-        if not (key.isdecimal() and job.split != seen[first][0].split):
+        if not (key.isdecimal() and report.split != seen[first][0].split):
             problems.add("repeated key", place(again), f"so is the key of {place(first)}")
     kind = "repeated drawing" if kind == "shapes" else "repeated sample"  # small drawings come out equal by chance
     for again, first in _repeats(digests[:, 1]):
@@ -263,7 +255,7 @@ def _check_totals(folder: Path, split: str, reports: list[Report], expect: int, 
         problems.add("sample count", folder, f"holds {samples:,} samples, want {expect:,}")
     timesteps = sum((report.timesteps for report in reports), Counter())
     counts = [timesteps[k] for k in range(TIMESTEPS)]
-    if split == "val" and max(counts) > min(counts) and not any(report.job.fast for report in reports):
+    if split == "val" and max(counts) > min(counts) and not any(report.fast for report in reports):
         # A number of samples that 8 does not divide cannot do better than differ by one.
         kind = "uneven timesteps" if max(counts) == min(counts) + 1 else "timestep counts"
         problems.add(kind, folder, f"timesteps 0 to {TIMESTEPS - 1} come {', '.join(map(str, counts))} times")
@@ -318,16 +310,16 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"--expect-samples={args.expect_samples} is about one folder of shards, {args.dir} holds more")
     paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
     paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
-    reports = _look_at_all([Job(path, split, layout, args.fast) for path, split in paths.items()], args.workers)
+    reports = _look_at_all(paths, layout, args.fast, args.workers)
     for report in reports:
         problems.add_all(report.problems)
     _check_repeats(cfg.data.kind, reports, problems)
     for split, folder in folders.items():
         expect = args.expect_samples if args.expect_samples is not None else getattr(cfg.data, f"{split}_count", 0)
-        _check_totals(folder, split, [r for r in reports if r.job.split == split], expect, problems)
+        _check_totals(folder, split, [r for r in reports if r.split == split], expect, problems)
     if (args.dir / EMPTY).is_dir():
         _check_empty(args.dir / EMPTY, layout, problems)
-    path, sums = args.dir / MANIFEST, {r.job.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
+    path, sums = args.dir / MANIFEST, {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
     if args.manifest != "none" and path.exists():
         _check_manifest(path, sums, problems)
     elif args.manifest == "check":
@@ -346,17 +338,16 @@ def _print_verdict(reports: list[Report], splits: list[str], problems: Problems,
         print("\n".join(lines))
         if problems.counts[kind] > len(lines) == SHOWN:
             print(f"... and {problems.counts[kind] - len(lines):,} more of this kind: {kind}")
-    fast = any(report.job.fast for report in reports)
-    columns = [] if fast else [*range(TIMESTEPS), None]
-    heads = ["none" if column is None else f"t={column}" for column in columns]
-    print(f"{'':6} {'shards':>6} {'samples':>10} {'bytes':>18}", *(f"{head:>7}" for head in heads))
     for split in splits:
-        parts = [report for report in reports if report.job.split == split]
+        parts = [report for report in reports if report.split == split]
         timesteps = sum((report.timesteps for report in parts), Counter())
+        counts = [f"{timesteps[k]:,} of {k}" for k in range(TIMESTEPS) if timesteps[k]]
+        counts += [f"{timesteps[None]:,} of none"] if timesteps[None] else []
         samples, size = sum(report.samples for report in parts), sum(report.bytes for report in parts)
-        print(f"{split:6} {len(parts):6} {samples:10,} {size:18,}", *(f"{timesteps[column]:7}" for column in columns))
+        print(f"{split}: {samples:,} samples in {len(parts)} shards, {size:,} bytes; timesteps: {', '.join(counts)}")
     for title, warn in (("problems", False), ("warnings", True)):
         kinds = [f"{kind} {n:,}" for kind, n in problems.counts.items() if (kind in WARNINGS) == warn]
         print(f"{title}: {', '.join(kinds) or 'none'}")
-    speed = "first and last samples" if fast else f"{sum(r.bytes for r in reports) / seconds / 1e6:,.0f} MB/s"
+    fast, size = any(report.fast for report in reports), sum(report.bytes for report in reports)
+    speed = "first and last samples" if fast else f"{size / seconds / 1e6:,.0f} MB/s"
     print(f"{'FAIL' if problems.failed else 'PASS'} in {seconds:.1f} s, {speed}")

@@ -77,7 +77,7 @@ class Result:
     @property
     def lines(self) -> list[str]:
         """Those about problems and warnings."""
-        return self.text[: re.search(r"^ +shards ", self.text, re.M).start()].splitlines()
+        return self.text[: re.search(r"^(\w+): [\d,]+ samples in ", self.text, re.M).start()].splitlines()
 
     def counts(self, title: str) -> dict[str, int]:
         listed = re.search(rf"^{title}: (.*)$", self.text, re.M)[1]
@@ -360,10 +360,13 @@ def test_a_clean_set_passes_and_is_summed_up_on_one_screen(root, run):
     result = run(root)
     assert result.code == 0 and not result.lines
     text = result.text.splitlines()
-    assert len(text) == 6
-    assert text[1].split() == ["train", "3", "8", f"{8 * STRIDE + 3 * END_BYTES:,}", *"00000000", "8"]
-    assert text[2].split() == ["val", "6", "16", f"{16 * STRIDE + 6 * END_BYTES:,}", *"22222222", "0"]
-    assert text[3:5] == ["problems: none", "warnings: none"] and re.match(r"PASS in \d+\.\d s, [\d,]+ MB/s", text[5])
+    assert len(text) == 5
+    size = 8 * STRIDE + 3 * END_BYTES
+    assert text[0] == f"train: 8 samples in 3 shards, {size:,} bytes; timesteps: 8 of none"
+    assert text[1].startswith("val: 16 samples in 6 shards, ") and text[1].endswith(
+        ": 2 of 0, 2 of 1, 2 of 2, 2 of 3, 2 of 4, 2 of 5, 2 of 6, 2 of 7"
+    )
+    assert text[2:4] == ["problems: none", "warnings: none"] and re.match(r"PASS in \d+\.\d s, [\d,]+ MB/s", text[4])
 
 
 @pytest.mark.parametrize("sizes", [{}, WIDE], ids=["narrow", "wide"])
@@ -606,7 +609,7 @@ def test_every_byte_is_read_once_and_memory_does_not_grow_with_the_shard(tmp_pat
         shard_writer.write(tmp_path / str(count), samples(count, 0, False, layout), "some")
         path, read = tmp_path / str(count) / "shard_000000.tar", []
         tracemalloc.start()
-        report = verify.look(verify.Job(path, "train", layout, False), read.append)
+        report = verify.look((path, "train", False, layout), read.append)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert sum(read) == path.stat().st_size and report.samples == count and not report.problems.counts
