@@ -29,6 +29,7 @@ from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
+from flux_ref.run.environment import peak_memory_gb
 from flux_ref.run.options import listed
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
@@ -98,7 +99,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
             feed.close()
         run.close()
     totals = [sum(step.values()) for step in steps]
-    peak_gb = torch.tensor([ranks.peak_memory_gb(world.device)], device=world.device)
+    peak_gb = torch.tensor([peak_memory_gb(world.device)], device=world.device)
     per_sample, samples_per_s = (
         flops.per_sample(cfg.model) / 1e12,
         cfg.train.global_batch * 1e3 * len(totals) / sum(totals),

@@ -33,6 +33,7 @@ from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
+from flux_ref.run.environment import peak_memory_gb
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.step import validation_step
@@ -104,7 +105,7 @@ def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dic
         net.zero_grad(set_to_none=True)
     times = clock.steps()
     found = {part: median(step[part] for step in times) for part in ("forward", "backward")}
-    return found | {"peak_memory_gb": ranks.peak_memory_gb(clock.device)}
+    return found | {"peak_memory_gb": peak_memory_gb(clock.device)}
 
 
 def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
@@ -125,7 +126,7 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
         "ms": ms,
         "samples_per_s": rate,
         "whole_set_s": VAL_SAMPLES / rate,
-        "peak_memory_gb": ranks.peak_memory_gb(clock.device),
+        "peak_memory_gb": peak_memory_gb(clock.device),
     }
 
 
@@ -151,7 +152,7 @@ def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clo
         "ms": median(step["optimizer"] for step in clock.steps()),
         "ranks": rank_count,
         "parameters": sum(parameter.numel() for parameter in opt.shards),
-        "peak_memory_gb": ranks.peak_memory_gb(clock.device),
+        "peak_memory_gb": peak_memory_gb(clock.device),
     }
 
 

@@ -1,14 +1,13 @@
 """The processes of a run: who they are, which device each has, and how they agree.
 
 This file names backends and kinds of devices. Another accelerator with torch.distributed needs an entry in BACKENDS
-and a look at `peak_memory_gb` and `Feed.copy_into` (data.py). A port replaces this file and sharding.py.
+and a look at `Feed.copy_into` (data.py). A port replaces this file and sharding.py.
 Graphs have their own such file, speed/graphs.py; kernels of attention have speed/attention.py.
 """
 
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -275,12 +274,3 @@ def copied(device: torch.device) -> _Copied | None:
     event = torch.Event(device.type)
     event.record()
     return _Copied(event, device)
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
-    if device.type == "cpu":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-    return torch.get_device_module(device).max_memory_allocated(device) / 1e9

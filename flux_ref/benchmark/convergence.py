@@ -24,8 +24,9 @@ from mlperf_logging import rcp_checker
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.config import Config, ModelConfig
 from flux_ref.config_file import of_run
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import ENDED, REACHED, is_number, outcome, records
+from flux_ref.run.attempt import attempt
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 HEADER = (

@@ -19,11 +19,12 @@ from pathlib import Path
 from safetensors.numpy import save
 
 from flux_ref import config_file
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.golden import places
 from flux_ref.golden.compare import report
 from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden, TensorFile, Value, checksum
+from flux_ref.run.attempt import attempt
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 

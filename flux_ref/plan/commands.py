@@ -14,10 +14,11 @@ from pathlib import Path
 from flux_ref import config_file
 from flux_ref.benchmark import hardware
 from flux_ref.benchmark.facts import TARGET
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.plan import calibration
 from flux_ref.plan.figures import Plan
 from flux_ref.run import json_option
+from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 
 GB = 1e9

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from flux_ref.errors import Fault, Refusal, attempt
+from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight.nodes import Gone, Leader, Node
 from flux_ref.preflight.verdict import Verdict, judge
+from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between, listed
 
 

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from flux_ref.errors import attempt
+from flux_ref.run.attempt import attempt
 
 COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
     "shapes": "captioned drawings with stand-in encoders, for the CPU",

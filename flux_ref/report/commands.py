@@ -17,11 +17,12 @@ from pathlib import Path
 from flux_ref import config_rules
 from flux_ref.benchmark import convergence
 from flux_ref.config import MllogConfig
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.report import result_files, result_log, score
 from flux_ref.report.result_log import printable
 from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, Run, System, show
+from flux_ref.run.attempt import attempt
 from flux_ref.run.json_option import STDOUT, give, json_option, text_beside
 
 INVALID = 1  # exit code

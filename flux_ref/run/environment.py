@@ -1,7 +1,9 @@
 """What a run runs on: device, versions, commit."""
 
 import platform
+import resource
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -35,3 +37,10 @@ def commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest device memory this process has held, in 1e9 bytes; on the CPU its peak resident size."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return torch.get_device_module(device).max_memory_allocated(device) / 1e9

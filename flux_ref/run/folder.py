@@ -179,3 +179,14 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(checkpoint_files.folder_of(folder), ignore_errors=True)
     if (folder / "samples").is_dir() and not any((folder / "samples").iterdir()):
         (folder / "samples").rmdir()
+
+
+def config_of(path: Path, given: str | None) -> Config:
+    """The config of weights at a path that weight_files.find returned. Raises: Refusal.
+
+    given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
+    """
+    if given is None and checkpoint_files.is_checkpoint(path):
+        info = checkpoint_files.Checkpoint(path).info
+        return config_file.from_flat(info["name"], info["config"])
+    return config_file.load(given) if given else Config(name="schnell")

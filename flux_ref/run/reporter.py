@@ -23,7 +23,7 @@ from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import loss_chart
-from flux_ref.run.environment import environment
+from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
 from flux_ref.speed import fp8
 from flux_ref.speed.attention import attention_kernel
@@ -57,7 +57,7 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
-        mesh = describe_mesh(world.replicas, world.nodes)
+        mesh = f"{world.replicas} replicas x {world.size // world.replicas} shards"
         facts = environment(world)
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
@@ -138,7 +138,7 @@ class Reporter:
             "lr": float(state.opt.lr),
             "samples_per_s": (state.samples - samples) / elapsed,
             "data_wait": (feed.wait_s - wait_s) / elapsed,  # share of the time
-            "peak_memory_gb": ranks.peak_memory_gb(self.world.device),
+            "peak_memory_gb": peak_memory_gb(self.world.device),
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
@@ -241,15 +241,3 @@ def table(result: Validation) -> str:
     """The eight losses and their mean as text, one per line."""
     rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
-
-
-def describe_mesh(count: int, nodes: list[str]) -> str:
-    """What the mesh is, in words."""
-    size = len(nodes) // count
-    spans = {len(set(nodes[first : first + size])) for first in range(0, len(nodes), size)}
-    where = "one node" if spans == {1} else f"{' or '.join(map(str, sorted(spans)))} nodes"
-    if count == 1:
-        return f"one replica sharded over {where}"
-    if size == 1:
-        return f"{count} replicas, each on one rank"
-    return f"{count} replicas, each sharded over {size} ranks of {where}"

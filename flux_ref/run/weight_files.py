@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flux_ref import config_file, ranks
-from flux_ref.config import Config, ModelConfig
+from flux_ref import ranks
+from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.diffusers_names import Part
@@ -202,14 +202,3 @@ def load_everywhere(net: nn.Module, given: Path, model: ModelConfig) -> None:
     path = ranks.gather_objects(path)[0]  # a run may still be saving, so ranks may find different checkpoints
     with ranks.agreed():
         load(net, open_source(path, model))
-
-
-def config_of(path: Path, given: str | None) -> Config:
-    """The config of weights at a path that `find` returned. Raises: Refusal.
-
-    given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
-    """
-    if given is None and checkpoint_files.is_checkpoint(path):
-        info = checkpoint_files.Checkpoint(path).info
-        return config_file.from_flat(info["name"], info["config"])
-    return config_file.load(given) if given else Config(name="schnell")

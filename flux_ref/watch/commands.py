@@ -24,8 +24,9 @@ from flux_ref.benchmark import alarms, convergence, flops, hardware
 from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
+from flux_ref.run.attempt import attempt
 
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"

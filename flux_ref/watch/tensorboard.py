@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from flux_ref import config_file
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import records
+from flux_ref.run.attempt import attempt
 
 FOLDER = "tensorboard"
 SOURCES = {"metrics.jsonl": "train", "eval.jsonl": "validation"}

@@ -4,30 +4,28 @@ import pytest
 
 from flux_ref.errors import Refusal
 from flux_ref.ranks import replica_count
-from flux_ref.run.reporter import describe_mesh
 
 
 def on(*counts: int) -> list[str]:
     return [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "nodes, wanted, count, words",
-    [
-        (on(1), 0, 1, "one replica sharded over one node"),
-        (on(8), 0, 1, "one replica sharded over one node"),
-        (on(8, 8), 0, 2, "2 replicas, each sharded over 8 ranks of one node"),
-        (on(*[8] * 64), 0, 64, "64 replicas, each sharded over 8 ranks of one node"),
-        (on(8, 8), 1, 1, "one replica sharded over 2 nodes"),
-        (on(8, 8, 8, 8), 2, 2, "2 replicas, each sharded over 16 ranks of 2 nodes"),
-        (on(8), 2, 2, "2 replicas, each sharded over 4 ranks of one node"),
-        (on(2, 4), 2, 2, "2 replicas, each sharded over 3 ranks of 1 or 2 nodes"),
-        (on(1, 1, 1), 0, 3, "3 replicas, each on one rank"),
-    ],
-)
-def test_replicas_and_what_they_are(nodes, wanted, count, words):
-    assert replica_count(wanted, nodes) == count
-    assert describe_mesh(count, nodes) == words
+# the node of each rank, parallel.replicate, full copies of the model
+COPIES = [
+    (on(1), 0, 1),
+    (on(8), 0, 1),
+    (on(8, 8), 0, 2),
+    (on(*[8] * 64), 0, 64),
+    (on(8, 8), 1, 1),
+    (on(8, 8, 8, 8), 2, 2),
+    (on(8), 2, 2),
+    (on(2, 4), 2, 2),
+    (on(1, 1, 1), 0, 3),
+]
+
+
+def test_one_copy_per_node_unless_asked_otherwise():
+    assert [case for case in COPIES if replica_count(case[0], case[1]) != case[2]] == []
 
 
 @pytest.mark.parametrize(

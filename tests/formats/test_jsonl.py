@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flux_ref.errors import Refusal, attempt
+from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.run import json_option
+from flux_ref.run.attempt import attempt
 
 FIGURES = {"loss": 0.5, "none": float("nan"), "list": [float("inf"), 1, "nan"]}
 PLAIN = {"loss": 0.5, "none": None, "list": [None, 1, "nan"]}

@@ -15,7 +15,7 @@ WITHOUT_TORCH = {
     *("formats.energon", "formats.files", "formats.jsonl", "formats.shard_writer", "formats.shards"),
     *("formats.toml_file", "run.options", "benchmark.facts", "benchmark.communication"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
-    *("run.json_option", "run.progress", "toy.make", "toy.shapes"),
+    *("run.attempt", "run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "prepare.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.repack", "prepare.shapes", "prepare.verify", "benchmark.facts"),
     *("preflight.node_facts", "preflight.verdict", "watch.commands"),

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from flux_ref.errors import Fault, Refusal, attempt
+from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight import commands, node_facts
 from flux_ref.preflight import nodes as preflight
 from flux_ref.preflight.verdict import NodeReport, Verdict, judge
+from flux_ref.run.attempt import attempt
 
 ARGS = argparse.Namespace(nodes=["a", "b", "c", "d"], disk=[Path("/d")], slow=0.8, clock=1.0, free=1.0)
 DEVICE = {"device": "X1", "free_gb": 99.0, "total_gb": 100.0, "tflops": 700.0, "gb_per_s": 400.0}

@@ -1,0 +1,30 @@
+"""How a command of one process ends: an error becomes one line and an exit code. For ranks see cli.py."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from flux_ref.errors import Fault, Refusal
+
+
+def attempt(name: str, task: Callable[[], int]) -> int:
+    """Run a command of one process; an error becomes one line. Returns the exit code. For ranks see run/cli.py."""
+    try:
+        return task()
+    except (Refusal, Fault) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        _give_stdout_up()
+        return Refusal.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _give_stdout_up() -> None:
+    """Close a full stdout. Otherwise Python writes to it again at its end, and changes the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
