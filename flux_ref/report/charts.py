@@ -347,7 +347,7 @@ def svg(chart: Chart) -> str:
     """The chart as one svg element without its title. Its colours are the custom properties --c-NAME of the page."""
     file = io.StringIO()
     _save(chart, 0, "", file, format="svg", metadata={"Date": None})
-    text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
     for name, (light, _) in COLOURS.items():
         text = text.replace(light, f"var(--c-{name})")
     start = f'<svg role="img" aria-label="{html.escape(chart.title)}" '

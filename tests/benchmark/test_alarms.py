@@ -128,6 +128,7 @@ def test_which_rates_are_told():
         "slow twice": (steady + [50.0] * 10 + steady * 2 + [50.0] * 10 + steady, 2, 1),
         "slower and slower": ([100.0] * 60 + [70.0] * 60 + [40.0] * 60, 2, 1),
         "faster": (steady + [200.0] * 60, 0, 0),
+        "within its scatter": (([100.0] * 6 + [40.0] * 4) * 4 + [85.0] * 40, 0, 0),
         "too short to tell": ([100.0] * 19 + [50.0] * 10, 0, 0),
     }
     wrong = {

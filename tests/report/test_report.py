@@ -131,7 +131,8 @@ def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
     at = [entry[0] for entry in log.entries].index("run_start")
     early = [list(entry) for entry in log.entries if entry[0] in ("eval_start", "eval_stop", "eval_accuracy")][:3]
     for entry in early:
-        entry[4] = log.entries[at][4] - 1000
+        entry[4] = log.entries[at][4] - (5000 if entry[0] == "eval_start" else 1000)
+        entry[1] = 0.3 if entry[0] == "eval_accuracy" else None
     log.entries[at:at] = early
     again = [list(entry) for entry in log.entries if entry[0] == "eval_accuracy"][2]
     plain = score.measure(result_log.read(MadeLog(3, evaluations=5).write(tmp_path / "plain.txt")))
@@ -674,7 +675,7 @@ def test_charts_are_drawn_in_both_modes(subject, tmp_path):
         Page(text)
         used = set(re.findall(r"var\(--c-(\w+)\)", text))
         assert not re.search(r"#[0-9a-f]{6}\b", text) and {"paper", "soft", "1"} <= used <= set(charts.COLOURS)
-        assert "_a &lt;b&gt; $x_2$ &amp; co" in text
+        assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
         for mode, paper in enumerate(charts.COLOURS["paper"]):
             charts.png(drawn[name], mode, tmp_path / "a.png")
             image = Image.open(tmp_path / "a.png").convert("RGB")
@@ -714,9 +715,12 @@ def test_charts_show_the_figures_at_their_places(subject):
     assert bars == [subject.system.mean("samples_per_s_without_evaluation"), subject.system.mean("samples_per_s")]
     bars = [bar.get_width() for bar in axes_of("time")[0].patches]
     assert sum(bars) == pytest.approx(5 + subject.system.mean("minutes"))
-    ticks = charts._figure(drawn["loss_0"], colours).axes[0].get_yticks()
-    steps = {round(b - a, 9) for a, b in itertools.pairwise(ticks)}
-    assert len(steps) == 1 and f"{steps.pop():e}"[0] in "125"
+    for end in (0.3, 7, 55, 420, 8_650_752):
+        chart = charts.curves("", "", [("a", "0", [(0, 0), (end, end)])], (0, end))
+        (axes,) = charts._figure(chart, colours).axes
+        for ticks in (axes.get_xticks(), axes.get_yticks()):
+            steps = {f"{b - a:.6e}" for a, b in itertools.pairwise(ticks)}
+            assert len(steps) == 1 and re.match(r"[125]\.0+e", steps.pop()), (end, ticks)
     assert (charts.short(8_650_752), charts.short(1500), charts.short(0)) == ("8.65M", "1.5k", "0")
 
 
