@@ -85,7 +85,7 @@ def bfl_parts(model: ModelConfig) -> dict[str, list[Part]]:
         for part in parts:
             pieces.setdefault(part.name, []).append((part.first, Part(name, row, part.rows)))
             row += part.rows
-    return {name: [part for _, part in sorted(found, key=lambda piece: piece[0])] for name, found in pieces.items()}
+    return {name: [part for _, part in sorted(rows, key=lambda piece: piece[0])] for name, rows in pieces.items()}
 
 
 def diffusers_table(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ from flux_ref.speed import fp8
 from flux_ref.step import Health, State
 
 CPU = torch.device("cpu")
-SEED = 0  # of the given values
+SEED = 0  # for the given values
 STEPS = 3
 VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wrong order show
 # Inputs are uniform in -width .. width. Powers of two keep them exact in every arithmetic. Inputs of norms are small:

@@ -199,10 +199,10 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if any(".down_blocks." in name for name in found):
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if any(".down_blocks." in name for name in shapes):
                 raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
-            safetensors_io.require_fit(found, want, f"autoencoder {path}")
+            safetensors_io.require_fit(shapes, want, f"autoencoder {path}")
             net.to_empty(device=device)
             for name, parameter in net.named_parameters():
                 dtype = file.get_slice(name).get_dtype()

@@ -332,8 +332,8 @@ def bad_files(ours: dict[str, np.ndarray]) -> dict[str, tuple[bytes, str]]:
         "deep": with_header("[" * 20_000),
         "escapes": with_header('{"\\u001b[2J": {"dtype": "?", "shape": [1], "data_offsets": [0, 4]}}'),
     }
-    said = {case: (content, "is not a whole safetensors file: ") for case, content in files.items()}
-    return said | {"none of ours": (safetensors.numpy.save({"pred": ours["vec"]}), "none of its 1 names is in")}
+    messages = {case: (content, "is not a whole safetensors file: ") for case, content in files.items()}
+    return messages | {"none of ours": (safetensors.numpy.save({"pred": ours["vec"]}), "none of its 1 names is in")}
 
 
 def test_a_damaged_or_foreign_dump_is_one_line(ours, tmp_path, capsys):

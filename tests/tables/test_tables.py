@@ -55,14 +55,14 @@ def test_anything_else_is_refused():
 
 
 def test_parameters_are_all_there(page):
-    found = rows(page["parameters"], 9)
+    table = rows(page["parameters"], 9)
     shapes = parameter_table(tables.BENCHMARK.model)
-    assert sum(int(row[1]) for row in found) == len(shapes) == 776
-    sizes = [int(row[1]) * prod(map(int, row[2].split(" x "))) for row in found]
+    assert sum(int(row[1]) for row in table) == len(shapes) == 776
+    sizes = [int(row[1]) * prod(map(int, row[2].split(" x "))) for row in table]
     assert sum(sizes) == sum(map(prod, shapes.values())) == 11_891_178_560
     assert "776 tensors, 11,891,178,560 parameters" in page["parameters"]
     for name, shape in shapes.items():
-        (row,) = [row for row in found if re.fullmatch(re.escape(row[0].strip("`")).replace(r"\*", r"\d+"), name)]
+        (row,) = [row for row in table if re.fullmatch(re.escape(row[0].strip("`")).replace(r"\*", r"\d+"), name)]
         assert row[2] == " x ".join(map(str, shape))
 
 
@@ -102,20 +102,20 @@ def test_widths_of_the_uniform_ones_are_xaviers(page):
 
 
 def test_operations_add_up(page):
-    found = rows(page["operations"], 9)
-    last = found.pop()
+    table = rows(page["operations"], 9)
+    last = table.pop()
     for column in range(3, 9):
         whole = float(last[column].replace(",", ""))
-        assert sum(int(row[1]) * float(row[column]) for row in found) == pytest.approx(whole, rel=1e-3)
+        assert sum(int(row[1]) * float(row[column]) for row in table) == pytest.approx(whole, rel=1e-3)
     assert float(last[3].replace(",", "")) + float(last[4].replace(",", "")) == pytest.approx(20_413.7, rel=1e-4)
 
 
 def test_activations_add_up(page):
-    found = rows(page["activations"], 5)
-    parts = {row[0].removeprefix("all "): float(row[4].replace(",", "")) for row in found if row[0].startswith("all ")}
+    table = rows(page["activations"], 5)
+    parts = {row[0].removeprefix("all "): float(row[4].replace(",", "")) for row in table if row[0].startswith("all ")}
     for part, whole in parts.items():
-        own = [int(row[2]) * float(row[4]) for row in found if row[0].startswith(f"{part}: ")]
-        assert sum(own) == pytest.approx(whole, abs=0.06, rel=1e-3)
+        sizes = [int(row[2]) * float(row[4]) for row in table if row[0].startswith(f"{part}: ")]
+        assert sum(sizes) == pytest.approx(whole, abs=0.06, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(3233, rel=1e-3)
 
 
@@ -128,24 +128,24 @@ def test_communication_is_the_formulas(page):
         padded = {name: n * ceil(shape[0] / n) * prod(shape[1:]) for name, shape in shapes.items()}
         W, E = sum(padded.values()), sum(size for name, size in padded.items() if "blocks." not in name)
         assert int(padding.replace(",", "")) == W - 11_891_178_560
-        for said, want in (
+        for figure, want in (
             (gather, 2 * (2 * W - E) * (n - 1) / n),
             (kept, 2 * W * (n - 1) / n),
             (scatter, 4 * W * (n - 1) / n),
             (reduce, 8 * W / n * (r - 1) / r),
         ):
-            assert float(said) == pytest.approx(want / 1e9, abs=0.006)
+            assert float(figure) == pytest.approx(want / 1e9, abs=0.006)
 
 
 def test_log_keys_follow_the_ruleset(page):
-    found = rows(page["log"], 7)
-    keys = [row[0].strip("`") for row in found]
+    table = rows(page["log"], 7)
+    keys = [row[0].strip("`") for row in table]
     landmarks = ["init_start", "submission_benchmark", "global_batch_size", "evaluation_frequency", "init_stop"]
     landmarks += ["run_start", "block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop"]
     assert [key for key in keys if key in landmarks] == landmarks
-    only_later = {row[0].strip("`") for row in found if row[4:] == ["", "yes", "yes"]}
+    only_later = {row[0].strip("`") for row in table if row[4:] == ["", "yes", "yes"]}
     assert "micro_batch_size" in only_later and "seed" not in only_later
-    assert all(row[4:] in (["yes"] * 3, ["", "yes", "yes"]) for row in found)
+    assert all(row[4:] in (["yes"] * 3, ["", "yes", "yes"]) for row in table)
 
 
 def test_rows_of_equal_blocks_are_folded_only_if_equal(monkeypatch):

@@ -263,11 +263,11 @@ def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, che
     twin.save_pretrained(tmp_path / "theirs")
     ours = export(checkpoint, tmp_path / "ours", "diffusers")
     assert {path.name for path in ours.iterdir()} == {path.name for path in (tmp_path / "theirs").iterdir()}
-    own, their = (json.loads((folder / "config.json").read_text()) for folder in (ours, tmp_path / "theirs"))
-    assert own.items() <= their.items()
-    assert {key: their[key] for key in their.keys() - own.keys() - {"_diffusers_version"}} == {"out_channels": None}
-    own, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
-    require_same(own, their)
+    our, their = (json.loads((folder / "config.json").read_text()) for folder in (ours, tmp_path / "theirs"))
+    assert our.items() <= their.items()
+    assert {key: their[key] for key in their.keys() - our.keys() - {"_diffusers_version"}} == {"out_channels": None}
+    our, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
+    require_same(our, their)
 
 
 # There and back
