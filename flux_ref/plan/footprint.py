@@ -1,9 +1,9 @@
 """What a region of blocks keeps for backward, needs while it computes, moves and multiplies: counted, not measured.
 
-One region of each kind runs on fake tensors, which have shapes and storages but no memory. Eager regions are run
-operation by operation; compiled ones are traced and partitioned as torch.compile does it, with the config's
-activation budget. Nothing is seen inside of an operation: workspaces of kernels are not counted. The operations are
-those of the CPU; a GPU's eager RMSNorm is one operation and keeps less.
+One region of each kind runs on fake tensors, which have shapes and storages but no memory. Eager regions run operation
+by operation. Compiled regions are traced and partitioned as in torch.compile, with the config's activation budget. The
+count does not look inside an operation, so it misses the workspaces of kernels. It runs the CPU's operations; a GPU's
+eager RMSNorm is one operation and keeps less.
 """
 
 import dataclasses
@@ -37,28 +37,28 @@ PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
-    """{"double 1": of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
+    """{"double 1": footprint of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
 
-    Of every kind and length of region that the config has, with micro-batches of so many rows. arch: the kind of
-    device, as fp8.architecture names it; decides the layouts of FP8.
+    It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
+    as fp8.architecture names it; it decides the layouts of FP8.
     """
     model, dtype = cfg.model, DTYPES[cfg.parallel.dtype]
     image, text = model.image_tokens, model.text_tokens
     measure = _compiled if cfg.parallel.compile else _eager
-    found = {}
+    footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
-        for kind, each in communication.region_lengths(cfg).items():
-            for length in sorted(set(each)):
+        for kind, lengths in communication.region_lengths(cfg).items():
+            for length in sorted(set(lengths)):
                 net = _net(cfg, arch, length)
                 region = getattr(net, f"{kind}_blocks")[0]
                 sizes = (image, text) if kind == "double" else (text + image,)
                 streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
                 vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
                 inputs = (streams if kind == "double" else streams[0], vec, net.rope)
-                found[f"{kind} {length}"] = measure(region, inputs, cfg)
-        found["ends"] = _ends(_net(cfg, arch, 1), cfg, rows)
-    return found
+                footprints[f"{kind} {length}"] = measure(region, inputs, cfg)
+        footprints["ends"] = _ends(_net(cfg, arch, 1), cfg, rows)
+    return footprints
 
 
 def scaled(footprints: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
@@ -94,9 +94,9 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
         for name, module in list(net.named_modules()):
             if fp8.CONVERTED.fullmatch(name):
                 net.set_submodule(name, fp8.Fp8Linear(module, dynamic, arith))
-    own = dataclasses.replace(cfg.parallel, region_blocks=length)
-    net.double_blocks = regions.regions(net.double_blocks, own)
-    net.single_blocks = regions.regions(net.single_blocks, own)
+    parallel = dataclasses.replace(cfg.parallel, region_blocks=length)
+    net.double_blocks = regions.regions(net.double_blocks, parallel)
+    net.single_blocks = regions.regions(net.single_blocks, parallel)
     return net
 
 
@@ -252,18 +252,18 @@ class Fused:
         sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
         for moment, node in enumerate(nodes):
             read = set().union(*(sources[other] for other in node.all_input_nodes))
-            own = _storages(node)
-            sources[node] = set(own) if node in real else read
+            storages = _storages(node)
+            sources[node] = set(storages) if node in real else read
             if node not in real:
                 continue
-            fresh = own.keys() - self.sizes.keys()
-            self.sizes |= own
-            self.first |= dict.fromkeys(fresh, moment)
-            self.last |= dict.fromkeys(read | own.keys(), moment)
+            new = storages.keys() - self.sizes.keys()
+            self.sizes |= storages
+            self.first |= dict.fromkeys(new, moment)
+            self.last |= dict.fromkeys(read | storages.keys(), moment)
             if _multiplies(node):
                 products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
-            elif fresh and node.op != "placeholder":
-                moved += sum(self.sizes[key] for key in read | fresh)
+            elif new and node.op != "placeholder":
+                moved += sum(self.sizes[key] for key in read | new)
         self.work = Work(moved, tuple(products))
         inputs = {key for node in nodes if node.op == "placeholder" for key in _storages(node)}
         kept = {key for node in outputs for key in _storages(node)}

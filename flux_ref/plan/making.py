@@ -8,10 +8,10 @@ from flux_ref.benchmark import convergence, flops
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
-from flux_ref.checkpoint import BYTES_PER_PARAMETER
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
+from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan import calibration, footprint, memory, step_time
 from flux_ref.plan.calibration import Calibration
 from flux_ref.plan.figures import Footprint, Moment, Plan

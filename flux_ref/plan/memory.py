@@ -1,7 +1,7 @@
-"""Device memory of one rank through a training step, by part: what FSDP2, autograd and AdamW hold at each moment.
+"""Device memory of one rank through a training step, by part: what FSDP2, autograd and the optimizer hold.
 
-The units and their shards are those of the real net, sharded on the meta device over a fake process group; what the
-regions keep and need comes from footprint.py. The largest moment is the one that a card must hold.
+communication.py says how the weights are split into shards, footprint.py what the regions keep and need. A card must
+hold the fullest moment.
 """
 
 from math import prod
@@ -9,9 +9,10 @@ from math import prod
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
+from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.figures import Footprint, Moment
 
-MASTER = 4  # bytes of a weight, a moment and a gradient on shards
+MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
 
@@ -20,8 +21,8 @@ def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
     return _Step(cfg, layout, footprints, gpus, rows).run()
 
 
-def fullest(found: list[Moment]) -> Moment:
-    return max(found, key=lambda moment: moment.total)
+def fullest(moments: list[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.total)
 
 
 class _Step:
@@ -38,11 +39,11 @@ class _Step:
         self.ends = footprints["ends"].saved
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
         self.stream = rows * tokens * cfg.model.hidden * self.gathered  # its gradient, between two regions
-        self.found: list[Moment] = []
+        self.moments: list[Moment] = []
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
         self.always = dict.fromkeys(PARTS, 0.0) | {
             "weights": MASTER * self._shards(layout.units),
-            "moments": 2 * MASTER * sum(unit.shard for unit in layout.units),
+            "moments": (BYTES_PER_PARAMETER - MASTER) * sum(unit.shard for unit in layout.units),
             "buffers": sample * (cfg.train.global_batch // gpus + cfg.eval.batch),
         }
 
@@ -54,7 +55,7 @@ class _Step:
             self._reduce(i)
         self._note("the optimizer", gradients=self._gradients(self.layout.units))
         self._validate()
-        return self.found
+        return self.moments
 
     def _forward(self, i: int) -> None:
         ahead = range(i, min(len(self.regions), i + 1 + self.cfg.parallel.forward_prefetch))
@@ -67,7 +68,7 @@ class _Step:
         )
 
     def _backward(self, i: int) -> None:
-        """The region before is being gathered, those behind are being reduced."""
+        """While the region before is gathered, and the regions behind are reduced."""
         waiting = self.regions[i + 1 : i + 1 + self.in_flight]
         self._note(
             f"backward of region {i + 1}",
@@ -78,13 +79,13 @@ class _Step:
         )
 
     def _reduce(self, i: int) -> None:
-        """Its weights and activations are gone; its gradients are copied for reduction."""
+        """The region's weights and activations are free; its gradients are copied for reduction."""
         waiting = self.regions[i : i + self.in_flight]
-        # They are let go of before the result is made.
-        own = max(self.gathered * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
+        # The gradients are freed before the result is made.
+        reducing = max(self.gathered * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
         self._note(
             f"reduction of region {i + 1}",
-            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + own,
+            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + reducing,
             gathered=self._gathered(range(i)) if self.kept else self._gathered([]) + self._flat(i - 1),
             activations=self.ends + sum(self.saved[:i]),
             working=self.stream,
@@ -102,7 +103,7 @@ class _Step:
 
     def _note(self, name: str, gathered: float = 0.0, working: float = 0.0, **parts: float) -> None:
         parts |= {"gathered weights": gathered, "working set": working}
-        self.found.append(Moment(name, self.always | parts))
+        self.moments.append(Moment(name, self.always | parts))
 
     def _at(self, i: int) -> Footprint:
         return self.footprints[self.regions[i].kind]
@@ -123,12 +124,12 @@ class _Step:
         return self.reduced * sum(unit.padded for unit in units) + self.gathered * self.root.whole
 
     def _gradients(self, done) -> float:
-        """Gradients on shards when in a step's last micro-batch these units are reduced."""
-        fresh, rest = self._shards(done), self._shards(self.layout.units) - self._shards(done)
+        """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
+        reduced, rest = self._shards(done), self._shards(self.layout.units) - self._shards(done)
         replicated = self.layout.replicas > 1
-        size = MASTER * fresh
-        if replicated and self.reduced != MASTER:  # FSDP2 keeps what it has summed over the replicas, too
-            size += self.reduced * fresh
-        if self.accumulates:  # of the micro-batches before; replicas are summed with the last only
+        size = MASTER * reduced
+        if replicated and self.reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
+            size += self.reduced * reduced
+        if self.accumulates:  # from the micro-batches before; replicas are summed with the last one only
             size += (self.reduced if replicated else MASTER) * rest
         return size

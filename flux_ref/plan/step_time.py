@@ -1,9 +1,9 @@
 """How long a step takes on given cards and links: arithmetic, memory traffic, and communication beside them.
 
-Products take their operations at a share of the card's peak, or their bytes at a share of its memory's bandwidth,
-whichever is longer; everything else takes its bytes. Compute, all-gathers, reductions and all-reduces are lanes that
-run at the same time and wait for each other as FSDP2 has them wait. That they slow each other down is not modelled,
-nor are launches, nor ranks that wait for a slow one.
+A product takes the longer of two times: its operations at a share of the card's peak, and its bytes at a share of the
+memory's bandwidth. Everything else takes its bytes. Compute, all-gathers, reductions and all-reduces are lanes. They
+run at the same time and wait for each other as in FSDP2. Not modelled: lanes that slow each other down, launches, and
+ranks that wait for a slow rank.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ from math import ceil
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
+from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.figures import Footprint, Times, Work
 
-OPTIMIZER_BYTES = 32  # per weight: AdamW reads four fp32 values and writes three, the norm reads one
+# Per weight: the optimizer reads and writes the weight and its moments, and reads the gradient, as the norm does.
+OPTIMIZER_BYTES = 2 * BYTES_PER_PARAMETER + 2 * 4
 MICRO = 1e-6
 
 
@@ -104,8 +106,8 @@ class _Pace:
         self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.kept = not cfg.parallel.reshard_after_forward
         self.computing = {
-            kind: (slower * machine.seconds(own.forward_work), slower * machine.seconds(own.backward_work))
-            for kind, own in footprints.items()
+            kind: (slower * machine.seconds(region.forward_work), slower * machine.seconds(region.backward_work))
+            for kind, region in footprints.items()
         }
 
     def forward(self, unit: Unit) -> float:

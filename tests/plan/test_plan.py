@@ -101,6 +101,7 @@ def test_weights_and_moments_are_those_of_the_layout():
 
 
 def test_layout_of_schnell_on_512_ranks():
+    assert {name: dtype.itemsize for name, dtype in sharding.DTYPES.items()} == communication.ITEM_BYTES
     layout = footprint.layout(config_file.load(ROOT / "configs" / "mi300x_64x8.toml"), 512, 8)
     assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
     assert (layout.replicas, layout.shards) == (64, 8)
