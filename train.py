@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import checkpoint, config_file, config_rules, ranks, schedule, steps
-from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
@@ -35,21 +34,13 @@ def main(argv: list[str]) -> int:
     config_rules.validate_world(cfg, world.size)
     ranks.require_same(config_file.dump(cfg), "config")
     steps.require_same_mode(cfg, world)
-    with ranks.agreed():
-        if cfg.data.kind == "shapes" and world.rank == 0:
-            from flux_ref.toy import make
-
-            make.ensure(cfg)
-    with ranks.agreed():
-        train_set = TrainSet(cfg, world.rank, world.size, world.pin)
-        val_set = ValSet(cfg, world.rank, world.size, world.pin)
-        band = convergence.of_config(cfg)
+    train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
 
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(folder.result_file(cfg, world))))
-        report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log, band)))
+        report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         artist = None
@@ -63,7 +54,7 @@ def main(argv: list[str]) -> int:
             log.cache_clear()
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
-        state = initial_state(cfg, world, start.checkpoint)
+        state = initial_state(cfg, world, start.checkpoint, log)
         resumed = checkpoint.resume(start.checkpoint, state, sizes) if start.checkpoint else None
         own_steps = steps.Steps(state, cfg, world)
         stack.callback(own_steps.close)
@@ -73,8 +64,6 @@ def main(argv: list[str]) -> int:
         if resumed:
             checkpoint.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
-        if cfg.init.weights:
-            log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         if not start.is_new:
             report.resume(state.step, state.samples)
         own_steps.capture()
@@ -92,13 +81,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def initial_state(cfg: Config, world: World, start: Path | None) -> State:
+def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
+    """Both data sets, still closed. Makes the drawings of data.kind=shapes on first use. Collective."""
+    with ranks.agreed():
+        if cfg.data.kind == "shapes" and world.rank == 0:
+            from flux_ref.toy import make
+
+            make.ensure(cfg)
+    with ranks.agreed():
+        return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
+
+
+def initial_state(cfg: Config, world: World, start: Path | None, log: BenchmarkLog) -> State:
     """A state with the weights of the seed or of init.weights. start: a checkpoint, whose weights come later."""
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
         from flux_ref.run import weight_files
 
+        log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
@@ -128,8 +129,7 @@ class Run:
         except BaseException as error:
             self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
-        reason = "target reached" if reached else "train.max_samples reached"
-        self.log.run_stop(self.state.samples, success=reached, reason=reason)
+        self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
 
     def train(self) -> bool:

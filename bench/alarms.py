@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 
 from flux_ref.benchmark import alarms, convergence
-from flux_ref.report import result_files, result_log, score
+from flux_ref.report import band, result_files, result_log, score
 from flux_ref.run import cli, json_option
 from flux_ref.run.environment import commit
 
@@ -66,7 +66,7 @@ def judged(by_batch: dict[int, dict[str, list[Curve]]]) -> list[dict]:
 
 
 def band_of(batch: int, runs: list[Curve]) -> convergence.Band | None:
-    rows = convergence.quartile_rows((batch, math.nan, math.nan), runs)
+    rows = band.quartile_rows((batch, math.nan, math.nan), runs)
     return convergence.pooled(rows, "the other systems") if rows else None
 
 

@@ -3,19 +3,14 @@
 The points are in mlperf-logging's own files, one per ruleset. The losses (public_curves.csv) are quartiles of the 160
 result files of MLPerf Training v5.1 (github.com/mlcommons/training_results_v5.1, Apache-2.0). Those runs validated with
 captions dropped, which raises a loss by about 0.001.
-
-    python -m flux_ref.benchmark.convergence RUN [RUN ...] > own.csv        a band of your own runs, for eval.band
 """
 
 import bisect
 import csv
 import json
 import math
-import statistics
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +18,8 @@ from mlperf_logging import rcp_checker
 
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.config import Config, ModelConfig
-from flux_ref.config_file import of_run
 from flux_ref.errors import Refusal
-from flux_ref.formats.jsonl import ENDED, REACHED, is_number, outcome, records
-from flux_ref.run.attempt import attempt
+from flux_ref.formats.jsonl import is_number
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 HEADER = (
@@ -226,58 +219,3 @@ def unlike_reference(cfg: Config) -> list[str]:
             f" {longest_steps:.0f} steps of this batch"
         )
     return complaints
-
-
-def of_runs(folders: list[Path]) -> list[dict[str, object]]:
-    """The rows of a band of your own runs. Raises: Refusal, for example for a run that has not come to its end."""
-    curves: dict[tuple, list] = defaultdict(list)
-    for i, folder in enumerate(folders):
-        if folder.resolve() in [other.resolve() for other in folders[:i]]:
-            raise Refusal(f"{folder} is given twice; a run counts once")
-        cfg = of_run(folder)
-        if outcome(folder) != (REACHED if cfg.eval.target else ENDED):
-            raise Refusal(
-                f"{folder} has not reached {'its target' if cfg.eval.target else 'train.max_samples'}; a band is made"
-                " of runs that reached their target or, if eval.target=0, train.max_samples: leave it out"
-            )
-        evaluations = records(folder / "eval.jsonl", figures=("val_loss",))
-        if not evaluations:
-            raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
-        recipe = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
-        curves[recipe].append([(record["samples"], record["val_loss"]) for record in evaluations])
-    return [row for recipe, same in sorted(curves.items()) for row in quartile_rows(recipe, same)]
-
-
-def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
-    """The rows of a band. recipe: global batch, learning rate, warm-up steps; curves: (samples, loss) of each run."""
-    losses: dict[float, list[float]] = defaultdict(list)
-    for samples, loss in chain.from_iterable(curves):
-        losses[samples].append(loss)
-    rows = []
-    for samples, values in sorted(losses.items()):
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        rows.append(dict(zip(HEADER, (*recipe, samples, len(values), min(values), *quartiles, max(values)))))
-    return rows
-
-
-def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(__doc__)
-        return 0
-    return attempt("convergence", lambda: write(argv))
-
-
-def write(names: list[str]) -> int:
-    """Print the band of these runs as CSV. Raises: Refusal, before the first line is printed."""
-    if not names or "" in names:
-        raise Refusal("an empty name is no run" if names else "give run folders, such as runs/tiny; see --help")
-    rows = of_runs([Path(name) for name in names])
-    writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    sys.stdout.flush()  # so that a full disk is reported here, in one line
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, steps
 from flux_ref.benchmark import alarms, convergence
-from flux_ref.benchmark.convergence import Band
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
@@ -33,9 +32,11 @@ from flux_ref.step import NEVER, Health, State
 class Reporter:
     """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
 
-    def __init__(self, cfg: Config, world: World, log: BenchmarkLog, band: Band | None):
-        """band: the losses of reference runs, which the validation losses are compared with."""
-        self.cfg, self.world, self.log, self.band, self.folder = cfg, world, log, band, config.run_dir(cfg)
+    def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
+        """Collective. Raises: Refusal for a wrong eval.band."""
+        self.cfg, self.world, self.log, self.folder = cfg, world, log, config.run_dir(cfg)
+        with ranks.agreed():
+            self.band = convergence.of_config(cfg)
         self.speaks = world.rank == 0
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []

@@ -12,6 +12,7 @@ from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.convergence import Point
 from flux_ref.errors import Refusal
+from flux_ref.report import band
 
 
 def test_points_and_what_lies_between_are_the_official_checkers():
@@ -153,11 +154,11 @@ TARGET = ("--eval.target=0.6",)
 
 def test_runs_that_came_to_their_end_make_a_band(put, tmp_path, capsys):
     runs = [str(put("one")), str(put("two", losses="0.7"))]
-    assert convergence.main(runs) == 0
+    assert band.main(runs) == 0
     (tmp_path / "own.csv").write_text(capsys.readouterr().out)
-    band = convergence.band(tmp_path / "own.csv", 60, "own")
-    assert (band.samples, band.low, band.median, band.high) == ((0, 60), (1.0, 0.5), (1.0, 0.6), (1.0, 0.7))
-    assert convergence.main([str(put("three", "target reached", overrides=TARGET))]) == 0
+    made = convergence.band(tmp_path / "own.csv", 60, "own")
+    assert (made.samples, made.low, made.median, made.high) == ((0, 60), (1.0, 0.5), (1.0, 0.6), (1.0, 0.7))
+    assert band.main([str(put("three", "target reached", overrides=TARGET))]) == 0
 
 
 def test_runs_that_make_no_band(put, capsys):
@@ -170,7 +171,7 @@ def test_runs_that_make_no_band(put, capsys):
         *(({"losses": bad}, "eval.jsonl line 2 is damaged (val_loss") for bad in ("NaN", '"low"', "null", "Infinity")),
     ]
     for i, (make, expected) in enumerate(cases):
-        assert convergence.main([good, str(put(f"bad_{i}", **make))]) == 2, make
+        assert band.main([good, str(put(f"bad_{i}", **make))]) == 2, make
         out, err = capsys.readouterr()
         assert out == "" and expected in err and err.count("\n") == 1, make
 
@@ -187,7 +188,7 @@ def test_what_is_no_run_is_refused(put, capsys, monkeypatch):
         ([str(run), f"{run}/../run"], "is given twice; a run counts once"),
         ([str(bare)], "config.toml lacks"),
     ):
-        assert convergence.main(argv) == 2
+        assert band.main(argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and said in err and err.count("\n") == 1
-    assert convergence.main(["--help"]) == 0 and "RUN [RUN ...]" in capsys.readouterr().out
+    assert band.main(["--help"]) == 0 and "RUN [RUN ...]" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from flux_ref import config_file
 from flux_ref.benchmark import alarms, convergence
 from flux_ref.benchmark.convergence import Band
 from flux_ref.formats.jsonl import records
+from flux_ref.report import band
 from flux_ref.toy import make
 
 TINY = ROOT / "configs" / "tiny.toml"
@@ -32,7 +33,7 @@ def recorded() -> tuple[Band, dict[str, list[tuple[float, float]]]]:
         for row in csv.DictReader(file):
             curves[row["defect"], int(row["seed"])].append((int(row["samples"]), float(row["val_loss"])))
     recipe = (60, 0.0, 0)  # batch; learning rate and warm-up do not matter to a band
-    rows = convergence.quartile_rows(recipe, [curves.pop(("none", seed)) for seed in FOR_BAND])
+    rows = band.quartile_rows(recipe, [curves.pop(("none", seed)) for seed in FOR_BAND])
     return convergence.pooled(rows, "sound runs"), {defect: curve for (defect, _), curve in curves.items()}
 
 

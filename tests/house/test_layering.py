@@ -19,7 +19,7 @@ WITHOUT_TORCH = {
     *("prepare.commands", "prepare.jobs", "prepare.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.repack", "prepare.shapes", "prepare.verify", "benchmark.facts"),
     *("preflight.node_facts", "preflight.verdict", "watch.commands"),
-    *("report.charts", "report.commands", "report.official", "report.page", "report.result_files"),
+    *("report.band", "report.charts", "report.commands", "report.official", "report.page", "report.result_files"),
     *("report.result_log", "report.score"),
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_COMMAND_LINES = 60, 400, 2000

@@ -253,10 +253,10 @@ def test_an_interrupted_making_is_not_taken_for_whole(run, tmp_path, shapes_dir,
     with pytest.raises(ZeroDivisionError):
         make.make_shapes(data, config_file.load(MICRO).model, 50, 45)
     monkeypatch.undo()
-    assert not data.exists() and (tmp_path / "data.partial").exists()
-    (tmp_path / "data.partial" / "train" / "stray.tar").write_bytes(b"left over")
+    assert not data.exists() and (tmp_path / ".data.partial").exists()
+    (tmp_path / ".data.partial" / "train" / "stray.tar").write_bytes(b"left over")
     run("run", "--train.max_samples=12", data=data)
-    assert not (tmp_path / "data.partial").exists()
+    assert not (tmp_path / ".data.partial").exists()
     assert [path.name for path in (data / "train").iterdir()] == ["shard_000000.tar"]
     assert (data / "val/shard_000000.tar").read_bytes() == (shapes_dir / "val/shard_000000.tar").read_bytes()
 

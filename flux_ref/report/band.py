@@ -1,0 +1,72 @@
+"""A band of your own runs, for eval.band.
+
+python -m flux_ref.report.band RUN [RUN ...] > own.csv
+"""
+
+import csv
+import statistics
+import sys
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+
+from flux_ref.benchmark.convergence import HEADER
+from flux_ref.config_file import of_run
+from flux_ref.errors import Refusal
+from flux_ref.formats.jsonl import ENDED, REACHED, outcome, records
+from flux_ref.run.attempt import attempt
+
+
+def of_runs(folders: list[Path]) -> list[dict[str, object]]:
+    """The rows of a band of your own runs. Raises: Refusal, for example for a run that has not come to its end."""
+    curves: dict[tuple, list] = defaultdict(list)
+    for i, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:i]]:
+            raise Refusal(f"{folder} is given twice; a run counts once")
+        cfg = of_run(folder)
+        if outcome(folder) != (REACHED if cfg.eval.target else ENDED):
+            raise Refusal(
+                f"{folder} has not reached {'its target' if cfg.eval.target else 'train.max_samples'}; a band is made"
+                " of runs that reached their target or, if eval.target=0, train.max_samples: leave it out"
+            )
+        evaluations = records(folder / "eval.jsonl", figures=("val_loss",))
+        if not evaluations:
+            raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
+        recipe = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
+        curves[recipe].append([(record["samples"], record["val_loss"]) for record in evaluations])
+    return [row for recipe, same in sorted(curves.items()) for row in quartile_rows(recipe, same)]
+
+
+def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
+    """The rows of a band. recipe: global batch, learning rate, warm-up steps; curves: (samples, loss) of each run."""
+    losses: dict[float, list[float]] = defaultdict(list)
+    for samples, loss in chain.from_iterable(curves):
+        losses[samples].append(loss)
+    rows = []
+    for samples, values in sorted(losses.items()):
+        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        rows.append(dict(zip(HEADER, (*recipe, samples, len(values), min(values), *quartiles, max(values)))))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(__doc__)
+        return 0
+    return attempt("report.band", lambda: write(argv))
+
+
+def write(names: list[str]) -> int:
+    """Print the band of these runs as CSV. Raises: Refusal, before the first line is printed."""
+    if not names or "" in names:
+        raise Refusal("an empty name is no run" if names else "give run folders, such as runs/tiny; see --help")
+    rows = of_runs([Path(name) for name in names])
+    writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    sys.stdout.flush()  # so that a full disk is reported here, in one line
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
