@@ -348,11 +348,9 @@ ON_TWO_RANKS = {
     "unknown key": (2, "--train.global_bacth=8", None, ["train.global_bacth", "train.global_batch"]),
     "batch": (2, "--train.global_batch=13", None, ["train.global_batch=13", "2 ranks", "use 12 or 14"]),
     "no folder": (2, "--data.train=/no/such/folder/train", None, ["/no/such/folder"]),
-    "truncated": (2, "", lambda d: truncate(shard(d), 3 * LAYOUT.stride + 5), ["train/shard_000000.tar", "truncated"]),
     "NaN on rank 0": (3, "", lambda d: put_nan(d, "train", met_by(0)), ["rank 0", f"{met_by(0):08d}", "NaN"]),
     "NaN on rank 1": (3, "", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"{met_by(1):08d}", "NaN"]),
     "run exists": (2, "", put_run, ["unfinished run of another config", "run.dir", "run.overwrite"]),
-    "no permission": (2, "", lambda d: (d / "run").touch(), ["run.dir", "/run"]),
 }
 
 
