@@ -352,7 +352,7 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Saver, "_write", publish_only)
     draw = random.Random(0)
     state = checkpoint_ranks.lively_state(NARROW, world)
-    for number in range(15):
+    for number in range(8):
         keep, nth, every = draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 60)
         cfg = narrow_config(tmp_path / str(number), checkpoint__keep=keep)
         cfg = config_file.replace(cfg, checkpoint__every_samples=every, checkpoint__keep_every=nth)

@@ -291,12 +291,9 @@ def test_eval_meets_a_damaged_sample(attempt, run_folder, dataset):
 
 def test_the_exit_code_and_the_line_of_a_process(dataset, tmp_path):
     put_nan(dataset, "train")
-    refused = script("eval.py", str(tmp_path), ranks=0)
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == f"eval.py: {the_line(refused.stderr, 'eval.py')}\n"
-    broken = script("train.py", *micro_run(dataset, tmp_path / "run"), ranks=0)
-    assert broken.returncode == 3 and "Traceback" not in broken.stderr
-    assert has_words(the_line(broken.stderr), "train_00000020", "NaN")
+    process = script("train.py", *micro_run(dataset, tmp_path / "run"), ranks=0)
+    assert process.returncode == 3 and "Traceback" not in process.stderr
+    assert has_words(the_line(process.stderr), "train_00000020", "NaN")
 
 
 def test_a_port_in_use_is_refused(shapes_dir, tmp_path):
@@ -305,7 +302,7 @@ def test_a_port_in_use_is_refused(shapes_dir, tmp_path):
         group = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = script("train.py", *micro_run(shapes_dir, tmp_path / "run"), ranks=0, timeout=60, **group)
-    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert process.returncode == 2 and process.stdout == "" and "Traceback" not in process.stderr
     assert has_words(the_line(process.stderr), f"127.0.0.1:{port}", "port in use")
 
 
@@ -351,11 +348,9 @@ ON_TWO_RANKS = {
     "unknown key": (2, "--train.global_bacth=8", None, ["train.global_bacth", "train.global_batch"]),
     "batch": (2, "--train.global_batch=13", None, ["train.global_batch=13", "2 ranks", "use 12 or 14"]),
     "no folder": (2, "--data.train=/no/such/folder/train", None, ["/no/such/folder"]),
-    "truncated": (2, "", lambda d: truncate(shard(d), 3 * LAYOUT.stride + 5), ["train/shard_000000.tar", "truncated"]),
     "NaN on rank 0": (3, "", lambda d: put_nan(d, "train", met_by(0)), ["rank 0", f"{met_by(0):08d}", "NaN"]),
     "NaN on rank 1": (3, "", lambda d: put_nan(d, "train", met_by(1)), ["rank 1", f"{met_by(1):08d}", "NaN"]),
     "run exists": (2, "", put_run, ["unfinished run of another config", "run.dir", "run.overwrite"]),
-    "no permission": (2, "", lambda d: (d / "run").touch(), ["run.dir", "/run"]),
 }
 
 

@@ -11,6 +11,7 @@ from run_files import column, event, events, lines, require_equal_runs
 
 from flux_ref import config, config_file, schedule
 from flux_ref.errors import Refusal
+from flux_ref.formats.files import partial_of
 from flux_ref.model import parameter_table
 from flux_ref.run import reporter
 from flux_ref.sampling import euler
@@ -248,15 +249,16 @@ def test_missing_data_is_made_whole_on_first_use(two_ranks, shapes_dir):
 
 
 def test_an_interrupted_making_is_not_taken_for_whole(run, tmp_path, shapes_dir, monkeypatch):
-    data = tmp_path / "data"
+    data, partial = tmp_path / "data", partial_of(tmp_path / "data")
     monkeypatch.setattr(shapes, "encode", lambda picture: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make.make_shapes(data, config_file.load(MICRO).model, 50, 45)
     monkeypatch.undo()
-    assert not data.exists() and (tmp_path / ".data.partial").exists()
-    (tmp_path / ".data.partial" / "train" / "stray.tar").write_bytes(b"left over")
+    assert not data.exists()
+    (partial / "train").mkdir(parents=True, exist_ok=True)  # as a killed process leaves it
+    (partial / "train" / "stray.tar").write_bytes(b"left over")
     run("run", "--train.max_samples=12", data=data)
-    assert not (tmp_path / ".data.partial").exists()
+    assert not partial.exists()
     assert [path.name for path in (data / "train").iterdir()] == ["shard_000000.tar"]
     assert (data / "val/shard_000000.tar").read_bytes() == (shapes_dir / "val/shard_000000.tar").read_bytes()
 
