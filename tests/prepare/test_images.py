@@ -1,7 +1,6 @@
 """From pictures and captions to shards: every kind of picture, every kind of input, encoders, restarts."""
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -34,6 +33,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 from flux_ref import config, config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
+from flux_ref.formats.files import locked
 from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import encoders, images, raw_images
 from flux_ref.prepare.encoders import Encoders
@@ -737,7 +737,7 @@ def sets(made, nets) -> Path:
     names = ["01.png", "02.jpg", "07_turned.jpg", "00_cut.jpg", *CAPTIONS]
     rows = [{"image": f"in/{name}", "caption": f"a cat {i}", "id": i} for i, name in enumerate(names)]
     table = write_table(source.parent / "val.tsv", rows)
-    done = script("flux_ref/prepare.py", *make(nets, table, output, "--per-shard", 3, split="val"), ranks=2)
+    done = script("flux_ref/prepare/__main__.py", *make(nets, table, output, "--per-shard", 3, split="val"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "1 rejected (1 damaged image)" in done.stdout
     return output
@@ -800,7 +800,7 @@ def stopped(nets, small, tmp_path, monkeypatch) -> list[str]:
         patch.setattr(Encoders, "encode", interrupted)
         assert prepare.main(args) == 130
     names = {path.name for path in (tmp_path / "out" / "train.partial").iterdir()}
-    assert names == {"plan.json", "checked.json", "shard_000000.tar", ".lock"}
+    assert names == {"plan.json", "checked.json", "shard_000000.tar"}
     return args
 
 
@@ -843,8 +843,7 @@ def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path):
 
 
 def test_two_jobs_do_not_share_a_folder(stopped, tmp_path, capsys):
-    with (tmp_path / "out" / "train.partial" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(tmp_path / "out" / "train.partial" / "plan.json"):
         assert "in use by another job" in refused(stopped, capsys)
     assert prepare.main(stopped) == 0
 
