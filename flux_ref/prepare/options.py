@@ -8,7 +8,6 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.run.options import between
 
-
 number = between(1, 10**9)
 
 
