@@ -90,9 +90,8 @@ class Encoders:
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
         wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
         for name, (folder, shape) in wants.items():
-            if self.empty[name].shape != shape:
-                found = self.empty[name].shape
-                raise Refusal(f"{folder} encodes a caption as {found}, the model of the config wants {shape}")
+            if (encoded := self.empty[name].shape) != shape:
+                raise Refusal(f"{folder} encodes a caption as {encoded}, the model of the config wants {shape}")
 
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:

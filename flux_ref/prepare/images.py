@@ -3,12 +3,10 @@
     python -m flux_ref.prepare images --input DIR --output data/own --split train --vae FILE --t5 DIR --clip DIR
     torchrun --nproc-per-node 8 -m flux_ref.prepare images ...
 
-The first pass decodes every picture. It lists what cannot be used in OUTPUT/SPLIT_rejected.tsv before an encoder has
-worked an hour. The other samples are numbered then, so that keys and timesteps run without gaps and every shard but the
-last is full. The second pass encodes shard by shard. One rank (number % ranks) makes a whole shard in batches of its
-own, so the bytes do not depend on the number of ranks.
-
-The set grows as jobs.py describes. SPLIT.partial/checked.json keeps the outcome of the first pass.
+The first pass decodes every picture, lists what cannot be used in OUTPUT/SPLIT_rejected.tsv and numbers the rest, so
+that keys and timesteps run without gaps and every shard but the last is full. The second pass encodes shard by shard.
+One rank (number % ranks) makes a whole shard, so the bytes do not depend on the number of ranks. The set grows as in
+jobs.py; SPLIT.partial/checked.json keeps the outcome of the first pass.
 """
 
 import argparse
@@ -45,9 +43,7 @@ from flux_ref.schedule import TIMESTEPS
 
 CHECKED = "checked.json"
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
-# Encodings of the empty caption that differ by more, relative to their norm, come from other encoders.
-OTHER_ENCODERS = 0.1
-
+OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
 Picture = tuple[Tensor, Entry]  # (3, H, W) uint8, and what the input says about the sample
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
 

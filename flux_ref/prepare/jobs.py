@@ -34,10 +34,8 @@ def require_new(final: Path) -> None:
 def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
 
-    Shards of an earlier job with the same plan stay. Raises: Refusal if the set exists, another process holds the
-    folder, or its shards have another plan.
+    Raises: Refusal if another process holds the folder, or if shards of another plan are in it.
     """
-    require_new(final)
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
     lock = files.locked(folder / PLAN)
@@ -88,10 +86,7 @@ def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
 
 
 def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
-    """Write empty_encodings beside the set that this process has claimed, unless it is there.
-
-    Another job may write the same folder at the same time: each writes in its own growing folder first.
-    """
+    """Write empty_encodings beside the set that this process has claimed. Another job may do so at the same time."""
     own, shared = growing(final) / ".empty_encodings.partial", final.with_name("empty_encodings")
     shard_writer.write_empty(own, encodings)
     try:

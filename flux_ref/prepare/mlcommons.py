@@ -5,14 +5,12 @@
 
 The source is what `datasets.save_to_disk` writes. state.json lists files in order. Each file is an Arrow IPC stream
 (arrow.apache.org/docs/format/Columnar.html) with a row for each sample. Its columns t5_encodings, clip_encodings,
-mean and logvar hold .npy files of bf16 bits. The shards get these files byte for byte. Each process writes one shard
-at a time. The same command goes on after an interruption with the shards that are missing, see jobs.py.
+mean and logvar hold .npy files of bf16 bits. The shards get these files byte for byte. The set grows as in jobs.py.
 """
 
 import argparse
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,48 +33,20 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 @dataclass(frozen=True)
 class ArrowFile:
-    """One file of the source. first: the index of its first sample in the whole set."""
+    """One file of the source. samples: their numbers in the whole set."""
 
     path: Path
-    rows: int
-    first: int
+    samples: range
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """All that a process must know. folder: where the shards grow."""
+    """All that a process must know. final: the folder that the set becomes."""
 
     files: list[ArrowFile]
-    folder: Path
+    final: Path
     split: str
     layout: Layout
-
-
-def convert(
-    source: Path, output: Path, split: str, layout: Layout, expect: int, per_shard: int, workers: int, empty: Path
-) -> int:
-    """Write output/split, and output/empty_encodings unless it is there; returns the number of samples.
-
-    expect: how many samples there must be; 0: any number. empty: the folder of t5_empty.npy and clip_empty.npy.
-    Raises: Refusal; Fault if a process was killed. Finished shards are kept.
-    """
-    final = output / split
-    jobs.require_new(final)
-    files = _inspect(source, split, layout, expect)
-    encodings, count = _empty(empty, output / "empty_encodings", split, layout), files[-1].first + files[-1].rows
-    given = {"split": split, "per_shard": per_shard, "shapes": layout.shapes}
-    listed = [[file.path.name, file.path.stat().st_size, file.rows] for file in files]
-    with jobs.claimed(final, {"options": given, "files": listed}):
-        if encodings:
-            jobs.write_empty(final, encodings)
-        conversion, missing = (
-            Conversion(files, jobs.growing(final), split, layout),
-            jobs.missing(final, count, per_shard),
-        )
-        done = count - sum(map(len, missing.values()))
-        with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
-            pool.run(_write_shard, [(conversion, *shard) for shard in missing.items()], workers, bar)
-    return count
 
 
 # The source
@@ -90,7 +60,7 @@ def _inspect(source: Path, split: str, layout: Layout, expect: int) -> list[Arro
         timesteps.update(_timesteps(table, split, path))
         if len(table):  # tells another model's samples at once; the other rows are checked when they are copied
             _blobs(table, 0, layout, path)
-        files.append(ArrowFile(path, len(table), first))
+        files.append(ArrowFile(path, range(first, first + len(table))))
         first += len(table)
     if first == 0:
         raise Refusal(f"{source} holds no sample")
@@ -202,7 +172,7 @@ def _empty(source: Path, final: Path, split: str, layout: Layout) -> dict | None
 
 def _write_shard(task: tuple[Conversion, int, range], advance: pool.Advance) -> None:
     conversion, number, wanted = task
-    with new_shard(shard_path(conversion.folder, number)) as shard:
+    with new_shard(shard_path(jobs.growing(conversion.final), number)) as shard:
         for index, blobs, timestep in _samples(conversion, wanted):
             shard.add(key_of(conversion.split, index), blobs, timestep)
             advance(1)
@@ -211,17 +181,17 @@ def _write_shard(task: tuple[Conversion, int, range], advance: pool.Advance) -> 
 def _samples(conversion: Conversion, wanted: range) -> Iterator[tuple[int, dict[str, memoryview], int | None]]:
     """(index, blobs, timestep) of each wanted sample, across files. Raises: Refusal."""
     for file in conversion.files:
-        part = range(max(wanted.start, file.first), min(wanted.stop, file.first + file.rows))
+        part = range(max(wanted.start, file.samples.start), min(wanted.stop, file.samples.stop))
         if not part:
             continue
         table = _table(file.path)
-        if len(table) != file.rows:
+        if len(table) != len(file.samples):
             raise Refusal(
-                f"{file.path} had {file.rows} rows and now has {len(table)}; remove {conversion.folder} and begin again"
+                f"{file.path} had {len(file.samples)} rows and now has {len(table)}; start again once it is at rest"
             )
         timesteps = _timesteps(table, conversion.split, file.path)
         for index in part:
-            row = index - file.first
+            row = index - file.samples.start
             yield index, _blobs(table, row, conversion.layout, file.path), timesteps[row]
 
 
@@ -241,14 +211,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The subcommand; returns the exit code. Raises: Refusal; Fault; OSError, as when the disk is full."""
-    layout = shards.layout(options.config(args.config).model)
+    """Write OUTPUT/SPLIT, and OUTPUT/empty_encodings unless it is there; returns the exit code.
+
+    Finished shards are kept whatever happens. Raises: Refusal; Fault if a process was killed; OSError.
+    """
+    final, layout = args.output / args.split, shards.layout(options.config(args.config).model)
+    jobs.require_new(final)
     expect = BENCHMARK[args.split] if args.expect_samples is None else args.expect_samples
+    files = _inspect(args.input, args.split, layout, expect)
     empty = args.empty or args.input.resolve().parent / "empty_encodings"
-    try:
-        count = convert(args.input, args.output, args.split, layout, expect, args.per_shard, args.workers, empty)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the shards that are missing", file=sys.stderr)
-        return 130
-    print(f"{args.output / args.split}: {count} samples")
+    encodings, count = _empty(empty, args.output / "empty_encodings", args.split, layout), files[-1].samples.stop
+    given = {"split": args.split, "per_shard": args.per_shard, "shapes": layout.shapes}
+    listed = [[file.path.name, file.path.stat().st_size, len(file.samples)] for file in files]
+    with jobs.claimed(final, {"options": given, "files": listed}):
+        if encodings:
+            jobs.write_empty(final, encodings)
+        conversion, missing = Conversion(files, final, args.split, layout), jobs.missing(final, count, args.per_shard)
+        done = count - sum(map(len, missing.values()))
+        with progress(total=count, initial=done, desc=f"converting {args.split}", unit=" samples") as bar:
+            pool.run(_write_shard, [(conversion, *shard) for shard in missing.items()], args.workers, bar)
+    print(f"{final}: {count} samples")
     return 0

@@ -1,19 +1,14 @@
 """What several subcommands take from their command line and from packages that may be missing."""
 
-import argparse
 import importlib
 from types import ModuleType
 
 from flux_ref import config_file
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
+from flux_ref.run.options import between
 
-
-def number(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+number = between(1, 10**9)
 
 
 def number_or_any(text: str) -> int:

@@ -15,11 +15,9 @@ from flux_ref.errors import Fault
 Advance = Callable[[int], object]
 
 
-class _Shared:
-    """What the processes share. No lock guards it, because a killed process could hold a lock for ever."""
-
-    counts = None  # progress of each task
-    stop = None  # whether to stop
+# What the processes share: progress of each task, and whether to stop. No lock guards it, because a killed process
+# could hold a lock for ever.
+_shared: dict = {}
 
 
 def run(task: Callable, items: list, workers: int, bar: tqdm) -> list:
@@ -58,7 +56,7 @@ def run(task: Callable, items: list, workers: int, bar: tqdm) -> list:
 
 
 def _start(counts, stop) -> None:
-    _Shared.counts, _Shared.stop = counts, stop
+    _shared.update(counts=counts, stop=stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -70,8 +68,8 @@ def _end_with_parent() -> None:
 
 def _call(task: Callable, item: object, number: int) -> object:
     def advance(count: int) -> None:
-        _Shared.counts[number] += count
-        if _Shared.stop.value:
+        _shared["counts"][number] += count
+        if _shared["stop"].value:
             raise KeyboardInterrupt
 
     return task(item, advance)

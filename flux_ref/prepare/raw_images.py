@@ -32,7 +32,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a f
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MAX_BYTES = 2**30  # of a file
-COLUMNS = ("image", "caption", "id", "timestep")
 PART = 1024  # files that one rank looks at in one go
 
 
@@ -163,7 +162,9 @@ class Table:
                 header, self.rows = reader.fieldnames or [], list(reader)
         except (OSError, csv.Error, ValueError) as error:
             raise Refusal(f"table {path}: {error}; want UTF-8 text with tabs between columns") from None
-        if not {"image", "caption"} <= set(header) <= set(COLUMNS) or len(set(header)) < len(header):
+        if not {"image", "caption"} <= set(header) <= {"image", "caption", "id", "timestep"} or len(set(header)) < len(
+            header
+        ):
             raise Refusal(f"table {path} has the columns {header}; want image, caption and perhaps id, timestep")
         self.uses = Counter(row.get("id") for row in self.rows)
 

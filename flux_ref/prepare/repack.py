@@ -52,16 +52,13 @@ def _samples(path: Path, layout: Layout, bar: tqdm) -> Iterator[shard_writer.Blo
     """The samples of a tar. Raises: Refusal."""
     try:
         with tarfile.open(path, "r:") as archive:
-            members = ((Path(member.name).name.partition("."), member) for member in archive if member.isreg())
-            for key, group in groupby(members, lambda pair: pair[0][0]):
-                kinds, contents = [], {}
-                for (_, _, kind), member in group:
-                    kinds += [kind] * (kind in KINDS)
-                    contents[kind] = archive.extractfile(member).read() if kind in KINDS else b""
+            named = ((*Path(member.name).name.partition(".")[::2], member) for member in archive if member.isreg())
+            wanted = (entry for entry in named if entry[1] in KINDS)
+            for key, group in groupby(wanted, lambda entry: entry[0]):
+                contents = [(kind, archive.extractfile(member).read()) for _, kind, member in group]
                 archive.members = []  # which it would keep for ever
-                if kinds:
-                    yield _checked(key, kinds, contents, layout, f"shard {path}, key {key!r}")
-                    bar.update()
+                yield _checked(key, contents, layout, f"shard {path}, key {key!r}")
+                bar.update()
             archive.fileobj.seek(archive.offset)
             rest = archive.fileobj.read(RECORD + END_BYTES)
     except (tarfile.TarError, OSError) as error:
@@ -70,17 +67,18 @@ def _samples(path: Path, layout: Layout, bar: tqdm) -> Iterator[shard_writer.Blo
         raise Refusal(f"shard {path} is truncated or damaged at byte {archive.offset}; copy it again")
 
 
-def _checked(key: str, kinds: list[str], contents: dict[str, bytes], layout: Layout, where: str) -> shard_writer.Blobs:
+def _checked(key: str, contents: list[tuple[str, bytes]], layout: Layout, where: str) -> shard_writer.Blobs:
+    kinds, files_by_kind = [kind for kind, _ in contents], dict(contents)
     if sorted(kinds) != sorted(KINDS):
         raise Refusal(f"{where} has the members {', '.join(kinds)}; want each of {', '.join(KINDS)} once")
     if not key.isprintable() or len(key.encode()) > MAX_KEY:
         raise Refusal(f"{where}: a key has at most {MAX_KEY} printable characters")
-    blobs = {member: contents[f"{member}.bytes"] for member in MEMBERS}
+    blobs = {member: files_by_kind[f"{member}.bytes"] for member in MEMBERS}
     for member, blob in blobs.items():
         if blob[:NPY_HEADER] != layout.npy_headers[member] or len(blob) != NPY_HEADER + layout.payload_bytes[member]:
             raise Refusal(f"{where}: {member} is no .npy file of uint16 {layout.shapes[member]}; give its --config")
     try:
-        meta = shards.parse_meta(key, contents["json"], where)
+        meta = shards.parse_meta(key, files_by_kind["json"], where)
     except BadSample as error:
         raise Refusal(str(error)) from None
     return key, blobs, meta.timestep, meta.caption

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files as whole_files
-from flux_ref.prepare import manifest
-from flux_ref.prepare.manifest import MANIFEST
+from flux_ref.formats import manifest
+from flux_ref.formats.manifest import MANIFEST
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, shards
+from flux_ref.formats import files, manifest, shards
 from flux_ref.formats.energon import META
+from flux_ref.formats.manifest import MANIFEST
 from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Shard
-from flux_ref.prepare import manifest, options, pool
-from flux_ref.prepare.manifest import MANIFEST
+from flux_ref.prepare import options, pool
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 
@@ -65,10 +65,7 @@ class Problems:
 
 @dataclass
 class Report:
-    """What a file holds. split: train, val or any; "" for a file that is no shard.
-
-    seen: position and key of each sample; digests of the key and of the four members.
-    """
+    """What a file holds. split: train, val or any; "" for a file that is no shard."""
 
     path: Path
     split: str
@@ -76,7 +73,7 @@ class Report:
     bytes: int = 0
     samples: int = 0
     sha256: str = ""  # "" if not all was read
-    seen: list[tuple[int, str, bytes]] = field(default_factory=list)
+    seen: list[tuple[int, str, bytes]] = field(default_factory=list)  # position, key; digests of key and members
     timesteps: Counter[int | None] = field(default_factory=Counter)
     problems: Problems = field(default_factory=Problems)
 
@@ -97,7 +94,7 @@ def look(job: tuple[Path, str, bool, Layout], advance: pool.Advance) -> Report:
             for position in sorted({0, report.samples - 1}) if shard else ():
                 _look_at_sample(report, shard, position, rows)
             return report
-        digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))  # a sample at a time
         with path.open("rb", buffering=0) as file:
             for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
                 digest.update(chunk[:count])
@@ -174,8 +171,7 @@ def _folders(root: Path, split: str | None, problems: Problems) -> dict[str, Pat
         raise Refusal(f"{root} is no folder")
     inside = {name: root / name for name in SPLITS if (root / name).is_dir()}
     if not inside or any(root.glob("*.tar")):
-        name = root.resolve().name
-        return {split or (name if name in SPLITS else "any"): root}
+        return {split or (root.resolve().name if root.resolve().name in SPLITS else "any"): root}
     if split:
         raise Refusal(f"--split={split} is about one folder of shards, {root} holds {' and '.join(inside)}")
     for name in SPLITS if (root / META).is_dir() else (*SPLITS, EMPTY):  # Energon's folders have EMPTY beside them

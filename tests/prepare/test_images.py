@@ -1,15 +1,12 @@
 """From pictures and captions to shards: every kind of picture, every kind of input, encoders, restarts."""
 
 import contextlib
-import fcntl
 import io
 import json
 import os
 import pickle
 import re
-import signal
 import struct
-import subprocess
 import sys
 import tarfile
 import threading
@@ -22,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, ROOT, called, script
+from conftest import MICRO, called, script
 from payload import Payload
 from peer_vae import diffusers_net, lively_net, relative_error, to_diffusers
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchvision.transforms import InterpolationMode, v2
@@ -34,6 +31,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 from flux_ref import config, config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
+from flux_ref.formats.files import locked
 from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import encoders, images, raw_images
 from flux_ref.prepare.encoders import Encoders
@@ -101,11 +99,11 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     return int((ours.int() - theirs.int()).abs().max())
 
 
-@pytest.mark.parametrize("size", [(256, 256), (640, 480), (333, 1000), (1001, 257), (64, 70), (256, 300)])
-def test_the_shorter_side_becomes_256_and_the_centre_is_kept(size):
-    picture = drawn(*size)
-    theirs = v2.Compose([v2.Resize(256, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(256)])(picture)
-    assert distance(pixels(saved(picture)), v2.functional.pil_to_tensor(theirs)) == 0
+def test_the_shorter_side_becomes_256_and_the_centre_is_kept():
+    theirs = v2.Compose([v2.Resize(256, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(256)])
+    for size in ((256, 256), (640, 480), (333, 1000), (1001, 257), (64, 70), (256, 300)):
+        picture = drawn(*size)
+        assert distance(pixels(saved(picture)), v2.functional.pil_to_tensor(theirs(picture))) == 0, size
 
 
 def test_other_sizes_are_covered_too():
@@ -126,10 +124,9 @@ def test_grey_pictures_have_three_equal_channels():
     assert torch.equal(grey[0], v2.functional.pil_to_tensor(drawn(256, 256).convert("L"))[0])
 
 
-@pytest.mark.parametrize("colour", [False, True])
-def test_16_bit_pictures_look_like_8_bit_ones(colour):
-    eight = np.asarray(drawn(256, 256) if colour else drawn(256, 256).convert("L"))
-    assert torch.equal(pixels(png(eight.astype(np.uint16) * 257)), pixels(saved(Image.fromarray(eight))))
+def test_16_bit_pictures_look_like_8_bit_ones():
+    for eight in (np.asarray(drawn(256, 256)), np.asarray(drawn(256, 256).convert("L"))):
+        assert torch.equal(pixels(png(eight.astype(np.uint16) * 257)), pixels(saved(Image.fromarray(eight))))
 
 
 @pytest.mark.parametrize("mode, kind", [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("P", "PNG"), ("P", "GIF")])
@@ -151,11 +148,6 @@ def test_what_is_transparent_shows_white(mode, kind):
     assert distance(pixels(content), want) <= 1
 
 
-def test_a_palette_keeps_its_colours():
-    picture = drawn(256, 256).quantize(16)
-    assert torch.equal(pixels(saved(picture)), pixels(saved(picture.convert("RGB"))))
-
-
 def test_cmyk_is_not_inverted():
     picture = drawn(256, 256)
     content = saved(picture.convert("CMYK"), "JPEG", quality=95)
@@ -163,35 +155,32 @@ def test_cmyk_is_not_inverted():
     assert (pixels(content).float() - pixels(saved(picture)).float()).abs().mean() < 3
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_pictures_stand_upright_whatever_their_exif_says(orientation, kind):
+def test_pictures_stand_upright_whatever_their_exif_says(kind):
     """Stored by the inverse of what the orientation asks for."""
-    upright = drawn(300, 200)
+    upright, options = drawn(300, 200), {"quality": 100, "subsampling": 0} if kind == "JPEG" else {}
     methods = (None, 0, 3, 1, 5, 2, 6, 4)  # of Image.transpose; orientations 6 and 8 undo each other
-    method = methods[orientation - 1]
-    stored = upright if method is None else upright.transpose(Image.Transpose(method))
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    content = saved(stored, kind, exif=exif, **({"quality": 100, "subsampling": 0} if kind == "JPEG" else {}))
-    assert distance(pixels(content), pixels(saved(upright))) <= (0 if kind == "PNG" else 6)
-    theirs = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
-    assert torch.equal(pixels(content), pixels(saved(theirs)))
+    for orientation, method in enumerate(methods, 1):
+        stored = upright if method is None else upright.transpose(Image.Transpose(method))
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = saved(stored, kind, exif=exif, **options)
+        assert distance(pixels(content), pixels(saved(upright))) <= (0 if kind == "PNG" else 6), orientation
 
 
-@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0" + bytes(range(200))])
-def test_damaged_exif_leaves_a_picture_as_it_is(exif):
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_exif_leaves_a_picture_as_it_is():
     picture = drawn(300, 200)
-    with_exif, without = saved(picture, "JPEG", exif=exif), saved(picture, "JPEG")
-    assert torch.equal(pixels(with_exif), pixels(without))
+    for exif in (b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0" + bytes(range(200))):
+        assert torch.equal(pixels(saved(picture, "JPEG", exif=exif)), pixels(saved(picture, "JPEG")))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_is_taken(kind):
+def test_the_first_frame_of_an_animation_is_taken():
     frames = [Image.new("RGB", (256, 256), colour) for colour in ("red", "blue", "green")]
-    content = saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
-    red, green, blue = pixels(content).float().mean(dim=(1, 2)).tolist()
-    assert red > 250 and green < 5 and blue < 5
+    for kind in ("GIF", "WEBP", "PNG"):
+        content = saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+        red, green, blue = pixels(content).float().mean(dim=(1, 2)).tolist()
+        assert red > 250 and green < 5 and blue < 5, kind
 
 
 def cut(content: bytes, part: float = 0.5) -> bytes:
@@ -222,15 +211,14 @@ BAD = {  # content, reason
 }
 
 
-@pytest.mark.parametrize("name", BAD)
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_what_cannot_be_used_is_rejected(name):
-    content, reason = BAD[name]
-    with pytest.raises(Rejected, match=f"^{reason}$"):
-        pixels(content)
-
-
-def test_bombs_are_small_files():
+def test_what_cannot_be_used_is_rejected():
+    reasons = {}
+    for name, (content, _) in BAD.items():
+        with pytest.raises(Rejected) as rejected:
+            pixels(content)
+        reasons[name] = str(rejected.value)
+    assert reasons == {name: reason for name, (_, reason) in BAD.items()}
     assert max(len(BAD[name][0]) for name in ("bomb.png", "huge_bomb.png", "ribbon.png")) < 20_000
 
 
@@ -466,7 +454,7 @@ def test_good_samples_are_numbered_without_gaps_in_full_shards(made, nets):
     assert sizes == [0, 5, 10, 12]
 
 
-def test_nothing_is_left_behind(made):
+def test_only_the_set_its_plan_and_the_list_are_left(made):
     """Another test may have put a validation set beside."""
     source, output, _, _ = made
     names = {path.name for path in output.iterdir() if not path.name.startswith("val")}
@@ -495,16 +483,6 @@ def test_latents_are_those_of_diffusers(made, nets):
         for member, want in (("mean", theirs.mean[0]), ("logvar", theirs.logvar[0])):
             assert relative_error(torch.from_numpy(rows[member]), want) < 2**-8
             assert relative_error(torch.from_numpy(rows[member]), want.bfloat16().float()) < 3e-4
-
-
-def test_latents_before_their_rounding_are_those_of_diffusers(nets):
-    net = vae.load(nets / "small.safetensors", sizes=SMALL)
-    twin = diffusers_net(SMALL)
-    twin.load_state_dict(to_diffusers(net.state_dict(), SMALL), strict=True, assign=True)
-    pixels_1CHW = pixels(saved(drawn(100, 80)), 64, 64)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        theirs, (mean, logvar) = twin.encode(pixels_1CHW).latent_dist, net.encode(pixels_1CHW)
-    assert relative_error(mean, theirs.mean) < 1e-5 and relative_error(logvar, theirs.logvar) < 1e-5
 
 
 def theirs_t5(nets: Path, caption: str) -> torch.Tensor:
@@ -619,9 +597,9 @@ def test_a_table_leads_nowhere_outside_its_folder(nets, small, bad_table, tmp_pa
     assert [meta.key for meta, _ in encoded(tmp_path / "out" / "train", nets)] == [f"train_id-{i}" for i in range(12)]
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
+def test_tables_that_are_none_are_refused(nets, tmp_path, capsys):
+    wrong = []
+    for text, reason in (
         ("image\n01.png\n", "has the columns"),
         ("caption\tid\na\tb\n", "has the columns"),
         ("image\tcaption\tcolour\n", "has the columns"),
@@ -629,12 +607,11 @@ def test_a_table_leads_nowhere_outside_its_folder(nets, small, bad_table, tmp_pa
         ("", "has the columns"),
         ('image\tcaption\n01.png\t"a cat\n', "unexpected end of data"),
         ("image\tcaption\n01.png\tl'\xe9t\xe9\n", "utf-8"),
-    ],
-)
-def test_tables_that_are_none_are_refused(nets, tmp_path, capsys, text, reason):
-    (tmp_path / "table.tsv").write_bytes(text.encode("latin-1"))
-    assert reason in refused(make(nets, tmp_path / "table.tsv", tmp_path / "out"), capsys)
-    assert not (tmp_path / "out").exists()
+    ):
+        (tmp_path / "table.tsv").write_bytes(text.encode("latin-1"))
+        line = refused(make(nets, tmp_path / "table.tsv", tmp_path / "out"), capsys)
+        wrong += [(text, line)] * (reason not in line or (tmp_path / "out").exists())
+    assert wrong == []
 
 
 def test_rows_with_other_columns_are_rejected(nets, small, tmp_path):
@@ -737,7 +714,7 @@ def sets(made, nets) -> Path:
     names = ["01.png", "02.jpg", "07_turned.jpg", "00_cut.jpg", *CAPTIONS]
     rows = [{"image": f"in/{name}", "caption": f"a cat {i}", "id": i} for i, name in enumerate(names)]
     table = write_table(source.parent / "val.tsv", rows)
-    done = script("flux_ref/prepare.py", *make(nets, table, output, "--per-shard", 3, split="val"), ranks=2)
+    done = script("flux_ref/prepare/__main__.py", *make(nets, table, output, "--per-shard", 3, split="val"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "1 rejected (1 damaged image)" in done.stdout
     return output
@@ -763,26 +740,6 @@ def test_training_and_evaluation_take_what_was_made(sets, nets, tmp_path, capsys
     assert "pictures:" in said and "false colours" not in said
 
 
-@pytest.mark.slow
-def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(made, nets, tmp_path):
-    source, output, _, _ = made
-    args = make(nets, source, tmp_path / "out")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "flux_ref.prepare", *args], env=env, stderr=subprocess.DEVNULL)
-    growing = tmp_path / "out" / "train.partial"
-    deadline = time.monotonic() + 90
-    while not (growing / "shard_000000.tar").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
-    assert growing.exists() and not (tmp_path / "out" / "train").exists()
-    first = (growing / "shard_000000.tar").stat().st_mtime_ns
-    assert prepare.main(args) == 0
-    assert (tmp_path / "out" / "train" / "shard_000000.tar").stat().st_mtime_ns == first, "written anew"
-    assert contents(tmp_path / "out" / "train") == contents(output / "train")
-    assert (tmp_path / "out" / "train_rejected.tsv").read_bytes() == (output / "train_rejected.tsv").read_bytes()
-
-
 @pytest.fixture
 def stopped(nets, small, tmp_path, monkeypatch) -> list[str]:
     """The arguments of a job that Ctrl-C has ended in its second shard, with input in tmp_path/in."""
@@ -800,7 +757,7 @@ def stopped(nets, small, tmp_path, monkeypatch) -> list[str]:
         patch.setattr(Encoders, "encode", interrupted)
         assert prepare.main(args) == 130
     names = {path.name for path in (tmp_path / "out" / "train.partial").iterdir()}
-    assert names == {"plan.json", "checked.json", "shard_000000.tar", ".lock"}
+    assert names == {"plan.json", "checked.json", "shard_000000.tar"}
     return args
 
 
@@ -816,23 +773,29 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
-@pytest.mark.parametrize("change", ["touched", "added", "removed", "option", "encoder"])
-def test_a_job_does_not_go_on_with_other_input(stopped, tmp_path, capsys, change):
-    source, names = tmp_path / "in", {"option": "min_side", "added": "00.png", "encoder": "/t5/config.json"}
-    if change == "touched":
-        os.utime(source / "11_palette.png", (1, 1))
-    if change == "added":
-        (source / "00.png").write_bytes(b"")
-    if change == "removed":
-        (source / "11_palette.png").unlink()
-    if change == "option":
-        stopped = [*stopped, "--min-side", "65"]
-    if change == "encoder":
-        stopped = [*stopped, "--t5", str(save_t5(tmp_path / "t5_copy"))]
-    before = contents(tmp_path / "out")
-    line = refused(stopped, capsys)
-    assert "was begun otherwise" in line and names.get(change, "11_palette.png") in line
-    assert contents(tmp_path / "out") == before
+def test_a_job_does_not_go_on_with_other_input(stopped, tmp_path, capsys):
+    source, before = tmp_path / "in", contents(tmp_path / "out")
+    picture = source / "11_palette.png"
+    status, content = picture.stat(), picture.read_bytes()
+
+    def must_refuse(args: list[str], words: str) -> None:
+        line = refused(args, capsys)
+        assert "was begun otherwise" in line and words in line and contents(tmp_path / "out") == before
+
+    os.utime(picture, (1, 1))
+    must_refuse(stopped, "11_palette.png was [")
+    picture.unlink()
+    must_refuse(stopped, "is missing")
+    picture.write_bytes(content)
+    os.utime(picture, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    (source / "00.png").write_bytes(b"")
+    must_refuse(stopped, "00.png was missing, is [0, ")
+    (source / "00.png").unlink()
+    must_refuse([*stopped, "--min-side", "65"], "min_side was 64, is 65")
+    must_refuse([*stopped, "--t5", str(save_t5(tmp_path / "t5_copy"))], "/t5/config.json")
+    with locked(tmp_path / "out" / "train.partial" / "plan.json"):
+        assert "in use by another job" in refused(stopped, capsys)
+    assert prepare.main(stopped) == 0
 
 
 def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path):
@@ -840,13 +803,6 @@ def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path):
     (tmp_path / "in" / "00.png").write_bytes(b"")
     assert prepare.main(stopped) == 0
     assert "00.png\tno caption" in (tmp_path / "out" / "train_rejected.tsv").read_text()
-
-
-def test_two_jobs_do_not_share_a_folder(stopped, tmp_path, capsys):
-    with (tmp_path / "out" / "train.partial" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "in use by another job" in refused(stopped, capsys)
-    assert prepare.main(stopped) == 0
 
 
 def test_a_finished_set_is_refused_and_left_alone(made, nets, capsys):
