@@ -19,7 +19,6 @@ from torch import Tensor
 
 from bench import common
 from bench.common import END, Clock
-from bench.step import environment
 from flux_ref import config_file, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
@@ -30,7 +29,7 @@ from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
-SQUARES = {"cpu": (512,), "accelerator": (4096, 8192)}
+SQUARES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
 SIZES = listed(between(1, common.MOST))
 FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
 
@@ -167,6 +166,11 @@ def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf
     return report
 
 
+def square(dtype: str, clock: Clock) -> float:
+    """1e12 FLOP/s of the best square product in a compute dtype."""
+    return best_square(partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype]), clock)
+
+
 def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
     """1e12 FLOP/s of the best square product."""
     sizes = SQUARES["cpu" if clock.device.type == "cpu" else "accelerator"]
@@ -186,7 +190,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     clock = Clock(world.device)
-    report = environment("bench.ceiling", cfg, world, argv)
+    report = common.environment("bench.ceiling", cfg, world, argv)
     report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
     if world.rank == 0:
         json_option.show(table(report), report, args.json)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench import common
 from bench.common import Clock, quartiles, rss_mb
-from bench.step import environment, run_steps
+from bench.step import run_steps
 from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         world = ranks.start(cfg.parallel)
         config_rules.validate_world(cfg, world.size)
         folder = ranks.gather_objects(folder)[0]  # one for all ranks
-        report = environment("bench.checkpoint", cfg, world, argv)
+        report = common.environment("bench.checkpoint", cfg, world, argv)
         report |= Bench(config_file.replace(cfg, run__dir=folder), world, args).measure()
         ranks.gather_objects(None)  # no rank takes its folder away before all are done
     if world.rank == 0:

@@ -12,6 +12,10 @@ from statistics import quantiles
 
 import torch
 
+from flux_ref import config, steps
+from flux_ref.config import Config
+from flux_ref.model import parameter_table
+from flux_ref.ranks import World
 from flux_ref.run import json_option
 from flux_ref.run.environment import commit, device_name
 from flux_ref.run.options import Options, between
@@ -45,6 +49,16 @@ def head(name: str, argv: list[str], device: torch.device | None = None) -> dict
         "cores": os.cpu_count(),
         "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
         "load_average": os.getloadavg()[0],  # of the minute before: others at work
+    }
+
+
+def environment(name: str, cfg: Config, world: World, argv: list[str]) -> dict:
+    """The head of a report about training steps. name: the module that writes it."""
+    return head(name, argv, world.device) | {
+        "steps_run": steps.mode(cfg, world.device),
+        "ranks": world.size,
+        "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
+        "config": config.flat(cfg),
     }
 
 

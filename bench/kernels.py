@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import common
 from bench.common import Clock
-from bench.step import build, environment, run_steps
+from bench.step import build, run_steps
 from flux_ref import config_file, config_rules, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     config_rules.validate_world(cfg, world.size)
-    report = environment("bench.kernels", cfg, world, argv)
+    report = common.environment("bench.kernels", cfg, world, argv)
     report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
     if world.rank == 0:
         json_option.show(table(report), report, args.json)

@@ -15,7 +15,6 @@ import sys
 
 from bench import common, peers
 from bench.common import Clock
-from bench.step import environment
 from flux_ref import config_file, ranks
 from flux_ref.errors import Fault, Refusal
 from flux_ref.run import cli, json_option
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
     if world.size > 1:
         raise Refusal(f"bench.race compares unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
-    report = environment("bench.race", cfg, world, argv)
+    report = common.environment("bench.race", cfg, world, argv)
     report["peers"], report["refused"] = {}, {}
     for name in args.peers:
         try:

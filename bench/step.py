@@ -18,14 +18,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench import common, peers
+from bench import ceiling, common, peers
 from bench.common import END, Clock
-from flux_ref import config, config_file, config_rules, ranks, schedule, sharding, steps
+from flux_ref import config, config_file, config_rules, ranks, schedule, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
-from flux_ref.model import Flux, parameter_table
+from flux_ref.model import Flux
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
@@ -35,8 +35,7 @@ from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
 
-SPLIT_STEPS, GEMM_REPEATS = 5, 10
-GEMM_SIZES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
+SPLIT_STEPS = 5
 HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
 HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "graph", "fp8")
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     if args.peers and world.size > 1:
         raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
     clock = Clock(world.device)
-    report = environment("bench.step", cfg, world, argv) | measure(cfg, world, clock, args)
+    report = common.environment("bench.step", cfg, world, argv) | measure(cfg, world, clock, args)
     gc.collect()  # the sharded net, before the peers need its memory
     report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
     if world.rank == 0:
@@ -104,7 +103,7 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         flops.per_sample(cfg.model) / 1e12,
         cfg.train.global_batch * 1e3 * len(totals) / sum(totals),
     )
-    achieved, roof = per_sample * samples_per_s / world.size, ceiling(sharding.DTYPES[cfg.parallel.dtype], clock)
+    achieved, roof = per_sample * samples_per_s / world.size, ceiling.square(cfg.parallel.dtype, clock)
     return {
         "steps": args.steps,
         "warmup": args.warmup,
@@ -199,32 +198,6 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     after.remove()
     parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
-
-
-def ceiling(dtype: torch.dtype, clock: Clock) -> float:
-    """1e12 FLOP/s of the best square matrix product, while the other ranks do the same."""
-    best = 0.0
-    for size in GEMM_SIZES["cpu" if clock.device.type == "cpu" else "accelerator"]:
-        left, right = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
-        for _ in range(3):
-            left @ right
-        clock.start()
-        for _ in range(GEMM_REPEATS):
-            clock.mark("product")
-            left @ right
-            clock.mark(END)
-        best = max(best, 2 * size**3 / 1e9 / median(step["product"] for step in clock.steps()))
-    return best
-
-
-def environment(name: str, cfg: Config, world: World, argv: list[str]) -> dict:
-    """The head of a report about training steps. name: the module that writes it."""
-    return common.head(name, argv, world.device) | {
-        "steps_run": steps.mode(cfg, world.device),
-        "ranks": world.size,
-        "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
-        "config": config.flat(cfg),
-    }
 
 
 def table(report: dict) -> str:

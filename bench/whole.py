@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from bench.step import HARMLESS, environment, honour
+from bench.step import HARMLESS, honour
 from flux_ref import config_file, flow, ranks, schedule, sharding
 from flux_ref.benchmark import flops
 from flux_ref.benchmark.facts import VAL_SAMPLES
@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     require(cfg, world)
-    report = environment("bench.whole", cfg, world, argv)
+    report = common.environment("bench.whole", cfg, world, argv)
     report |= measure(cfg, world, args, Clock(world.device))
     json_option.show(table(report), report, args.json)
     return 0
