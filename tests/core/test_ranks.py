@@ -25,7 +25,7 @@ COPIES = [
 
 
 def test_one_copy_per_node_unless_asked_otherwise():
-    assert [case for case in COPIES if replica_count(case[0], case[1]) != case[2]] == []
+    assert [(nodes, wanted) for nodes, wanted, count in COPIES if replica_count(wanted, nodes) != count] == []
 
 
 @pytest.mark.parametrize(
