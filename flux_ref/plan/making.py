@@ -4,7 +4,7 @@ import math
 from math import ceil
 
 from flux_ref import config, config_rules, schedule
-from flux_ref.benchmark import convergence, flops
+from flux_ref.benchmark import convergence, flops, reference_points
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
@@ -111,7 +111,7 @@ def _samples(cfg: Config) -> float | None:
     """The samples that the reference needs to the target at this batch; None if that is not known."""
     if cfg.model != config.ModelConfig() or cfg.eval.target != TARGET:
         return None
-    return convergence.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
+    return reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
 
 
 def _calibrated(cfg: Config, layout: Layout, machine: Machine, measured: list[Calibration]) -> tuple[float, str]:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flux_ref import config_rules
-from flux_ref.benchmark import convergence
+from flux_ref.benchmark import reference_points
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def judge_and_print(args: argparse.Namespace) -> list[System]:
     """Judge all systems, print each verdict at once, and write the page if --out asks for it. Raises: Refusal."""
-    convergence.points(args.ruleset, args.points)  # refuses a bad file before the first log is read
+    reference_points.points(args.ruleset, args.points)  # refuses a bad file before the first log is read
     groups = result_files.find(args.paths)
     if args.out:
         if importlib.util.find_spec("matplotlib") is None:

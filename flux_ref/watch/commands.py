@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import config_file
-from flux_ref.benchmark import alarms, convergence, flops, hardware
+from flux_ref.benchmark import alarms, convergence, flops, hardware, reference_points
 from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
@@ -68,7 +68,7 @@ class Look:
         """Samples at which the run should end, and why."""
         cfg, needed = self.cfg, None
         if convergence.is_benchmark(cfg):
-            needed = convergence.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
+            needed = reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
         if needed and self.samples < needed < cfg.train.max_samples:
             return needed, "the reference's mean"
         return cfg.train.max_samples, "train.max_samples"

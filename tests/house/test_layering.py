@@ -12,8 +12,9 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
     *("formats.energon", "formats.files", "formats.jsonl", "formats.shard_writer", "formats.shards"),
-    *("formats.toml_file", "run.options", "benchmark.facts", "benchmark.communication"),
+    *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
+    "benchmark.reference_points",
     *("run.attempt", "run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.repack", "prepare.shapes", "prepare.verify"),
