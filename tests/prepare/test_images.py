@@ -709,22 +709,22 @@ def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def sets(made, nets) -> Path:
-    """The folder of `made`, and beside it a validation set made by two ranks from a table."""
+    """The folder of `made`, and beside it a validation set made from a table."""
     source, output, _, _ = made
     names = ["01.png", "02.jpg", "07_turned.jpg", "00_cut.jpg", *CAPTIONS]
     rows = [{"image": f"in/{name}", "caption": f"a cat {i}", "id": i} for i, name in enumerate(names)]
     table = write_table(source.parent / "val.tsv", rows)
-    done = script("flux_ref/prepare/__main__.py", *make(nets, table, output, "--per-shard", 3, split="val"), ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "1 rejected (1 damaged image)" in done.stdout
+    assert prepare.main(make(nets, table, output, "--per-shard", 3, split="val")) == 0
     return output
 
 
 @pytest.mark.slow
 def test_two_ranks_make_the_same_bytes_as_one(made, sets, nets, tmp_path):
-    source, _, _, _ = made
-    assert prepare.main(make(nets, source.parent / "val.tsv", tmp_path, "--per-shard", 3, split="val")) == 0
-    alone, both = contents(tmp_path / "val"), contents(sets / "val")
+    args = make(nets, made[0].parent / "val.tsv", tmp_path, "--per-shard", 3, split="val")
+    done = script("flux_ref/prepare/__main__.py", *args, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "1 rejected (1 damaged image)" in done.stdout
+    both, alone = contents(tmp_path / "val"), contents(sets / "val")
     assert len(alone) == 2 + 5 and alone == both
     assert (tmp_path / "val_rejected.tsv").read_bytes() == (sets / "val_rejected.tsv").read_bytes()
 

@@ -696,6 +696,7 @@ def stage_command(rank: int, address: str, port: int, src: Path, dst: Path) -> l
     return list(map(str, command))
 
 
+@pytest.mark.slow
 def test_two_launchers_stage_as_one_job(src, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
