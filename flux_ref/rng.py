@@ -71,7 +71,7 @@ class Draw:
 def train_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float) -> Draw:
     """The draws of one training sample in one epoch. sample: its index in the data set.
 
-    spec: t is uniform. A logit-normal t would be drawn here, from its own words.
+    spec: t is uniform. A logit-normal t would be drawn here, from words 2 and 3 of SCALARS.
     """
     drop, t = uniform(words(seed, SCALARS, 2, sample=sample, epoch=epoch))
     return Draw(

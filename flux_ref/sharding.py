@@ -47,7 +47,7 @@ def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch.
-    Replicas sum their gradient shards once per step, with the last micro-batch (step.train_step).
+    Replicas average their gradient shards once per step, with the last micro-batch (step.train_step).
     numerics: master weights stay fp32. Units are gathered in cfg.dtype; gradients are reduced in cfg.reduce_dtype.
     """
     net.double_blocks = regions.regions(net.double_blocks, cfg)

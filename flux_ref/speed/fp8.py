@@ -277,7 +277,7 @@ class Fp8State:
         NaN is needed because a cast with a remembered scale clamps infinity, which hides it from the loss.
 
         Collective. Works on the device alone and in place, so a captured graph may hold it. A tensor keeps its history
-        and scale if its magnitude was 0 or not finite on any rank.
+        and scale if its magnitude was 0 on all ranks, or not finite on any rank.
         """
         if not self.amaxes:
             return None
