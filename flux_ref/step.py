@@ -82,7 +82,7 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
     for start in range(0, rows, micro):
         part = {name: tensor[start : start + micro] for name, tensor in batch.items()}
         last = start + micro == rows
-        # Each micro-batch is reduced to shards at once. Replicas are summed with the last micro-batch only.
+        # Each micro-batch is reduced to shards at once. Replicas are averaged with the last micro-batch only.
         state.net.set_is_last_backward(last)
         state.net.set_requires_all_reduce(last)
         part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
