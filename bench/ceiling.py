@@ -54,12 +54,7 @@ class Product:
 def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
     hidden, inner = model.hidden, model.mlp_ratio * model.hidden
-    double = {
-        "qkv": (hidden, 3 * hidden),
-        "proj": (hidden, hidden),
-        "mlp.0": (hidden, inner),
-        "mlp.2": (inner, hidden),
-    }
+    double = {"qkv": (hidden, 3 * hidden), "proj": (hidden, hidden), "mlp.0": (hidden, inner), "mlp.2": (inner, hidden)}
     single = {"linear1": (hidden, 3 * hidden + inner), "linear2": (hidden + inner, hidden)}
     layers = [("img_" + name, model.image_tokens, shape, model.double_blocks) for name, shape in double.items()]
     layers += [("txt_" + name, model.text_tokens, shape, model.double_blocks) for name, shape in double.items()]

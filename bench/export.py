@@ -163,7 +163,7 @@ def table(report: dict) -> str:
     """The report for the terminal."""
     rows = common.machine(report) | {
         "model": f"{report['parameters']:,} parameters in {report['blocks'][0]} + {report['blocks'][1]} blocks,"
-        f" {report['fp32_gb']:.2f} GB in fp32, saved by {report['ranks_of_checkpoint']} ranks",
+        f" {report['fp32_gb']:.2f} GB in fp32, saved by {report['ranks_of_checkpoint']} ranks"
     }
     for name, gb in report["baseline_memory_gb"].items():
         rows[name] = f"{gb:.2f} GB"

@@ -12,7 +12,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import argparse
 import gc
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench import ceiling, common, peers
 from bench.common import END, Clock
-from flux_ref import config, config_file, config_rules, ranks, schedule, sharding
+from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
@@ -146,22 +146,30 @@ def honour(cfg: Config, name: str, sections: tuple[str, ...]) -> None:
             raise Refusal(f"{name} does not honour the section {section}; leave it at its defaults")
 
 
-def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> float:
-    """The training loop of train.py without its log; returns this rank's last loss.
+@dataclass
+class MarkedFeed:
+    """Marks when a step begins to take its batch and when it has it. Without a feed the batch stays as it is.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
-    is on it: it is the device's wait, not the time that the host, running ahead, waits for a free buffer.
+    is on it. The span is the device's wait, not the time that the host, running ahead, waits for a free buffer.
     """
-    cfg, state, loss = steps.cfg, steps.state, torch.zeros(())
-    steps.health.restart(state.step)
+
+    feed: Feed | None
+    clock: Clock
+
+    def copy_into(self, batch: Batch) -> None:
+        self.clock.mark("data")
+        if self.feed:
+            self.feed.copy_into(batch)
+        self.clock.mark("step")
+
+
+def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> float:
+    """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite."""
+    marked, loss = MarkedFeed(feed, clock), torch.zeros(())
+    steps.health.restart(steps.state.step)
     for _ in range(count):
-        clock.mark("data")
-        if feed:
-            feed.copy_into(steps.train_batch)
-        clock.mark("step")
-        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, _ = steps.train()
-        state.advance(cfg.train.global_batch)
+        loss, _ = steps.train_on(marked)
         clock.mark(END)
     if (steps.health.flags[1:] != NEVER).any():
         raise Fault("the loss or the gradient norm is not finite, so the times mean nothing; lower optim.lr")
