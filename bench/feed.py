@@ -1,17 +1,21 @@
-"""How fast samples come from the disk into a batch, against a bare read and other pipelines; see bench/README.md.
+"""How fast samples come from the disk into a batch, against a bare read and webdataset; see bench/README.md.
 
     python -m bench.feed                                            1,920 samples of full size, 4.2 GB
-    python -m bench.feed --peers webdataset,energon --json bench/results/NAME.json
+    python -m bench.feed --webdataset --json bench/results/NAME.json
     python -m bench.feed --samples 10000 --folder /mnt/nvme
 
---samples N (1920) per pass; --rounds N (5) in which the contenders take turns; --workers LIST (1,2,4); --cold=false
-leaves out the passes whose data have been dropped from the page cache; --flat N (20000) samples over which memory is
-watched; --folder DIR (the system's folder for temporary files) needs 2.2 MB per sample. Linux only.
+--samples N (1920) per pass. The contenders take turns for --rounds N (5), with --workers LIST (1,2,4).
+--flat N (20000) samples over which memory is watched. --folder DIR (the system's folder for temporary files) needs
+2.2 MB per sample. Linux only.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
+import contextlib
 import gc
+import importlib.metadata
+import importlib.util
+import io
 import os
 import resource
 import shutil
@@ -29,7 +33,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import common, feed_peers
+from bench import common
 from bench.common import quartiles, rss_mb
 from flux_ref import config_file, rng
 from flux_ref.config import Config
@@ -42,6 +46,7 @@ from flux_ref.run.options import Options, between, listed
 BATCH = 32
 PER_SHARD = 40  # so that every process of the peers has shards of its own
 GPUS, PER_GPU = 8, 40  # samples/s that a node of fast ones takes
+AHEAD = 2  # batches that each worker of a torch DataLoader reads ahead
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -50,9 +55,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=between(2 * BATCH, common.MOST), default=1920)
     parser.add_argument("--rounds", type=between(2, common.MOST), default=5)
     parser.add_argument("--workers", type=listed(between(1, 1024)), default=[1, 2, 4])
-    parser.add_argument("--cold", choices=("true", "false"), default="true")
     parser.add_argument("--flat", type=int, default=20_000)
-    parser.add_argument("--peers", type=listed(), default=[])
+    parser.add_argument("--webdataset", action="store_true")
     parser.add_argument("--config", help="whose model's sizes to use (default: FLUX.1-schnell's)")
     parser.add_argument("--folder", type=Path)
     json_option.json_option(parser)
@@ -61,7 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Refusal(f"--samples={args.samples} must be a multiple of {BATCH}")
     if args.flat and args.flat < 20 * BATCH:
         raise Refusal(f"--flat={args.flat} must be 0 or at least {20 * BATCH}")
-    feed_peers.require(args.peers)
+    if args.webdataset and importlib.util.find_spec("webdataset") is None:
+        raise Refusal("--webdataset needs a package; pip install webdataset")
     return args
 
 
@@ -75,7 +80,10 @@ def main(argv: list[str]) -> int:
             raise Refusal(f"{folder} has {free / 1e9:.1f} GB free, want {2e-9 * args.samples * stride:.1f}")
         root = Path(folder)
         make(root, cfg, args.samples)
-        report = environment(argv, root) | {"sample_bytes": stride, "samples": args.samples, "batch": BATCH}
+        report = common.head("bench.feed", argv) | {"numpy": np.__version__, "file_system": file_system(root)}
+        if args.webdataset:
+            report["webdataset"] = importlib.metadata.version("webdataset")
+        report |= {"sample_bytes": stride, "samples": args.samples, "batch": BATCH}
         report |= Race(root, cfg, args).run()
     json_option.show(table(report), report, args.json)
     return 0
@@ -115,20 +123,12 @@ class Race:
         # A flat buffer as large as those of the feed, so that all contenders fill the same amount of memory.
         self.flat = np.zeros((BATCH * self.cfg.data.prefetch, self.set.shards.layout.stride), np.uint8)
         self.order = rng.order(self.cfg.train.seed, 0, args.samples)
-        self.contenders: dict[str, Contender] = {
-            "pread": self.pread,
-            "unscanned": self.unscanned,
-            "read": self.read,
-            "feed": self.feed,
-        }
-        for name in args.peers:
-            self.contenders[name] = lambda workers, name=name: self.peer(name, workers)
+        ways = (self.pread, self.unscanned, self.read, self.feed, *([self.webdataset] if args.webdataset else []))
+        self.contenders: dict[str, Contender] = {way.__name__: way for way in ways}
 
     def run(self) -> dict:
         """Everything that is reported."""
-        rates = {"warm": self.rounds(self.warm)}
-        if self.args.cold == "true":
-            rates["cold"] = self.rounds(self.set.shards.evict)
+        rates = {"warm": self.rounds(self.warm), "cold": self.rounds(self.set.shards.evict)}
         return {"rounds": self.args.rounds, "rates": rates, "flat": self.flatness()}
 
     def rounds(self, before: Callable[[], None]) -> dict:
@@ -208,43 +208,44 @@ class Race:
 
     def feed(self, workers: int) -> Pass:
         """Batches as training takes them: read, checked and with their draws."""
+        return self.timed(self.batches(workers, self.args.samples // BATCH))
+
+    def batches(self, workers: int, count: int) -> Iterator[None]:
+        """Take batches from the feed."""
         self.set.cfg = config_file.replace(self.cfg, data__workers=workers)
-        feed = self.set.feed(0)
-        try:
-            return self.timed(self.batches(feed, self.args.samples // BATCH))
-        finally:
-            feed.close()
+        with contextlib.closing(self.set.feed(0)) as feed:
+            for _ in range(count):
+                feed.give_back(feed.take())
+                yield
 
-    @staticmethod
-    def batches(feed: object, count: int) -> Iterator[None]:
-        for _ in range(count):
-            feed.give_back(feed.take())
-            yield
+    def webdataset(self, workers: int) -> Pass:
+        """webdataset's own loader in processes: shards in order, no draws, numpy's own parser for the members.
 
-    def peer(self, name: str, workers: int) -> Pass:
-        """Another pipeline's batches, once it is under way. Its processes' work is known when they have ended."""
-        cpu, first, count = cpu_seconds(), workers * feed_peers.AHEAD, self.args.samples // BATCH
-        with feed_peers.PEERS[name](self.folder, BATCH, workers) as batches:
-            for _ in range(first):  # what has been read ahead does not count
-                next(batches)
-            one = self.timed(next(batches) for _ in range(count))
+        The work of its processes is known when they have ended.
+        """
+        import webdataset as wds
+
+        cpu, ahead, count = cpu_seconds(), workers * AHEAD, self.args.samples // BATCH
+        files = wds.WebDataset(sorted(map(str, self.folder.glob("*.tar"))), shardshuffle=False, empty_check=False)
+        collate = torch.utils.data.default_collate
+        samples = files.repeat().map(decode).batched(BATCH, partial=False, collation_fn=collate)
+        batches = iter(wds.WebLoader(samples, batch_size=None, num_workers=workers, prefetch_factor=AHEAD))
+        for _ in range(ahead):  # what was read ahead does not count
+            next(batches)
+        timed = self.timed(next(batches) for _ in range(count))
         del batches
         gc.collect()
-        return Pass(one.s, (cpu_seconds() - cpu) * count / (first + count + first))  # as much lies ahead in the end
+        return Pass(timed.s, (cpu_seconds() - cpu) * count / (ahead + count + ahead))  # as much lies ahead at the end
 
     def flatness(self) -> dict:
         """Resident memory while the feed hands out --flat samples; the first tenth is a warm-up."""
         if not self.args.flat:
             return {}
-        self.set.cfg = config_file.replace(self.cfg, data__workers=2)
-        feed, sizes, count = self.set.feed(0), [], self.args.flat // BATCH
-        try:
-            for number in tqdm(range(count), desc="watching memory", unit=" batches", leave=False):
-                feed.give_back(feed.take())
-                if number >= count // 10:
-                    sizes.append(rss_mb())
-        finally:
-            feed.close()
+        sizes, count = [], self.args.flat // BATCH
+        steps = tqdm(self.batches(2, count), total=count, desc="watching memory", unit=" batches", leave=False)
+        for number, _ in enumerate(steps):
+            if number >= count // 10:
+                sizes.append(rss_mb())
         slope = statistics.linear_regression(range(len(sizes)), sizes).slope / BATCH
         return {"samples": self.args.flat, "first_mb": sizes[0], "last_mb": sizes[-1], "kb_per_1000": 1e6 * slope}
 
@@ -257,10 +258,9 @@ def cpu_seconds() -> float:
     )
 
 
-def environment(argv: list[str], root: Path) -> dict:
-    """The head of the report."""
-    own = {"numpy": np.__version__, "peers": feed_peers.versions(), "file_system": file_system(root)}
-    return common.head("bench.feed", argv) | own
+def decode(sample: dict) -> dict[str, torch.Tensor]:
+    """The members of a sample from webdataset."""
+    return {name: torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in shards.MEMBERS}
 
 
 def file_system(path: Path) -> str:

@@ -293,10 +293,7 @@ def test_options_that_mean_nothing_are_refused():
     """One line that names the option."""
     for module, option in (
         *((whole, option) for option in ("--micro-batches=0", "--micro-batches=x", "--steps=0", "--ranks=0")),
-        *(
-            (feed, option)
-            for option in ("--samples=33", "--samples=65", "--rounds=1", "--workers=0", "--peers=no_such")
-        ),
+        *((feed, option) for option in ("--samples=33", "--samples=65", "--rounds=1", "--workers=0")),
         *((sweep, option) for option in ("--minutes=0", "--only=nothing", "--continue", "positional")),
     ):
         name, _, value = option.partition("=")
