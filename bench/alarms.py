@@ -26,11 +26,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files of the benchmark, or trees of them")
     json_option.json_option(parser)
     args = parser.parse_args(argv)
-    report = {
-        "command": f"python -m bench.alarms {shlex.join(argv)}",
-        "commit": commit(),
-        "systems": judged(curves(args.paths)),
-    }
+    report = {"command": f"python -m bench.alarms {shlex.join(argv)}", "commit": commit()}
+    report["systems"] = judged(curves(args.paths))
     json_option.show(table(report), report, args.json)
     return 0
 
@@ -50,18 +47,13 @@ def judged(by_batch: dict[int, dict[str, list[Curve]]]) -> list[dict]:
     """How many runs of each system are flagged."""
     systems = []
     for batch, runs in sorted(by_batch.items()):
-        band = convergence.public_band(batch)
+        public = convergence.public_band(batch)
         for name, curves_of_system in runs.items():
             others = band_of(batch, [curve for other, more in runs.items() if other != name for curve in more])
-            systems.append(
-                {
-                    "system": name,
-                    "global_batch": batch,
-                    "runs": len(curves_of_system),
-                    "warned": warned(curves_of_system, band),
-                    "warned_by_others": warned(curves_of_system, others) if others else None,
-                }
-            )
+            figures = {"system": name, "global_batch": batch, "runs": len(curves_of_system)}
+            figures["warned"] = warned(curves_of_system, public)
+            figures["warned_by_others"] = warned(curves_of_system, others) if others else None
+            systems.append(figures)
     return systems
 
 

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
 
 from bench import common
-from bench.common import END, Clock
+from bench.common import Clock
 from flux_ref import config_file, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
@@ -110,14 +109,7 @@ def random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) ->
 
 def time_ms(call: Callable[[], object], clock: Clock) -> float:
     """Median milliseconds of a call after warming up."""
-    for _ in range(WARMUP):
-        call()
-    clock.start()
-    for _ in range(REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"]):
-        clock.mark("product")
-        call()
-        clock.mark(END)
-    return median(step["product"] for step in clock.steps())
+    return clock.repeated("product", REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"], call, WARMUP)
 
 
 def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:

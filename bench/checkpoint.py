@@ -81,8 +81,7 @@ class Bench:
         self.state = State.of(net, cfg, world)
         self.eager = Steps(self.state, cfg, world)  # never captured
         self.eager.warm_up()
-        self.said: list[str] = []
-        self.saver = Saver(cfg, world, FACTS, self.said.append)
+        self.saver = Saver(cfg, world, FACTS, lambda text: None)
 
     def measure(self) -> dict:
         """Everything that is reported. Collective."""
@@ -91,14 +90,9 @@ class Bench:
         buffers = sum(rows.local.nbytes for rows in self.saver.host.values())
         state = sum(rows.local.nbytes for rows in rows_of(self.state).values())
         memory = {"buffer_mb": buffers / 1e6, "share_of_state": buffers / state}
-        first = before and rss_mb() - before
-        return {
-            "every": self.args.every,
-            "race": self.race(),
-            "alone": self.alone(),
-            "memory": memory | {"first_save_mb": first},
-            "leak": self.leak(),
-        }
+        memory |= {"first_save_mb": before and rss_mb() - before}
+        report = {"every": self.args.every, "race": self.race(), "alone": self.alone()}
+        return report | {"memory": memory, "leak": self.leak()}
 
     def steps(self, saving: bool) -> Block:
         """A block of steps, with or without saves; each save has --every steps to run behind."""
@@ -122,18 +116,15 @@ class Bench:
         self.saver.finish()
         ratios = [with_saves.s / without.s for with_saves, without in zip(blocks[True], blocks[False])]
         cpu = [with_saves.cpu_s - without.cpu_s for with_saves, without in zip(blocks[True], blocks[False])]
-        return {
-            "rounds": self.args.rounds,
-            "steps": self.args.steps,
-            "ratio": statistics.median(ratios),
-            "ratio_quartiles": quartiles(ratios),
-            "step_ms": {
-                name: 1e3 * statistics.median(block.s for block in blocks[saving]) / self.args.steps
-                for name, saving in (("with", True), ("without", False))
-            },
-            "wait_ms": 1e3 * statistics.median(wait for block in blocks[True] for wait in block.waits),
-            "cpu_ms_per_save": 1e3 * statistics.median(cpu) * self.args.every / self.args.steps,
+        step_ms = {
+            name: 1e3 * statistics.median(block.s for block in blocks[saving]) / self.args.steps
+            for name, saving in (("with", True), ("without", False))
         }
+        wait_ms = 1e3 * statistics.median(wait for block in blocks[True] for wait in block.waits)
+        cpu_ms = 1e3 * statistics.median(cpu) * self.args.every / self.args.steps
+        report = {"rounds": self.args.rounds, "steps": self.args.steps, "ratio": statistics.median(ratios)}
+        report |= {"ratio_quartiles": quartiles(ratios), "step_ms": step_ms}
+        return report | {"wait_ms": wait_ms, "cpu_ms_per_save": cpu_ms}
 
     def alone(self) -> dict:
         """Saves while nothing else runs: the latest moment at which one is on the disk."""

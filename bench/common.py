@@ -6,9 +6,10 @@ import re
 import shlex
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 import torch
 
@@ -116,6 +117,16 @@ class Clock:
                 steps.append(dict(spent))
                 spent.clear()
         return steps
+
+    def repeated(self, label: str, count: int, task: Callable[[], object], warmup: int) -> float:
+        """Median milliseconds of `count` calls of a task after a warm-up. The device may overlap calls."""
+        for i in range(warmup + count):
+            if i == warmup:
+                self.start()
+            self.mark(label)
+            task()
+            self.mark(END)
+        return median(step[label] for step in self.steps())
 
 
 def quartiles(values: list[float]) -> list[float]:

@@ -150,13 +150,9 @@ def child(code: str, *argv: str) -> dict:
 
 def environment(model: ModelConfig, argv: list[str]) -> dict:
     """The head of the report."""
-    return common.head("bench.export", argv) | {
-        "safetensors": version("safetensors"),
-        "parameters": size_of(model) // 4,
-        "fp32_gb": size_of(model) / 1e9,
-        "blocks": [model.double_blocks, model.single_blocks],
-        "ranks_of_checkpoint": RANKS,
-    }
+    size = {"parameters": size_of(model) // 4, "fp32_gb": size_of(model) / 1e9, "ranks_of_checkpoint": RANKS}
+    size |= {"blocks": [model.double_blocks, model.single_blocks], "safetensors": version("safetensors")}
+    return common.head("bench.export", argv) | size
 
 
 def table(report: dict) -> str:

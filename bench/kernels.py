@@ -1,7 +1,6 @@
 """Where a step's time goes, kernel by kernel, from torch.profiler; bench/README.md explains every figure.
 
     python -m bench.kernels --config configs/FILE.toml --steps 3 --json bench/results/NAME.json
-    python -m bench.kernels --trace TRACE.json              a trace that was taken elsewhere, as one step
 
 Trains on one synthetic batch as bench.step does. On an accelerator the timeline is the device's; on the CPU it is made
 of what each thread's innermost operation is. --section.key=value overrides the config as in train.py.
@@ -45,6 +44,7 @@ CLASSES = (
     ("copy", r"memcpy|memset|copy|_cast|catarray|chunk_cat|fill|::cat$|::to$|::zero_$|::contiguous|::clone"),
     ("elementwise", r"elementwise|reduce|norm|softmax|gelu|silu|multi_tensor|aten::"),
 )
+GAPS = ("median_gap_us", "longest_gap_us")
 NAMES = ("gemm", "attention", "elementwise", "copy", "communication", "optimizer", "other")
 
 
@@ -123,17 +123,12 @@ def analyse(spans: list[Span], steps: int = 1) -> dict:
     others = busy([span for span in spans if classify(span.name) != "communication"])
     top = sorted(by_name.items(), key=lambda item: -item[1][0])[:TOP]
     per_step = 1e3 * steps
+    gap_us = {"median_gap_us": gaps[len(gaps) // 2], "longest_gap_us": gaps[-1]} if gaps else dict.fromkeys(GAPS, 0.0)
     return {
         "steps": steps,
         "step_ms": window / per_step,
         "classes": {kind: {"ms": by_class[kind] / per_step, "share": by_class[kind] / window} for kind in NAMES},
-        "idle": {
-            "ms": idle / per_step,
-            "share": idle / window,
-            "gaps": len(gaps) / steps,
-            "median_gap_us": gaps[len(gaps) // 2] if gaps else 0.0,
-            "longest_gap_us": gaps[-1] if gaps else 0.0,
-        },
+        "idle": {"ms": idle / per_step, "share": idle / window, "gaps": len(gaps) / steps} | gap_us,
         "communication_exposed_ms": (length(intervals) - length(others)) / per_step,
         "top": [
             {"name": name, "class": classify(name), "ms": us / per_step, "calls": calls / steps}
@@ -179,16 +174,11 @@ def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
-    parser = common.options("bench.kernels", __doc__, steps=3, warmup=2)
-    parser.add_argument("--trace", type=Path)
-    return parser.parse_known_args(argv)
+    return common.options("bench.kernels", __doc__, steps=3, warmup=2).parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    if args.trace:
-        print(table({"command": str(args.trace)} | analyse(timeline(json.loads(args.trace.read_text())))))
-        return 0
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     config_rules.validate_world(cfg, world.size)

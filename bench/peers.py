@@ -24,7 +24,16 @@ from flux_ref.model import Flux
 PHASES = ("forward_backward", "step")
 
 
-class DiffusersFlux(nn.Module):
+class Peer(nn.Module):
+    """A model of another package, with the positions of its tokens."""
+
+    def materialised(self, device: torch.device) -> None:
+        """Make what `to_empty` left without a value."""
+        self.image_ids = image_positions(self.model.latent_height, self.model.latent_width).float().to(device)
+        self.text_ids = torch.zeros(self.model.text_tokens, 3, device=device)
+
+
+class DiffusersFlux(Peer):
     """diffusers.FluxTransformer2DModel of a config's shapes, called as our Flux is."""
 
     def __init__(self, cfg: Config):
@@ -46,11 +55,6 @@ class DiffusersFlux(nn.Module):
         self.model = model
         self.double_blocks, self.single_blocks = self.net.transformer_blocks, self.net.single_transformer_blocks
 
-    def materialised(self, device: torch.device) -> None:
-        """Make what `to_empty` left without a value."""
-        self.image_ids = image_positions(self.model.latent_height, self.model.latent_width).float().to(device)
-        self.text_ids = torch.zeros(self.model.text_tokens, 3, device=device)
-
     def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
         return self.net(
             hidden_states=img_BNP,
@@ -63,7 +67,7 @@ class DiffusersFlux(nn.Module):
         )[0]
 
 
-class TorchtitanFlux(nn.Module):
+class TorchtitanFlux(Peer):
     """torchtitan's Flux of a config's shapes (0.3.0 and later), called as our Flux is."""
 
     def __init__(self, cfg: Config):
@@ -71,11 +75,6 @@ class TorchtitanFlux(nn.Module):
         self.net = torchtitan_config(cfg).build()
         self.model = cfg.model
         self.double_blocks, self.single_blocks = self.net.double_blocks, self.net.single_blocks
-
-    def materialised(self, device: torch.device) -> None:
-        """Make what `to_empty` left without a value."""
-        self.image_ids = image_positions(self.model.latent_height, self.model.latent_width).float().to(device)[None]
-        self.text_ids = torch.zeros(1, self.model.text_tokens, 3, device=device)
 
     def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
         return self.net(

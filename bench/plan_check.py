@@ -15,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import hardware
@@ -71,13 +72,15 @@ class Case:
     footprints: dict[str, Footprint]
     gpu: Gpu
 
+    def machine(self, assumed: Assumed) -> Machine:
+        return Machine(self.gpu, assumed, self.system.gpus)
+
     def step_s(self, assumed: Assumed) -> float:
-        machine = Machine(self.gpu, assumed, self.system.gpus)
-        return step_time.step(self.cfg, self.layout, self.footprints, machine, self.system.rows).step
+        machine, rows = self.machine(assumed), self.system.rows
+        return step_time.step(self.cfg, self.layout, self.footprints, machine, rows).step
 
     def evaluation_s(self, assumed: Assumed) -> float:
-        machine = Machine(self.gpu, assumed, self.system.gpus)
-        rows = self.system.rows
+        machine, rows = self.machine(assumed), self.system.rows
         return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VAL_SAMPLES)
 
 
@@ -129,10 +132,10 @@ def fit(found: list[Case], assumed: Assumed) -> Assumed:
 
     def loss(shares: tuple[float, ...]) -> float:
         own = replace(assumed, **dict(zip(TUNED, shares)))
-        return sum(
-            sum(abs(math.log(case.step_s(own) / case.system.step_s)) for case in cases) / len(cases)
-            for cases in kinds.values()
+        errors = (
+            mean(abs(math.log(case.step_s(own) / case.system.step_s)) for case in kind) for kind in kinds.values()
         )
+        return sum(errors)
 
     best, width = (0.5, 0.5), 0.16
     least = loss(best)
@@ -160,18 +163,14 @@ def table(found: list[Case]) -> str:
     values = ", ".join(f"{name}={getattr(assumed, name):g}" for name in TUNED)
     lines += [
         f"fitted: {len(TUNED)} parameters, {values}, to {len(fitted)} of {len(found)} steps",
-        f"error: of the step; of the fitted rows mean {_mean(errors):.0%}, largest {max(errors):.0%}",
-        f"unseen: fitted without its kind of card; mean {_mean(unseen):.0%}, largest {max(unseen):.0%}",
+        f"error: of the step; of the fitted rows mean {mean(errors):.0%}, largest {max(errors):.0%}",
+        f"unseen: fitted without its kind of card; mean {mean(unseen):.0%}, largest {max(unseen):.0%}",
         "eval: of one evaluation. run: of the whole run, given its samples.",
         "TP: tensor parallelism, which is not modelled; bf16: not FP8. Neither is fitted.",
         "Every system runs other software than flux_ref. link_share, hop_us, margin and",
         "outside_gb are assumed, not fitted. flux_ref itself has not run on any of these.",
     ]
     return "\n".join(lines)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
@@ -188,15 +187,11 @@ def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
     return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     Options("python -m bench.plan_check", __doc__).parse_args(argv)
     print(table(cases()))
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return attempt("bench.plan_check", lambda: run(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(attempt("bench.plan_check", lambda: main(sys.argv[1:])))

@@ -8,7 +8,6 @@ back, by torch.profiler's memory events from before the net is built, inside of 
 Exit codes: 0 done, 2 refused, 3 a case broke.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -35,53 +34,36 @@ from flux_ref.steps import Steps
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (
-    *(
-        "--model.hidden=512",
-        "--model.heads=4",
-        "--model.rope_axes=[16,56,56]",
-        "--model.double_blocks=3",
-        "--model.single_blocks=6",
-    ),
-    *("--model.text_tokens=64", "--model.latent_height=16", "--model.latent_width=16"),
-    *("--train.synthetic_steps=1", "--eval.batch=4", "--parallel.compile=false", "--parallel.activation_budget=1.0"),
+    "--model.hidden=512 --model.heads=4 --model.rope_axes=[16,56,56] --model.double_blocks=3 --model.single_blocks=6"
+    " --model.text_tokens=64 --model.latent_height=16 --model.latent_width=16 --train.synthetic_steps=1 --eval.batch=4"
+    " --parallel.compile=false --parallel.activation_budget=1.0"
 )
 KEPT, RESHARDED = "--parallel.reshard_after_forward=false", "--parallel.reshard_after_forward=true"
-COMPILED = "--parallel.compile=true"
-CASES = {  # name: (ranks, overrides)
-    "eager, 1 rank": (1, (RESHARDED, "--train.micro_batch=16")),
-    "eager, 1 rank, kept, small batch": (1, (KEPT, "--train.micro_batch=2")),
-    "recompute=block, 1 rank": (1, (RESHARDED, "--train.micro_batch=16", "--parallel.recompute=block")),
-    "compiled, 1 rank": (1, (RESHARDED, "--train.micro_batch=16", COMPILED)),
-    "compiled, budget 0.5, 1 rank": (
-        *(1,),
-        (RESHARDED, "--train.micro_batch=16", COMPILED, "--parallel.activation_budget=0.5"),
-    ),
-    "compiled, budget 0, 1 rank": (
-        *(1,),
-        (RESHARDED, "--train.micro_batch=16", COMPILED, "--parallel.activation_budget=0.0"),
-    ),
-    "eager, 2 ranks": (2, (RESHARDED, "--train.micro_batch=8")),
-    "eager, 2 ranks, kept, bf16 reduced": (2, (KEPT, "--train.micro_batch=8", "--parallel.reduce_dtype=bf16")),
-    "compiled, budget 0.5, 2 ranks": (
-        *(2,),
-        (KEPT, "--train.micro_batch=8", COMPILED, "--parallel.activation_budget=0.5"),
-    ),
-    "eager, HSDP 2 x 2": (4, (KEPT, "--train.micro_batch=4", "--parallel.replicate=2")),
-    "eager, HSDP 2 x 2, bf16, accumulated": (
-        *(4,),
-        (RESHARDED, "--train.micro_batch=2", "--parallel.replicate=2", "--parallel.reduce_dtype=bf16"),
-    ),
-    "eager, regions of 2, 3 ranks": (3, (RESHARDED, "--train.micro_batch=4", "--parallel.region_blocks=2")),
+COMPILED, BUDGET = "--parallel.compile=true", "--parallel.activation_budget"
+BF16, HSDP = "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"
+CASES = {  # name: (ranks, micro-batch, overrides)
+    "eager, 1 rank": (1, 16, RESHARDED),
+    "eager, 1 rank, kept, small batch": (1, 2, KEPT),
+    "recompute=block, 1 rank": (1, 16, f"{RESHARDED} --parallel.recompute=block"),
+    "compiled, 1 rank": (1, 16, f"{RESHARDED} {COMPILED}"),
+    "compiled, budget 0.5, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.5"),
+    "compiled, budget 0, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.0"),
+    "eager, 2 ranks": (2, 8, RESHARDED),
+    "eager, 2 ranks, kept, bf16 reduced": (2, 8, f"{KEPT} {BF16}"),
+    "compiled, budget 0.5, 2 ranks": (2, 8, f"{KEPT} {COMPILED} {BUDGET}=0.5"),
+    "eager, HSDP 2 x 2": (4, 4, f"{KEPT} {HSDP}"),
+    "eager, HSDP 2 x 2, bf16, accumulated": (4, 2, f"{RESHARDED} {HSDP} {BF16}"),
+    "eager, regions of 2, 3 ranks": (3, 4, f"{RESHARDED} --parallel.region_blocks=2"),
 }
 CONFIG = "configs/schnell_gbs512.toml"
 STEP, STEPS = "a step to be measured", 3
 
 
 def overrides(name: str) -> list[str]:
-    """Of a case; the global batch is one micro-batch per rank, or two where accumulated."""
-    ranks, own = CASES[name]
-    micro = int(next(text for text in own if "micro_batch" in text).split("=")[1])
-    return [*SMALL, *own, f"--train.global_batch={ranks * micro * (2 if 'accumulated' in name else 1)}"]
+    """The overrides of a case. The global batch is one micro-batch per rank, or two if accumulated."""
+    ranks, micro, options = CASES[name]
+    batch = ranks * micro * (2 if "accumulated" in name else 1)
+    return [*SMALL.split(), *options.split(), f"--train.micro_batch={micro}", f"--train.global_batch={batch}"]
 
 
 def predicted(cfg: Config, ranks: int) -> Moment:
@@ -165,42 +147,26 @@ def launch(name: str) -> dict:
             raise Fault(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", alone=True)
         measured = json.loads(out.read_text())
     moment = predicted(config_file.load(CONFIG, overrides(name)), ranks)
-    return {
-        "name": name,
-        "ranks": ranks,
-        "overrides": overrides(name),
-        "measured": measured["tensors"],
-        "resident_growth": measured["resident"],
-        "predicted": moment.total,
-        "error": moment.total / measured["tensors"] - 1,
-        "moment": moment.name,
-        "parts": moment.parts,
-    }
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises: Refusal."""
-    parser = Options("python -m bench.plan_memory", __doc__)
-    json_option.json_option(parser)
-    parser.add_argument("--only", choices=CASES, metavar="CASE")
-    return parser.parse_args(argv)
+    case = {"name": name, "ranks": ranks, "overrides": overrides(name), "measured": measured["tensors"]}
+    case |= {"resident_growth": measured["resident"], "predicted": moment.total}
+    return case | {"error": moment.total / measured["tensors"] - 1, "moment": moment.name, "parts": moment.parts}
 
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--measure"]:
         return measure(argv[1], Path(argv[2]))
-    args = parse(argv)
+    parser = Options("python -m bench.plan_memory", __doc__)
+    json_option.json_option(parser)
+    parser.add_argument("--only", choices=CASES, metavar="CASE")
+    args = parser.parse_args(argv)
     report = common.head("bench.plan_memory", argv) | {"config": CONFIG, "cases": []}
     with json_option.text_beside(args.json):
-        print(f"{'case':<40}{'measured':>9}{'plan':>8}{'error':>7}{'resident':>9}  MB")
+        print(f"{'case':<40}{'measured':>8} {'plan':>8} {'resident':>8} MB{'error':>6}")
         for name in [args.only] if args.only else CASES:
             case = launch(name)
             report["cases"].append(case)
-            print(
-                f"{name:<40}{case['measured'] / 1e6:>9.0f}{case['predicted'] / 1e6:>8.0f}{case['error']:>+7.1%}"
-                f"{case['resident_growth'] / 1e6:>9.0f}",
-                flush=True,
-            )
+            mb = " ".join(f"{case[key] / 1e6:>8.0f}" for key in ("measured", "predicted", "resident_growth"))
+            print(f"{name:<40}{mb} {case['error']:>+7.1%}", flush=True)
     json_option.give(report, args.json)
     return 0
 

@@ -1,24 +1,23 @@
 """How long a training step takes and where its time goes; bench/README.md explains every figure.
 
     python -m bench.step                                    configs/tiny.toml on this machine
-    python -m bench.step --peers diffusers --json bench/results/NAME.json
+    python -m bench.step --steps 50 --json bench/results/NAME.json
     torchrun --nproc-per-node 8 -m bench.step --config configs/schnell_gbs512.toml --synthetic
 
---steps N (20) timed after --warmup N (3); --synthetic measures without data; --peers NAME[,NAME] also races
-other implementations of the same model in one process; --section.key=value overrides the config as in train.py.
+--steps N (20) are timed after --warmup N (3). --synthetic measures without data. --section.key=value overrides the
+config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
-import gc
 import sys
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
 
-from bench import ceiling, common, peers
+from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.benchmark import flops
@@ -30,7 +29,6 @@ from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
 from flux_ref.run.environment import peak_memory_gb
-from flux_ref.run.options import listed
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
@@ -44,22 +42,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = common.options("bench.step", __doc__, steps=20, warmup=3)
     parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--peers", type=listed(), default=[])
     return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
-    peers.require(args.peers, cfg)
     world = ranks.start(cfg.parallel)
     config_rules.validate_world(cfg, world.size)
-    if args.peers and world.size > 1:
-        raise Refusal(f"--peers races unsharded models in one process; this is one of {world.size}")
-    clock = Clock(world.device)
-    report = common.environment("bench.step", cfg, world, argv) | measure(cfg, world, clock, args)
-    gc.collect()  # the sharded net, before the peers need its memory
-    report["peers"] = {name: peers.race(name, cfg, clock, args.steps, args.warmup) for name in args.peers}
+    report = common.environment("bench.step", cfg, world, argv) | measure(cfg, world, Clock(world.device), args)
     if world.rank == 0:
         json_option.show(table(report), report, args.json)
     return 0
@@ -99,26 +90,17 @@ def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -
         run.close()
     totals = [sum(step.values()) for step in steps]
     peak_gb = torch.tensor([peak_memory_gb(world.device)], device=world.device)
-    per_sample, samples_per_s = (
-        flops.per_sample(cfg.model) / 1e12,
-        cfg.train.global_batch * 1e3 * len(totals) / sum(totals),
-    )
+    per_sample, samples_per_s = flops.per_sample(cfg.model) / 1e12, cfg.train.global_batch * 1e3 / mean(totals)
     achieved, roof = per_sample * samples_per_s / world.size, ceiling.square(cfg.parallel.dtype, clock)
+    tflop = {"per_sample": per_sample, "per_s_per_rank": achieved}
     return {
-        "steps": args.steps,
-        "warmup": args.warmup,
-        "synthetic": args.synthetic,
+        **{"steps": args.steps, "warmup": args.warmup, "synthetic": args.synthetic},
         "samples_per_s": samples_per_s,
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
         "split_ms": split(cfg, state, run.train_batch, clock),
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
         "peak_memory_gb": max(gb for (gb,) in ranks.gather(peak_gb)),
-        "tflop": {
-            "per_sample": per_sample,
-            "per_s_per_rank": achieved,
-            "ceiling_per_s": roof,
-            "share_of_ceiling": achieved / roof,
-        },
+        "tflop": tflop | {"ceiling_per_s": roof, "share_of_ceiling": achieved / roof},
         "last_loss": loss,
     }
 
@@ -223,8 +205,6 @@ def table(report: dict) -> str:
         "work": f"{tflop['per_sample']:.4g} TFLOP per sample, {tflop['per_s_per_rank']:.4g} TFLOP/s per rank,"
         f" {tflop['share_of_ceiling']:.1%} of this run's matrix products at {tflop['ceiling_per_s']:.4g}",
     }
-    for name, peer in report["peers"].items():
-        rows[name] = peers.summary(peer)
     return common.rows_below(report["command"], rows)
 
 

@@ -113,21 +113,9 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
     batch = batch_of(cfg, rows, clock.device)
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=clock.device)
     fresh_peak(clock.device)
-    for i in range(WARMUP + steps):
-        if i == WARMUP:
-            clock.start()
-        clock.mark("validation")
-        validation_step(net, batch, sums, cfg)
-        clock.mark(END)
-    ms = median(step["validation"] for step in clock.steps())
-    rate = rows * 1e3 / ms
-    return {
-        "batch": rows,
-        "ms": ms,
-        "samples_per_s": rate,
-        "whole_set_s": VAL_SAMPLES / rate,
-        "peak_memory_gb": peak_memory_gb(clock.device),
-    }
+    ms = clock.repeated("validation", steps, lambda: validation_step(net, batch, sums, cfg), WARMUP)
+    rate, peak = rows * 1e3 / ms, peak_memory_gb(clock.device)
+    return {"ms": ms, "samples_per_s": rate, "whole_set_s": VAL_SAMPLES / rate, "peak_memory_gb": peak}
 
 
 def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clock) -> dict:
@@ -139,21 +127,16 @@ def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clo
     opt = ShardedAdamW(shards, cfg.optim, world)
     opt.lr.fill_(cfg.optim.lr)
     gradients = [DTensor.from_local(torch.randn_like(local), world.mesh, [Shard(0)]) for local in opt.shards]
-    fresh_peak(clock.device)
-    for i in range(WARMUP + steps):
-        if i == WARMUP:
-            clock.start()
+
+    def step() -> None:
         for parameter, gradient in zip(shards.parameters(), gradients):
-            parameter.grad = gradient  # step lets go of it
-        clock.mark("optimizer")
+            parameter.grad = gradient  # opt.step drops it
         opt.step()
-        clock.mark(END)
-    return {
-        "ms": median(step["optimizer"] for step in clock.steps()),
-        "ranks": rank_count,
-        "parameters": sum(parameter.numel() for parameter in opt.shards),
-        "peak_memory_gb": peak_memory_gb(clock.device),
-    }
+
+    fresh_peak(clock.device)
+    ms = clock.repeated("optimizer", steps, step, WARMUP)
+    count = sum(parameter.numel() for parameter in opt.shards)
+    return {"ms": ms, "ranks": rank_count, "parameters": count, "peak_memory_gb": peak_memory_gb(clock.device)}
 
 
 def fresh_peak(device: torch.device) -> None:
@@ -186,10 +169,9 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
             run |= {"optimizer": spent["ms"], "ms": ms, "samples_per_s": rows * 1e3 / ms}
             run["tflop_per_s"] = per_sample * run["samples_per_s"]
         runs.append(run)
-    validations = []
-    for rows in args.evaluate:
-        found = unless_too_large(evaluation, net, cfg, rows, args.steps, clock)
-        validations.append({"batch": rows} | found)
+    validations = [
+        {"batch": rows} | unless_too_large(evaluation, net, cfg, rows, args.steps, clock) for rows in args.evaluate
+    ]
     del net
     fresh_peak(world.device)
     for run in runs:
@@ -198,14 +180,8 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
             run["ceiling_tflop_per_s"], run["square_tflop_per_s"] = roof["tflop_per_s"], roof["square_tflop_per_s"]
             run["share_of_ceiling"] = run["tflop_per_s"] / roof["tflop_per_s"]
             run["share_of_square"] = run["tflop_per_s"] / roof["square_tflop_per_s"]
-    return {
-        "steps": args.steps,
-        "tflop_per_sample": per_sample,
-        "optimizer": spent,
-        "runs": runs,
-        "evaluation": validations,
-        "left_out": LEFT_OUT,
-    }
+    figures = {"steps": args.steps, "tflop_per_sample": per_sample, "optimizer": spent, "runs": runs}
+    return figures | {"evaluation": validations, "left_out": LEFT_OUT}
 
 
 def main(argv: list[str]) -> int:
