@@ -111,15 +111,10 @@ def run(variant: Variant, timeout_s: float) -> dict:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench_sweep_") as folder:
         path = Path(folder) / "report.json"
-        process = subprocess.Popen(
-            [sys.executable, *variant.words, "--json", str(path)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        output_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        command = [sys.executable, *variant.words, "--json", str(path)]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, **output_to)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -175,66 +170,57 @@ def step_rows(name: str, report: dict) -> list[Row]:
 
 
 def whole_rows(name: str, report: dict) -> list[Row]:
-    found = []
+    found, keys = [], ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")
     for part in report["runs"]:
-        values = [part.get(key) for key in ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")]
         note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
-        found.append((f"{name}, batch {part['micro_batch']}", figures(*values), note))
+        found.append((f"{name}, batch {part['micro_batch']}", figures(*map(part.get, keys)), note))
     for part in report["evaluation"]:
-        values = (part.get("samples_per_s"), part.get("ms"), None, None, part.get("peak_memory_gb"))
-        found.append((f"{name}, validation {part['batch']}", figures(*values), part.get("failed", "")))
+        found.append((f"{name}, validation {part['batch']}", figures(*map(part.get, keys)), part.get("failed", "")))
     return found
 
 
 def ceiling_rows(name: str, report: dict) -> list[Row]:
     found = []
     for part in report["ceilings"]:
-        for kind in ("plain", "fp8"):
-            title = f"{name} {part['dtype'] if kind == 'plain' else kind}, batch {part['micro_batch']}"
-            if isinstance(part[kind], dict):
-                cells = figures(None, part[kind]["ms"], part[kind]["tflop_per_s"], None, None)
-                found.append((title, cells, f"best square {part[kind]['square_tflop_per_s']:.4g}"))
-            else:
-                found.append((title, {}, part[kind]))
+        for kind, title in (("plain", part["dtype"]), ("fp8", "fp8")):
+            cells, note = {}, part[kind]
+            if isinstance(note, dict):
+                cells = figures(ms=note["ms"], tflop=note["tflop_per_s"])
+                note = f"best square {note['square_tflop_per_s']:.4g}"
+            found.append((f"{name} {title}, batch {part['micro_batch']}", cells, note))
     return found
 
 
 def kernel_rows(name: str, report: dict) -> list[Row]:
     shares = {kind: part["share"] for kind, part in report["classes"].items()} | {"idle": report["idle"]["share"]}
     note = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
-    return [(name, figures(None, report["step_ms"], None, None, None), note)]
+    return [(name, figures(ms=report["step_ms"]), note)]
 
 
 def race_rows(name: str, report: dict) -> list[Row]:
-    found = []
+    found = [(f"{name}, {peer}", {}, reason) for peer, reason in report["refused"].items()]
     for peer, part in report["peers"].items():
-        cells = figures(None, part["ms"]["peer"]["step"], None, None, None)
-        found.append(
-            (
-                f"{name}, {peer} {part['version']}",
-                cells,
-                f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)",
-            )
-        )
-    return found + [(f"{name}, {peer}", {}, reason) for peer, reason in report["refused"].items()]
+        note = f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)"
+        found.append((f"{name}, {peer} {part['version']}", figures(ms=part["ms"]["peer"]["step"]), note))
+    return found
 
 
 ROWS = {
-    "bench.step": step_rows,
-    "bench.whole": whole_rows,
-    "bench.ceiling": ceiling_rows,
-    "bench.kernels": kernel_rows,
-    "bench.race": race_rows,
+    **{"bench.step": step_rows, "bench.whole": whole_rows, "bench.ceiling": ceiling_rows},
+    **{"bench.kernels": kernel_rows, "bench.race": race_rows},
 }
 
 
-def figures(rate: float | None, ms: float | None, tflop: float | None, share: float | None, gb: float | None) -> dict:
+def figures(
+    rate: float | None = None,
+    ms: float | None = None,
+    tflop: float | None = None,
+    share: float | None = None,
+    gb: float | None = None,
+) -> dict[str, str]:
     """The columns as texts, empty where there is nothing."""
-    texts = (
-        f"{value:{form}}" if value is not None else ""
-        for value, form in zip((rate, ms, tflop, share, gb), (".2f", ".2f", ".4g", ".1%", ".1f"))
-    )
-    return dict(zip(COLUMNS, texts))
+    values = zip(COLUMNS, (rate, ms, tflop, share, gb), (".2f", ".2f", ".4g", ".1%", ".1f"))
+    return {column: "" if value is None else f"{value:{form}}" for column, value, form in values}
 
 
 def table(report: dict) -> str:
