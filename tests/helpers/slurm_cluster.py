@@ -70,13 +70,8 @@ def address() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    taken = [socket.socket() for _ in range(count)]
-    for one in taken:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in taken]
-    for one in taken:
-        one.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
 
 
 class Cluster:
@@ -152,7 +147,7 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
-        steps = [pid for pid, name in titles() if name.startswith("slurmstepd") and pid in self.processes()]
+        steps = [pid for pid, name in entries("comm") if name.startswith("slurmstepd") and pid in self.processes()]
         own = [self.daemons[node].pid, *(pid for pid in steps if self._belongs(pid, node))]
         for pid in own + self.processes(SLURMD_NODENAME=node):
             kill(pid)
@@ -186,27 +181,21 @@ class Cluster:
             time.sleep(0.2)
 
 
+def entries(name: str) -> list[tuple[int, str]]:
+    """(process, its file of this name in /proc) of every living process of ours."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((int(folder.name), (folder / name).read_bytes().decode(errors="replace")))
+    return found
+
+
 def environments() -> list[tuple[int, dict[str, str]]]:
     """(process, its environment) of every living process of ours."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        found.append((int(folder.name), dict(entry.split("=", 1) for entry in entries if "=" in entry)))
-    return found
-
-
-def titles() -> list[tuple[int, str]]:
-    """(process, its command) of every living process."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            found.append((int(folder.name), (folder / "comm").read_text().strip()))
-        except OSError:
-            continue
-    return found
+    return [
+        (pid, dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry))
+        for pid, text in entries("environ")
+    ]
 
 
 def kill(pid: int) -> None:

@@ -14,27 +14,20 @@ LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
 TUNE = LAUNCH / "tune_node.sh"
 SCRIPTS = [LAUNCH / "slurm.sbatch", LAUNCH / "one_node.sh", TUNE, *sorted((LAUNCH / "env").glob("*.sh"))]
-OLD = {
-    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
-    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "schedutil",
-    "sys/devices/system/cpu/cpu0/cpuidle/state1/disable": "0",
-    "sys/devices/system/cpu/cpu0/cpuidle/state2/disable": "0",
-    "proc/sys/kernel/numa_balancing": "1",
-    "proc/sys/kernel/nmi_watchdog": "1",
-    "proc/sys/kernel/randomize_va_space": "2",
-    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-    "proc/sys/vm/drop_caches": "0",
-}
-NEW = OLD | {
-    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
-    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance",
-    "sys/devices/system/cpu/cpu0/cpuidle/state2/disable": "1",
-    "proc/sys/kernel/numa_balancing": "0",
-    "proc/sys/kernel/nmi_watchdog": "0",
-    "proc/sys/kernel/randomize_va_space": "0",
-    "sys/kernel/mm/transparent_hugepage/enabled": "always",
-    "proc/sys/vm/drop_caches": "3",
-}
+CPU, VM, HUGE = "sys/devices/system/cpu", "proc/sys/vm/drop_caches", "sys/kernel/mm/transparent_hugepage/enabled"
+KERNEL = "proc/sys/kernel"
+SETTINGS = [  # path, before and after tuning
+    (f"{CPU}/cpu0/cpufreq/scaling_governor", "powersave", "performance"),
+    (f"{CPU}/cpu1/cpufreq/scaling_governor", "schedutil", "performance"),
+    (f"{CPU}/cpu0/cpuidle/state1/disable", "0", "0"),
+    (f"{CPU}/cpu0/cpuidle/state2/disable", "0", "1"),
+    (f"{KERNEL}/numa_balancing", "1", "0"),
+    (f"{KERNEL}/nmi_watchdog", "1", "0"),
+    (f"{KERNEL}/randomize_va_space", "2", "0"),
+    (HUGE, "always [madvise] never", "always"),
+    (VM, "0", "3"),
+]
+OLD, NEW = ({path: values[i] for path, *values in SETTINGS} for i in range(2))
 
 
 @pytest.fixture
@@ -58,6 +51,7 @@ def contents(machine: Path) -> dict[str, str]:
 
 
 def test_tuning_says_what_it_would_do_and_does_nothing(machine):
+    assert "--restore" in tune(machine, "--help", code=2) and contents(machine) == OLD
     said = tune(machine)
     assert contents(machine) == OLD and not (machine / "run").exists()
     assert re.search(r"scaling_governor: 1 x powersave, 1 x schedutil -> performance  \(.+\)", said)
@@ -69,8 +63,7 @@ def test_tuning_is_applied_and_restored(machine):
     assert contents(machine) == NEW
     assert "is tuned already" in tune(machine, "--apply", code=2)  # which would save the new values as the old
     tune(machine, "--restore")
-    one_word = {"sys/kernel/mm/transparent_hugepage/enabled": "madvise", "proc/sys/vm/drop_caches": "3"}
-    assert contents(machine) == OLD | one_word  # the kernel itself adds the brackets
+    assert contents(machine) == OLD | {HUGE: "madvise", VM: "3"}  # the kernel itself adds the brackets
     assert "nothing was tuned" in tune(machine, "--restore", code=2)
     tune(machine, "--apply")
     assert contents(machine) == NEW
@@ -86,28 +79,21 @@ def test_a_setting_that_the_kernel_refuses_is_said_and_the_others_are_set(machin
     assert (machine / "proc/sys/kernel/nmi_watchdog").read_text() == "0\n"
 
 
-def test_an_unknown_argument_shows_the_usage(machine):
-    assert "--restore" in tune(machine, "--help", code=2) and contents(machine) == OLD
-
-
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(path):
-    done = subprocess.run(["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=60)
+def test_shellcheck_has_nothing_to_say():
+    done = subprocess.run(["shellcheck", "--shell=bash", *SCRIPTS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_bash(path):
-    assert subprocess.run(["bash", "-n", path], timeout=30).returncode == 0
+def test_scripts_are_bash():
+    assert [path.name for path in SCRIPTS if subprocess.run(["bash", "-n", path], timeout=30).returncode] == []
 
 
-@pytest.mark.parametrize("path", sorted((LAUNCH / "env").glob("*.sh")), ids=lambda path: path.name)
-def test_every_variable_has_a_reason(path):
+def test_every_variable_has_a_reason():
     """Each paragraph that sets one begins with a comment."""
-    paragraphs = path.read_text().strip().split("\n\n")
-    assert all(paragraph.startswith("# ") for paragraph in paragraphs)
-    assert all(paragraph.count("export") <= 1 for paragraph in paragraphs if "# export" not in paragraph)
+    paragraphs = [text for path in sorted((LAUNCH / "env").glob("*.sh")) for text in path.read_text().split("\n\n")]
+    assert [text for text in paragraphs if not text.startswith("# ")] == []
+    assert [text for text in paragraphs if text.count("export") > 1 and "# export" not in text] == []
 
 
 def test_the_readme_names_every_variable_of_the_script():
@@ -121,13 +107,8 @@ def test_the_readme_names_every_variable_of_the_script():
 @pytest.mark.slow
 def test_one_node_runs_what_is_left_and_scores(tmp_path, shapes_dir):
     results = tmp_path / "results"
-    env = os.environ | {
-        "NEXP": "2",
-        "SEED": "7",
-        "RESULTS": str(results),
-        "PREFLIGHT": "off",
-        "VERIFY": str(shapes_dir),
-    }
+    env = os.environ | {"NEXP": "2", "SEED": "7", "RESULTS": str(results), "PREFLIGHT": "off"}
+    env["VERIFY"] = str(shapes_dir)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [LAUNCH / "one_node.sh", str(MICRO), *data_overrides(shapes_dir), "--train.max_samples=24"]
 

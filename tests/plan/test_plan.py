@@ -5,11 +5,12 @@ import functools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MICRO, ROOT
+from conftest import MICRO, ROOT, refusal
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,14 +29,8 @@ from flux_ref.step import Health, State, train_step
 SMALL = config_file.load(MICRO)
 GPU, ASSUMED = hardware.load("h200")
 WIDE = {  # a model whose parts outweigh all that is not counted
-    "model__hidden": 192,
-    "model__heads": 3,
-    "model__rope_axes": (16, 24, 24),
-    "model__double_blocks": 3,
-    "model__single_blocks": 4,
-    "model__text_tokens": 24,
-    "parallel__dtype": "bf16",
-    "eval__batch": 1,
+    **{"model__hidden": 192, "model__heads": 3, "model__rope_axes": (16, 24, 24), "model__text_tokens": 24},
+    **{"model__double_blocks": 3, "model__single_blocks": 4, "parallel__dtype": "bf16", "eval__batch": 1},
 }
 
 
@@ -77,13 +72,8 @@ def test_the_layout_is_that_of_fsdp2():
             root = [parameter for parameter in net.parameters() if id(parameter) not in inside]
             units = [[*region.parameters()] for region in regions] + [root]
             lengths = [len(region.blocks) for region in regions]
-            padded = [
-                sum(
-                    part.padded_sharded_param_size.numel()
-                    for part in unit._get_fsdp_state()._fsdp_param_group.fsdp_params
-                )
-                for unit in (*regions, net)
-            ]
+            groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in (*regions, net)]
+            padded = [sum(part.padded_sharded_param_size.numel() for part in group) for group in groups]
         layout = footprint.layout(cfg, gpus, node)
         shards = min(gpus, node)
         assert (layout.shards, layout.replicas) == (shards, gpus // shards)
@@ -94,13 +84,11 @@ def test_the_layout_is_that_of_fsdp2():
 
 
 def test_weights_and_moments_are_those_of_the_layout():
+    """Also the layout of schnell on 512 ranks."""
     layout = footprint.layout(SMALL, 5, 8)
     for moment in memory.moments(SMALL, layout, footprint.trace(SMALL, "cpu", 12), 5, 12):
         assert moment.parts["weights"] == 4 * sum(unit.padded // 5 for unit in layout.units)
         assert moment.parts["moments"] == 8 * sum(unit.shard for unit in layout.units)
-
-
-def test_layout_of_schnell_on_512_ranks():
     assert {name: dtype.itemsize for name, dtype in sharding.DTYPES.items()} == communication.ITEM_BYTES
     layout = footprint.layout(config_file.load(ROOT / "configs" / "mi300x_64x8.toml"), 512, 8)
     assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
@@ -190,10 +178,8 @@ def step_without_peers(name: str) -> tuple[float, float]:
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
-    with (
-        fake_world(cfg, gpus, node) as world,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with fake_world(cfg, gpus, node) as world, profiling as profiler:
         state, health = State.of(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
         state.opt.moments()
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
@@ -215,12 +201,6 @@ def test_memory_of_more_steps_without_peers():
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
 
 
-REAL = {
-    *("eager, 2 ranks, kept, bf16 reduced", "compiled, budget 0.5, 2 ranks"),
-    *("eager, HSDP 2 x 2, bf16, accumulated", "eager, regions of 2, 3 ranks"),
-}
-
-
 def test_activations_rise_in_forward_and_fall_in_backward():
     cfg, gpus = wide(train__global_batch=32), 4
     layout, traced = footprint.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
@@ -232,15 +212,15 @@ def test_activations_rise_in_forward_and_fall_in_backward():
         assert found[f"backward of region {i}"] == kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(REAL))
+REAL = {  # the others are nightly
+    *("eager, 2 ranks, kept, bf16 reduced", "compiled, budget 0.5, 2 ranks"),
+    *("eager, HSDP 2 x 2, bf16, accumulated", "eager, regions of 2, 3 ranks"),
+}
+MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in plan_memory.CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_memory_of_real_ranks(name):
-    assert abs(plan_memory.launch(name)["error"]) <= 0.05
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted(plan_memory.CASES.keys() - REAL))
-def test_memory_of_more_real_ranks(name):
     assert abs(plan_memory.launch(name)["error"]) <= 0.05
 
 
@@ -270,12 +250,8 @@ class Counted(TorchDispatchMode):
 
 def test_communication_is_what_a_step_asks_for():
     for gpus, node, micros, kept in ((3, 8, 1, False), (4, 8, 2, True), (8, 4, 2, False), (8, 4, 2, True)):
-        cfg = wide(
-            train__global_batch=gpus * micros,
-            train__micro_batch=1,
-            parallel__reshard_after_forward=not kept,
-            parallel__reduce_dtype="bf16" if kept else "fp32",
-        )
+        values = {"train__global_batch": gpus * micros, "parallel__reduce_dtype": "bf16" if kept else "fp32"}
+        cfg = wide(train__micro_batch=1, parallel__reshard_after_forward=not kept, **values)
         with fake_world(cfg, gpus, node) as world:
             state, batch = State.of(sharding.build(cfg, world, seed=None), cfg, world), allocate(cfg.model, micros)
             with Counted() as counted:
@@ -288,11 +264,9 @@ def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     cfg = wide(train__global_batch=8, parallel__reshard_after_forward=not kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
     second = Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
-    one = Footprint(0, 0, 0, 0, second, second)
+    footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(0, 0, 0, 0, second, second))
     layout = footprint.layout(cfg, 8, 8)
-    return step_time.step(cfg, layout, dict.fromkeys(("double 1", "single 1", "ends"), one), machine, 1), len(
-        layout.units
-    )
+    return step_time.step(cfg, layout, footprints, machine, 1), len(layout.units)
 
 
 def test_fast_links_hide_behind_slow_compute():
@@ -333,15 +307,14 @@ def test_products_take_what_is_longer():
 # Hardware
 
 
-def own_file(tmp_path, text: str):
-    path = tmp_path / "own.toml"
+def loaded(path: Path, name: str, text: str) -> tuple[hardware.Gpu, hardware.Assumed]:
+    """A card with figures of a user's own file, if the file has text."""
     path.write_text(text)
-    return path
+    return hardware.load(name, path if text else None)
 
 
 def test_own_figures_lie_over_the_table(tmp_path):
-    path = own_file(tmp_path, "gpu.h200.bf16_tflops = 800\nassumed.margin = 0.1\n")
-    gpu, assumed = hardware.load("h200", path)
+    gpu, assumed = loaded(tmp_path / "own.toml", "h200", "gpu.h200.bf16_tflops = 800\nassumed.margin = 0.1\n")
     assert gpu == replace(GPU, bf16_tflops=800) and assumed == replace(ASSUMED, margin=0.1)
 
 
@@ -364,20 +337,10 @@ WRONG_HARDWARE = [
 ]
 
 
-def refusal(task, *args) -> str:
-    """What a task is refused with."""
-    try:
-        return f"no refusal: {task(*args)}"
-    except Refusal as error:
-        return str(error)
-
-
 def test_wrong_hardware_is_refused(tmp_path):
-    told = {
-        (name, text, words): refusal(hardware.load, name, own_file(tmp_path, text) if text else None)
-        for name, text, words in WRONG_HARDWARE
-    }
-    assert {case: message for case, message in told.items() if case[-1] not in message} == {}
+    path = tmp_path / "own.toml"
+    told = [(words, refusal(loaded, path, name, text)) for name, text, words in WRONG_HARDWARE]
+    assert [(words, message) for words, message in told if words not in message] == []
 
 
 def test_every_gpu_of_the_table_loads_and_names_its_source():
@@ -454,10 +417,6 @@ def test_measured_compute_takes_the_place_of_ours(tmp_path):
     path.write_text(json.dumps(part))
     with pytest.raises(Refusal, match=r"parallel\.compile=True"):
         making.make(cfg, "h200", 4, GPU, ASSUMED, calibration.load(path))
-
-
-def test_no_measurements_are_refused(tmp_path):
-    path = tmp_path / "x.json"
     for text in ("", "[]", "{}", '{"runs": 3}', '{"runs": [1]}', '{"runs": []}'):
         path.write_text(text)
         assert "bench" in refusal(calibration.load, path)
@@ -467,12 +426,9 @@ def said(found: Plan) -> str:
     return " ".join(found.warnings)
 
 
-def test_a_sound_plan_warns_of_nothing():
-    cfg = wide(data__val_count=48, eval__batch=4, train__global_batch=64)
-    assert not making.make(cfg, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
-
-
 def test_warnings():
+    sound = wide(data__val_count=48, eval__batch=4, train__global_batch=64)
+    assert not making.make(sound, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
     found = made(data__val_count=45, eval__batch=8)
     assert "validation: 19 of 64 rows are padding, 30% of its time" in said(found)
     assert "initialisation" not in said(found) and "memory" not in said(found)

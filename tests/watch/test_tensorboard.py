@@ -19,10 +19,11 @@ def test_all_figures_come_back(tmp_path, capsys):
         assert tensorboard.main([str(tmp_path)]) == 0
         assert "9 figures" in capsys.readouterr().out
         found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(24, 0.5), (48, 0.5)]
-        assert [(event.step, event.value) for event in found.Scalars("validation/val_loss_per_timestep/1")] == [
-            (36, 0.375)
-        ]
+        for tag, want in (
+            ("train/loss", [(24, 0.5), (48, 0.5)]),
+            ("validation/val_loss_per_timestep/1", [(36, 0.375)]),
+        ):
+            assert [(event.step, event.value) for event in found.Scalars(tag)] == want
         assert len(found.Tags()["scalars"]) == 6
 
 

@@ -134,8 +134,6 @@ def test_damage_and_absence_are_refused(put, tmp_path, capsys):
 
 
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
-
-
 DAMAGE = [
     *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
     *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
