@@ -252,10 +252,8 @@ class Race:
 
 def cpu_seconds() -> float:
     """Of this process and of its ended children."""
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def decode(sample: dict) -> dict[str, torch.Tensor]:
@@ -271,35 +269,29 @@ def file_system(path: Path) -> str:
 
 def table(report: dict) -> str:
     """The report for the terminal."""
-    mb = report["sample_bytes"] / 1e6
-    lines = [
-        report["command"],
-        f"  commit    {report['commit'] or 'unknown'}",
-        f"  machine   {report['cores']} cores, {report['device']}, {report['file_system']}, load"
-        f" {report['load_average']:.1f}",
-        f"  data      {report['samples']} samples of {mb:.2f} MB",
+    mb, need = report["sample_bytes"] / 1e6, GPUS * PER_GPU
+    load = f"{report['file_system']}, load {report['load_average']:.1f}"
+    rows = [
+        f"commit    {report['commit'] or 'unknown'}",
+        f"machine   {report['cores']} cores, {report['device']}, {load}",
     ]
+    rows.append(f"data      {report['samples']} samples of {mb:.2f} MB")
     for cache, contenders in report["rates"].items():
         for name, ways in contenders.items():
             for workers, found in ways.items():
-                lines.append(
-                    f"  {cache}  {name:<11} {workers} worker{'s' if workers != '1' else ' '}"
-                    f"  {found['samples_per_s']:7.0f} samples/s  {found['samples_per_s'] * mb / 1e3:5.2f} GB/s"
-                    f"  {found['ms_per_sample']:.3f} ms, {found['cpu_ms_per_sample']:.3f} of work"
+                rate, cpu_ms = found["samples_per_s"], found["cpu_ms_per_sample"]
+                rows.append(
+                    f"{cache}  {name:<11} {workers} worker{'s' if workers != '1' else ' '}  {rate:7.0f} samples/s"
+                    f"  {rate * mb / 1e3:5.2f} GB/s  {found['ms_per_sample']:.3f} ms, {cpu_ms:.3f} of work"
                     f"  {100 * found['share_of_pread']:4.0f} % of a bare read"
                 )
-    first = next(iter(report["rates"]["warm"]["feed"].values()))
-    need = GPUS * PER_GPU
-    lines.append(
-        f"  {GPUS} GPUs at {PER_GPU} samples/s each: {need * mb / 1e3:.2f} GB/s from storage and"
-        f" {need * first['cpu_ms_per_sample'] / 1e3:.2f} cores"
-    )
+    cores = need * next(iter(report["rates"]["warm"]["feed"].values()))["cpu_ms_per_sample"] / 1e3
+    gb = f"{need * mb / 1e3:.2f} GB/s from storage"
+    rows.append(f"{GPUS} GPUs at {PER_GPU} samples/s each: {gb} and {cores:.2f} cores")
     if flat := report["flat"]:
-        lines.append(
-            f"  memory    {flat['first_mb']:.1f} to {flat['last_mb']:.1f} MB resident over {flat['samples']} samples,"
-            f" {flat['kb_per_1000']:+.1f} kB per 1,000"
-        )
-    return "\n".join(lines)
+        sizes = f"{flat['first_mb']:.1f} to {flat['last_mb']:.1f} MB resident over {flat['samples']} samples"
+        rows.append(f"memory    {sizes}, {flat['kb_per_1000']:+.1f} kB per 1,000")
+    return "\n  ".join([report["command"], *rows])
 
 
 if __name__ == "__main__":

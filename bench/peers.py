@@ -7,8 +7,8 @@ A peer is an entry of PEERS; a package is imported only when its peer is asked f
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,30 +41,18 @@ class DiffusersFlux(Peer):
         from diffusers import FluxTransformer2DModel
 
         model = cfg.model
-        self.net = FluxTransformer2DModel(
-            num_layers=model.double_blocks,
-            num_single_layers=model.single_blocks,
-            attention_head_dim=model.head_dim,
-            num_attention_heads=model.heads,
-            joint_attention_dim=model.t5_dim,
-            pooled_projection_dim=model.clip_dim,
-            in_channels=model.packed_channels,
-            axes_dims_rope=model.rope_axes,
-            guidance_embeds=False,
-        )
+        blocks = {"num_layers": model.double_blocks, "num_single_layers": model.single_blocks}
+        heads = {"attention_head_dim": model.head_dim, "num_attention_heads": model.heads}
+        inputs = {"joint_attention_dim": model.t5_dim, "pooled_projection_dim": model.clip_dim}
+        inputs |= {"in_channels": model.packed_channels, "axes_dims_rope": model.rope_axes, "guidance_embeds": False}
+        self.net = FluxTransformer2DModel(**blocks, **heads, **inputs)
         self.model = model
         self.double_blocks, self.single_blocks = self.net.transformer_blocks, self.net.single_transformer_blocks
 
     def forward(self, img_BNP: Tensor, txt_BTE: Tensor, clip_BV: Tensor, t_B: Tensor) -> Tensor:
-        return self.net(
-            hidden_states=img_BNP,
-            encoder_hidden_states=txt_BTE,
-            pooled_projections=clip_BV,
-            timestep=t_B,
-            img_ids=self.image_ids,
-            txt_ids=self.text_ids,
-            return_dict=False,
-        )[0]
+        batch = {"hidden_states": img_BNP, "encoder_hidden_states": txt_BTE, "pooled_projections": clip_BV}
+        ids = {"img_ids": self.image_ids, "txt_ids": self.text_ids}
+        return self.net(**batch, **ids, timestep=t_B, return_dict=False)[0]
 
 
 class TorchtitanFlux(Peer):
@@ -147,24 +135,17 @@ def require(names: list[str], cfg: Config) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever a foreign package raises
-            reason = " ".join(f"{type(error).__name__}: {error}".splitlines())
-            raise Refusal(
-                f"peer {name}: {module} cannot be imported with torch {torch.__version__}: {reason}"
-            ) from None
+            reason = f"torch {torch.__version__}: {' '.join(f'{type(error).__name__}: {error}'.splitlines())}"
+            raise Refusal(f"peer {name}: {module} cannot be imported with {reason}") from None
     if names and cfg.model.mlp_ratio != 4:
         raise Refusal(f"peers have model.mlp_ratio=4, the config has {cfg.model.mlp_ratio}; set it to 4")
 
 
-@dataclass
-class Contender:
+class Contender(NamedTuple):
     """A net and its optimizer."""
 
     net: nn.Module
     opt: torch.optim.Optimizer
-
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.net.parameters())
 
 
 def prepare(builder: Callable[[Config], nn.Module], cfg: Config, device: torch.device) -> Contender:
@@ -182,13 +163,9 @@ def prepare(builder: Callable[[Config], nn.Module], cfg: Config, device: torch.d
         for block in (*net.double_blocks, *net.single_blocks):
             block.compile(fullgraph=True, dynamic=False)
     optim = cfg.optim
-    betas = (optim.beta1, optim.beta2)
-    return Contender(
-        net,
-        torch.optim.AdamW(
-            net.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-        ),
-    )
+    options = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    options["weight_decay"] = optim.weight_decay
+    return Contender(net, torch.optim.AdamW(net.parameters(), **options, fused=True))
 
 
 def race(name: str, cfg: Config, clock: Clock, steps: int, warmup: int) -> dict:
@@ -203,7 +180,7 @@ def race(name: str, cfg: Config, clock: Clock, steps: int, warmup: int) -> dict:
     for key, tensor in synthetic(cfg.model, rows).items():
         batch[key].copy_(tensor)
     sides = {"ours": prepare(PlainFlux, cfg, clock.device), "peer": prepare(PEERS[name][1], cfg, clock.device)}
-    counts = {side: contender.parameters for side, contender in sides.items()}
+    counts = {side: sum(p.numel() for p in contender.net.parameters()) for side, contender in sides.items()}
     if len(set(counts.values())) > 1:
         raise Fault(f"{name} is not the same model: {counts['peer']:,} parameters, ours {counts['ours']:,}")
     times = {side: {phase: [] for phase in PHASES} for side in sides}
@@ -244,8 +221,6 @@ def summary(result: dict) -> str:
     for phase in PHASES:
         low, high = result["ratio_quartiles"][phase]
         ours, peer = (result["ms"][side][phase] for side in ("ours", "peer"))
-        parts.append(
-            f"{phase.replace('_', ' + ')} {result['ratio'][phase]:.2f} times ours"
-            f" (quartiles {low:.2f} to {high:.2f}; {peer:.2f} / {ours:.2f} ms)"
-        )
+        times = f"(quartiles {low:.2f} to {high:.2f}; {peer:.2f} / {ours:.2f} ms)"
+        parts.append(f"{phase.replace('_', ' + ')} {result['ratio'][phase]:.2f} times ours {times}")
     return ", ".join(parts)

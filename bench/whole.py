@@ -199,15 +199,14 @@ def table(report: dict) -> str:
     """The report for the terminal."""
     cfg, spent = report["config"], report["optimizer"]
     way = f"compiled, k={cfg['parallel.region_blocks']}" if cfg["parallel.compile"] else "eager"
-    lines = [report["command"], f"  {report['device']}, torch {report['torch']}; {report['parameters']:,} parameters"]
     way += "" if cfg["fp8.recipe"] == "off" else f", FP8 with {cfg['fp8.recipe']} scales"
-    lines.append(f"  {cfg['parallel.dtype']}, {way}, one device; NOT in it: {report['left_out']}")
+    lines = [report["command"], f"{report['device']}, torch {report['torch']}; {report['parameters']:,} parameters"]
+    lines.append(f"{cfg['parallel.dtype']}, {way}, one device; NOT in it: {report['left_out']}")
     if "failed" not in spent:
-        lines.append(
-            f"  optimizer {spent['ms']:.2f} ms for {spent['parameters']:,} fp32 weights, 1 of {spent['ranks']} ranks"
-        )
+        share = f"{spent['parameters']:,} fp32 weights, 1 of {spent['ranks']} ranks"
+        lines.append(f"optimizer {spent['ms']:.2f} ms for {share}")
     for run in report["runs"]:
-        line = f"  micro-batch {run['micro_batch']}: "
+        line = f"micro-batch {run['micro_batch']}: "
         if "ms" in run:
             line += f"forward {run['forward']:.2f}, backward {run['backward']:.2f} ms, {run['samples_per_s']:.2f}"
             line += f" samples/s, {run['tflop_per_s']:.4g} TFLOP/s, {run['peak_memory_gb']:.1f} GB"
@@ -215,9 +214,9 @@ def table(report: dict) -> str:
             line += f", {run['share_of_ceiling']:.1%} of its products alone, {run['share_of_square']:.1%} of the best"
         lines.append(line + run.get("failed", spent.get("failed", "")))
     for run in report["evaluation"]:
-        seconds = f"{run['samples_per_s']:.2f} samples/s" if "ms" in run else run["failed"]
-        lines.append(f"  validation, batch {run['batch']}: {seconds}")
-    return "\n".join(lines)
+        rate = f"{run['samples_per_s']:.2f} samples/s" if "ms" in run else run["failed"]
+        lines.append(f"validation, batch {run['batch']}: {rate}")
+    return "\n  ".join(lines)
 
 
 if __name__ == "__main__":
