@@ -239,9 +239,8 @@ class Net:
 
     def single_block(self, name, x, vec):
         shift, scale, gate = self.modulation(f"{name}.modulation.lin", vec, 3)
-        qkv, inner = jnp.split(
-            self.linear(f"{name}.linear1", (1 + scale) * layer_norm(x) + shift), [3 * x.shape[-1]], -1
-        )
+        both = self.linear(f"{name}.linear1", (1 + scale) * layer_norm(x) + shift)
+        qkv, inner = jnp.split(both, [3 * x.shape[-1]], -1)
         attended = self.attention(name, *self.heads(f"{name}.norm", qkv))
         both = jnp.concatenate([attended, jax.nn.gelu(inner, approximate=True)], -1)
         return self.keep(name, x + gate * self.linear(f"{name}.linear2", both))
@@ -338,9 +337,8 @@ def fp8(golden, out):
     products = {"y": x @ w.T + golden["fp8.bias"], "grad_x": g @ w, "grad_weight": g.T @ x}
     products["grad_bias"] = golden["fp8.grad"].sum(0)
     out |= {f"fp8.{k}": y.astype(bf16) for k, y in products.items()}
-    out["fp8.delayed.scale"] = np.stack(
-        [delayed(x, largest(d)) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])], 1
-    )
+    scales = [delayed(x, largest(d)) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])]
+    out["fp8.delayed.scale"] = np.stack(scales, 1)
 
 
 def delayed(amax, top, history=3, margin=1):
@@ -392,9 +390,8 @@ def main(folder, dump):
     batch = train_batch(cfg, golden, 0)
     out |= {f"batch.{k}": x for k, x in batch.items()}
 
-    gradient = {
-        d: jax.jit(jax.value_and_grad(functools.partial(objective, model, d), has_aux=True)) for d in (f32, bf16)
-    }
+    losses_in = {d: functools.partial(objective, model, d) for d in (f32, bf16)}
+    gradient = {d: jax.jit(jax.value_and_grad(task, has_aux=True)) for d, task in losses_in.items()}
     (_, values), grad = gradient[f32](start, batch)
     out |= values | {f"grad.{k}": x for k, x in grad.items()} | {"grad.norms": norms(grad[k] for k in start)}
     (_, values), grad = gradient[bf16](start, batch)
@@ -406,12 +403,8 @@ def main(folder, dump):
     batch = val_batch(cfg, golden)
     losses = np.asarray(objective(model, f32, start, batch)[1]["losses"])
     per_timestep = np.array([losses[batch["t"] == k / 8].mean() for k in range(8)])
-    out |= {
-        "val.t": batch["t"],
-        "val.losses": losses,
-        "val.loss_per_timestep": per_timestep,
-        "val.loss": per_timestep.mean(),
-    }
+    out |= {"val.t": batch["t"], "val.losses": losses, "val.loss": per_timestep.mean()}
+    out["val.loss_per_timestep"] = per_timestep
     three_steps(cfg, golden, gradient[f32], dict(start), out)
     fp8(golden, out)
 

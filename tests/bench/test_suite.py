@@ -273,9 +273,6 @@ def test_what_would_be_left_out_is_refused(monkeypatch):
         monkeypatch.setattr(module, "HONOURED", tuple(name for name in module.HONOURED if name != "mllog"))
         with pytest.raises(Refusal, match=rf"{module.__name__} does not honour the section mllog"):
             task()
-
-
-def test_the_whole_model_is_measured_on_one_device():
     with pytest.raises(Refusal, match="this is one of 2 ranks"):
         whole.require(SMALL, type("World", (), {"size": 2}))
 

@@ -62,13 +62,9 @@ class Hosts:
     def start(self, host: int, command: list[str], log: Path, **env: str) -> subprocess.Popen:
         """Run a command on a host; the log receives what it prints."""
         with log.open("ab") as output:
-            job = subprocess.Popen(
-                ["ip", "netns", "exec", self.name(host), *command],
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"} | env,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            command = ["ip", "netns", "exec", self.name(host), *command]
+            env = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"} | env
+            job = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
         self.jobs.append(job)
         return job
 

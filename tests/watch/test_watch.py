@@ -73,7 +73,8 @@ def test_a_run_under_way(put):
     assert "warning" not in text
 
 
-def test_states(put):
+def test_states_and_durations(put):
+    assert [watch.duration(s) for s in (0.4, 99, 130, 5000, 11_100)] == ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
     assert "silent for 40 min" in shown(put("silent", 1_000_000, age_s=2400))
     assert "target reached" in shown(put("done", 3_000_000, outcome="target reached", age_s=2400))
     assert "starting" in shown(put("new", 0))
@@ -196,10 +197,6 @@ def test_cutting_counts_no_colours_and_drops_control_characters():
     text = watch.paint("abc", watch.RED, True)
     assert watch.cut(text + "\x1b[2Jd\n", 4) == text + "["
     assert watch.cut(text, 2) == watch.paint("ab", watch.RED, True)
-
-
-def test_durations():
-    assert [watch.duration(s) for s in (0.4, 99, 130, 5000, 11_100)] == ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
 
 
 def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
