@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight import node_facts
 from flux_ref.preflight.verdict import NodeReport
 
@@ -33,12 +33,11 @@ LINGER_S = 5.0  # lets processes that have lost another end by themselves
 SILENT = {"problem": "answers no more"}
 
 
-class Gone(Exception):
-    """Node 0 does not answer. lines: what to print about it."""
+class Gone(Fault):
+    """Node 0 does not answer."""
 
-    def __init__(self, *lines: str):
-        super().__init__(*lines)
-        self.lines = lines
+    def __init__(self, name: str, what: str):
+        super().__init__(f"{name}: {what}\npreflight: bad nodes: {name}")
 
 
 class Node:
@@ -56,7 +55,7 @@ class Node:
             silent = f"does not answer within {self.wait_s:g} s"
             if self.number and isinstance(error, TimeoutError):
                 what = f"{args.address} listens but {silent}; has another program that port?"
-                raise Gone(f"{args.nodes[0]}: {what}", f"bad nodes: {args.nodes[0]}") from None
+                raise Gone(args.nodes[0], what) from None
             why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
@@ -75,7 +74,7 @@ class Node:
                 return socket.create_connection((host, port), timeout=self.wait_s).close()
             except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
-                    raise Gone(f"{name}: {host}:{port} does not answer ({error})", f"bad nodes: {name}") from None
+                    raise Gone(name, f"{host}:{port} does not answer ({error})") from None
                 time.sleep(0.2)
 
     def set(self, key: str, value: object = "") -> None:
@@ -83,7 +82,7 @@ class Node:
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str, wait_s: float) -> object:
-        """The value of a key; None if it does not come in time. Raises: Gone if node 0 has ended."""
+        """The value of a key; None if it does not come in time. Raises: Fault if node 0 has ended."""
         deadline = time.monotonic() + wait_s
         try:
             while not self.store.check([key]):
@@ -92,7 +91,7 @@ class Node:
                 time.sleep(POLL_S)
             return json.loads(self.store.get(key))
         except RuntimeError:
-            raise Gone("node 0 has ended") from None
+            raise Fault("node 0 has ended") from None
 
     def serve(self) -> bool:
         """The part of all nodes but node 0: answer the roll and the pings, then measure in every round.
