@@ -30,12 +30,10 @@ class Machine:
 
     def seconds(self, work: Work) -> float:
         """Of one pass of a region."""
-        gpu, share = self.gpu, self.assumed.gemm_share
-        bandwidth = self.assumed.memory_share * gpu.memory_tb_s * 1e12
-        spent = work.moved / bandwidth
+        spent = self.moving(work.moved)
         for product in work.products:
-            peak = gpu.fp8_tflops if product.is_fp8 else gpu.bf16_tflops
-            spent += max(product.flop / (share * peak * 1e12), product.moved / bandwidth)
+            peak = self.gpu.fp8_tflops if product.is_fp8 else self.gpu.bf16_tflops
+            spent += max(product.flop / (self.assumed.gemm_share * peak * 1e12), self.moving(product.moved))
         return spent
 
     def moving(self, moved: float) -> float:
