@@ -50,7 +50,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
         in_graph=moment.total - sum(moment.parts[part] for part in ("weights", "moments", "buffers")),
-        largest_rows=largest_rows(cfg, layout, footprints, gpus, gpu, assumed, rows),
+        largest_rows=largest_rows(cfg, layout, footprints, machine, rows),
         times=times,
         samples_per_s=rate,
         mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
@@ -76,9 +76,7 @@ def needed(moment: Moment, assumed: Assumed) -> float:
     return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
-def largest_rows(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, gpu: Gpu, assumed: Assumed, rows: int
-) -> int:
+def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> int:
     """The largest micro-batch that fits a card, whatever the global batch; 0 if none does.
 
     The search assumes that memory is linear in samples, then checks exactly. The result can be too low by one.
@@ -86,10 +84,10 @@ def largest_rows(
 
     def fits(candidate: int, exact: bool = False) -> bool:
         guess = footprint.trace(cfg, gpu.arch, candidate) if exact else footprint.scaled(footprints, candidate / rows)
-        moment = memory.fullest(memory.moments(cfg, layout, guess, gpus, candidate))
-        return needed(moment, assumed) <= gpu.memory_gb * GB
+        moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
+        return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    step = 1
+    gpu, step = machine.gpu, 1
     if cfg.fp8.recipe != "off":  # see config_rules.validate_world
         tokens = math.gcd(cfg.model.text_tokens, cfg.model.image_tokens)
         step = 16 // math.gcd(tokens, 16)

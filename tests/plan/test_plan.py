@@ -466,4 +466,4 @@ def test_largest_micro_batch_is_the_last_that_fits():
         return making.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
 
     card = replace(GPU, memory_gb=total(21) / 1e9)
-    assert making.largest_rows(cfg, layout, found, 4, card, ASSUMED, 2) in (19, 20, 21)
+    assert making.largest_rows(cfg, layout, found, Machine(card, ASSUMED, 4), 2) in (19, 20, 21)
