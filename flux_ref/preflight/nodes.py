@@ -10,6 +10,7 @@ ends no other measurement.
 import argparse
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -17,20 +18,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.preflight import node_facts
 from flux_ref.preflight.verdict import NodeReport
 
 PINGS = 5
 POLL_S = 0.005
 LINGER_S = 5.0  # lets processes that have lost another end by themselves
 SILENT = {"problem": "answers no more"}
+PIECE, PIECES = 1 << 20, 64  # bytes that are written and read back
 
 
 class Gone(Fault):
@@ -113,8 +116,8 @@ class Node:
 
     def facts(self) -> dict[str, object]:
         """What the operating system says about this node."""
-        disks = {str(path): node_facts.disk(path) for path in self.folders}
-        return {"driver": node_facts.driver(), "links": node_facts.links(), "disks": disks}
+        disks = {str(path): disk(path) for path in self.folders}
+        return {"driver": driver(), "links": links(), "disks": disks}
 
     def measure(self, turn: int, groups: list[list[int]]) -> None:
         """This node's part in a round. Sets turn/TURN/NODE to the figures of its devices, or to a problem."""
@@ -248,3 +251,61 @@ def ring(nodes: list[int]) -> list[list[list[int]]]:
     pairs = [[node, nodes[(place + 1) % len(nodes)]] for place, node in enumerate(nodes)]
     odd = [pairs.pop()] if len(nodes) % 2 else []
     return [pairs[::2], pairs[1::2], *([odd] if odd else [])]
+
+
+# What the operating system says
+
+
+def links(sys_root: Path = Path("/sys")) -> str:
+    """The ports of InfiniBand and RoCE and the physical network cards: how many at which speed, how many down."""
+    speeds: dict[str, list[str]] = {"RDMA": [], "Ethernet": []}
+    for port in (sys_root / "class/infiniband").glob("*/ports/*"):
+        up = "ACTIVE" in _text(port / "state")
+        speeds["RDMA"].append(f"{_text(port / 'rate').split(' ')[0]} Gb/s" if up else "down")
+    for card in (sys_root / "class/net").glob("*"):
+        if (card / "device").exists():
+            mbits = _text(card / "speed")
+            known = f"{int(mbits) / 1000:g} Gb/s" if mbits.isdigit() else "up"
+            speeds["Ethernet"].append(known if _text(card / "operstate") == "up" else "down")
+    counted = [
+        f"{kind} " + " + ".join(f"{count} x {speed}" for speed, count in sorted(Counter(found).items()))
+        for kind, found in speeds.items()
+        if found
+    ]
+    return ", ".join(counted) or "none"
+
+
+def driver(sys_root: Path = Path("/sys")) -> str:
+    """The version of the devices' kernel driver, else of the kernel."""
+    versions = [f"{name} {_text(sys_root / 'module' / name / 'version')}" for name in ("nvidia", "amdgpu")]
+    return next((text for text in versions if not text.endswith(" ")), f"Linux {os.uname().release}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a card that is down has no speed
+        return ""
+
+
+def disk(folder: Path) -> dict[str, object]:
+    """Free space, and how fast 64 MiB are written to the disk and read back from it; or what went wrong."""
+    try:
+        status = os.statvfs(folder)
+        piece = os.urandom(PIECE)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin = time.perf_counter()
+            for _ in range(PIECES):
+                if file.write(piece) != PIECE:
+                    raise OSError(0, "a write was cut short: it is full")
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            if any(file.read(PIECE) != piece for _ in range(PIECES)):
+                raise OSError(0, "it gives back other bytes than were written")
+        mb, end = PIECES * PIECE / 1e6, time.perf_counter()
+        free = status.f_bavail * status.f_frsize / 1e9
+        return {"free_gb": free, "write": mb / (written - begin), "read": mb / (end - written)}
+    except OSError as error:
+        return {"problem": error.strerror}

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.preflight import commands, node_facts
+from flux_ref.preflight import commands
 from flux_ref.preflight import nodes as preflight
 from flux_ref.preflight.verdict import NodeReport, Verdict, judge
 from flux_ref.run.attempt import attempt
@@ -135,7 +135,7 @@ def tree(folder: Path, **files: str) -> Path:
 
 
 def test_links_count_ports_by_speed_and_leave_out_what_is_no_hardware(tmp_path):
-    assert node_facts.links(tmp_path) == "none"
+    assert preflight.links(tmp_path) == "none"
     for port in range(3):
         tree(tmp_path, **{f"class__infiniband__m{port}__ports__1__state": "4: ACTIVE"})
         tree(tmp_path, **{f"class__infiniband__m{port}__ports__1__rate": "400 Gb/sec (4X NDR)"})
@@ -143,21 +143,21 @@ def test_links_count_ports_by_speed_and_leave_out_what_is_no_hardware(tmp_path):
     tree(tmp_path, class__net__e0__operstate="up", class__net__e0__speed="25000", class__net__e0__device__x="")
     tree(tmp_path, class__net__e1__operstate="down", class__net__e1__device__x="")
     tree(tmp_path, class__net__docker0__operstate="up", class__net__docker0__speed="10000")
-    assert node_facts.links(tmp_path) == "RDMA 2 x 400 Gb/s + 1 x down, Ethernet 1 x 25 Gb/s + 1 x down"
+    assert preflight.links(tmp_path) == "RDMA 2 x 400 Gb/s + 1 x down, Ethernet 1 x 25 Gb/s + 1 x down"
 
 
 def test_driver(tmp_path):
-    assert node_facts.driver(tmp_path).startswith("Linux ")
-    assert node_facts.driver(tree(tmp_path, module__amdgpu__version="6.12")) == "amdgpu 6.12"
+    assert preflight.driver(tmp_path).startswith("Linux ")
+    assert preflight.driver(tree(tmp_path, module__amdgpu__version="6.12")) == "amdgpu 6.12"
 
 
 def test_disk(tmp_path):
-    assert set(node_facts.disk(tmp_path)) == {"free_gb", "write", "read"}
+    assert set(preflight.disk(tmp_path)) == {"free_gb", "write", "read"}
     assert not list(tmp_path.iterdir())
-    assert node_facts.disk(tmp_path / "none") == {"problem": "No such file or directory"}
+    assert preflight.disk(tmp_path / "none") == {"problem": "No such file or directory"}
     tree(tmp_path, file="")
-    assert node_facts.disk(tmp_path / "file") == {"problem": "Not a directory"}
-    assert node_facts.disk(Path("/dev/full").parent / "nothing")["problem"]
+    assert preflight.disk(tmp_path / "file") == {"problem": "Not a directory"}
+    assert preflight.disk(Path("/dev/full").parent / "nothing")["problem"]
 
 
 # Measurements
