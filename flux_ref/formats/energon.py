@@ -4,7 +4,6 @@ A folder that `energon prepare` has been through holds .nv-meta; its split.yaml 
 and what to leave out. Energon 6 writes .info.yaml where 7 writes .info.json.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,16 +76,8 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _counts(meta: Path) -> dict[str, int]:
     """Samples per shard as Energon counted them; {} if it did not say."""
-    if (meta / ".info.json").is_file():
-        try:
-            content = json.loads((meta / ".info.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise Refusal(f"{meta}/.info.json is not JSON: {error}; prepare the folder again") from None
-    elif (meta / ".info.yaml").is_file():
-        content = _yaml(meta / ".info.yaml")
-    else:
-        return {}
-    counts = content.get("shard_counts", {}) if isinstance(content, dict) else None
+    path = next((path for path in (meta / ".info.json", meta / ".info.yaml") if path.is_file()), None)
+    counts = _yaml(path).get("shard_counts", {}) if path else {}  # JSON is YAML, too
     if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
         raise Refusal(f"{meta} holds no usable shard_counts; prepare the folder again")
     return counts

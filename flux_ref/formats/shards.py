@@ -184,8 +184,8 @@ class Shard:
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards.
 
-    Making it looks at names and sizes. It reads no sample, but looks for the end of shards of tiny samples. `open` reads the
-    first samples.
+    Making it looks at names and sizes. It reads no sample, but looks for the end of shards of tiny samples.
+    `open` reads the first samples.
     """
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):

@@ -9,7 +9,6 @@ port may be off. `check` names the first value that differs. Exit codes: 0 all a
 compared.
 """
 
-import argparse
 import importlib
 import json
 import tempfile
@@ -25,6 +24,7 @@ from flux_ref.golden import places
 from flux_ref.golden.compare import report
 from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden, TensorFile, Value, checksum
 from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
@@ -66,20 +66,19 @@ def write(folder: Path) -> int:
     return 0
 
 
-def run(args: argparse.Namespace) -> int:
+def main(argv: list[str]) -> int:
+    return attempt("golden", lambda: run(argv))
+
+
+def run(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m flux_ref.golden", __doc__)
+    parser.add_argument("command", choices=("check", "write"))
+    parser.add_argument("--from", dest="dump", type=Path, help="a port's values as a safetensors file")
+    parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="folder of the golden values")
+    args = parser.parse_args(argv)
     if args.command == "check":
         return check(args.golden, args.dump)
     if args.dump:
         raise Refusal("--from is for check; write records this code's own values")
     return write(args.golden)
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flux_ref.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=("check", "write"))
-    parser.add_argument("--from", dest="dump", type=Path, help="a port's values as a safetensors file")
-    parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="folder of the golden values")
-    args = parser.parse_args(argv)
-    return attempt("golden", lambda: run(args))

@@ -3,7 +3,6 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,14 +21,6 @@ ACCEPTED = {  # dtype of a golden value -> the dtypes in which a dump may hold i
 }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A value in which a dump is off; lines: how, in words."""
-
-    value: Value
-    lines: list[str]
-
-
 def differs(yours: np.ndarray, golden: np.ndarray, atol: float, rtol: float) -> np.ndarray:
     """For each element, whether it is off."""
     if atol == rtol == 0:
@@ -37,31 +28,31 @@ def differs(yours: np.ndarray, golden: np.ndarray, atol: float, rtol: float) -> 
     return ~(np.abs(yours - golden) <= atol + rtol * np.abs(golden))
 
 
-def compare(golden: Golden, value: Value, dump: TensorFile) -> Difference | None:
-    """Compare one value of a dump. It is read only if its shape can be right or transposed."""
+def compare(golden: Golden, value: Value, dump: TensorFile) -> list[str]:
+    """How a value of a dump is off, in words; [] if it agrees. Read only if its shape can be right or transposed."""
     dtype, shape = dump.entries[value.name]
     want_shape = tuple(value.shape)
     if dtype not in ACCEPTED[value.dtype]:
-        return Difference(value, [f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"])
+        return [f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"]
     if shape != want_shape and (shape, want_shape) != ((1,), ()):  # some frameworks have no scalars
         line = f"its shape is {list(shape)}, want {value.shape}"
         if len(shape) == 2 and shape == want_shape[::-1]:
             yours, want = dump.read(value.name).T, golden.file.read(value.name)
             is_transposed = not differs(yours, want, value.atol, value.rtol).any()
             line += " (it is the transposed)" if is_transposed else ""
-        return Difference(value, [line])
+        return [line]
     yours, want = dump.read(value.name).reshape(want_shape), golden.file.read(value.name)
     if want.dtype.kind == "f":
         yours, want = yours.astype(np.float64), want.astype(np.float64)
         if not np.isfinite(yours).all():
-            return Difference(value, [f"{(~np.isfinite(yours)).sum()} of its {yours.size} elements are not finite"])
+            return [f"{(~np.isfinite(yours)).sum()} of its {yours.size} elements are not finite"]
     else:
         yours, want = (array.astype(np.int64 if want.dtype == bool else want.dtype) for array in (yours, want))
     wrong = differs(yours, want, value.atol, value.rtol)
     if not wrong.any():
-        return None
+        return []
     describe = _distance if want.dtype.kind == "f" else _count
-    return Difference(value, [*describe(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)])
+    return [*describe(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)]
 
 
 def _count(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
@@ -119,18 +110,20 @@ def report(golden: Golden, dump: TensorFile) -> tuple[list[str], list[str], list
     compared = [value for value in golden.values if value.name in dump.entries]
     missing = [value.name for value in golden.values if value.name not in dump.entries and not value.given]
     unknown = sorted(dump.entries.keys() - {value.name for value in golden.values})
-    differences = [difference for value in compared if (difference := compare(golden, value, dump))]
+    differences = [(value, lines) for value in compared if (lines := compare(golden, value, dump))]
     print(f"{len(compared)} places compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     if differences:
         _print_first(golden, compared, differences, missing)
     for title, names in (("missing", _grouped(missing, golden)), ("unknown", [printable(name) for name in unknown])):
         if names:
             print(f"\n{title}:\n" + textwrap.fill(", ".join(names), 118, initial_indent="  ", subsequent_indent="  "))
-    return [difference.value.name for difference in differences], missing, unknown
+    return [value.name for value, _ in differences], missing, unknown
 
 
-def _print_first(golden: Golden, compared: list[Value], differences: list[Difference], missing: list[str]) -> None:
-    first, lines = differences[0].value, differences[0].lines
+def _print_first(
+    golden: Golden, compared: list[Value], differences: list[tuple[Value, list[str]]], missing: list[str]
+) -> None:
+    first, lines = differences[0]
     before = compared[: compared.index(first)]
     print(f"\nfirst difference: {first.name}\n  {first.meaning}; {first.shape} {first.dtype}")
     print("".join(f"  {line}\n" for line in lines), end="")

@@ -138,9 +138,8 @@ def _write_data(folder: Path, cfg: Config, given: dict[str, np.ndarray]) -> None
         rows = ({name: array[i] for name, array in bits.items()} for i in range(len(timesteps)))
         samples = (shard_writer.Sample(row, timestep) for row, timestep in zip(rows, timesteps))
         shard_writer.write(folder / part, samples, part)
-    (folder / "empty_encodings").mkdir()
-    for name in ("t5", "clip"):
-        np.save(folder / "empty_encodings" / f"{name}_empty.npy", given[f"data.empty.{name}"][None])
+    empty = {name: given[f"data.empty.{name}"][None] for name in ("t5", "clip")}
+    shard_writer.write_empty(folder / "empty_encodings", empty)
 
 
 def _draws(values: Values, cfg: Config) -> None:

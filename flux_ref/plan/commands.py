@@ -15,7 +15,6 @@ from flux_ref import config_file
 from flux_ref.benchmark import hardware
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.errors import Refusal
-from flux_ref.plan import calibration
 from flux_ref.plan.figures import Plan
 from flux_ref.run import json_option
 from flux_ref.run.attempt import attempt
@@ -36,8 +35,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu", required=True, metavar="NAME", help="a card of flux_ref/benchmark/hardware.toml or of --hardware")
     add("--price-per-gpu-hour", type=float, default=0.0, metavar="PRICE")
     add("--hardware", type=Path, metavar="FILE", help="figures of your own; they take the place of the table's")
-    words = "a report of bench.whole or bench.sweep: measured compute times instead of shares of peak figures"
-    add("--calibrate", type=Path, metavar="FILE", help=words)
     json_option.json_option(parser)
     args, overrides = parser.parse_known_args(argv)
     if not 1 <= args.gpus <= MOST_GPUS:
@@ -51,10 +48,9 @@ def run(argv: list[str]) -> int:
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
     gpu, assumed = hardware.load(args.gpu, args.hardware)
-    measured = calibration.load(args.calibrate) if args.calibrate else []
     from flux_ref.plan import making  # brings torch
 
-    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, measured, args.price_per_gpu_hour)
+    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
     json_option.show(table(plan), asdict(plan) | {"assumed": asdict(assumed), "overrides": overrides}, args.json)
     return 0
 
@@ -93,7 +89,7 @@ def table(plan: Plan) -> str:
         f"checkpoint {plan.checkpoint / GB:.0f} GB: {plan.checkpoint_copy:.1f} s stop, {plan.checkpoint_write:.0f} s"
         " behind the training",
         f"initialisation {plan.init:.0f} s and compilation, which is not counted",
-        f"compute: {plan.calibrated or 'from shares of peak figures; bench.plan_check tells how far off'}",
+        "compute: from shares of peak figures; bench.plan_check tells how far off",
         *(f"WARNING {text}" for text in plan.warnings),
     ]
     return "\n".join(part for line in lines for part in _wrapped(line))

@@ -95,5 +95,4 @@ class Plan:
     checkpoint_copy: float
     checkpoint_write: float
     init: float
-    calibrated: str
     warnings: list[str]

@@ -44,7 +44,6 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """
     model, dtype = cfg.model, DTYPES[cfg.parallel.dtype]
     image, text = model.image_tokens, model.text_tokens
-    measure = _compiled if cfg.parallel.compile else _eager
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
@@ -56,7 +55,8 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
                 streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
                 vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
                 inputs = (streams if kind == "double" else streams[0], vec, net.rope)
-                footprints[f"{kind} {length}"] = measure(region, inputs, cfg)
+                compiled = cfg.parallel.compile
+                footprints[f"{kind} {length}"] = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
         footprints["ends"] = _ends(_net(cfg, arch, 1), cfg, rows)
     return footprints
 
@@ -172,23 +172,19 @@ def _identities(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def _run(forward: Callable[[], object]) -> Footprint:
+def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
     """Eager: once without gradients, then forward and backward."""
     with Live() as live:
         with torch.no_grad():
-            _, _, evaluate = live.above(forward)
+            _, _, evaluate = live.above(lambda: forward(*inputs))
         live.restart()
-        outputs, saved, most_forward = live.above(forward)
+        outputs, saved, most_forward = live.above(lambda: forward(*inputs))
         forward_work = live.work
         outputs = _tensors(outputs)
         gradients = [torch.ones_like(output) for output in outputs]
         live.restart()
         _, _, most_backward = live.above(lambda: torch.autograd.backward(outputs, gradients))
         return Footprint(saved, most_forward, most_backward, evaluate, forward_work, live.work)
-
-
-def _eager(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
-    return _run(lambda: region(*inputs))
 
 
 class _Through(nn.Module):

@@ -12,8 +12,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.plan import calibration, footprint, memory, step_time
-from flux_ref.plan.calibration import Calibration
+from flux_ref.plan import footprint, memory, step_time
 from flux_ref.plan.figures import Footprint, Moment, Plan
 from flux_ref.plan.step_time import Machine
 
@@ -22,10 +21,8 @@ INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is tried
 
 
-def make(
-    cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, measured: list[Calibration] = (), price: float = 0.0
-) -> Plan:
-    """Raises: Refusal if the config does not fit the number of GPUs, or no measurement fits the config."""
+def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: float = 0.0) -> Plan:
+    """Raises: Refusal if the config does not fit the number of GPUs."""
     config_rules.validate_world(cfg, gpus)
     if cfg.fp8.recipe != "off" and not gpu.fp8_tflops:
         raise Refusal(f"fp8.recipe={cfg.fp8.recipe} needs FP8 matrix units, {name} has none; set fp8.recipe=off")
@@ -33,10 +30,9 @@ def make(
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
-    slower, calibrated = _calibrated(cfg, layout, machine, measured)
-    times = step_time.step(cfg, layout, footprints, machine, rows, slower)
+    times = step_time.step(cfg, layout, footprints, machine, rows)
     rate, val_count = cfg.train.global_batch / times.step, cfg.data.val_count or VAL_SAMPLES
-    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, val_count, slower)
+    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, val_count)
     samples = _samples(cfg)
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
     evaluations = samples and ceil(samples / every)
@@ -54,7 +50,7 @@ def make(
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
         in_graph=moment.total - sum(moment.parts[part] for part in ("weights", "moments", "buffers")),
-        largest_rows=largest_rows(cfg, layout, footprints, gpus, gpu, assumed, rows),
+        largest_rows=largest_rows(cfg, layout, footprints, machine, rows),
         times=times,
         samples_per_s=rate,
         mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
@@ -69,7 +65,6 @@ def make(
         checkpoint_copy=BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
         checkpoint_write=checkpoint / (nodes * assumed.storage_gb_s * GB),
         init=held / assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
-        calibrated=calibrated,
         warnings=[],
     )
     plan.warnings.extend(warnings(cfg, plan, gpu))
@@ -81,9 +76,7 @@ def needed(moment: Moment, assumed: Assumed) -> float:
     return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
-def largest_rows(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, gpu: Gpu, assumed: Assumed, rows: int
-) -> int:
+def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> int:
     """The largest micro-batch that fits a card, whatever the global batch; 0 if none does.
 
     The search assumes that memory is linear in samples, then checks exactly. The result can be too low by one.
@@ -91,10 +84,10 @@ def largest_rows(
 
     def fits(candidate: int, exact: bool = False) -> bool:
         guess = footprint.trace(cfg, gpu.arch, candidate) if exact else footprint.scaled(footprints, candidate / rows)
-        moment = memory.fullest(memory.moments(cfg, layout, guess, gpus, candidate))
-        return needed(moment, assumed) <= gpu.memory_gb * GB
+        moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
+        return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    step = 1
+    gpu, step = machine.gpu, 1
     if cfg.fp8.recipe != "off":  # see config_rules.validate_world
         tokens = math.gcd(cfg.model.text_tokens, cfg.model.image_tokens)
         step = 16 // math.gcd(tokens, 16)
@@ -112,18 +105,6 @@ def _samples(cfg: Config) -> float | None:
     if cfg.model != config.ModelConfig() or cfg.eval.target != TARGET:
         return None
     return reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
-
-
-def _calibrated(cfg: Config, layout: Layout, machine: Machine, measured: list[Calibration]) -> tuple[float, str]:
-    """(measured compute time over the planned one, its source); (1, "") without measurements. Raises: Refusal."""
-    if not measured:
-        return 1.0, ""
-    best = calibration.nearest(cfg, measured, config.micro_batch(cfg, machine.gpus))
-    footprints = footprint.trace(cfg, machine.gpu.arch, best.micro_batch)
-    works = ((footprints[unit.kind].forward_work, footprints[unit.kind].backward_work) for unit in layout.units)
-    planned = sum(machine.seconds(work) for pair in works for work in pair)
-    ratio = (best.forward_s + best.backward_s) / planned
-    return ratio, f"{best.source}: {best.device}, micro-batch {best.micro_batch}, {ratio:.2f} times our compute"
 
 
 def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:

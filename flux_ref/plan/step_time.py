@@ -30,12 +30,10 @@ class Machine:
 
     def seconds(self, work: Work) -> float:
         """Of one pass of a region."""
-        gpu, share = self.gpu, self.assumed.gemm_share
-        bandwidth = self.assumed.memory_share * gpu.memory_tb_s * 1e12
-        spent = work.moved / bandwidth
+        spent = self.moving(work.moved)
         for product in work.products:
-            peak = gpu.fp8_tflops if product.is_fp8 else gpu.bf16_tflops
-            spent += max(product.flop / (share * peak * 1e12), product.moved / bandwidth)
+            peak = self.gpu.fp8_tflops if product.is_fp8 else self.gpu.bf16_tflops
+            spent += max(product.flop / (self.assumed.gemm_share * peak * 1e12), self.moving(product.moved))
         return spent
 
     def moving(self, moved: float) -> float:
@@ -71,12 +69,10 @@ class Lanes:
         return self.free[lane]
 
 
-def step(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int, slower: float = 1.0
-) -> Times:
-    """One optimizer step with micro-batches of so many rows. slower: measured compute over ours."""
+def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
+    """One optimizer step with micro-batches of so many rows."""
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
-    pace = _Pace(cfg, layout, footprints, machine, slower)
+    pace = _Pace(cfg, layout, footprints, machine)
     lanes = Lanes()
     for micro in range(micros):
         _micro_batch(cfg, pace, lanes, last=micro == micros - 1)
@@ -101,12 +97,12 @@ def step(
 class _Pace:
     """Seconds of the parts of a step."""
 
-    def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, slower: float):
+    def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine):
         self.layout, self.machine = layout, machine
         self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.kept = not cfg.parallel.reshard_after_forward
         self.computing = {
-            kind: (slower * machine.seconds(region.forward_work), slower * machine.seconds(region.backward_work))
+            kind: (machine.seconds(region.forward_work), machine.seconds(region.backward_work))
             for kind, region in footprints.items()
         }
 
@@ -164,17 +160,11 @@ def _micro_batch(cfg: Config, pace: _Pace, lanes: Lanes, last: bool) -> None:
 
 
 def evaluation(
-    cfg: Config,
-    layout: Layout,
-    footprints: dict[str, Footprint],
-    machine: Machine,
-    rows: int,
-    samples: int,
-    slower: float = 1.0,
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int, samples: int
 ) -> float:
     """Seconds of the validation of so many samples; rows: those of the footprints."""
     batches = ceil(samples / (machine.gpus * cfg.eval.batch))
-    pace = _Pace(cfg, layout, footprints, machine, slower)
+    pace = _Pace(cfg, layout, footprints, machine)
     compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
     gathering = sum(map(pace.gather, layout.units))
     if pace.kept:

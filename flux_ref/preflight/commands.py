@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.preflight.nodes import Gone, Leader, Node
+from flux_ref.preflight.nodes import Leader, Node
 from flux_ref.preflight.verdict import Verdict, judge
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between, listed
@@ -68,7 +68,7 @@ def place(names: list[str], host: str) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """This node's part. Raises: Refusal, Gone."""
+    """This node's part. Raises: Refusal, Fault."""
     node = Node(args)
     if args.node:
         return 0 if node.serve() else Fault.exit_code
@@ -86,22 +86,11 @@ def check(args: argparse.Namespace) -> int:
             print(f"{args.nodes[number]}: {report.row()}")
         judge(verdict, reports, args)
     if verdict.complaints:
-        return _unfit(verdict.lines())
+        print("\n".join(f"preflight: {line}" for line in verdict.lines()), flush=True)
+        return Fault.exit_code
     print(f"preflight: {len(args.nodes)} nodes are fit")
     return 0
 
 
-def _unfit(lines: list[str]) -> int:
-    print("\n".join(f"preflight: {line}" for line in lines), flush=True)
-    return Fault.exit_code
-
-
-def run(args: argparse.Namespace) -> int:
-    try:
-        return check(args)
-    except Gone as error:
-        return _unfit(error.lines)
-
-
 def main(argv: list[str]) -> int:
-    return attempt("preflight", lambda: run(parse(argv)))
+    return attempt("preflight", lambda: check(parse(argv)))

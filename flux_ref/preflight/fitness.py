@@ -34,10 +34,8 @@ def multiply(device: torch.device) -> float:
     """TFLOP/s of a square product, bf16 on an accelerator, fp32 on the CPU."""
     rows = ROWS[device.type != "cpu"]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    matrix, out = (
-        torch.ones(rows, rows, device=device, dtype=dtype),
-        torch.empty(rows, rows, device=device, dtype=dtype),
-    )
+    matrix = torch.ones(rows, rows, device=device, dtype=dtype)
+    out = torch.empty_like(matrix)
     return 2 * rows**3 / seconds(lambda: torch.mm(matrix, matrix, out=out), device) / 1e12
 
 

@@ -10,6 +10,7 @@ ends no other measurement.
 import argparse
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -17,28 +18,29 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from flux_ref.errors import Refusal
-from flux_ref.preflight import node_facts
+from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight.verdict import NodeReport
 
 PINGS = 5
 POLL_S = 0.005
 LINGER_S = 5.0  # lets processes that have lost another end by themselves
 SILENT = {"problem": "answers no more"}
+PIECE, PIECES = 1 << 20, 64  # bytes that are written and read back
 
 
-class Gone(Exception):
-    """Node 0 does not answer. lines: what to print about it."""
+class Gone(Fault):
+    """Node 0 does not answer."""
 
-    def __init__(self, *lines: str):
-        super().__init__(*lines)
-        self.lines = lines
+    def __init__(self, name: str, what: str):
+        super().__init__(f"{name}: {what}\npreflight: bad nodes: {name}")
 
 
 class Node:
@@ -56,7 +58,7 @@ class Node:
             silent = f"does not answer within {self.wait_s:g} s"
             if self.number and isinstance(error, TimeoutError):
                 what = f"{args.address} listens but {silent}; has another program that port?"
-                raise Gone(f"{args.nodes[0]}: {what}", f"bad nodes: {args.nodes[0]}") from None
+                raise Gone(args.nodes[0], what) from None
             why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
@@ -75,7 +77,7 @@ class Node:
                 return socket.create_connection((host, port), timeout=self.wait_s).close()
             except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
-                    raise Gone(f"{name}: {host}:{port} does not answer ({error})", f"bad nodes: {name}") from None
+                    raise Gone(name, f"{host}:{port} does not answer ({error})") from None
                 time.sleep(0.2)
 
     def set(self, key: str, value: object = "") -> None:
@@ -83,7 +85,7 @@ class Node:
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str, wait_s: float) -> object:
-        """The value of a key; None if it does not come in time. Raises: Gone if node 0 has ended."""
+        """The value of a key; None if it does not come in time. Raises: Fault if node 0 has ended."""
         deadline = time.monotonic() + wait_s
         try:
             while not self.store.check([key]):
@@ -92,7 +94,7 @@ class Node:
                 time.sleep(POLL_S)
             return json.loads(self.store.get(key))
         except RuntimeError:
-            raise Gone("node 0 has ended") from None
+            raise Fault("node 0 has ended") from None
 
     def serve(self) -> bool:
         """The part of all nodes but node 0: answer the roll and the pings, then measure in every round.
@@ -114,8 +116,8 @@ class Node:
 
     def facts(self) -> dict[str, object]:
         """What the operating system says about this node."""
-        disks = {str(path): node_facts.disk(path) for path in self.folders}
-        return {"driver": node_facts.driver(), "links": node_facts.links(), "disks": disks}
+        disks = {str(path): disk(path) for path in self.folders}
+        return {"driver": driver(), "links": links(), "disks": disks}
 
     def measure(self, turn: int, groups: list[list[int]]) -> None:
         """This node's part in a round. Sets turn/TURN/NODE to the figures of its devices, or to a problem."""
@@ -249,3 +251,61 @@ def ring(nodes: list[int]) -> list[list[list[int]]]:
     pairs = [[node, nodes[(place + 1) % len(nodes)]] for place, node in enumerate(nodes)]
     odd = [pairs.pop()] if len(nodes) % 2 else []
     return [pairs[::2], pairs[1::2], *([odd] if odd else [])]
+
+
+# What the operating system says
+
+
+def links(sys_root: Path = Path("/sys")) -> str:
+    """The ports of InfiniBand and RoCE and the physical network cards: how many at which speed, how many down."""
+    speeds: dict[str, list[str]] = {"RDMA": [], "Ethernet": []}
+    for port in (sys_root / "class/infiniband").glob("*/ports/*"):
+        up = "ACTIVE" in _text(port / "state")
+        speeds["RDMA"].append(f"{_text(port / 'rate').split(' ')[0]} Gb/s" if up else "down")
+    for card in (sys_root / "class/net").glob("*"):
+        if (card / "device").exists():
+            mbits = _text(card / "speed")
+            known = f"{int(mbits) / 1000:g} Gb/s" if mbits.isdigit() else "up"
+            speeds["Ethernet"].append(known if _text(card / "operstate") == "up" else "down")
+    counted = [
+        f"{kind} " + " + ".join(f"{count} x {speed}" for speed, count in sorted(Counter(found).items()))
+        for kind, found in speeds.items()
+        if found
+    ]
+    return ", ".join(counted) or "none"
+
+
+def driver(sys_root: Path = Path("/sys")) -> str:
+    """The version of the devices' kernel driver, else of the kernel."""
+    versions = [f"{name} {_text(sys_root / 'module' / name / 'version')}" for name in ("nvidia", "amdgpu")]
+    return next((text for text in versions if not text.endswith(" ")), f"Linux {os.uname().release}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a card that is down has no speed
+        return ""
+
+
+def disk(folder: Path) -> dict[str, object]:
+    """Free space, and how fast 64 MiB are written to the disk and read back from it; or what went wrong."""
+    try:
+        status = os.statvfs(folder)
+        piece = os.urandom(PIECE)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin = time.perf_counter()
+            for _ in range(PIECES):
+                if file.write(piece) != PIECE:
+                    raise OSError(0, "a write was cut short: it is full")
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            if any(file.read(PIECE) != piece for _ in range(PIECES)):
+                raise OSError(0, "it gives back other bytes than were written")
+        mb, end = PIECES * PIECE / 1e6, time.perf_counter()
+        free = status.f_bavail * status.f_frsize / 1e9
+        return {"free_gb": free, "write": mb / (written - begin), "read": mb / (end - written)}
+    except OSError as error:
+        return {"problem": error.strerror}

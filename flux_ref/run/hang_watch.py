@@ -69,13 +69,8 @@ class HangWatch:
         self.beat += 1
         # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
         last = ranks.last_collective() if self._still_s() > self.limit_s / 2 else ""
-        record = {
-            "beat": self.beat,
-            "still": self._still_s(),
-            "collectives": collectives,
-            "last": last,
-            "place": self.place,
-        }
+        record = {"beat": self.beat, "still": self._still_s(), "collectives": collectives}
+        record |= {"last": last, "place": self.place}
         self._with_store(lambda: self.store.set(str(self.world.rank), json.dumps(record)))
 
     def _heard(self) -> list[dict]:

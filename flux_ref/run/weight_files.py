@@ -36,7 +36,9 @@ class Tensors:
                     self.metadata |= file.metadata() or {}
                     for name in file.keys():  # noqa: SIM118
                         part = file.get_slice(name)
-                        self._require_dtype(name, part.get_dtype(), path)
+                        if part.get_dtype() not in safetensors_io.DTYPES:
+                            wanted = ", ".join(safetensors_io.DTYPES)
+                            raise Refusal(f"weights {path}: {name} is {part.get_dtype()}, want {wanted}")
                         self.files[name], self.shapes[name] = path, tuple(part.get_shape())
             except (OSError, SafetensorError) as error:
                 raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
@@ -47,11 +49,6 @@ class Tensors:
         return {
             key: text for key, text in self.metadata.items() if key not in ("step", "samples") or COUNT.fullmatch(text)
         }
-
-    @staticmethod
-    def _require_dtype(name: str, dtype: str, path: Path) -> None:
-        if dtype not in safetensors_io.DTYPES:
-            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a tensor, in the file's dtype. Raises: Refusal."""

@@ -83,24 +83,15 @@ def _diffusers(parts: list[diffusers_names.Part]) -> str:
 def operations() -> str:
     """Every operation of the net: its arithmetic and its traffic."""
     listed = flops.operations(BENCHMARK.model)
-    rows = [
-        [
-            f"{op.part}: {op.name}",
-            op.times,
-            op.rows,
-            *(f"{value / GFLOP:.4g}" for value in (op.forward, op.backward)),
-            *(f"{ITEM * value / MB:.4g}" for value in (op.forward_moved, op.backward_moved)),
-            *(f"{ITEM * value / MB:.4g}" for value in (op.forward_weights, op.backward_weights)),
-        ]
-        for op in listed
-    ]
-
-    def total(field: str, unit: float) -> str:
-        return f"{sum(op.times * getattr(op, field) for op in listed) / unit:,.1f}"
-
-    fields = ("forward_moved", "backward_moved", "forward_weights", "backward_weights")
-    moved = [total(field, MB / ITEM) for field in fields]
-    rows.append(["all, times their number", "", "", total("forward", GFLOP), total("backward", GFLOP), *moved])
+    units = dict.fromkeys(("forward", "backward"), GFLOP)
+    units |= dict.fromkeys(("forward_moved", "backward_moved", "forward_weights", "backward_weights"), MB / ITEM)
+    rows, totals = [], []
+    for op in listed:
+        figures = (f"{getattr(op, field) / unit:.4g}" for field, unit in units.items())
+        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures])
+    for field, unit in units.items():
+        totals.append(f"{sum(op.times * getattr(op, field) for op in listed) / unit:,.1f}")
+    rows.append(["all, times their number", "", "", *totals])
     header = (
         "operation | >number | >rows | >forward GFLOP | >backward GFLOP | >forward MB | >backward MB"
         " | >forward weights MB | >backward weights MB"

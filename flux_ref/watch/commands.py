@@ -6,7 +6,6 @@
 Reads the files in a run's folder and changes none. --every S: seconds between two readings (2).
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -27,6 +26,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
 from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options, between
 
 BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
 MARKS = "●◆▲■○◇△□"
@@ -34,7 +34,6 @@ LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # the usual rate is the median of so many logged steps
 TAIL = 65_536  # bytes to read from the end of a log
 SILENT = 5  # a run is silent after so many times the usual time between two records
-MOST_PAUSE_S = 3600
 FIGURES = {"metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb")}
 FIGURES["eval.jsonl"] = ("val_loss", "seconds")
 
@@ -253,26 +252,23 @@ def follow(folders: list[Path], every_s: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "flux_ref.watch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    return attempt("watch", lambda: show(argv))
+
+
+def show(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m flux_ref.watch", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--once", action="store_true")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S")
+    parser.add_argument("--every", type=between(0.01, 3600, float), default=2.0, metavar="S")
     args = parser.parse_args(argv)
-    return attempt("watch", lambda: show(args.runs, args.once, args.every))
-
-
-def show(runs: list[Path], once: bool, every_s: float) -> int:
-    if not 0 < every_s <= MOST_PAUSE_S:
-        raise Refusal(f"--every={every_s:g} must be above 0 and at most {MOST_PAUSE_S} seconds")
-    if len(runs) > len(MARKS):
-        raise Refusal(f"{len(runs)} runs are too many for one panel; give at most {len(MARKS)}")
+    if len(args.runs) > len(MARKS):
+        raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
     try:
-        if once or not sys.stdout.isatty():
-            print(panel([look(folder) for folder in runs], 80, coloured=False), flush=True)
+        if args.once or not sys.stdout.isatty():
+            print(panel([look(folder) for folder in args.runs], 80, coloured=False), flush=True)
         else:
-            follow(runs, every_s)
+            follow(args.runs, args.every)
     except UnicodeEncodeError as error:
         raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
     except KeyboardInterrupt:

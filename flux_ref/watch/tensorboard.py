@@ -18,7 +18,7 @@ SOURCES = {"metrics.jsonl": "train", "eval.jsonl": "validation"}
 
 
 def write(run: Path) -> int:
-    """Write the figures of a run, over training samples; returns how many. Raises: Refusal."""
+    """Write the figures of a run, over training samples. Returns the exit code, 0. Raises: Refusal."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -29,7 +29,8 @@ def write(run: Path) -> int:
     with SummaryWriter(str(run / FOLDER)) as writer:
         for name, value, samples in figures:
             writer.add_scalar(name, value, samples)
-    return len(figures)
+    print(f"{len(figures):,} figures in {run / FOLDER}")
+    return 0
 
 
 def flat(steps: list[dict], group: str) -> list[tuple[str, float, int]]:
@@ -48,13 +49,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print(__doc__)
         return 0
-    return attempt("tensorboard", lambda: write_all([Path(name) for name in argv]))
-
-
-def write_all(runs: list[Path]) -> int:
-    for run in runs:
-        print(f"{write(run):,} figures in {run / FOLDER}")
-    return 0
+    return attempt("tensorboard", lambda: max(write(Path(name)) for name in argv))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
-from bench import feed_energon  # noqa: E402
+import energon_task  # noqa: E402
 
 pytestmark = pytest.mark.interop
 COUNTS = {"train": 11, "val": 5}
@@ -47,7 +47,7 @@ def root(layout, tmp_path_factory) -> Path:
 
 
 def prepare(root: Path, *options: str) -> str:
-    command = [sys.executable, "-c", feed_energon.PREPARE, "prepare", "--non-interactive", *options]
+    command = [sys.executable, "-c", energon_task.PREPARE, "prepare", "--non-interactive", *options]
     done = subprocess.run([*command, "--sample-type", "CrudeWebdataset", str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -71,7 +71,7 @@ def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, layout, s
     get = {"train": energon.get_train_dataset, "val": energon.get_val_dataset}[split]
     options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None} if split == "train" else {}
     own = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get(root, worker_config=own, batch_size=1, task_encoder=feed_energon.Task(), **options)
+    dataset = get(root, worker_config=own, batch_size=1, task_encoder=energon_task.Task(), **options)
     ours, found = by_us(root, split, layout), {}
     for _, batch in zip(range(COUNTS[split]), energon.get_loader(dataset)):
         found[batch.__key__[0].rpartition("/")[2]] = batch

@@ -18,7 +18,7 @@ WITHOUT_TORCH = {
     *("run.attempt", "run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.repack", "prepare.shapes", "prepare.verify"),
-    *("preflight.node_facts", "preflight.verdict", "watch.commands"),
+    *("preflight.verdict", "watch.commands"),
     *("report.band", "report.charts", "report.commands", "report.official", "report.page", "report.result_files"),
     *("report.result_log", "report.score"),
 }

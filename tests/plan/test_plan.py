@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux
-from flux_ref.plan import calibration, commands, footprint, making, memory, step_time
+from flux_ref.plan import commands, footprint, making, memory, step_time
 from flux_ref.plan.figures import Footprint, Plan, Product, Work
 from flux_ref.plan.step_time import Machine
 from flux_ref.step import Health, State, train_step
@@ -384,13 +383,13 @@ def test_command_refuses():
         ([*ARGS, "--gpus", "1000000000"], "--gpus=1000000000: give a number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
-        ([*ARGS, "--calibrate", "no.json"], "No such file"),
         ([*schnell, "--fp8.recipe=dynamic"], "needs FP8 matrix units"),
     ]
     told = [(words, refusal(commands.run, args)) for args, words in cases]
     assert [(words, message) for words, message in told if words not in message] == []
 
 
+<<<<<<< HEAD
 def test_measured_compute_takes_the_place_of_ours(tmp_path):
     """Of a report of bench.whole, alone or in a sweep's, whose runs took twice our time."""
     cfg = config_file.replace(SMALL, train__global_batch=8)
@@ -422,6 +421,8 @@ def test_measured_compute_takes_the_place_of_ours(tmp_path):
         assert "bench" in refusal(calibration.load, path)
 
 
+=======
+>>>>>>> heads/d2
 def said(found: Plan) -> str:
     return " ".join(found.warnings)
 
@@ -459,4 +460,4 @@ def test_largest_micro_batch_is_the_last_that_fits():
         return making.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
 
     card = replace(GPU, memory_gb=total(21) / 1e9)
-    assert making.largest_rows(cfg, layout, found, 4, card, ASSUMED, 2) in (19, 20, 21)
+    assert making.largest_rows(cfg, layout, found, Machine(card, ASSUMED, 4), 2) in (19, 20, 21)

@@ -174,7 +174,7 @@ def test_a_bad_pause_is_refused(put, capsys):
     run = str(put("run", 0))
     for every in ("0", "-1", "nan", "inf", "1e10"):
         assert watch.main([run, f"--every={every}"]) == 2
-        assert "must be above 0 and at most 3600 seconds" in capsys.readouterr().err, every
+        assert "give a number from 0.01 to 3600" in capsys.readouterr().err, every
 
 
 def test_a_stdout_that_cannot_take_the_panel(put):
