@@ -18,7 +18,6 @@ from bench import plan_memory
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
-from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.plan import commands, footprint, making, memory, step_time
 from flux_ref.plan.figures import Footprint, Plan, Product, Work
@@ -389,40 +388,6 @@ def test_command_refuses():
     assert [(words, message) for words, message in told if words not in message] == []
 
 
-<<<<<<< HEAD
-def test_measured_compute_takes_the_place_of_ours(tmp_path):
-    """Of a report of bench.whole, alone or in a sweep's, whose runs took twice our time."""
-    cfg = config_file.replace(SMALL, train__global_batch=8)
-    first, machine = making.make(cfg, "h200", 4, GPU, ASSUMED), Machine(GPU, ASSUMED, 4)
-    found = footprint.trace(cfg, GPU.arch, 2)
-    ms = 2e3 * sum(
-        machine.seconds(work)
-        for unit in footprint.layout(cfg, 4, 8).units
-        for work in (found[unit.kind].forward_work, found[unit.kind].backward_work)
-    )
-    part = {"commit": None, "device": "some card", "config": json.loads(json.dumps(config.flat(cfg)))}
-    part["runs"] = [{"micro_batch": 2, "forward": ms / 4, "backward": 3 * ms / 4}, {"micro_batch": 64, "failed": "x"}]
-    path = tmp_path / "whole.json"
-    for report in (part, {"runs": [{"module": "bench.whole", "report": part}, {"module": "bench.step"}]}):
-        path.write_text(json.dumps(report))
-        again = making.make(cfg, "h200", 4, GPU, ASSUMED, calibration.load(path))
-        assert "some card, micro-batch 2, 2.00 times our compute" in again.calibrated
-        assert again.times.compute - first.times.compute == pytest.approx(ms / 2e3)
-    for wrong in ({"micro_batch": 0}, {"micro_batch": "x"}, {"forward": math.nan}, {"backward": -1.0}):
-        path.write_text(json.dumps(part | {"runs": [part["runs"][0] | wrong]}))
-        with pytest.raises(Refusal, match=r"whole.json is no report of bench.whole or bench.sweep \(ValueError: "):
-            calibration.load(path)
-    part["config"]["parallel.compile"] = True
-    path.write_text(json.dumps(part))
-    with pytest.raises(Refusal, match=r"parallel\.compile=True"):
-        making.make(cfg, "h200", 4, GPU, ASSUMED, calibration.load(path))
-    for text in ("", "[]", "{}", '{"runs": 3}', '{"runs": [1]}', '{"runs": []}'):
-        path.write_text(text)
-        assert "bench" in refusal(calibration.load, path)
-
-
-=======
->>>>>>> heads/d2
 def said(found: Plan) -> str:
     return " ".join(found.warnings)
 

@@ -139,16 +139,6 @@ def test_links_count_ports_by_speed_and_leave_out_what_is_no_hardware(tmp_path):
     assert preflight.links(tmp_path) == "RDMA 2 x 400 Gb/s + 1 x down, Ethernet 1 x 25 Gb/s + 1 x down"
 
 
-<<<<<<< HEAD
-def test_driver_and_disk(tmp_path):
-    assert node_facts.driver(tmp_path).startswith("Linux ")
-    assert set(node_facts.disk(tmp_path)) == {"free_gb", "write", "read"}
-    assert not list(tmp_path.iterdir())
-    assert node_facts.driver(tree(tmp_path, module__amdgpu__version="6.12")) == "amdgpu 6.12"
-    assert node_facts.disk(tmp_path / "none") == {"problem": "No such file or directory"}
-    tree(tmp_path, file="")
-    assert node_facts.disk(tmp_path / "file") == {"problem": "Not a directory"}
-=======
 def test_driver(tmp_path):
     assert preflight.driver(tmp_path).startswith("Linux ")
     assert preflight.driver(tree(tmp_path, module__amdgpu__version="6.12")) == "amdgpu 6.12"
@@ -161,7 +151,6 @@ def test_disk(tmp_path):
     tree(tmp_path, file="")
     assert preflight.disk(tmp_path / "file") == {"problem": "Not a directory"}
     assert preflight.disk(Path("/dev/full").parent / "nothing")["problem"]
->>>>>>> heads/d2
 
 
 # Measurements
@@ -302,15 +291,9 @@ def test_a_listener_that_is_no_store_is_not_waited_for_longer_than_asked():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         command = [sys.executable, "-m", "flux_ref.preflight", "--nodes=n0,n1", "--wait=1", "--node=1"]
         done = subprocess.run([*command, f"--address={address}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-<<<<<<< HEAD
-    line = f"preflight: n0: {address} listens but does not answer within 1 s; has another program that port?"
-    assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout.splitlines() == [line, "preflight: bad nodes: n0"]
-=======
     silent = f"preflight: n0: {address} listens but does not answer within 1 s; has another program that port?"
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.splitlines() == [silent, "preflight: bad nodes: n0"]
->>>>>>> heads/d2
 
 
 @pytest.mark.nightly
