@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import shard_damage
 from conftest import MICRO
+from payload import Payload
 from shard_damage import (
     INF,
     LAYOUT,
@@ -88,17 +89,6 @@ def unnoticed(shard: Path, damages: list[tuple[Callable[[], object], str]], said
             wrong.append(f"{number}: {words!r} is not in {line!r}")
         shard.write_bytes(whole)
     return wrong
-
-
-def test_positions_are_where_the_parts_are(folder, shard):
-    content = shard.read_bytes()
-    for sample, member in ((s, m) for s in range(PER_SHARD) for m in MEMBERS):
-        payload = WRITTEN[sample].members[member].tobytes()
-        start = position(member, "payload", sample)
-        assert content[start : start + len(payload)] == payload
-        assert content[position(member, "npy", sample) :].startswith(b"\x93NUMPY")
-        assert content[position(member, "tar", sample) :].startswith(f"some_{sample:08d}.{member}.bytes\0".encode())
-    assert all(same(read, written) for read, written in zip(read_all(opened(folder)), WRITTEN))
 
 
 # Folders and files
@@ -263,12 +253,6 @@ def test_a_file_truncated_after_opening_is_noticed(left, folder, shard):
     assert stored.read(PER_SHARD, LAYOUT.rows()).key == "some_00000003"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_a_shard_that_may_not_be_read_is_named(folder, shard):
-    shard.chmod(0)
-    assert str(shard) in refusal(folder)
-
-
 # Samples
 
 
@@ -379,21 +363,6 @@ def test_any_changed_byte_of_a_header_is_harmless_or_noticed(folder, shard):
     assert noticed > 1000 and harmless > 1000
 
 
-def test_any_changed_stretch_of_a_header_is_harmless_or_noticed(folder, shard):
-    stored, whole, rng = opened(folder), shard.read_bytes(), random.Random(1)
-    stretches, noticed = headers(sample=1), 0
-    with shard.open("r+b", buffering=0) as file:
-        for _ in range(3000):
-            stretch = rng.choice(stretches)
-            place = rng.choice(stretch)
-            length = min(rng.choice((2, 4, 16)), stretch.stop - place)
-            source = rng.choice((b"'\"(){}[]:,\\ \n\0", b"0123456789", bytes(range(256))))
-            os.pwrite(file.fileno(), bytes(rng.choices(source, k=length)), place)
-            noticed += not read_as_written_or_bad(stored, 1)
-            os.pwrite(file.fileno(), whole[place : place + length], place)
-    assert read_as_written_or_bad(stored, 1) and noticed > 500
-
-
 # Through the training and the validation set
 
 
@@ -496,25 +465,15 @@ def test_an_empty_encoding_that_is_missing_or_not_finite_in_bf16_is_refused(name
     empty_refusal(empty, name)
 
 
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 def test_an_empty_encoding_is_never_unpickled(empty, tmp_path):
-    trap = Trap(tmp_path / "sprung")
+    trap = Payload(tmp_path / "sprung")
     with (empty / "t5_empty.npy").open("wb") as file:
         np.save(file, np.array([trap] * 3, dtype=object), allow_pickle=True)
     empty_refusal(empty)
     (empty / "t5_empty.npy").write_bytes(pickle.dumps(trap))
     empty_refusal(empty)
     assert not (tmp_path / "sprung").exists()
-    pickle.loads((empty / "t5_empty.npy").read_bytes()).close()
+    pickle.loads((empty / "t5_empty.npy").read_bytes())
     assert (tmp_path / "sprung").exists()  # the trap works
 
 

@@ -444,14 +444,6 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
     assert history.shape == (44, 2) and history.isfinite().all() and history[0].all()
 
 
-def test_the_precision_in_words():
-    fp8_only = "bf16, 22 linears in FP8 with dynamic scales; validation bf16"
-    assert fp8.describe(fp8_config(fp8__recipe="off")) == "bf16 in training and validation"
-    plain = fp8_config(fp8__recipe="off", parallel__dtype="fp32")
-    assert fp8.describe(plain) == "fp32 in training and validation"
-    assert fp8.describe(fp8_config(fp8__recipe="dynamic", fp8__eval=False)) == fp8_only
-
-
 def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
     for key, value, message in (
         ("parallel__dtype", "fp32", "fp8.recipe=delayed needs parallel.dtype=bf16, not fp32"),

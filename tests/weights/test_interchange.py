@@ -3,9 +3,7 @@ Nothing changes on the way there and back."""
 
 import inspect
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from itertools import product
@@ -99,37 +97,6 @@ def test_the_map_gives_diffusers_names_and_shapes_at_full_size():
         twin = FluxTransformer2DModel()
     want = {name: tuple(tensor.shape) for name, tensor in twin.state_dict().items()}
     assert diffusers_names.diffusers_table(ModelConfig()) == want
-
-
-def tiles(parts: dict[str, list[diffusers_names.Part]], table: dict[str, tuple[int, ...]]) -> bool:
-    """Whether the parts, side by side, are every row of every tensor of a table once."""
-    ends = dict.fromkeys(table, 0)
-    for part in sorted((part for found in parts.values() for part in found), key=lambda part: part.first):
-        if part.first != ends[part.name]:
-            return False
-        ends[part.name] += part.rows
-    return ends == {name: shape[0] for name, shape in table.items()}
-
-
-def test_the_map_is_a_bijection_of_rows():
-    """Both ways every row goes to one place, and the two maps undo each other."""
-    for model in (MODEL, ModelConfig()):
-        from_diffusers, from_bfl = diffusers_names.diffusers_parts(model), diffusers_names.bfl_parts(model)
-        assert tiles(from_bfl, parameter_table(model)) and tiles(from_diffusers, diffusers_names.diffusers_table(model))
-        for name, (rows, *_) in parameter_table(model).items():
-            assert sum(part.rows for part in from_diffusers[name]) == rows
-            for row in {0, 1, rows // 6, rows // 3, rows // 2, 2 * rows // 3, rows - 1}:
-                there = locate(from_diffusers[name], row)
-                assert locate(from_bfl[there[0]], there[1]) == (name, row)
-
-
-def locate(parts: list[diffusers_names.Part], row: int) -> tuple[str, int]:
-    """Where a row of a tensor comes from."""
-    for part in parts:
-        if row < part.rows:
-            return part.name, part.first + row
-        row -= part.rows
-    raise AssertionError("beyond the tensor")
 
 
 def test_the_map_equals_an_independent_one(lively):
@@ -401,21 +368,6 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys):
 # Breaking off
 
 
-KILLED = """
-import os, signal, sys
-from flux_ref.formats.safetensors_io import CheckedFile
-from flux_ref.weights import commands as weights
-write, left = CheckedFile.write_tensor, [40]
-def stop(file, tensor):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(file, tensor)
-CheckedFile.write_tensor = stop
-weights.main(sys.argv[1:])
-"""
-
-
 def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:
     """Make the next write of that many fail."""
     write, left = safetensors_io.CheckedFile.write_tensor, [after]
@@ -452,16 +404,6 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_removed(checkpoint, tmp
             break_off(patch, OSError(28, "No space left on device"))
             assert "No space left on device" in complaint(capsys, *options, checkpoint, tmp_path / "out")
         assert set(tmp_path.iterdir()) == before
-
-
-def test_after_a_kill_the_next_export_succeeds(checkpoint, lively, tmp_path):
-    argv = ["export", str(checkpoint), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], env=environment, capture_output=True, timeout=60)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / "out").exists()
-    assert command(*argv) == 0
-    require_same(load_file(tmp_path / "out"), lively)
 
 
 @pytest.mark.slow
