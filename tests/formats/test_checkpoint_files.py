@@ -95,9 +95,6 @@ def everything(folder: Path) -> dict[str, torch.Tensor]:
     return {name: found.read(name) for name in found.tensors}
 
 
-# Writing
-
-
 def require_checksums(path: Path, sizes: list[int], block: int, draw: random.Random) -> None:
     """Write pieces of such sizes; file, size and checksums must be those of the whole."""
     content = draw.randbytes(sum(sizes))
@@ -157,9 +154,6 @@ def test_files_are_safetensors(tmp_path):
         assert opened.metadata() == {"key": "value", "quote": '"'}
 
 
-# Reading
-
-
 def test_any_rows_are_those_of_the_whole(tmp_path, small_blocks):
     draw = random.Random(0)
     for seed, parts in enumerate((1, 2, 3, 5) * 3):
@@ -201,9 +195,6 @@ def test_a_read_that_returns_fewer_bytes_than_asked_for_is_continued(saved, monk
     require_identical(everything(saved), tensors())
 
 
-# Damage of the tensors
-
-
 def touched(found: Checkpoint, name: str, low: int, high: int, block: int) -> set[tuple[str, int]]:
     """The blocks (file, number) in which rows of a tensor lie."""
     width = 4 * tensors()[name][0].numel()
@@ -239,16 +230,6 @@ def test_a_flipped_bit_is_told_by_every_read_that_meets_it_and_by_no_other(small
     require_identical(everything(folder), want)
 
 
-def test_damage_names_the_mebibyte(tmp_path):
-    folder = write_checkpoint(tmp_path / "big", {"model.big": torch.randn(700, 1300)})
-    with (folder / NAME).open("r+b") as file:
-        file.seek((2 << 20) + 12345)
-        file.write(b"\xff\xff\xff\xff\xff")
-    text = refusal(Checkpoint(folder).verify)
-    assert f"{folder / NAME} is damaged between bytes 2097152 and 3145728" in text and "another checkpoint" in text
-    Checkpoint(folder).read("model.big", 0, 100)  # elsewhere
-
-
 def test_a_file_that_is_missing_shorter_or_longer_is_refused(saved):
     path = saved / "rank_00001.safetensors"
     content = path.read_bytes()
@@ -270,9 +251,6 @@ def test_a_file_cut_short_after_opening_is_refused(saved):
     for path in saved.glob("*.safetensors"):
         path.unlink()
     assert "No such file" in refusal(Checkpoint.read, found, "model.w")
-
-
-# Damage of the manifest
 
 
 def test_a_flipped_bit_in_the_manifest_is_refused_or_changes_nothing(saved):
@@ -369,9 +347,6 @@ def test_rows_that_no_file_holds_or_that_lie_outside_it_are_refused(tmp_path):
         assert str(folder) in reply("model.b", [(entries["model.b"].chunks[0][0], place, 0, 1)])
 
 
-# Foreign folders
-
-
 def test_a_pickle_is_never_executed(tmp_path, micro):
     bomb, content = tmp_path / "executed", pickle.dumps(Payload(tmp_path / "executed"))
     for name in (".metadata", "model.pt", "pytorch_model.bin", NAME, checkpoint_files.MANIFEST):
@@ -417,22 +392,3 @@ def test_cleaning_removes_what_broke_off_and_nothing_else(tmp_path):
 
 
 # What does not fit
-
-
-def test_what_does_not_fit_is_listed(tmp_path):
-    want = {"a": (2,), "b": (3, 4), "c": (1,), "d": (1,), "e": (1,), "f": (1,)}
-    found = {"b": (4, 3), "x": (1,)}
-    text = refusal(safetensors_io.require_fit, found, want, "checkpoint X")
-    assert text.startswith("checkpoint X does not fit: ")
-    assert "5 missing: a, c, d, ...; 1 unexpected: x; 1 misshaped: b (4, 3), want (3, 4)" in text
-    safetensors_io.require_fit(want, want, "checkpoint X")
-
-
-def test_values_that_are_not_finite_are_refused():
-    tensor = torch.zeros(3, 2)
-    assert safetensors_io.finite(tensor, "model.w", "here") is tensor
-    for value in (float("nan"), float("inf"), -float("inf")):
-        tensor[2, 1] = value
-        text = refusal(safetensors_io.finite, tensor, "model.w", "here")
-        assert text.startswith("here: model.w holds NaN or infinite")
-    assert safetensors_io.finite(torch.zeros(0, 3), "model.w", "here").shape == (0, 3)

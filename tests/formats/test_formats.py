@@ -81,9 +81,6 @@ def refusal(folder: Path, layout, split: str = "train") -> str:
     return str(refused.value)
 
 
-# Energon
-
-
 @pytest.mark.parametrize("info", ["json", "yaml"])
 def test_energons_splits_are_honoured_and_braces_expanded(root, layout, info):
     describe(root, PARTS, counts=COUNTS, info=info)
@@ -170,9 +167,6 @@ def test_what_is_expected_is_where_it_will_be_read(tmp_path, layout, monkeypatch
         stored.expect([now])
         stored.read(now, layout.rows())
     assert len(reads) == COUNT and reads == ranges
-
-
-# Training
 
 
 def as_energon(source: Path, root: Path) -> tuple[Path, Path]:

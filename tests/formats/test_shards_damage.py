@@ -91,9 +91,6 @@ def unnoticed(shard: Path, damages: list[tuple[Callable[[], object], str]], said
     return wrong
 
 
-# Folders and files
-
-
 def test_a_missing_or_empty_folder_or_a_file_is_refused(tmp_path, shard):
     missing = refusal(tmp_path / "none")
     assert str(tmp_path / "none") in missing and "does not exist" in missing and "data.train" in missing
@@ -230,9 +227,6 @@ def test_a_file_truncated_after_opening_is_noticed(left, folder, shard):
     assert stored.read(PER_SHARD, LAYOUT.rows()).key == "some_00000003"
 
 
-# Samples
-
-
 def test_members_in_another_order_are_noticed(folder, shard):
     content = shard.read_bytes()
     starts = [*(position(name, sample=1) for name in MEMBERS), 2 * STRIDE]
@@ -339,9 +333,6 @@ def test_any_changed_byte_of_a_header_is_harmless_or_noticed(folder, shard):
     assert noticed > 1000 and harmless > 1000
 
 
-# Through the training and the validation set
-
-
 def config_for(train: Path, val: Path, empty: Path | str = "", **values: object) -> config.Config:
     values |= {"data__train": str(train), "data__val": str(val), "data__empty": str(empty), "data__kind": "embeddings"}
     return config_file.replace(config_file.load(MICRO), data__train_count=0, data__val_count=0, **values)
@@ -394,9 +385,6 @@ def test_as_many_damaged_training_samples_are_skipped_as_allowed(skip_bad, folde
                 feed.give_back(feed.take())
     finally:
         feed.close()
-
-
-# The encodings of the empty caption
 
 
 @pytest.fixture

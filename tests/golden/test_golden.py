@@ -46,9 +46,6 @@ def checked(dump: dict[str, np.ndarray], tmp_path, capsys) -> SimpleNamespace:
     return SimpleNamespace(code=code, first=first and first[1], text=text)
 
 
-# They are ours
-
-
 def test_replay_agrees_in_every_place(kept, ours, tmp_path, capsys):
     assert list(ours) == [value.name for value in kept.values], "record them anew: python -m flux_ref.golden write"
     result = checked(ours, tmp_path, capsys)
@@ -103,9 +100,6 @@ def test_every_place_is_used_and_every_value_has_one(kept):
     for value in kept.values:
         assert (value.meaning, value.why) == (places.meaning(value.name), places.place(value.name).kind.why)
         assert (value.atol, value.rtol) == places.place(value.name).kind.tolerances(kept.file.read(value.name))
-
-
-# Sound ports pass
 
 
 class DoubleAdamW(torch.optim.AdamW):
@@ -202,9 +196,6 @@ def test_planted_mistakes_are_found_where_they_are(section, kept, monkeypatch, t
     assert planted and not complaints, complaints
 
 
-# What it says
-
-
 def test_how_far_and_which_parameters(kept, ours, tmp_path, capsys):
     norms = ours["grad.norms"].copy()
     norms[[3, 80]] *= 1.01
@@ -265,9 +256,6 @@ def test_bf16_of_fp32_is_refused_and_of_bf16_taken(ours, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "first difference: prediction" in text and "its dtype is BF16, want F32 or F64" in text
     assert "2 places compared, 1 differ" in text
-
-
-# Files
 
 
 def bad_files(ours: dict[str, np.ndarray]) -> list[bytes]:

@@ -59,9 +59,6 @@ def judged(folder, ruleset="6.0.0", points=None):
     return score.judge(group.name, [result_log.read(path) for path in group.files], ruleset, points)
 
 
-# ---------------------------------------------------------------------------------------------------- valid results
-
-
 def by_hand(folder):
     """Minutes of each run and their olympic mean, in as few lines as it takes."""
     minutes = []
@@ -170,9 +167,6 @@ def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
     assert folders and "" not in folders  # it removes scaling.json in that folder, in / for an empty one
 
 
-# ----------------------------------------------------------------------------------------------- tolerant in reading
-
-
 def gzipped(path):
     with gzip.open(path.with_name(path.name + ".gz"), "wb") as file:
         file.write(path.read_bytes())
@@ -214,9 +208,6 @@ def test_names_beyond_ascii(tmp_path):
     assert result_log.read(path).value("submission_org") == "Universität"
     path.write_text(path.read_text(), encoding="latin-1")
     assert result_log.read(path).value("submission_org") == "Universität"
-
-
-# ------------------------------------------------------------------------------------------------- exact in judging
 
 
 def edit(path, change):
@@ -395,9 +386,6 @@ def test_no_rule_file_named_by_a_log_is_run(tmp_path):
     assert (tmp_path / "sprung").exists()  # the trap is one
 
 
-# ------------------------------------------------------------------------------------------ which runs are a system
-
-
 def own_run(folder, seed, **changes):
     """A run folder as train.py leaves it."""
     folder.mkdir(parents=True)
@@ -518,9 +506,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_logs_are_read(capsys, 
         error = capsys.readouterr().err
         assert option in error and "give a" in error and error.count("\n") == 1 and "Errno" not in error, option
     assert (tmp_path / "file").read_text() == "mine"
-
-
-# ----------------------------------------------------------------------------------------------------------- the page
 
 
 def test_a_folder_used_again_holds_what_the_page_has(capsys, results, tmp_path, undrawn):

@@ -1,7 +1,6 @@
 """diffusers opens what export writes and computes the same with it. import takes what diffusers writes bit for bit.
 Nothing changes on the way there and back."""
 
-import inspect
 import json
 import re
 import subprocess
@@ -14,7 +13,6 @@ import rank_runs
 import torch
 from conftest import MICRO, ROOT, require_identical
 from diffusers import FluxTransformer2DModel
-from diffusers.loaders import single_file_model, single_file_utils
 from peer_net import FULL_WIDTH, INPUTS, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -89,9 +87,6 @@ def require_same(tensors: dict[str, Tensor], want: dict[str, Tensor]):
     require_identical(tensors, want)
 
 
-# The map
-
-
 def test_the_map_gives_diffusers_names_and_shapes_at_full_size():
     with torch.device("meta"):
         twin = FluxTransformer2DModel()
@@ -106,9 +101,6 @@ def test_the_map_equals_an_independent_one(lively):
     for name, parts in diffusers_names.bfl_parts(MODEL).items():
         pieces = [lively[part.name][part.first : part.first + part.rows] for part in parts]
         assert torch.equal(torch.cat(pieces), want[name]), name
-
-
-# diffusers opens what export wrote
 
 
 def output(net: nn.Module, inputs: dict[str, Tensor], model: ModelConfig) -> Tensor:
@@ -145,29 +137,10 @@ def from_single_file(file: Path, folder: Path) -> FluxTransformer2DModel:
     return FluxTransformer2DModel.from_single_file(str(file), config=str(folder), local_files_only=True)
 
 
-@pytest.fixture
-def any_width(monkeypatch) -> None:
-    """diffusers' reader of single files knows schnell's width only: give it that of MODEL."""
-    name = "convert_flux_transformer_checkpoint_to_diffusers"
-    source = inspect.getsource(getattr(single_file_utils, name))
-    assert source.count("inner_dim = 3072") == 1
-    scope = dict(vars(single_file_utils))
-    exec(source.replace("inner_dim = 3072", f"inner_dim = {MODEL.hidden}"), scope)
-    entry = {"checkpoint_mapping_fn": scope[name], "default_subfolder": "transformer"}
-    monkeypatch.setitem(single_file_model.SINGLE_FILE_LOADABLE_CLASSES, "FluxTransformer2DModel", entry)
-
-
 def test_diffusers_computes_the_same_with_its_folder(checkpoint, lively, tmp_path):
     net = from_pretrained(export(checkpoint, tmp_path / "out", "diffusers"))
     inputs = random_inputs(MODEL)
     assert net.config.guidance_embeds is False and net.dtype == torch.float32
-    assert relative_error(own_output(lively, inputs, MODEL), output(net, inputs, MODEL)) < TOLERANCE
-
-
-def test_diffusers_computes_the_same_with_bfls_file(checkpoint, lively, tmp_path, any_width):
-    folder = export(checkpoint, tmp_path / "folder", "diffusers")
-    net = from_single_file(export(checkpoint, tmp_path / "out.safetensors"), folder)
-    inputs = random_inputs(MODEL)
     assert relative_error(own_output(lively, inputs, MODEL), output(net, inputs, MODEL)) < TOLERANCE
 
 
@@ -205,9 +178,6 @@ def test_diffusers_reads_what_was_kept_to_the_bit(checkpoint, lively, tmp_path, 
             assert index["metadata"]["total_size"] == total and index["weight_map"].keys() == want.keys()
 
 
-# What diffusers wrote comes in
-
-
 @pytest.fixture
 def twin(lively) -> FluxTransformer2DModel:
     """diffusers' net with the weights of `lively`."""
@@ -235,9 +205,6 @@ def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, che
     assert {key: their[key] for key in their.keys() - our.keys() - {"_diffusers_version"}} == {"out_channels": None}
     our, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
     require_same(our, their)
-
-
-# There and back
 
 
 def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypatch):
@@ -287,26 +254,21 @@ def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypat
     assert max(sizes) <= 2000 and sum(sizes) == 3 * 4 * sum(tensor.numel() for tensor in lively.values())
 
 
-# What is written beside the weights
-
-
 def header_of(path: Path) -> dict[str, str] | None:
     with safe_open(path, framework="pt") as file:
         return file.metadata()
 
 
-def test_files_say_what_trained_them(checkpoint, tmp_path):
+def test_files_say_what_trained_them(checkpoint, lively, tmp_path):
     want = {"format": "pt", "trained_by": "flux_ref", "step": "5", "samples": "60", "name": "micro"}
     folder = export(checkpoint, tmp_path / "folder", "diffusers")
     for path in (export(checkpoint, tmp_path / "file"), folder / "diffusion_pytorch_model.safetensors"):
         assert header_of(path) == want
     again = export(tmp_path / "file", tmp_path / "again")
     assert header_of(again) == want
-
-
-def test_files_claim_nothing_of_weights_that_were_trained_elsewhere(lively, tmp_path):
     save_file(lively, tmp_path / "public.safetensors")
-    assert header_of(export(tmp_path / "public.safetensors", tmp_path / "out")) == {"format": "pt"}
+    public = export(tmp_path / "public.safetensors", tmp_path / "of public")
+    assert header_of(public) == {"format": "pt"}, "trained elsewhere"
 
 
 def test_an_imported_checkpoint_says_where_it_comes_from(lively, tmp_path, capsys):
@@ -329,9 +291,6 @@ def test_a_run_is_exported_as_its_newest_checkpoint_or_that_of_a_step(lively, tm
     for option, step in (([], 7), (["--checkpoint=3"], 3)):
         assert command("export", run, tmp_path / f"out {step}", *option) == 0
         require_same(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
-
-
-# Refused
 
 
 def complaint(capsys, *argv: object) -> str:
@@ -363,9 +322,6 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys):
         assert sorted(path.name for path in folder.iterdir()) == ["other.toml", "w.safetensors"]
         assert command("export", *where) == 0
         require_same(load_file(folder / "out"), tensors)
-
-
-# Breaking off
 
 
 def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:

@@ -125,28 +125,10 @@ def test_every_form_fills_a_net_bit_for_bit_in_fp32(kept, alone):
         require_identical(rank_runs.whole(net), rounded(kind, tensors_of(CFG.model)))
 
 
-def test_rows_are_those_asked_for_wherever_they_begin(kept):
-    """Also across the borders of diffusers' tensors, and no rows at all, as for a rank that holds none."""
-    tensors, wrong = tensors_of(CFG.model), []
-    for kind in ("bfl.safetensors", "diffusers_in_three", "checkpoint"):
-        source = opened(kept / kind, CFG.model)
-        for name in ("single_blocks.1.linear1.weight", "double_blocks.0.txt_attn.qkv.bias", "img_in.weight"):
-            tensor = tensors[name]
-            for first in range(0, len(tensor), 5):
-                for count in (0, 1, 7, len(tensor) - first):
-                    want = tensor[first : first + count]
-                    if not torch.equal(source.read(name, first, len(want)), want):
-                        wrong.append((kind, name, first, count))
-    assert not wrong
-
-
 def test_a_source_knows_which_run_trained_it(kept):
     assert {"step": 1, "samples": 12, "name": "micro"}.items() <= opened(kept / "run", CFG.model).info.items()
     save_file(tensors_of(CFG.model), kept / "counted.safetensors", {"samples": "36"})
     assert opened(kept / "counted.safetensors", CFG.model).info == {"samples": "36"}
-
-
-# Three ranks
 
 
 def load_and_gather(path: Path, cfg: Config, world: World) -> dict:
@@ -214,9 +196,6 @@ def test_three_ranks_read_the_same_weights_and_each_only_its_own(on_three_ranks)
     assert "rank 2: " in line and "img_in.weight" in line
 
 
-# Training that starts from them
-
-
 @pytest.mark.parametrize("kind", ["f16.safetensors", "diffusers_in_three", "run"])
 def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, attempt, kind):
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
@@ -239,9 +218,6 @@ def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir
     assert write_run(tmp_path / "run", shapes_dir, kept / "no such") == 2
     assert "no such does not exist" in the_line(capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
-
-
-# Which weights a path means
 
 
 @pytest.fixture
@@ -273,9 +249,6 @@ def test_a_path_without_weights_is_refused_with_what_is_wanted(tmp_path):
     for path, problem in ((tmp_path, "holds no weights"), (tmp_path / "none", "does not exist")):
         text = complaint(path)
         assert text.startswith(f"{path} {problem}; ") and "a .safetensors file in BFL's layout" in text
-
-
-# What is refused. Each of these makes a damaged input in an empty folder and returns its path
 
 
 def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
@@ -411,9 +384,6 @@ def test_nan_is_met_wherever_values_are_read(tmp_path, capsys, alone):
         assert weights.main([*command, str(path), str(tmp_path / "out"), f"--config={MICRO}"]) == 2
         assert "single_blocks.2.linear2.weight holds NaN" in the_line(capsys.readouterr().err, "weights")
         assert not (tmp_path / "out").exists()
-
-
-# The command
 
 
 def flip(path: Path, offset: int) -> None:
