@@ -113,13 +113,6 @@ def test_checksums_are_crc32_of_each_mebibyte(tmp_path):
         require_checksums(tmp_path / str(number), sizes, 1 << 20, random.Random(0))
 
 
-def test_checksums_do_not_depend_on_how_the_bytes_came(tmp_path, small_blocks):
-    draw = random.Random(1)
-    for number in range(100):
-        sizes = [draw.choice((0, 1, 8, 63, 64, 65, 128, draw.randint(0, 500))) for _ in range(draw.randint(0, 12))]
-        require_checksums(tmp_path / str(number), sizes, small_blocks, draw)
-
-
 def test_a_file_is_never_written_over(tmp_path):
     (tmp_path / "file").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
