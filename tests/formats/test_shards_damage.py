@@ -275,13 +275,9 @@ def test_nan_and_infinity_are_noticed_wherever_they_are(folder, shard):
                 words = f"key some_00000001: {member} holds NaN or infinite values"
                 damages.append((partial(overwrite_value, shard, member, value, place), words))
     assert unnoticed(shard, damages, lambda: complaint(folder)) == []
-
-
-def test_the_largest_and_smallest_values_are_taken(folder, shard):
-    extremes = [0x7F7F, 0xFF7F, 0x0001, 0x8000]
+    extremes, rows = [0x7F7F, 0xFF7F, 0x0001, 0x8000], LAYOUT.rows()  # the largest and the smallest values are taken
     for place, value in enumerate(extremes):
         overwrite_value(shard, "clip", value, place)
-    rows = LAYOUT.rows()
     opened(folder).read(1, rows)
     assert rows["clip"][:4].tolist() == extremes
 
@@ -349,15 +345,12 @@ def validation_batches(folder: Path) -> None:
         feed.close()
 
 
-@pytest.mark.parametrize("timestep", [8, -1, None, 10**30])
-def test_a_validation_sample_without_a_usable_timestep_stops_the_run(timestep, folder, shard):
+def test_a_damaged_validation_sample_or_one_without_a_usable_timestep_stops_the_run(folder, shard):
     validation_batches(folder)
-    overwrite_json(shard, describe(timestep=timestep))
-    with pytest.raises(Fault, match=f"some_00000001 in {folder} has timestep {timestep}; want 0 to 7"):
-        validation_batches(folder)
-
-
-def test_a_damaged_validation_sample_stops_the_run(folder, shard):
+    for timestep in (8, -1, None, 10**30):
+        overwrite_json(shard, describe(timestep=timestep))
+        with pytest.raises(Fault, match=f"some_00000001 in {folder} has timestep {timestep}; want 0 to 7"):
+            validation_batches(folder)
     overwrite_value(shard, "mean", NAN)
     with pytest.raises(Fault, match=r"bad validation sample: .*shard_000000\.tar, sample 1, key some_00000001: mean"):
         validation_batches(folder)
