@@ -81,18 +81,13 @@ def test_one_evaluation_that_strays_a_little_is_none():
     assert kinds(curve, band) == ["high"]
 
 
-def test_what_needs_no_band():
-    assert kinds([(1, 1.0), (2, 0.8), (3, 0.7)], None) == []
+def test_what_needs_no_band_and_what_comes_after_the_slowest_run():
+    assert kinds([(1, 1.0), (2, 0.8), (3, 0.7)], None) == kinds([], None) == []
     assert kinds([(1, 1.0), (2, 0.8), (3, 0.9), (4, 0.85)], None) == ["rising"]
     assert kinds([(1, 1.0), (2, 0.8), (3, 0.9), (4, 0.8)], None) == []
-    assert kinds([], None) == []
-
-
-def test_late_is_after_the_slowest():
     band = convergence.public_band(4096)
-    end = band.samples[-1]
-    assert kinds([(end, 0.586)], band) == []
-    assert kinds([(end + 1, 0.5861)], band) == ["late"]
+    assert kinds([(band.samples[-1], 0.586)], band) == []
+    assert kinds([(band.samples[-1] + 1, 0.5861)], band) == ["late"]
 
 
 def rated(rates: list[float], wait: float = 0.0) -> list[dict]:
@@ -179,17 +174,12 @@ def test_public_logs_are_counted_by_system_against_all_and_against_the_others(tm
             log.write(tmp_path / system / f"result_{run}.txt")
     broken = MadeLog(5, batch=1024).change("run_stop", status="aborted")
     broken.write(tmp_path / "good" / "result_2.txt")
+    MadeLog(batch=4096).write(tmp_path / "lone" / "result_0.txt")
     assert bench_alarms.main([str(tmp_path), "--json"]) == 0
     out, err = capsys.readouterr()
-    good, slow = json.loads(out)["systems"]
+    good, lone, slow = sorted(json.loads(out)["systems"], key=lambda system: system["system"])
+    assert lone["warned_by_others"] is None, "no other system has its batch"
     known = {"global_batch": 1024, "runs": 2}
     assert good.items() >= (known | {"system": "good", "warned": 0, "warned_by_others": 0}).items()
     assert slow.items() >= (known | {"system": "slow", "warned": 2, "warned_by_others": 2}).items()
     assert "2 of 4" in err.splitlines()[-1]
-
-
-def test_a_system_alone_at_its_batch_has_no_others(tmp_path, capsys):
-    MadeLog(batch=4096).write(tmp_path / "result_0.txt")
-    assert bench_alarms.main([str(tmp_path), "--json"]) == 0
-    (only,) = json.loads(capsys.readouterr().out)["systems"]
-    assert only["warned_by_others"] is None

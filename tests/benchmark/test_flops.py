@@ -115,16 +115,11 @@ def test_other_operations_stand_where_the_model_has_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["double", "single"])
-def test_kept_activations_are_what_the_compiler_keeps(kept_by_torch, kind):
+def test_kept_activations_are_what_the_compiler_keeps():
     """But for attention's output, which it keeps a second time, and numbers per token, which the closed form omits."""
-    cfg = kept_by_torch["config"]
-    once = sum(op.kept for op in flops.operations(cfg.model) if op.part == f"{kind}_blocks")
-    attention = (cfg.model.image_tokens + cfg.model.text_tokens) * cfg.model.hidden
-    assert kept_by_torch[f"{kind} 1"].saved == pytest.approx(2 * (once + attention), rel=0.01)
-
-
-@pytest.fixture(scope="module")
-def kept_by_torch():
     cfg = config_file.replace(Config(), parallel__compile=True, model__hidden=1024, model__heads=8)
-    return {"config": cfg, **footprint.trace(cfg, "sm90", rows=1)}
+    traced = footprint.trace(cfg, "sm90", rows=1)
+    attention = (cfg.model.image_tokens + cfg.model.text_tokens) * cfg.model.hidden
+    for kind in ("double", "single"):
+        once = sum(op.kept for op in flops.operations(cfg.model) if op.part == f"{kind}_blocks")
+        assert traced[f"{kind} 1"].saved == pytest.approx(2 * (once + attention), rel=0.01), kind

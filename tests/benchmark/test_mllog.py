@@ -99,12 +99,3 @@ def test_order_and_outcome(tmp_path, cfg):
     # The convergence checker finds lines by substring: such a word in another line's metadata would mislead it.
     words = ("eval_accuracy", "global_batch_size", "train_samples")
     assert not [event for event in events for word in words if word in json.dumps(event["metadata"])]
-
-
-def test_other_ranks_write_nothing(tmp_path, cfg):
-    log = BenchmarkLog(None)
-    log.init_start()
-    log.describe(cfg, 8, 1, 1)
-    log.text("a line")
-    log.close()
-    assert not list(tmp_path.iterdir())

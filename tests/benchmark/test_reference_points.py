@@ -31,15 +31,6 @@ def test_points_and_what_lies_between_are_the_official_checkers():
         assert reference_points.samples_to_target(ruleset, 4097) is None
 
 
-def test_pruning_leaves_the_lower_edge():
-    def point(batch: int, mean: float) -> Point:
-        return Point(batch, 1e-4, 0, mean)
-
-    found = [point(1, 9.0), point(2, 5.0), point(3, 6.5), point(4, 7.0), point(5, 9.0)]
-    assert [p.global_batch for p in reference_points.prune(found)] == [2, 4, 5]
-    assert reference_points.prune([]) == []
-
-
 def test_own_points(tmp_path):
     own = tmp_path / "points.json"
     knobs = {"opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_steps": 5}

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from conftest import MICRO, called
+from conftest import MICRO, called, refusal
 from run_files import what_counts
 from shard_damage import opened
 
 from flux_ref import config_file
-from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS, ShardSet
@@ -74,24 +73,13 @@ def numbers(folder: Path, layout, split: str = "train") -> list[int]:
     return order
 
 
-def refusal(folder: Path, layout, split: str = "train") -> str:
-    with pytest.raises(Refusal) as refused:
-        numbers(folder, layout, split)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-# Energon
-
-
-@pytest.mark.parametrize("info", ["json", "yaml"])
-def test_energons_splits_are_honoured_and_braces_expanded(root, layout, info):
-    describe(root, PARTS, counts=COUNTS, info=info)
-    assert numbers(root, layout, "train") == list(range(COUNT))
-    assert numbers(root, layout, "val") == [100, 101, 102]
-
-
-def test_shards_come_in_the_order_of_the_split(root, layout):
+def test_energons_splits_are_honoured_in_their_order_and_braces_expanded(root, layout):
+    for info in ("json", "yaml"):
+        describe(root, PARTS, counts=COUNTS, info=info)
+        assert numbers(root, layout, "train") == list(range(COUNT))
+        assert numbers(root, layout, "val") == [100, 101, 102]
+        (root / ".nv-meta" / f".info.{info}").unlink()
+    assert numbers(root / "train", layout) == list(range(COUNT)), "a folder inside is read as it is"
     describe(root, {"train": ["train/shard_000002.tar", "train/shard_000000.tar"]})
     assert numbers(root, layout) == [6, 0, 1, 2]
 
@@ -100,11 +88,6 @@ def test_excluded_shards_and_samples_are_left_out(root, layout):
     describe(root, PARTS, exclude=["train/shard_000001.tar", "train/shard_000000.tar/train_00000001"], counts=COUNTS)
     assert numbers(root, layout) == [0, 2, 6]
     assert len(ShardSet(root, layout)) == 3  # known before a byte is read
-
-
-def test_the_folders_inside_are_read_as_they_are(root, layout):
-    describe(root, PARTS)
-    assert numbers(root / "train", layout) == list(range(COUNT))
 
 
 def test_a_broken_split_is_explained(root, layout):
@@ -119,36 +102,24 @@ def test_a_broken_split_is_explained(root, layout):
     ]
     for split_parts, words in splits:
         describe(root, split_parts)
-        assert words in refusal(root, layout) and "split.yaml" in refusal(root, layout)
+        assert words in refusal(numbers, root, layout) and "split.yaml" in refusal(numbers, root, layout)
 
 
-def test_a_broken_meta_folder_is_explained(root, layout):
-    (root / ".nv-meta").mkdir()
-    assert "No such file" in refusal(root, layout)
-    for text, words in (("a: [", "not YAML"), ("- a", "not a mapping")):
-        (root / ".nv-meta" / "split.yaml").write_text(text)
-        assert words in refusal(root, layout)
-
-
-def test_yaml_that_builds_objects_is_not_obeyed(root, layout):
-    (root / ".nv-meta").mkdir()
-    (root / ".nv-meta" / "split.yaml").write_text(f"x: !!python/object/apply:os.mkdir ['{root}/made']")
-    assert "not YAML" in refusal(root, layout) and not (root / "made").exists()
-
-
-def test_counts_that_differ_are_explained(root, layout):
+def test_a_broken_meta_folder_is_explained_and_its_yaml_builds_no_objects(root, layout):
+    assert f"did you mean {root / 'train'}?" in refusal(numbers, root, layout)
+    describe(root, PARTS, exclude=["train/shard_000000.tar/nobody"])
+    assert "excludes shard_000000.tar/nobody" in refusal(numbers, root, layout)
     for counts, words in (({"train/shard_000001.tar": 4}, "holds 3 samples"), ({"a": "b"}, "counts")):
         describe(root, PARTS, counts=counts)
-        assert words in refusal(root, layout)
-
-
-def test_an_excluded_key_that_is_not_there_is_refused(root, layout):
-    describe(root, PARTS, exclude=["train/shard_000000.tar/nobody"])
-    assert "excludes shard_000000.tar/nobody" in refusal(root, layout)
-
-
-def test_a_root_without_meta_names_the_folder_that_was_meant(root, layout):
-    assert f"did you mean {root / 'train'}?" in refusal(root, layout)
+        assert words in refusal(numbers, root, layout)
+    split = root / ".nv-meta" / "split.yaml"
+    objects = f"x: !!python/object/apply:os.mkdir ['{root}/made']"
+    for text, words in (("a: [", "not YAML"), ("- a", "not a mapping"), (objects, "not YAML")):
+        split.write_text(text)
+        assert words in refusal(numbers, root, layout)
+    assert not (root / "made").exists()
+    split.unlink()
+    assert "No such file" in refusal(numbers, root, layout)
 
 
 def test_what_is_expected_is_where_it_will_be_read(tmp_path, layout, monkeypatch):
@@ -170,9 +141,6 @@ def test_what_is_expected_is_where_it_will_be_read(tmp_path, layout, monkeypatch
         stored.expect([now])
         stored.read(now, layout.rows())
     assert len(reads) == COUNT and reads == ranges
-
-
-# Training
 
 
 def as_energon(source: Path, root: Path) -> tuple[Path, Path]:

@@ -22,23 +22,16 @@ def parsed(*argv: str) -> Path | None:
     return parser.parse_args(argv).json
 
 
-def test_without_the_option_there_is_only_text(capsys):
+def test_figures_go_to_stdout_or_a_file_or_nowhere(capsys, tmp_path):
     json_option.show("a table", FIGURES, parsed("in"))
     assert capsys.readouterr() == ("a table\n", "")
-
-
-def test_a_bare_option_has_stdout_for_itself(capsys):
     json_option.show("a table", FIGURES, parsed("in", "--json"))
     out, err = capsys.readouterr()
     assert json.loads(out) == PLAIN and "NaN" not in out and err == "a table\n"
-
-
-def test_a_file_is_written_beside_the_text(capsys, tmp_path):
     path = tmp_path / "new" / "figures.json"
     json_option.show("a table", FIGURES, parsed("in", f"--json={path}"))
     assert capsys.readouterr() == ("a table\n", "")
-    assert json.loads(path.read_text()) == PLAIN
-    assert list(path.parent.iterdir()) == [path]
+    assert json.loads(path.read_text()) == PLAIN and list(path.parent.iterdir()) == [path]
 
 
 def test_an_input_is_never_taken_for_the_file():

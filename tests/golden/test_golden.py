@@ -46,9 +46,6 @@ def checked(dump: dict[str, np.ndarray], tmp_path, capsys) -> SimpleNamespace:
     return SimpleNamespace(code=code, first=first and first[1], text=text)
 
 
-# They are ours
-
-
 def test_replay_agrees_in_every_place(kept, ours, tmp_path, capsys):
     assert list(ours) == [value.name for value in kept.values], "record them anew: python -m flux_ref.golden write"
     result = checked(ours, tmp_path, capsys)
@@ -78,14 +75,6 @@ def test_inputs_are_what_the_generator_gives(kept):
     assert all(np.array_equal(again[name], given[name]) for name in given)
 
 
-def test_other_tools_read_the_file(kept):
-    arrays = safetensors.numpy.load_file(FOLDER / VALUES)
-    assert arrays.keys() == {value.name for value in kept.values}
-    for value in kept.values:
-        assert list(arrays[value.name].shape) == value.shape
-        assert np.array_equal(arrays[value.name], kept.file.read(value.name))
-
-
 def test_axes_have_different_sizes():
     m = CFG.model
     sizes = [CFG.train.global_batch, *m.latent_shape, m.image_tokens, m.packed_channels, m.text_tokens, m.hidden]
@@ -111,9 +100,6 @@ def test_every_place_is_used_and_every_value_has_one(kept):
     for value in kept.values:
         assert (value.meaning, value.why) == (places.meaning(value.name), places.place(value.name).kind.why)
         assert (value.atol, value.rtol) == places.place(value.name).kind.tolerances(kept.file.read(value.name))
-
-
-# Sound ports pass
 
 
 class DoubleAdamW(torch.optim.AdamW):
@@ -177,13 +163,6 @@ def test_unsigned_words_may_come_as_signed_ones(ours, tmp_path, capsys):
 # Planted mistakes
 
 SECTIONS = {"draws": "_draws", "init": "_init", "val": "_validation", "bf16": "_bf16", "fp8": "_fp8"}
-IN_WHOLE_DUMPS = (
-    "draws.latent_eps",
-    "batch.t5",
-    "double_blocks.0.attention.q",
-    "grad.final_layer.linear.weight",
-    "fp8.delayed.scale",
-)
 
 
 def complaint(mistake: Mistake, dump: dict[str, np.ndarray], tmp_path, capsys) -> str:
@@ -217,17 +196,6 @@ def test_planted_mistakes_are_found_where_they_are(section, kept, monkeypatch, t
     assert planted and not complaints, complaints
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", IN_WHOLE_DUMPS)
-def test_a_planted_mistake_is_found_in_a_whole_dump(place, kept, monkeypatch, tmp_path, capsys):
-    mistake = next(mistake for mistake in mistakes() if mistake.place == place)
-    mistake.plant(monkeypatch)
-    assert not (text := complaint(mistake, recorded(kept), tmp_path, capsys)), text
-
-
-# What it says
-
-
 def test_how_far_and_which_parameters(kept, ours, tmp_path, capsys):
     norms = ours["grad.norms"].copy()
     norms[[3, 80]] *= 1.01
@@ -250,44 +218,34 @@ def test_what_comes_after_the_first_is_counted_only(ours, tmp_path, capsys):
     assert "prediction" not in result.text.partition("missing:")[0]
 
 
-ALIKE = {
-    "negated": ("prediction", lambda x: -x, "yours is the golden value negated"),
-    "factor": ("losses", lambda x: 28 * x, "yours is 28 x golden"),
-    "reordered": (
-        "img",
-        lambda x: x.reshape(2, 15, 7, 2, 2).swapaxes(2, 4).reshape(2, 15, 28),
-        "another order along axis 2",
-    ),
-    "rows": ("rope", lambda x: np.roll(x, 11, 0), "another order along axis 0"),
-    "layout": ("double_blocks.0.attention", lambda x: x.reshape(2, 24, 26).swapaxes(1, 2), "in another order\n"),
-    "transposed": (
-        "step1.weights.img_in.weight",
-        lambda x: x.T,
-        "shape is [28, 24], want [24, 28] (it is the transposed)",
-    ),
-    "turned input": ("weights.img_in.weight", lambda x: x.T, "(it is the transposed)"),
-    "other place": ("double_blocks.1.img", lambda x: None, "yours is the golden value of double_blocks.0.img"),
-    "too narrow": ("prediction", lambda x: x.astype(np.float16), "its dtype is F16, want F32 or F64"),
-    "order": ("draws.order.0", np.argsort, "of 50 differ, first at [0]: yours"),
-    "nan": ("prediction", lambda x: np.where(x > 1, np.nan, x).astype(np.float32), "elements are not finite"),
-    "negated drops": ("draws.drop", lambda x: ~x, "50 of 50 differ, first at [0]: yours"),
-    "words": ("draws.words.1", lambda x: x[::-1].copy(), "8 of 8 differ"),
-    "shifted words": ("draws.words.1", lambda x: x - np.uint64(1), "8 of 8 differ"),
-    "too large": ("rope", lambda x: np.zeros((3, 26, 4, 2), np.float32), "its shape is [3, 26, 4, 2], want [26, 4, 2]"),
-    "exact": ("batch.t", lambda x: x + np.float32(1e-6), "tolerance 0 (no rounding"),
-    "infinite": ("loss", lambda x: x / 0, "1 of its 1 elements are not finite"),
-    "row": ("rope", lambda x: x[:1], "its shape is [1, 4, 2], want [26, 4, 2]"),
-}
+ALIKE = [  # a golden value, how a port's differs, what the check says of it
+    ("prediction", lambda x: -x, "yours is the golden value negated"),
+    ("prediction", lambda x: x.astype(np.float16), "its dtype is F16, want F32 or F64"),
+    ("prediction", lambda x: np.where(x > 1, np.nan, x).astype(np.float32), "elements are not finite"),
+    ("losses", lambda x: 28 * x, "yours is 28 x golden"),
+    ("img", lambda x: x.reshape(2, 15, 7, 2, 2).swapaxes(2, 4).reshape(2, 15, 28), "another order along axis 2"),
+    ("rope", lambda x: np.roll(x, 11, 0), "another order along axis 0"),
+    ("rope", lambda x: x[:1], "its shape is [1, 4, 2], want [26, 4, 2]"),
+    ("double_blocks.0.attention", lambda x: x.reshape(2, 24, 26).swapaxes(1, 2), "in another order\n"),
+    ("step1.weights.img_in.weight", lambda x: x.T, "shape is [28, 24], want [24, 28] (it is the transposed)"),
+    ("weights.img_in.weight", lambda x: x.T, "(it is the transposed)"),
+    ("double_blocks.1.img", None, "yours is the golden value of double_blocks.0.img"),
+    ("draws.order.0", np.argsort, "of 50 differ, first at [0]: yours"),
+    ("draws.drop", lambda x: ~x, "50 of 50 differ, first at [0]: yours"),
+    ("draws.words.1", lambda x: x[::-1].copy(), "8 of 8 differ"),
+    ("draws.words.1", lambda x: x - np.uint64(1), "8 of 8 differ"),
+    ("batch.t", lambda x: x + np.float32(1e-6), "tolerance 0 (no rounding"),
+    ("loss", lambda x: x / 0, "1 of its 1 elements are not finite"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_it_tells_what_the_values_are_instead(ours, tmp_path, capsys):
-    wrong = {}
-    for case, (name, change, text) in ALIKE.items():
-        yours = ours["double_blocks.0.img"] if case == "other place" else change(ours[name])
-        result = checked({name: yours}, tmp_path, capsys)
+    wrong = []
+    for name, change, text in ALIKE:
+        result = checked({name: change(ours[name]) if change else ours["double_blocks.0.img"]}, tmp_path, capsys)
         if not (result.code == 1 and result.first == name and text in result.text):
-            wrong[case] = result
+            wrong.append((text, result))
     assert not wrong
 
 
@@ -300,59 +258,33 @@ def test_bf16_of_fp32_is_refused_and_of_bf16_taken(ours, tmp_path, capsys):
     assert "2 places compared, 1 differ" in text
 
 
-# Files
-
-
-def bad_files(ours: dict[str, np.ndarray]) -> dict[str, tuple[bytes, str]]:
-    """What is wrong with a dump -> its bytes, and words of the message."""
+def bad_files(ours: dict[str, np.ndarray]) -> list[bytes]:
     whole = safetensors.numpy.save({"rope": ours["rope"], "vec": ours["vec"]})
-
-    def with_header(text: str) -> bytes:
-        return len(text).to_bytes(8, "little") + text.encode() + bytes(64)
-
-    def with_entry(dtype: str, shape: str, offsets: str = "[0, 64]") -> bytes:
-        return with_header(f'{{"rope": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}')
-
-    files = {
-        "empty": b"",
-        "few bytes": whole[:5],
-        "cut header": whole[:20],
-        "cut data": whole[:-1],
-        "zip": b"PK\x03\x04" + bytes(200),
-        "text": b"name,value\nloss,3\n" * 9,
-        "a list": with_header("[]"),
-        "no object": with_header('{"rope": 3}'),
-        "no dtype": with_header('{"rope": {"shape": [1]}}'),
-        "odd dtype": with_entry('"\\u001b[2J"', "[16]"),
-        "negative": with_entry('"F32"', "[-16]"),
-        "huge": with_entry('"F32"', "[9999999999]"),
-        "beyond": with_entry('"F32"', "[16]", "[64, 128]"),
-        "true": with_entry('"F32"', "[true]"),
-        "offsets": with_entry('"F32"', "[16]", "64"),
-        "deep": with_header("[" * 20_000),
-        "escapes": with_header('{"\\u001b[2J": {"dtype": "?", "shape": [1], "data_offsets": [0, 4]}}'),
-    }
-    messages = {case: (content, "is not a whole safetensors file: ") for case, content in files.items()}
-    return messages | {"none of ours": (safetensors.numpy.save({"pred": ours["vec"]}), "none of its 1 names is in")}
+    entry = '{"rope": {"dtype": %s, "shape": %s, "data_offsets": %s}}'
+    headers = ["[]", '{"rope": 3}', '{"rope": {"shape": [1]}}', "[" * 20_000]
+    headers += ['{"\\u001b[2J": {"dtype": "?", "shape": [1], "data_offsets": [0, 4]}}']
+    headers += [entry % ('"F32"', shape, "[0, 64]") for shape in ("[-16]", "[9999999999]", "[true]")]
+    headers += [entry % ('"F32"', "[16]", offsets) for offsets in ("[64, 128]", "64")]
+    headers += [entry % ('"\\u001b[2J"', "[16]", "[0, 64]")]
+    contents = [len(text).to_bytes(8, "little") + text.encode() + bytes(64) for text in headers]
+    return [*contents, b"", whole[:5], whole[:20], whole[:-1], b"PK\x03\x04" + bytes(200), b"name,value\nloss,3\n" * 9]
 
 
 def test_a_damaged_or_foreign_dump_is_one_line(ours, tmp_path, capsys):
-    for case, (content, text) in bad_files(ours).items():
-        (tmp_path / "dump").write_bytes(content)
-        assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 2, case
+    words = dict.fromkeys(bad_files(ours), "is not a whole safetensors file: ")
+    words |= {safetensors.numpy.save({"pred": ours["vec"]}): "none of its 1 names is in"}
+    paths = {tmp_path / "missing": "no such file", tmp_path: "not a file", Path("/dev/zero"): "not a file"}
+    for number, (content, text) in enumerate(words.items()):
+        (tmp_path / str(number)).write_bytes(content)
+        paths[tmp_path / str(number)] = text
+    for path, text in paths.items():
+        assert golden.main(["check", "--from", str(path)]) == 2, text
         out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1 and err.startswith("golden: "), case
-        assert text in err and "\x1b" not in err, (case, err)
+        assert out == "" and err.count("\n") == 1 and err.startswith("golden: "), err
+        assert text in err and "\x1b" not in err, (path, err)
 
 
-def test_a_dump_that_is_no_file(tmp_path, capsys):
-    for path in (tmp_path / "missing", tmp_path, "/dev/zero"):
-        assert golden.main(["check", "--from", str(path)]) == 2
-        assert re.fullmatch(r"golden: .*: (no such file|not a file)\n", capsys.readouterr().err)
-
-
-def test_a_shape_of_very_many_axes_is_one_difference(ours, tmp_path, capsys):
-    """numpy has no arrays of so many axes."""
+def test_a_shape_of_more_axes_than_numpy_has_is_one_difference(ours, tmp_path, capsys):
     tensor = torch.from_numpy(ours["rope"]).reshape([1] * 97 + [26, 4, 2])
     safetensors.torch.save_file({"rope": tensor}, tmp_path / "dump")
     assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 1

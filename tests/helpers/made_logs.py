@@ -15,31 +15,16 @@ class MadeLog:
         noise = random.Random(seed)
         self.entries: list[list] = []
         self.clock = START_MS + seed * 10_000_000
-        told = {
-            "submission_benchmark": "flux1",
-            "submission_org": "SUBMISSION_ORG_PLACEHOLDER",
-            "submission_division": "closed",
-            "submission_status": "onprem",
-            "submission_platform": "4xMADE_UP",
-            "target_accuracy": 0.586,
-            "global_batch_size": batch,
-            "train_samples": 1_099_776,
-            "eval_samples": 29_696,
-            "evaluation_frequency": INTERVAL,
-            "gradient_accumulation_steps": 1,
-            "opt_name": "adamw",
-            "opt_learning_rate_warmup_steps": 0,
-            "opt_adamw_beta_1": 0.9,
-            "opt_adamw_beta_2": 0.95,
-            "opt_adamw_epsilon": 1e-08,
-            "opt_adamw_weight_decay": 0.1,
-            "opt_base_learning_rate": 0.0002,
-            "opt_gradient_clip_norm": 1.0,
-            "seed": seed,
-        } | values
+        logged = {"submission_benchmark": "flux1", "submission_org": "SUBMISSION_ORG_PLACEHOLDER"}
+        logged |= {"submission_division": "closed", "submission_status": "onprem", "submission_platform": "4xMADE_UP"}
+        logged |= {"target_accuracy": 0.586, "global_batch_size": batch, "train_samples": 1_099_776}
+        logged |= {"eval_samples": 29_696, "evaluation_frequency": INTERVAL, "gradient_accumulation_steps": 1}
+        logged |= {"opt_name": "adamw", "opt_learning_rate_warmup_steps": 0, "opt_adamw_beta_1": 0.9}
+        logged |= {"opt_adamw_beta_2": 0.95, "opt_adamw_epsilon": 1e-08, "opt_adamw_weight_decay": 0.1}
+        logged |= {"opt_base_learning_rate": 0.0002, "opt_gradient_clip_norm": 1.0, "seed": seed}
         self.add("cache_clear", True)
         self.add("init_start", kind="INTERVAL_START")
-        for key, value in told.items():
+        for key, value in (logged | values).items():
             self.add(key, value)
         self.add("init_stop", kind="INTERVAL_END", after_ms=300_000)
         self.add("run_start", kind="INTERVAL_START", after_ms=1)

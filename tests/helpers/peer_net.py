@@ -13,40 +13,27 @@ from flux_ref.model import Flux
 FULL_WIDTH = ModelConfig(double_blocks=1, single_blocks=1, latent_height=4, latent_width=6, text_tokens=9)
 INPUTS = ("img", "txt", "clip", "t")
 
-# Module of this model -> the modules of diffusers that share its rows, in order.
-DIFFUSERS_ROOT = {
-    "img_in": ["x_embedder"],
-    "txt_in": ["context_embedder"],
-    "time_in.in_layer": ["time_text_embed.timestep_embedder.linear_1"],
-    "time_in.out_layer": ["time_text_embed.timestep_embedder.linear_2"],
-    "vector_in.in_layer": ["time_text_embed.text_embedder.linear_1"],
-    "vector_in.out_layer": ["time_text_embed.text_embedder.linear_2"],
-    "final_layer.linear": ["proj_out"],
-    "final_layer.adaLN_modulation.1": ["norm_out.linear"],
-}
-DIFFUSERS_DOUBLE = {
-    "img_mod.lin": ["norm1.linear"],
-    "txt_mod.lin": ["norm1_context.linear"],
-    "img_attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
-    "txt_attn.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
-    "img_attn.norm.query_norm": ["attn.norm_q"],
-    "img_attn.norm.key_norm": ["attn.norm_k"],
-    "txt_attn.norm.query_norm": ["attn.norm_added_q"],
-    "txt_attn.norm.key_norm": ["attn.norm_added_k"],
-    "img_attn.proj": ["attn.to_out.0"],
-    "txt_attn.proj": ["attn.to_add_out"],
-    "img_mlp.0": ["ff.net.0.proj"],
-    "img_mlp.2": ["ff.net.2"],
-    "txt_mlp.0": ["ff_context.net.0.proj"],
-    "txt_mlp.2": ["ff_context.net.2"],
-}
-DIFFUSERS_SINGLE = {
-    "linear1": ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"],
-    "linear2": ["proj_out"],
-    "modulation.lin": ["norm.linear"],
-    "norm.query_norm": ["attn.norm_q"],
-    "norm.key_norm": ["attn.norm_k"],
-}
+# Module of this model and the modules of diffusers that share its rows, in order; the next pair follows a comma.
+ROOT = """img_in x_embedder, txt_in context_embedder, final_layer.linear proj_out,
+time_in.in_layer time_text_embed.timestep_embedder.linear_1,
+time_in.out_layer time_text_embed.timestep_embedder.linear_2,
+vector_in.in_layer time_text_embed.text_embedder.linear_1, vector_in.out_layer time_text_embed.text_embedder.linear_2,
+final_layer.adaLN_modulation.1 norm_out.linear"""
+DOUBLE = """img_mod.lin norm1.linear, txt_mod.lin norm1_context.linear,
+img_attn.qkv attn.to_q attn.to_k attn.to_v, txt_attn.qkv attn.add_q_proj attn.add_k_proj attn.add_v_proj,
+img_attn.norm.query_norm attn.norm_q, img_attn.norm.key_norm attn.norm_k,
+txt_attn.norm.query_norm attn.norm_added_q, txt_attn.norm.key_norm attn.norm_added_k,
+img_attn.proj attn.to_out.0, txt_attn.proj attn.to_add_out, img_mlp.0 ff.net.0.proj, img_mlp.2 ff.net.2,
+txt_mlp.0 ff_context.net.0.proj, txt_mlp.2 ff_context.net.2"""
+SINGLE = """linear1 attn.to_q attn.to_k attn.to_v proj_mlp, linear2 proj_out, modulation.lin norm.linear,
+norm.query_norm attn.norm_q, norm.key_norm attn.norm_k"""
+
+
+def pairs(text: str) -> dict[str, list[str]]:
+    return {ours: theirs for ours, *theirs in map(str.split, text.split(","))}
+
+
+DIFFUSERS_ROOT, DIFFUSERS_DOUBLE, DIFFUSERS_SINGLE = pairs(ROOT), pairs(DOUBLE), pairs(SINGLE)
 
 
 def to_diffusers(tensors: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:

@@ -40,12 +40,6 @@ def test_times_equal_bfls():
         assert all(later < earlier for earlier, later in pairwise(times))
 
 
-def test_mu_is_one_half_at_256_tokens():
-    """256 is the number of tokens of the benchmark's pictures (not 16, that of its latent channels)."""
-    assert euler.times(2, 256, shift=True)[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
-    assert euler.times(2, 4096, shift=True)[1] == pytest.approx(1 / (1 + math.exp(-1.15)))
-
-
 class Velocity(nn.Module):
     """A net made of a function of (x, clip, t). It remembers the times that it was asked for."""
 

@@ -64,9 +64,6 @@ def relative_error(values: Tensor, exact: Tensor) -> float:
     return float((values.double() - exact).norm() / exact.norm())
 
 
-# One linear
-
-
 def test_a_linear_and_its_gradients_are_close_to_fp64():
     """The bounds are what rounding to 3 and 2 bits of mantissa costs, measured 0.037 and 0.06."""
     wrong = []
@@ -141,9 +138,6 @@ def test_what_a_gpu_would_refuse_is_refused():
             scaled_mm(left, right, one, one, row_times_column=True)
 
 
-# Devices
-
-
 def test_every_device_with_fp8_has_its_formats_and_layouts():
     want = {arch: (*FNUZ, False) for arch in ("gfx940", "gfx941", "gfx942")}
     want |= {arch: (E4M3, E5M2, True) for arch in ("sm89", "sm90", "sm120", "cpu")}
@@ -166,9 +160,6 @@ def test_an_architecture_is_what_the_device_says(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert fp8.architecture(SimpleNamespace(type="an accelerator")) == name
     assert fp8.architecture(CPU) == "cpu"
-
-
-# Which linears
 
 
 def converted_on_meta(cfg: Config) -> nn.Module:
@@ -194,9 +185,6 @@ def test_the_228_token_linears_of_schnell_and_nothing_else():
     assert not fp8_linears(converted_on_meta(fp8_config(fp8__recipe="off")))
     with pytest.raises(AssertionError, match="0 linears, want 22"):
         fp8.convert(nn.Linear(3, 4), fp8_config(), CPU)
-
-
-# Delayed scaling
 
 
 class PlainScale:
@@ -273,9 +261,6 @@ def test_the_first_steps_of_delayed_scaling_are_dynamic():
     assert state_of_two_linears(Fp8Config(recipe="dynamic")).update() is None
 
 
-# A whole net
-
-
 def converted_net(**values: object) -> tuple[Flux, Fp8State]:
     """An unsharded net in bf16 with lively weights, and its state, at the first step."""
     cfg = fp8_config(**values)
@@ -330,9 +315,6 @@ def test_without_gradients_scales_are_dynamic_and_nothing_is_noted_and_bf16_may_
     assert not torch.stack(state.amaxes).any()
     assert torch.equal(in_fp8, converted_net(fp8__recipe="dynamic")[0](*inputs).detach())
     assert not torch.equal(plain_validation(*inputs).detach(), in_bf16), "training is in FP8"
-
-
-# Training
 
 
 def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
@@ -422,9 +404,6 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(shapes_dir, world
     assert len(saved.tensors["fp8.history"].chunks) == 1, "written once"
 
 
-# A run
-
-
 def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tmp_path, capsys, monkeypatch):
     begin, begun = Fp8State.begin, []
     monkeypatch.setattr(Fp8State, "begin", lambda state, step: (begun.append(step), begin(state, step)))
@@ -442,14 +421,6 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
     assert json.loads(capsys.readouterr().out)["val_loss"] == logged["val_loss"]
     history = trained(tmp_path / "run", "fp8.")["history"]
     assert history.shape == (44, 2) and history.isfinite().all() and history[0].all()
-
-
-def test_the_precision_in_words():
-    fp8_only = "bf16, 22 linears in FP8 with dynamic scales; validation bf16"
-    assert fp8.describe(fp8_config(fp8__recipe="off")) == "bf16 in training and validation"
-    plain = fp8_config(fp8__recipe="off", parallel__dtype="fp32")
-    assert fp8.describe(plain) == "fp32 in training and validation"
-    assert fp8.describe(fp8_config(fp8__recipe="dynamic", fp8__eval=False)) == fp8_only
 
 
 def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
@@ -470,9 +441,6 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
     config_rules.validate_world(cfg, 2)
     with pytest.raises(Refusal, match=r"a micro-batch of 4 has 40 and 16; set train.micro_batch to another"):
         config_rules.validate_world(cfg, 4)
-
-
-# Compiled, on a device, and over many steps
 
 
 @pytest.mark.slow

@@ -181,9 +181,6 @@ def test_sums_are_fp32s():
     assert wrong == []
 
 
-# Never torch's own product
-
-
 class NoKernel(TorchDispatchMode):
     """Refuses every operation that multiplies FP8 tensors itself."""
 

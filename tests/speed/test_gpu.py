@@ -10,10 +10,7 @@ from flux_ref.data import allocate, synthetic
 from flux_ref.formats import checkpoint_files
 from flux_ref.step import Health, State, train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
 
 
 def losses_of(cfg, steps, sync_debug=False):

@@ -12,10 +12,7 @@ from flux_ref import config, config_file, ranks, sharding
 from flux_ref.step import State
 from flux_ref.steps import CAPTURED, Steps, mode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
 
