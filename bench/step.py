@@ -25,7 +25,7 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault, Refusal
 from flux_ref.model import Flux
-from flux_ref.optim import ShardedAdamW
+from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
 from flux_ref.run.environment import peak_memory_gb
@@ -161,7 +161,7 @@ def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> floa
 class MarkedOptimizer:
     """Passes `step` on to an optimizer and marks where it begins."""
 
-    def __init__(self, opt: ShardedAdamW, clock: Clock):
+    def __init__(self, opt: Optimizer, clock: Clock):
         self.opt, self.clock = opt, clock
 
     def step(self, norm_factor: Tensor | None) -> Tensor:

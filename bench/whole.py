@@ -30,7 +30,7 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
-from flux_ref.optim import ShardedAdamW
+from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli, json_option
 from flux_ref.run.environment import peak_memory_gb
@@ -119,12 +119,12 @@ def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> d
 
 
 def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clock) -> dict:
-    """Median milliseconds of ShardedAdamW's step and clipping, over the shards that rank 0 of `rank_count` holds."""
+    """Median milliseconds of the optimizer's step and clipping, over the shards that rank 0 of `rank_count` holds."""
     shards = nn.Module()
     for number, shape in enumerate(parameter_table(cfg.model).values()):
         local = torch.randn(-(-shape[0] // rank_count), *shape[1:], device=world.device)
         shards.register_parameter(f"p{number}", nn.Parameter(DTensor.from_local(local, world.mesh, [Shard(0)])))
-    opt = ShardedAdamW(shards, cfg.optim, world)
+    opt = Optimizer(shards, cfg.optim, world)
     opt.lr.fill_(cfg.optim.lr)
     gradients = [DTensor.from_local(torch.randn_like(local), world.mesh, [Shard(0)]) for local in opt.shards]
 

@@ -22,7 +22,7 @@ BYTES_PER_PARAMETER = 12  # in a checkpoint: a weight and its moments, all fp32
 CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
-class ShardedAdamW:
+class Optimizer:
     """AdamW over the local shards of a sharded net. It equals torch's AdamW and clip_grad_norm_ over its DTensors.
 
     The shards share storage with the net's parameters. `lr` is a device scalar, because a captured graph reads the

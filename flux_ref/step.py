@@ -12,7 +12,7 @@ from flux_ref import flow, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, synthetic
 from flux_ref.errors import Fault
-from flux_ref.optim import ShardedAdamW
+from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.speed import regions
 from flux_ref.speed.fp8 import Fp8State
@@ -25,7 +25,7 @@ class State:
     """All that outlives a step. What is not in here does not survive a restart."""
 
     net: nn.Module
-    opt: ShardedAdamW | None  # None in evaluation
+    opt: Optimizer | None  # None in evaluation
     fp8: Fp8State  # the history of delayed FP8 scales; empty for other recipes
     step: int = 0  # optimizer steps done
     samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
@@ -38,7 +38,7 @@ class State:
     @classmethod
     def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
         """The state of a sharded net before its first step. trains: with an optimizer."""
-        opt = ShardedAdamW(net, cfg.optim, world) if trains else None
+        opt = Optimizer(net, cfg.optim, world) if trains else None
         return cls(net, opt, Fp8State(net, cfg.fp8, world.device))
 
     def advance(self, global_batch: int) -> None:

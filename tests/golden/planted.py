@@ -75,19 +75,19 @@ double_blocks.0.img | gate is missing | model.DoubleBlock.forward
     img_gate2 * => 1.0 *
 losses | mean reduction | flow.losses
     .mean(dim=(1, 2)) => .sum(dim=2).mean(dim=1)
-step1.clip_coefficient | clip: | optim.ShardedAdamW.step
+step1.clip_coefficient | clip: | optim.Optimizer.step
     (norm + CLIP_EPS) => (norm * 0)
-step1.clip_coefficient | clip: | optim.ShardedAdamW.__init__
+step1.clip_coefficient | clip: | optim.Optimizer.__init__
     cfg.clip_norm => 2 * cfg.clip_norm
 step1.lr | lr off by one | schedule.lr
     step + 1 => step
-step1.exp_avg.img_in.weight | decay coupled | optim.ShardedAdamW.__init__
+step1.exp_avg.img_in.weight | decay coupled | optim.Optimizer.__init__
     torch.optim.AdamW => torch.optim.Adam
-step1.weights.img_in.weight | bias correction | optim.ShardedAdamW.step
+step1.weights.img_in.weight | bias correction | optim.Optimizer.step
     self.adamw.step() => self.set_steps(10**6); self.adamw.step()
-step1.weights.time_in.in_layer.bias | decay: w | optim.ShardedAdamW.__init__
+step1.weights.time_in.in_layer.bias | decay: w | optim.Optimizer.__init__
     cfg.weight_decay => 0.0
-step1.weights.img_in.weight | eps outside the root | optim.ShardedAdamW.step
+step1.weights.img_in.weight | eps outside the root | optim.Optimizer.step
     self.adamw.step() => self.adamw.step(); __import__("planted").move_eps_inside(self)
 grad.final_layer.linear.weight | a sum over samples | step.train_step
     part["weight"]).sum() / rows => part["weight"]).sum()

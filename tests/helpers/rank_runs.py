@@ -28,7 +28,7 @@ from flux_ref.data import TrainSet, ValSet, allocate
 from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
 from flux_ref.model import Flux
-from flux_ref.optim import ShardedAdamW
+from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.reporter import Reporter
@@ -156,9 +156,9 @@ def training(cfg: Config, world: World, warm: bool = False, validate: bool = Fal
 
 
 def optimizer(cfg: Config, world: World) -> dict:
-    """ShardedAdamW over made-up gradients."""
+    """Optimizer over made-up gradients."""
     net = lively_net(cfg, world)
-    opt = ShardedAdamW(net, cfg.optim, world)
+    opt = Optimizer(net, cfg.optim, world)
     norms = []
     for scale in GRADIENT_SCALES:
         for name, parameter in sharding.named_parameters(net).items():
@@ -170,7 +170,7 @@ def optimizer(cfg: Config, world: World) -> dict:
     return found | spoiled_step(net, opt, world)
 
 
-def spoiled_step(net: Flux, opt: ShardedAdamW, world: World) -> dict:
+def spoiled_step(net: Flux, opt: Optimizer, world: World) -> dict:
     """A step whose gradient holds a NaN on the last rank: its norm, and what it has moved."""
 
     def everything() -> list[Tensor]:
