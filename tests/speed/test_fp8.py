@@ -511,7 +511,7 @@ def mean_last_loss(cfg: Config, world, count: int = 250) -> float:
     return sum(losses[-50:]) / 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_250_steps_reach_the_loss_of_bf16(shapes_dir, world):
     """This finds bugs. Seeds differ more than FP8 and bf16 do here, so it certifies no convergence."""
     data = {"data__train": f"{shapes_dir}/train", "data__val": f"{shapes_dir}/val", "model__text_tokens": 9}

@@ -355,7 +355,7 @@ def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively
         require_same({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """The benchmark's own figures: beside torch, a few pieces of 64 MiB, of a model of more than 2 GB."""
     command = [sys.executable, "-m", "bench.export", "--gigabytes=1", f"--folder={tmp_path}"]
