@@ -22,9 +22,8 @@ class Embedded(energon.Sample):
 
 
 def decode(sample: dict) -> dict[str, torch.Tensor]:
-    """The members of a sample as bf16 tensors."""
-    arrays = {name: np.load(io.BytesIO(sample[f"{name}.bytes"])) for name in MEMBERS}
-    return {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in arrays.items()}
+    """The members of a sample as they are stored: bf16 bits in uint16."""
+    return {name: torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in MEMBERS}
 
 
 @energon.stateless
