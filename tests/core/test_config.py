@@ -15,6 +15,7 @@ import pytest
 from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file, config_rules
+from flux_ref.benchmark import facts
 from flux_ref.config import SECTIONS, TYPES, Config
 from flux_ref.config_rules import CHOICES, POSITIVE
 from flux_ref.errors import Refusal
@@ -410,3 +411,7 @@ def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch)
     assert config_file.load(tmp_path / "first" / "config.toml").name == "first"
     monkeypatch.chdir(tmp_path / "first")
     assert config_file.load("config.toml").name == "first"
+
+
+def test_the_defaults_are_the_benchmarks_constants():
+    assert (Config().eval.target, Config().eval.every_samples) == (facts.TARGET, facts.EVAL_EVERY_SAMPLES)
