@@ -20,6 +20,9 @@ from flux_ref.toy import make
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# The workers of pytest-xdist share the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
