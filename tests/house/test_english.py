@@ -1,6 +1,6 @@
 """Plain English in the pages: short sentences, no phrase that a reader has to read twice.
 
-Rules, from CONTRIBUTING.md: a sentence has at most 30 words here (aim for 20), does not begin with Of, Whose or Which,
+Rules, from CONTRIBUTING.md: a sentence has at most 23 words here (aim for 20), does not begin with Of, Whose or Which,
 and uses no idiom of IDIOMS. Code blocks and tables have no sentences; their idioms count all the same in tables.
 """
 
@@ -8,8 +8,9 @@ import re
 
 from conftest import ROOT
 
-PAGES = ["README.md", "CONTRIBUTING.md", "launch/README.md", "bench/README.md", "docs/guide.md", "docs/architecture.md"]
-MAX_WORDS = 30
+PAGES = ["README.md", "CONTRIBUTING.md", "PORTING.md", "launch/README.md", "bench/README.md"]
+PAGES += ["docs/guide.md", "docs/architecture.md", "docs/arithmetic.md", "docs/draws.md"]
+MAX_WORDS = 23
 IDIOMS = re.compile(
     r"\b(leaves? word|hears? of|let go of|by the very|what is more|is none|to hand|wants? to be|is no )\b"
 )
