@@ -19,7 +19,6 @@ from flux_ref.formats import files
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, npy_header
 
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
-Blobs = tuple[str, dict[str, bytes], int | None, str]  # key, the .npy file of every member, timestep, caption
 
 
 @dataclass(frozen=True)
@@ -86,17 +85,7 @@ def key_of(split: str, index: int) -> str:
 
 
 def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int = PER_SHARD) -> int:
-    """Write samples into a new folder, as write_blobs does. prefix: begins each key."""
-
-    def blobs(index: int, sample: Sample) -> Blobs:
-        members = {name: npy_blob(sample.members[name]) for name in MEMBERS}
-        return key_of(prefix, index), members, sample.timestep, sample.caption
-
-    return write_blobs(folder, (blobs(*pair) for pair in enumerate(samples)), per_shard)
-
-
-def write_blobs(folder: Path, samples: Iterable[Blobs], per_shard: int = PER_SHARD) -> int:
-    """Write samples into a new folder, one shard after the other; returns their number.
+    """Write samples into a new folder, one shard after the other; returns their number. prefix: begins each key.
 
     Each shard is whole, but the folder is whole only when this returns: give it its name then.
     """
@@ -105,7 +94,8 @@ def write_blobs(folder: Path, samples: Iterable[Blobs], per_shard: int = PER_SHA
     for first in samples:
         with new_shard(shard_path(folder, count // per_shard)) as shard:
             for sample in chain([first], islice(samples, per_shard - 1)):
-                shard.add(*sample)
+                blobs = {name: npy_blob(sample.members[name]) for name in MEMBERS}
+                shard.add(key_of(prefix, count), blobs, sample.timestep, sample.caption)
                 count += 1
     return count
 

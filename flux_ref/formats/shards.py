@@ -32,7 +32,7 @@ MEMBERS = ("t5", "clip", "mean", "logvar")
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
-REPACK = "if another tool wrote this shard, run `python -m flux_ref.prepare repack`"
+ORDER = "each sample needs KEY.json and then KEY.t5, clip, mean and logvar.bytes, in this order"
 
 
 class BadSample(Exception):
@@ -111,7 +111,7 @@ class Shard:
             raise Refusal(
                 f"shard {self.path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
                 f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
-                f" copy or convert it again; {REPACK}"
+                f" copy or convert it again; {ORDER}"
             )
         return counts[0]
 
@@ -155,7 +155,7 @@ class Shard:
         for name in MEMBERS:
             member, size = _tar_entry(heads[name], where)
             if member != f"{meta.key}.{name}.bytes":
-                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {REPACK}")
+                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {ORDER}")
             if heads[name][BLOCK:] != self.layout.npy_headers[name]:
                 raise BadSample(f"{where}: {name} {_npy_complaint(heads[name][BLOCK:], self.layout.shapes[name])}")
             if size != NPY_HEADER + self.layout.payload_bytes[name]:
@@ -288,15 +288,10 @@ def _parse_json(part: bytearray, where: str) -> Meta:
     key = member.removesuffix(".json")
     if key == member or size > BLOCK:
         raise BadSample(
-            f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs; {REPACK}"
+            f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs; {ORDER}"
         )
-    return parse_meta(key, part[BLOCK : BLOCK + size], where)
-
-
-def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
-    """What the json of a sample says. Raises: BadSample."""
     try:
-        content = json.loads(text)
+        content = json.loads(part[BLOCK : BLOCK + size])
         timestep, caption = content.get("timestep"), content.get("caption") or ""
     except (ValueError, AttributeError, RecursionError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None

@@ -8,7 +8,6 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 
-DISK = 0.25  # of --slow: disks vary more than devices
 NETWORK = "look at its network cards, cables and switch ports"
 FREE = 0.9  # share of a device's memory that must be free
 
@@ -17,15 +16,20 @@ FREE = 0.9  # share of a device's memory that must be free
 class NodeReport:
     """What is known about one node."""
 
-    facts: dict  # Node.facts
-    ahead_s: float  # of its clock
+    facts: dict  # of nodes.facts
     alone: dict  # {"devices": figures of fitness.py} or {"problem": text}
     between: float = 0.0  # GB/s in the best of its pairs
-    problem: str = ""  # in its last pair
+    problem: str = "no other node is left"  # in its last pair
 
     @property
     def devices(self) -> list[dict]:
         return self.alone.get("devices", [])
+
+    def add_pair(self, result: dict) -> None:
+        """result: of a measurement with another node, of the same form as `alone`."""
+        self.problem = result.get("problem", "")
+        speed = min((device["gb_per_s"] for device in result.get("devices", ())), default=0.0)
+        self.between = max(self.between, speed)
 
     def least(self, key: str) -> float:
         return min((device[key] for device in self.devices), default=0.0)
@@ -35,18 +39,9 @@ class NodeReport:
 
     def row(self) -> str:
         """The report in a line."""
-        disks = (
-            f"{name} {disk['free_gb']:,.0f} GB free, {disk['write']:,.0f} / {disk['read']:,.0f} MB/s"
-            for name, disk in self.facts["disks"].items()
-            if "problem" not in disk
-        )
-        speeds = (
-            f"{self.least('tflops'):.3g} TFLOP/s",
-            f"{self.least('gb_per_s'):.3g} GB/s inside",
-            f"{self.between:.3g} GB/s between",
-        )
-        clock = f"clock {self.ahead_s:+.3f} s"
-        return " | ".join((self.kinds(), self.facts["driver"], self.facts["links"], *disks, clock, *speeds))
+        inside = f"{self.least('tflops'):.3g} TFLOP/s | {self.least('gb_per_s'):.3g} GB/s inside"
+        between = f"{self.between:.3g} GB/s between"
+        return " | ".join((self.kinds(), self.facts["driver"], self.facts["links"], inside, between))
 
 
 class Verdict:
@@ -61,10 +56,10 @@ class Verdict:
     def same(self, what: str, values: dict[int, object], remedy: str) -> None:
         """Blame nodes that differ from most; all nodes if there is no majority."""
         (common, most), *_ = Counter(values.values()).most_common(1)
-        common = common if 2 * most > len(values) else None
-        others = f"most have {common}" if common is not None else "the nodes do not agree"
+        agreed = 2 * most > len(values)
+        others = f"most have {common}" if agreed else "the nodes do not agree"
         for node, value in values.items():
-            if value != common:
+            if value != common or not agreed:
                 self.add(node, f"{what} {value}, {others}", remedy)
 
     def fast(self, what: str, unit: str, values: dict[int, float], share: float, remedy: str) -> None:
@@ -81,35 +76,27 @@ class Verdict:
 
 def judge(verdict: Verdict, reports: dict[int, NodeReport], args: argparse.Namespace) -> None:
     """Add all complaints to the verdict."""
-    for node in set(range(len(args.nodes))) - reports.keys():
-        verdict.add(node, "answers no more", "look at its kernel log")
     for node, report in reports.items():
-        _judge_alone(verdict, node, report, args)
-    for name in map(str, args.disk):
-        for way in ("write", "read"):
-            disks = {node: report.facts["disks"][name] for node, report in reports.items()}
-            speeds = {node: disk[way] for node, disk in disks.items() if way in disk}
-            verdict.fast(f"disk {name}: {way}s", "MB/s", speeds, DISK * args.slow, "look at what else uses it")
+        _judge_alone(verdict, node, report)
+    for fact, remedy in (("driver", "install the same one"), ("links", "look at cable, port and switch")):
+        verdict.same(fact, {node: report.facts[fact] for node, report in reports.items()}, remedy)
     sound = {node: report for node, report in reports.items() if report.devices}
     if not sound:
         return
     verdict.same("has", {node: report.kinds() for node, report in sound.items()}, "look for the missing device")
-    for fact, remedy in (("driver", "install the same one"), ("links", "look at cable, port and switch")):
-        verdict.same(fact, {node: report.facts[fact] for node, report in reports.items()}, remedy)
-    multiplied = {node: report.least("tflops") for node, report in sound.items()}
+    flops = {node: report.least("tflops") for node, report in sound.items()}
     verdict.fast(
-        "multiplies at", "TFLOP/s", multiplied, args.slow, "look at temperature, power limit and clocks of its devices"
+        "multiplies at", "TFLOP/s", flops, args.slow, "look at its devices' temperature, power limit and clocks"
     )
     inside = {node: report.least("gb_per_s") for node, report in sound.items()}
     verdict.fast("all-reduces inside the node at", "GB/s", inside, args.slow, "look at the links between its devices")
     between = {node: report.between for node, report in sound.items() if report.between}
     verdict.fast("all-reduces with its neighbours at", "GB/s", between, args.slow, NETWORK)
     for node in sound.keys() - between.keys() if len(args.nodes) > 1 else ():
-        problem = sound[node].problem or "none is left"
-        verdict.add(node, f"all-reduces with no neighbour: {problem}", NETWORK)
+        verdict.add(node, f"all-reduces with no neighbour: {sound[node].problem}", NETWORK)
 
 
-def _judge_alone(verdict: Verdict, node: int, report: NodeReport, args: argparse.Namespace) -> None:
+def _judge_alone(verdict: Verdict, node: int, report: NodeReport) -> None:
     """Complaints about a node that need no other node."""
     if not report.devices:
         verdict.add(node, report.alone["problem"], "look at its kernel log and the device's own tools")
@@ -117,11 +104,3 @@ def _judge_alone(verdict: Verdict, node: int, report: NodeReport, args: argparse
         if device.get("free_gb", 1) < FREE * device.get("total_gb", 1):
             free = f"{device['free_gb']:.0f} of {device['total_gb']:.0f} GB of device memory are free"
             verdict.add(node, free, "end the process that holds the rest")
-    if abs(report.ahead_s) > args.clock:
-        verdict.add(node, f"its clock is {report.ahead_s:+.1f} s off node 0's", "start its time service (chrony, ntpd)")
-    for name, disk in report.facts["disks"].items():
-        if "problem" in disk:
-            verdict.add(node, f"disk {name}: {disk['problem']}", "mend it or name another folder")
-        elif disk["free_gb"] < args.free:
-            free = f"disk {name}: {disk['free_gb']:.3g} GB free, want {args.free:g}"
-            verdict.add(node, free, "make room or name another folder")

@@ -9,7 +9,6 @@ COMMANDS = {  # the file of each is imported when it is called, as the packages 
     "shapes": "captioned drawings with stand-in encoders, for the CPU",
     "mlcommons": "the benchmark's preprocessed arrow folders to shards",
     "images": "pictures and captions to shards, through the real encoders",
-    "repack": "shards of another tool to our layout",
     "verify": "check a data set before a job relies on it",
     "stage": "copy a data set to every node's own disk",
 }

@@ -17,7 +17,7 @@ WITHOUT_TORCH = {
     "benchmark.reference_points",
     *("run.attempt", "run.json_option", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
-    *("prepare.repack", "prepare.shapes", "prepare.verify"),
+    *("prepare.shapes", "prepare.verify"),
     *("preflight.verdict", "watch.commands"),
     *("report.band", "report.charts", "report.commands", "report.official", "report.page", "report.result_files"),
     *("report.result_log", "report.score"),
