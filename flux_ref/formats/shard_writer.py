@@ -3,15 +3,14 @@
 Each of them gets its name once it is whole and on the disk.
 """
 
-import io
 import json
-import os
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from flux_ref.formats import files
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, npy_header
 
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB
+Buffer = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class Sample:
 class ShardWriter:
     """A shard that is being written."""
 
-    archive: tarfile.TarFile
+    file: BinaryIO
 
-    def add(self, key: str, blobs: dict[str, bytes], timestep: int | None, caption: str = "") -> None:
+    def add(self, key: str, blobs: dict[str, Buffer], timestep: int | None, caption: str = "") -> None:
         """Append a sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
         self._add(f"{key}.json", description(key, timestep, caption))
         for name in MEMBERS:
             self._add(f"{key}.{name}.bytes", blobs[name])
 
-    def _add(self, name: str, content: bytes) -> None:
+    def _add(self, name: str, content: Buffer) -> None:
         entry = tarfile.TarInfo(name)  # owner, mode and time stay fixed: the same samples give the same bytes
         entry.size = len(content)
-        self.archive.addfile(entry, io.BytesIO(content))
+        # tarfile's own addfile would copy the content, and hold up other threads while a mapped file is read.
+        for part in (entry.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % BLOCK)):
+            self.file.write(part)
 
 
 @contextmanager
 def new_shard(path: Path) -> Iterator[ShardWriter]:
     """Write a shard. The file gets its name if the block ends without an error, else it is removed."""
-    with files.whole(path) as partial:
-        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as archive:
-            yield ShardWriter(archive)
-            end = archive.offset + END_BYTES
-        os.truncate(partial, end)  # no padding: the size then tells the number of samples
+    with files.whole(path) as partial, partial.open("wb") as file:
+        yield ShardWriter(file)
+        file.write(bytes(END_BYTES))  # no padding as tar's: the size then tells the number of samples
 
 
 def description(key: str, timestep: int | None, caption: str) -> bytes:

@@ -9,9 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
-
-import numpy as np
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer
@@ -42,40 +39,36 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     if lock is None:
         raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
     with lock:
-        _take_up(folder, lock, json.loads(json.dumps(plan)))
+        lock.seek(0)
+        begun, wanted = lock.read(), json.dumps(plan)
+        if begun != wanted:
+            if any(folder.glob("*.tar")):
+                raise Refusal(f"{folder} was begun otherwise: {_difference(begun, wanted)}; remove it to begin again")
+            for path in set(folder.glob("*.json")) - {folder / PLAN}:
+                path.unlink()
+            lock.truncate(0)
+            lock.write(wanted)
+            lock.flush()
+            os.fsync(lock.fileno())
+        for path in folder.glob(".*.partial"):  # left by a job that was killed
+            files.remove(path)
         yield
         files.sync(folder)
         folder.rename(final)
         files.sync(final.parent)
 
 
-def _take_up(folder: Path, lock: IO, plan: Plan) -> None:
-    """Write the plan into the locked file, unless the same plan is there."""
-    lock.seek(0)
-    begun = lock.read()
-    if begun != json.dumps(plan):
-        if any(folder.glob("*.tar")):
-            raise Refusal(f"{folder} was begun otherwise: {_difference(begun, plan)}; remove it to begin again")
-        for path in set(folder.glob("*.json")) - {folder / PLAN}:
-            path.unlink()
-        lock.truncate(0)
-        lock.write(json.dumps(plan))
-        lock.flush()
-        os.fsync(lock.fileno())
-    for path in folder.glob(".*.partial"):  # left by a job that was killed
-        files.remove(path)
-
-
-def _difference(begun: str, plan: Plan) -> str:
+def _difference(begun: str, wanted: str) -> str:
     """The first options and files that differ."""
     try:
-        then, now = (p["options"] | {name: about for name, *about in p["files"]} for p in (json.loads(begun), plan))
+        then, now = (
+            p["options"] | {name: about for name, *about in p["files"]} for p in map(json.loads, (begun, wanted))
+        )
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"
     names = [name for name in then | now if then.get(name) != now.get(name)]
     changes = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in names]
-    more = [f"{len(changes) - 3} more"] * (len(changes) > 3)
-    return "; ".join(changes[:3] + more) or "its files came in another order"
+    return "; ".join(changes[:3]) or "its files came in another order"
 
 
 def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
@@ -83,15 +76,3 @@ def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
     starts = enumerate(range(0, count, per_shard))
     shards = {number: range(start, min(start + per_shard, count)) for number, start in starts}
     return {number: r for number, r in shards.items() if not shard_writer.shard_path(growing(final), number).exists()}
-
-
-def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
-    """Write empty_encodings beside the set that this process has claimed. Another job may do so at the same time."""
-    own, shared = growing(final) / ".empty_encodings.partial", final.with_name("empty_encodings")
-    shard_writer.write_empty(own, encodings)
-    try:
-        own.rename(shared)
-    except OSError:
-        files.remove(own)
-        if not shared.exists():
-            raise

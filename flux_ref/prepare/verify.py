@@ -213,7 +213,7 @@ def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
 
 
 def _look_at_all(paths: dict[Path, str], layout: Layout, fast: bool, workers: int) -> list[Report]:
-    """The reports of the files, in their order. paths: file: split. Raises: Fault; KeyboardInterrupt."""
+    """The reports of the files, in their order. paths: file: split. Raises: KeyboardInterrupt."""
     total = sum(path.stat().st_size for path in paths if path.is_file())
     with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=fast) as bar:
         jobs = [(path, split, fast, layout) for path, split in paths.items()]
@@ -292,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expect-samples", type=options.number_or_any, metavar="N|any", help="how many there must be (the config's)")
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
     workers = min(8, os.cpu_count() or 1)
-    add("--workers", type=options.number, default=workers, metavar="K", help="processes (%(default)s)")
+    add("--workers", type=options.number, default=workers, metavar="K", help="threads (%(default)s)")
     uses = f"write {MANIFEST} unless it is there, else compare with it; check: it must be there; none: leave it alone"
     add("--manifest", choices=("write", "check", "none"), default="write", help=uses)
 
