@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import config_file
-from flux_ref.benchmark import alarms, convergence, flops, hardware, reference_points
+from flux_ref.benchmark import alarms, convergence, flops, hardware, reference_samples
 from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
@@ -65,12 +65,9 @@ class Look:
     @property
     def goal(self) -> tuple[float, str]:
         """Samples at which the run should end, and why."""
-        cfg, needed = self.cfg, None
-        if convergence.is_benchmark(cfg):
-            needed = reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
-        if needed and self.samples < needed < cfg.train.max_samples:
-            return needed, "the reference's mean"
-        return cfg.train.max_samples, "train.max_samples"
+        needed, most = reference_samples.samples_to_target(self.cfg), self.cfg.train.max_samples
+        is_ahead = needed is not None and self.samples < needed < most
+        return (needed, "the reference's mean") if is_ahead else (most, "train.max_samples")
 
     @property
     def curve(self) -> list[tuple[int, float]]:

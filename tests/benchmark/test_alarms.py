@@ -101,8 +101,8 @@ def told(rates: list[float], shared_cpu: bool = False) -> list[str]:
 def test_a_rate_that_falls_and_stays_is_told_once():
     steady, slow = [120.0] * 40, [60.0] * 100
     (alarm,) = of_rates(rated(steady + slow), shared_cpu=False)
-    text = "training is slower: 60 samples/s over 10 logged steps, 0% of the time waiting for data; before 120 samples/s"
-    text += " over 39 logged steps, 0% of the time waiting for data"
+    text = "training is slower: 60 samples/s over 10 logged steps, 0% of the time waiting for data; before"
+    text += " 120 samples/s over 39 logged steps, 0% of the time waiting for data"
     assert alarm == Alarm(600 * 48, "slow", text) and alarm.level == "warning"
     assert "15% of the time waiting for data" in of_rates(rated(steady + slow, wait=0.15), False)[0].text
     (note,) = of_rates(rated(steady + slow), shared_cpu=True)

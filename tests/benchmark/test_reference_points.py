@@ -1,26 +1,29 @@
-"""Reference convergence points: those of the official checker."""
+"""Reference convergence points, and what lies between them: those of the official checker."""
 
 import pytest
 from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
-from flux_ref.benchmark import reference_points
+from flux_ref import config_file
+from flux_ref.benchmark import reference_points, reference_samples
+from flux_ref.config import Config
+
+
+def samples_at(ruleset: str, batch: int) -> float | None:
+    cfg = config_file.replace(Config(), mllog__ruleset=ruleset, train__global_batch=batch)
+    return reference_samples.samples_to_target(cfg)
 
 
 def test_points_and_what_lies_between_are_the_official_checkers():
     for ruleset in ("5.1.0", "6.0.0", "6.1.0"):
-        official = RCP_Checker("training", ruleset, "flux1", False)
-        assert {p.global_batch: p.mean_samples for p in reference_points.points(ruleset)} == {
-            record["BS"]: record["RCP Mean"] for record in official.rcp_data.values()
-        }
+        official, points = RCP_Checker("training", ruleset, "flux1", False), reference_points.points(ruleset)
+        means = {record["BS"]: record["RCP Mean"] for record in official.rcp_data.values()}
+        assert {point.global_batch: point.mean_samples for point in points} == means
         pruned = {record["BS"]: record for record in official.pruned_rcp_data.values()}
-        assert {p.global_batch for p in reference_points.prune(reference_points.points(ruleset))} == set(pruned)
+        assert {point.global_batch for point in reference_samples.prune(points)} == set(pruned)
         for batch in (512, 600, 1024, 1536, 2048, 2304, 3000, 4096):
             low = official._find_top_min_rcp(batch, "pruned_rcps")
             high = official._find_bottom_max_rcp(batch, "pruned_rcps")
             record = pruned.get(batch) or official._create_interp_rcp(batch, low, high)[1]
-            assert reference_points.samples_to_target(ruleset, batch) == pytest.approx(record["RCP Mean"]), (
-                ruleset,
-                batch,
-            )
-        assert reference_points.samples_to_target(ruleset, 256) == reference_points.samples_to_target(ruleset, 512)
-        assert reference_points.samples_to_target(ruleset, 4097) is None
+            assert samples_at(ruleset, batch) == pytest.approx(record["RCP Mean"]), (ruleset, batch)
+        assert samples_at(ruleset, 256) == samples_at(ruleset, 512) and samples_at(ruleset, 4097) is None
+    assert reference_samples.samples_to_target(config_file.replace(Config(), eval__target=0.6)) is None
