@@ -118,25 +118,14 @@ class RateWatch:
         if was_slow or not self.is_slow or (self.shared_cpu and self.has_noted):
             return None
         self.has_noted = True
-        return self._alarm(before, now)
-
-    def _alarm(self, before: list[dict], now: list[dict]) -> Alarm:
-        waited, waited_before = (statistics.fmean(record["data_wait"] for record in part) for part in (now, before))
-        text = (
-            f"{_described(now)}, {_described(before)} before; waiting for data took {waited:.0%} of the time,"
-            f" {waited_before:.0%} before"
-        )
-        if self.shared_cpu:
-            return Alarm(now[-1]["samples"], "shared", f"other load on this machine? {text}")
-        return Alarm(now[-1]["samples"], "slow", f"training has become slower: {text}")
+        kind, what = ("shared", "other load on this machine?") if self.shared_cpu else ("slow", "training is slower:")
+        return Alarm(record["samples"], kind, f"{what} {_described(now)}; before {_described(before)}")
 
 
 def _described(records: list[dict]) -> str:
-    """The median rate of some records, and over how long it was measured."""
-    rates = [record["samples_per_s"] for record in records]
-    samples = (records[-1]["samples"] - records[0]["samples"]) / (len(records) - 1)  # per record
-    seconds = sum(samples / max(rate, 1e-9) for rate in rates)
-    return f"{statistics.median(rates):.4g} samples/s over {len(records)} logged steps ({seconds:.0f} s)"
+    rate = statistics.median(record["samples_per_s"] for record in records)
+    waited = statistics.fmean(record["data_wait"] for record in records)
+    return f"{rate:.4g} samples/s over {len(records)} logged steps, {waited:.0%} of the time waiting for data"
 
 
 def of_rates(records: list[dict], shared_cpu: bool) -> list[Alarm]:

@@ -112,33 +112,23 @@ def unlike_reference(cfg: Config) -> list[str]:
     batch, lr, warmup_steps = cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps
     known = points(cfg.mllog.ruleset)
     batches = [point.global_batch for point in known]
-    warmups = [point.warmup_steps * point.global_batch for point in known]  # samples: comparable between batches
     complaints = []
-    if batch > batches[-1]:
+    if batch not in batches:
         complaints.append(
-            f"train.global_batch={batch} is above the largest reference convergence point, {batches[-1]};"
-            " a closed submission needs points of its own"
-        )
-    elif batch not in batches:
-        near = min(batches, key=lambda other: abs(other - batch))
-        complaints.append(
-            f"train.global_batch={batch} is no reference convergence point (nearest {near}): learning rate and"
-            " warm-up are yours to find"
+            f"train.global_batch={batch} is no reference convergence point ({', '.join(map(str, batches))}): learning"
+            f" rate and warm-up are yours to find; above {batches[-1]} a closed submission needs points of its own"
         )
     reference_lr = float(np.interp(batch, batches, [point.lr for point in known]))
     least, most = min(*PUBLIC_LR, reference_lr), max(*PUBLIC_LR, reference_lr)
     if not least / LEEWAY <= lr <= most * LEEWAY:
         complaints.append(f"optim.lr={lr:g}: runs are known to converge from {least:g} to {most:g} at this batch")
-    reference_steps = np.interp(batch, batches, warmups) / batch
-    if lr > max(PUBLIC_LR) * 1.25 and warmup_steps < reference_steps / 2:
+    warmups = [point.warmup_steps * point.global_batch for point in known]  # samples: comparable between batches
+    needs_warmup = lr > max(PUBLIC_LR) * 1.25  # the public runs took none
+    least_steps = np.interp(batch, batches, warmups) / batch / 2 if needs_warmup else 0
+    most_steps = 2 * max(warmups) / batch
+    if not least_steps <= warmup_steps <= most_steps:
         complaints.append(
-            f"optim.warmup_steps={warmup_steps}: the reference takes about {reference_steps:.0f} at this batch and a"
-            f" learning rate above {max(PUBLIC_LR):g}"
-        )
-    longest_steps = max(warmups) / batch
-    if warmup_steps > 2 * longest_steps:
-        complaints.append(
-            f"optim.warmup_steps={warmup_steps} is more than twice the reference's longest warm-up,"
-            f" {longest_steps:.0f} steps of this batch"
+            f"optim.warmup_steps={warmup_steps}: half to twice the reference's warm-up is {least_steps:.0f} to"
+            f" {most_steps:.0f} steps at this batch and learning rate"
         )
     return complaints

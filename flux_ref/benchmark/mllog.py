@@ -14,41 +14,26 @@ from flux_ref.config import DTYPE_NAMES, Config, micro_batch
 
 
 class BenchmarkLog:
-    """Writes result_N.txt on rank 0; on other ranks every call does nothing."""
+    """Writes result_N.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
 
     def __init__(self, path: Path | None):
-        self.mllogger = None
         self.in_block, self.flaw = False, ""
-        if path is not None:
-            logger = logging.getLogger(f"flux_ref.{path}")
-            logger.propagate = False
-            logger.setLevel(logging.INFO)
-            self.handler = logging.FileHandler(path)
-            logger.addHandler(self.handler)
-            self.mllogger = mllog.MLLogger(logger=logger, default_stack_offset=2)
+        self.logger = logging.getLogger(f"flux_ref.{path}")
+        self.logger.propagate = False
+        self.logger.setLevel(logging.INFO)
+        self.handler = logging.FileHandler(path) if path else logging.NullHandler()
+        self.logger.addHandler(self.handler)
+        self.mllogger = mllog.MLLogger(logger=self.logger)
 
     def text(self, line: str) -> None:
         """Add a line of the run's output. spec: result files hold the whole framework log."""
-        if self.mllogger:
-            self.mllogger.logger.info(line)
-
-    def _event(self, key: str, value: object, **metadata: object) -> None:
-        if self.mllogger:
-            self.mllogger.event(key, value, metadata=metadata or None)
-
-    def _start(self, key: str, **metadata: object) -> None:
-        if self.mllogger:
-            self.mllogger.start(key, metadata=metadata or None)
-
-    def _end(self, key: str, **metadata: object) -> None:
-        if self.mllogger:
-            self.mllogger.end(key, metadata=metadata or None)
+        self.logger.info(line)
 
     def cache_clear(self) -> None:
-        self._event(constants.CACHE_CLEAR, True)
+        self.mllogger.event(constants.CACHE_CLEAR, True)
 
     def init_start(self) -> None:
-        self._start(constants.INIT_START)
+        self.mllogger.start(constants.INIT_START)
 
     def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
         """Log submission, data, batch and optimizer. train_count, val_count: samples in the data sets."""
@@ -79,62 +64,62 @@ class BenchmarkLog:
             "opt_gradient_clip_norm": cfg.optim.clip_norm,
         }
         if cfg.mllog.ruleset != "5.1.0":
-            entries |= self._disclosure(cfg, micro)
+            entries |= _disclosure(cfg, micro)
         for key, value in entries.items():
-            self._event(key, value)
-
-    @staticmethod
-    def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
-        """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
-        compute, reduce = DTYPE_NAMES[cfg.parallel.dtype].log, DTYPE_NAMES[cfg.parallel.reduce_dtype].log
-        return {
-            "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
-            "lowest_numerical_precision_in_attn": compute,
-            "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
-            "tensor_parallelism": 1,
-            "pipeline_parallelism": 1,
-            "context_parallelism": 1,
-            "expert_parallelism": 1,
-            "micro_batch_size": micro,
-            "config_filename": f"{cfg.name}.toml",
-        }
+            self.mllogger.event(key, value)
 
     def run_start(self) -> None:
         """The clock starts; training data is first read after this."""
-        self._end(constants.INIT_STOP)
-        self._start(constants.RUN_START)
+        self.mllogger.end(constants.INIT_STOP)
+        self.mllogger.start(constants.RUN_START)
 
     def block_start(self, samples: int) -> None:
         """Training goes on. Starts a block unless one has begun; the next evaluation ends the block."""
         if not self.in_block:
             self.in_block = True
-            self._start(constants.BLOCK_START, samples_count=samples)
+            self.mllogger.start(constants.BLOCK_START, metadata={"samples_count": samples})
 
     def eval_start(self, samples: int) -> None:
         """samples: training samples so far."""
         if self.in_block:
-            self._end(constants.BLOCK_STOP, samples_count=samples)
+            self.mllogger.end(constants.BLOCK_STOP, metadata={"samples_count": samples})
             self.in_block = False
-        self._start(constants.EVAL_START, samples_count=samples)
+        self.mllogger.start(constants.EVAL_START, metadata={"samples_count": samples})
 
     def eval_stop(self, samples: int, loss: float) -> None:
         """loss: the validation loss after this number of training samples."""
-        self._event(constants.EVAL_ACCURACY, loss, samples_count=samples)
-        self._end(constants.EVAL_STOP, samples_count=samples)
+        self.mllogger.event(constants.EVAL_ACCURACY, loss, metadata={"samples_count": samples})
+        self.mllogger.end(constants.EVAL_STOP, metadata={"samples_count": samples})
 
     def disqualify(self, key: str, value: object, why: str) -> None:
         """Log why this run's time is no benchmark result: the event as key and value, and the reason in words."""
         self.flaw = why
-        self._event(key, value)
+        self.mllogger.event(key, value)
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
         """The clock stops. reason: why, in words."""
         if self.flaw:  # spec: one run on one clock, from random weights
             success, reason = False, f"{reason}; {self.flaw}, so not a valid timed result"
         status = constants.SUCCESS if success else constants.ABORTED
-        self._end(constants.RUN_STOP, status=status, samples_count=samples, reason=reason)
+        metadata = {"status": status, "samples_count": samples, "reason": reason}
+        self.mllogger.end(constants.RUN_STOP, metadata=metadata)
 
     def close(self) -> None:
-        if self.mllogger:
-            self.mllogger.logger.removeHandler(self.handler)
-            self.handler.close()
+        self.logger.removeHandler(self.handler)
+        self.handler.close()
+
+
+def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
+    """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
+    compute, reduce = DTYPE_NAMES[cfg.parallel.dtype].log, DTYPE_NAMES[cfg.parallel.reduce_dtype].log
+    return {
+        "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
+        "lowest_numerical_precision_in_attn": compute,
+        "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
+        "tensor_parallelism": 1,
+        "pipeline_parallelism": 1,
+        "context_parallelism": 1,
+        "expert_parallelism": 1,
+        "micro_batch_size": micro,
+        "config_filename": f"{cfg.name}.toml",
+    }

@@ -4,10 +4,11 @@ import math
 from math import ceil
 
 from flux_ref import config, config_rules, schedule
-from flux_ref.benchmark import convergence, flops, reference_points
+from flux_ref.benchmark import convergence, flops
 from flux_ref.benchmark.communication import Layout
-from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
+from flux_ref.benchmark.reference_samples import samples_to_target
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
@@ -33,7 +34,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     times = step_time.step(cfg, layout, footprints, machine, rows)
     rate, val_count = cfg.train.global_batch / times.step, cfg.data.val_count or VAL_SAMPLES
     evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, val_count)
-    samples = _samples(cfg)
+    samples = samples_to_target(cfg)
     every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
     evaluations = samples and ceil(samples / every)
     train = samples and samples / rate + evaluations * evaluation
@@ -98,13 +99,6 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
     while low and not fits(low * step, exact=True):
         low -= max(1, low // 32)
     return max(0, low) * step
-
-
-def _samples(cfg: Config) -> float | None:
-    """The samples that the reference needs to the target at this batch; None if that is not known."""
-    if cfg.model != config.ModelConfig() or cfg.eval.target != TARGET:
-        return None
-    return reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
 
 
 def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:

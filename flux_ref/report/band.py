@@ -7,7 +7,6 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
-from itertools import chain
 from pathlib import Path
 
 from flux_ref.benchmark.convergence import HEADER
@@ -15,6 +14,7 @@ from flux_ref.config_file import of_run
 from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import ENDED, REACHED, outcome, records
 from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options
 
 
 def of_runs(folders: list[Path]) -> list[dict[str, object]]:
@@ -40,8 +40,9 @@ def of_runs(folders: list[Path]) -> list[dict[str, object]]:
 def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
     """The rows of a band. recipe: global batch, learning rate, warm-up steps; curves: (samples, loss) of each run."""
     losses: dict[float, list[float]] = defaultdict(list)
-    for samples, loss in chain.from_iterable(curves):
-        losses[samples].append(loss)
+    for curve in curves:
+        for samples, loss in curve:
+            losses[samples].append(loss)
     rows = []
     for samples, values in sorted(losses.items()):
         quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
@@ -50,17 +51,14 @@ def quartile_rows(recipe: tuple, curves: list[list[tuple[float, float]]]) -> lis
 
 
 def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(__doc__)
-        return 0
     return attempt("report.band", lambda: write(argv))
 
 
-def write(names: list[str]) -> int:
-    """Print the band of these runs as CSV. Raises: Refusal, before the first line is printed."""
-    if not names or "" in names:
-        raise Refusal("an empty name is no run" if names else "give run folders, such as runs/tiny; see --help")
-    rows = of_runs([Path(name) for name in names])
+def write(argv: list[str]) -> int:
+    """Print the band of some runs as CSV. Raises: Refusal, before the first line is printed."""
+    parser = Options("python -m flux_ref.report.band", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    rows = of_runs(parser.parse_args(argv).runs)
     writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -9,21 +9,19 @@ Exit code: 0 every system is a valid result, 1 a system is not (the reasons are 
 import argparse
 import importlib.util
 import statistics
-import tempfile
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
 from flux_ref import config_rules
-from flux_ref.benchmark import reference_points
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats.files import whole, write_whole
+from flux_ref.formats.files import write_whole
 from flux_ref.report import result_files, result_log, score
 from flux_ref.report.result_log import printable
 from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, Run, System, show
 from flux_ref.run.attempt import attempt
-from flux_ref.run.json_option import STDOUT, give, json_option, text_beside
+from flux_ref.run.json_option import give, json_option, text_beside
 
 INVALID = 1  # exit code
 COLUMNS = 80
@@ -36,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, run folders, or trees of them")
     parser.add_argument("--ruleset", choices=config_rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
-    parser.add_argument("--out", type=Path, help="folder for a page, report.html, with its charts also as PNGs")
+    parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
     json_option(parser)
     args = parser.parse_args(argv)
     return attempt("report", lambda: run(args))
@@ -51,59 +49,31 @@ def run(args: argparse.Namespace) -> int:
 
 def judge_and_print(args: argparse.Namespace) -> list[System]:
     """Judge all systems, print each verdict at once, and write the page if --out asks for it. Raises: Refusal."""
-    reference_points.points(args.ruleset, args.points)  # refuses a bad file before the first log is read
-    groups = result_files.find(args.paths)
     if args.out:
         if importlib.util.find_spec("matplotlib") is None:
             raise Refusal("--out draws with matplotlib, which is missing; pip install -r requirements-report.txt")
-        _writable("--out", args.out, args.out / "report.html")
-    if args.json not in (None, STDOUT):
-        _writable("--json", args.json, args.json)
+        args.out.mkdir(parents=True, exist_ok=True)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += printable(args.points or "official")
+    groups, systems = result_files.find(args.paths), []
     print("\n".join(_wrapped(basis, "")))
-    systems = []
-    for group in groups:
+    for place, group in enumerate(groups):
         logs = [result_log.read(path) for path in group.files]
-        systems.append(score.judge(group.name, logs, args.ruleset, args.points))
-        print(f"\n{describe(systems[-1])}", flush=True)
+        system = score.judge(group.name, logs, args.ruleset, args.points)
+        system.place = place
+        systems.append(system)
+        print(f"\n{describe(system)}", flush=True)
     if not any(run.log.events for system in systems for run in system.runs):
         first = systems[0].runs[0]
         raise Refusal(f"no log could be read; {first.log.path} {first.faults[0]}")
     if len(systems) > 1:
         print(f"\n{summary(systems)}")
     if args.out:
-        _write_page(systems, basis, args.out)
+        from flux_ref.report import page  # brings matplotlib
+
+        write_whole(args.out / "report.html", page.page(systems, basis))
         print(f"\npage: {printable(args.out / 'report.html')}")
     return systems
-
-
-def _writable(option: str, value: Path, file: Path) -> None:
-    """Make the folder of a file and try to write there. Raises: Refusal."""
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(0, f"{file.name} is a folder")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent, buffering=0) as trial:
-            trial.write(b"0")
-    except OSError as error:
-        raise Refusal(
-            f"{option}={value} cannot be written: {error.strerror}; give a place where folders and files can be made"
-        ) from None
-
-
-def _write_page(systems: list[System], basis: str, out: Path) -> None:
-    from flux_ref.report import charts, page  # bring matplotlib
-
-    subjects = [charts.as_subject(system, i) for i, system in enumerate(systems)]
-    drawn = charts.of_subjects(subjects)
-    for old in page.charts_of(out / "report.html"):
-        old.unlink()
-    for name, chart in drawn.items():
-        for mode, ending in enumerate(("", "_dark")):
-            with whole(out / f"{name}{ending}.png") as partial:
-                charts.png(chart, mode, partial)
-    write_whole(out / "report.html", page.page(subjects, drawn, basis))
 
 
 def _tail(text: str, most: int) -> str:

@@ -55,9 +55,11 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
             path.write_text("".join(log.lines), encoding="latin-1", newline="")
         verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
         if not any(log.value("submission_division") == "open" for log in logs):
-            names = {str(path): log.name for path, log in zip(paths, logs)}
-            verdicts.seeds = _seeds(names, ruleset)
-            verdicts.convergence = _convergence(folder, names, ruleset, points)
+            complaints = _seeds([str(path) for path in paths], ruleset)
+            for path, log in zip(paths, logs):
+                complaints = [line.replace(str(path), log.name) for line in complaints]
+            verdicts.seeds = [line[:300] for line in complaints]
+            verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
     return verdicts
 
 
@@ -90,30 +92,24 @@ def _one_line(message: str, log: ResultLog) -> str:
     return f"{at[1]}={str(value)[:40]} in line {line} fails the test {test[1].strip()}"
 
 
-def _seeds(names: dict[str, str], ruleset: str) -> list[str]:
+def _seeds(paths: list[str], ruleset: str) -> list[str]:
     with _captured() as records:
         try:
-            passed = SeedChecker(ruleset).check_seeds(list(names))
+            passed = SeedChecker(ruleset).check_seeds(paths)
         except Exception as error:
             return [f"the official seed checker stopped: {_named(error)}"]
     if passed:
         return []
     text = "\n".join(record.getMessage() for record in records if record.levelno >= logging.ERROR)
     lines = text.partition("errors: ")[2].split("\n")
-    return [_renamed(line, names) for line in lines if line.startswith(("Result file", "Error found"))]
+    return [line for line in lines if line.startswith(("Result file", "Error found"))]
 
 
-def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path | None) -> Convergence:
+def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> Convergence:
     from mlperf_logging.rcp_checker import rcp_checker  # brings scipy
 
     with _captured() as records, contextlib.ExitStack() as stack:
-        for path in names:
-            try:
-                rcp_checker.read_submission_file(path, ruleset, False)
-            except Exception as error:
-                return Convergence(False, f"{names[path]} stops the official convergence checker: {_named(error)}")
         file = stack.enter_context(points.open(encoding="utf-8")) if points else None
-        records.clear()
         try:  # set_scaling=False would remove /scaling.json
             passed, message, factor = rcp_checker.check_directory(
                 str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
@@ -122,10 +118,7 @@ def _convergence(folder: Path, names: dict[str, str], ruleset: str, points: Path
             warned = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
             return Convergence(False, " ".join(warned) or f"the official convergence checker stopped: {_named(error)}")
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
-    if len(names) < LEAST_RUNS:
-        passed, message = None, f"takes {LEAST_RUNS} runs"
-    else:
-        passed = bool(passed)
+    passed, message = (bool(passed), message) if runs >= LEAST_RUNS else (None, f"takes {LEAST_RUNS} runs")
     mean, least = point.get("RCP Mean"), point.get("Min Epochs")
     return Convergence(passed, message, float(factor), number(mean and float(mean)), number(least and float(least)))
 
@@ -152,9 +145,3 @@ def _captured() -> Iterator[list[logging.LogRecord]]:
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no reason given'}"
-
-
-def _renamed(line: str, names: dict[str, str]) -> str:
-    for path, name in names.items():
-        line = line.replace(path, name)
-    return line[:300]

@@ -1,4 +1,4 @@
-"""Finds result files, groups them into systems, and reads what lies beside them.
+"""Finds result files, groups them into systems, and reads what is known of a system's machine.
 
 The runs in one folder are one system. Our own runs have a folder each: such folders side by side are one system if
 their configs differ only in run.* and train.seed.
@@ -8,7 +8,7 @@ import filecmp
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import config_file
@@ -29,52 +29,36 @@ class Group:
     files: list[Path]
 
 
-@dataclass
-class Records:
-    """What one of our runs wrote beside its log; empty for a foreign run."""
-
-    config: dict[str, object] = field(default_factory=dict)  # section.key
-    steps: list[dict] = field(default_factory=list)
-    evaluations: list[dict] = field(default_factory=list)
-
-
 def find(arguments: list[str]) -> list[Group]:
     """The systems in files and folder trees. Raises: Refusal if an argument holds no result file."""
-    files: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}  # by the real path, so that a file given twice counts once
     for argument in arguments:
-        if not argument:
-            raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
-        if path.is_dir():
-            results = sorted(p for p in path.rglob("result_*") if RESULT_NAME.fullmatch(p.name) and p.is_file())
-            results = [result for result in results if not _is_gathered(result)]
-            if not results:
-                raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give a folder that does, or files")
-        elif path.is_file():
-            results = [path]
-        else:
-            raise Refusal(f"{argument} is not there; give result files or folders that hold some")
-        for result in results:
-            files.setdefault(result.resolve(), result)
+        results = [path] if path.is_file() else sorted(path.rglob("result_*"))
+        results = [result for result in results if result == path or _is_result(result)]
+        if not results:
+            raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give result files or their folders")
+        files |= {result.resolve(): result for result in results if result.resolve() not in files}
     folders: dict[object, list[Path]] = {}
     for real, path in files.items():
         folders.setdefault(_system_of(real), []).append(path)
-    groups = [sorted(group, key=_number) for group in folders.values()]
-    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups]
-    return [Group(name, group) for name, group in zip(_names(homes), groups)]
+    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
+    return [Group(name, sorted(group, key=_number)) for name, group in zip(_names(homes), folders.values())]
 
 
-def _is_gathered(path: Path) -> bool:
-    """Whether this file is the copy that launch/ makes of run_N/result_0.txt; that folder holds more to read."""
+def _is_result(path: Path) -> bool:
+    """Whether this is a result file, but no copy that launch/ makes of run_N/result_0.txt for a submission."""
     number = re.fullmatch(r"result_(\d+)\.txt", path.name)
     origin = path.parent / f"run_{number[1]}" / "result_0.txt" if number else path
-    return origin != path and origin.is_file() and filecmp.cmp(path, origin, shallow=False)
+    is_copy = origin != path and origin.is_file() and filecmp.cmp(path, origin, shallow=False)
+    return RESULT_NAME.fullmatch(path.name) is not None and path.is_file() and not is_copy
 
 
 def _system_of(path: Path) -> object:
     """Equal for the files of one system."""
-    config = _config(path.parent)
-    if not config:
+    try:
+        config = flat(config_file.of_run(path.parent))
+    except Refusal:  # a foreign run, or a config that this version cannot read
         return path.parent
     same = {key: value for key, value in config.items() if not key.startswith("run.") and key != "train.seed"}
     return path.parent.parent, json.dumps(same, sort_keys=True, default=str)
@@ -86,29 +70,13 @@ def _number(path: Path) -> tuple:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Short names of systems, from their folders: SUBMITTER/SYSTEM in the benchmark's tree."""
-    parts = [[part for part in folder.parts if part not in DULL] or [str(folder)] for folder in folders]
-    sizes = [2 if "results" in folder.parts else 1 for folder in folders]
-    names = ["/".join(names[-size:]) for names, size in zip(parts, sizes)]
-    while len(set(names)) < len(names) and max(sizes) < max(map(len, parts)):
-        sizes = [size + (names.count(name) > 1) for size, name in zip(sizes, names)]
-        names = ["/".join(names[-size:]) for names, size in zip(parts, sizes)]
+    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name."""
+    common = Path(os.path.commonpath(folders))
+    names = []
+    for folder in folders:
+        telling = [part for part in folder.relative_to(common).parts if part not in DULL]
+        names.append("/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder))
     return [printable(name) for name in names]
-
-
-def records(result: Path) -> Records:
-    """What lies beside a result file of ours. Damaged lines and files are left out: charts alone use them."""
-    config = _config(result.parent)
-    names = ("metrics.jsonl", "eval.jsonl") if config else ()
-    return Records(config, *(jsonl.records(result.with_name(name), skip_damaged=True) for name in names))
-
-
-def _config(folder: Path) -> dict[str, object]:
-    """The config of one of our runs, by section.key; {} for a foreign run or a config that this version cannot read."""
-    try:
-        return flat(config_file.of_run(folder))
-    except Refusal:
-        return {}
 
 
 def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,9 +59,9 @@ def read(path: Path) -> ResultLog:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
-            for number, line in _lines(io.TextIOWrapper(stream, encoding="latin-1")):
+            for number, line in enumerate(io.TextIOWrapper(stream, encoding="latin-1"), 1):
                 if TOKEN in line:
-                    _take(log, number, line, damaged)
+                    _take(log, number, line if len(line) < LINE_LIMIT else f"{TOKEN}\n", damaged)
                 elif SYSTEM_TOKEN in line and not log.system:
                     log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
                 elif (told := INTRODUCTION.fullmatch(line.rstrip())) and not log.events:
@@ -75,22 +74,6 @@ def read(path: Path) -> ResultLog:
     if not log.events and not log.problems:
         log.problems.append("holds no :::MLLOG entry" if path.stat().st_size else "is empty")
     return log
-
-
-def _lines(text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
-    """Numbered lines. A line above the limit is cut to the token if it holds the token, else left out."""
-    number = 1
-    while piece := text.readline(LINE_LIMIT):
-        if len(piece) < LINE_LIMIT or piece.endswith("\n"):
-            yield number, piece
-        else:
-            has_token, tail = TOKEN in piece, piece
-            while not tail.endswith("\n") and (piece := text.readline(LINE_LIMIT)):
-                tail = tail[-len(TOKEN) :] + piece
-                has_token = has_token or TOKEN in tail
-            if has_token:
-                yield number, f"{TOKEN}\n"
-        number += 1
 
 
 def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:

@@ -3,6 +3,7 @@
 Times are in seconds unless a name says minutes. Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -39,15 +40,13 @@ class Run:
     """The figures of one log; a figure that the log does not give is None or empty."""
 
     log: ResultLog
-    start_ms: float | None = None
-    stop_ms: float | None = None
+    run_ms: float | None = None  # from run_start to run_stop
     init_s: float | None = None  # from the first init_start to init_stop
     evaluation_s: float | None = None  # within the run
     status: str = ""
     samples: float | None = None  # at run_stop
     target: float = math.nan
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
-    train_curve: list[tuple[float, float]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # why the run does not count; empty if it counts
 
     @property
@@ -55,12 +54,8 @@ class Run:
         return self.log.name
 
     @property
-    def run_s(self) -> float | None:
-        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 1000
-
-    @property
     def minutes(self) -> float | None:
-        return None if self.start_ms is None else (self.stop_ms - self.start_ms) / 60 / 1000
+        return None if self.run_ms is None else self.run_ms / 60 / 1000
 
     @property
     def samples_to_converge(self) -> float | None:
@@ -69,54 +64,50 @@ class Run:
 
     @property
     def samples_per_s(self) -> float | None:
-        """From run_start to run_stop."""
-        return self.samples / self.run_s if self.samples and self.run_s else None
+        return self.samples / (self.run_ms / 1000) if self.samples and self.run_ms else None
 
     @property
     def samples_per_s_without_evaluation(self) -> float | None:
-        """From run_start to run_stop, without the time of evaluations."""
-        if not self.samples or not self.run_s or self.evaluation_s is None or self.evaluation_s >= self.run_s:
+        if not self.samples or not self.run_ms or self.evaluation_s is None:
             return None
-        return self.samples / (self.run_s - self.evaluation_s)
+        training_s = self.run_ms / 1000 - self.evaluation_s
+        return self.samples / training_s if training_s > 0 else None
 
 
 def measure(log: ResultLog) -> Run:
     """The figures of one log. Whatever contradicts a single timed run becomes a fault."""
-    run = Run(log, faults=[*log.problems])
-    run.target = number(log.value("target_accuracy")) or math.nan
-    if not log.events:
-        return run
-    _clock(run)
-    _curves(run)
-    begun = [event for event in log.all("init_start") if math.isfinite(event.time_ms)]
-    ended = [event for event in log.all("init_stop") if math.isfinite(event.time_ms)]
-    if begun and ended and ended[0].time_ms >= begun[0].time_ms:
-        run.init_s = (ended[0].time_ms - begun[0].time_ms) / 1000
+    run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or math.nan)
+    if log.events:
+        _clock(run)
+        _curves(run)
     return run
 
 
 def _clock(run: Run) -> None:
     """The time from the last run_start before the first run_stop, as in mlperf-logging when several ranks write."""
-    stops = run.log.all("run_stop")
-    starts = [event for event in run.log.all("run_start") if not stops or event.line < stops[0].line]
+    begun, ended = (next((event.time_ms for event in run.log.all(f"init_{at}")), math.nan) for at in ("start", "stop"))
+    if ended >= begun:
+        run.init_s = (ended - begun) / 1000
+    all_starts, stops = run.log.all("run_start"), run.log.all("run_stop")
+    starts = [event for event in all_starts if not stops or event.line < stops[0].line]
     if not starts:
-        run.faults.append("run_start is missing" + (" before run_stop" if run.log.all("run_start") else ""))
+        run.faults.append("run_start is missing" + (" before run_stop" if all_starts else ""))
     if not stops:
         run.faults.append("run_stop is missing: the run was cut off or still goes on")
         return
-    run.samples = number(stops[0].metadata.get("samples_count"))
-    run.status = str(stops[0].metadata.get("status", ""))
-    if any(event.time_ms > stops[0].time_ms for event in run.log.all("run_start")):
+    stop = stops[0]
+    run.samples = number(stop.metadata.get("samples_count"))
+    run.status = str(stop.metadata.get("status", ""))
+    if any(event.time_ms > stop.time_ms for event in all_starts):
         run.faults.append("run_start comes again after run_stop: two runs in one file")
     if run.status != "success":
-        reason = str(stops[0].metadata.get("reason", ""))[:120]
+        reason = str(stop.metadata.get("reason", ""))[:120]
         run.faults.append(f"run_stop has status {run.status!r}" + (f": {reason}" if reason else ""))
-    if not starts or not math.isfinite(starts[-1].time_ms) or not math.isfinite(stops[0].time_ms):
-        return
-    if stops[0].time_ms <= starts[-1].time_ms:
+    span_ms = stop.time_ms - starts[-1].time_ms if starts else math.nan
+    if span_ms > 0:
+        run.run_ms = span_ms
+    elif span_ms <= 0:  # neither is true of NaN
         run.faults.append("run_stop is not later than run_start")
-        return
-    run.start_ms, run.stop_ms = starts[-1].time_ms, stops[0].time_ms
 
 
 def _curves(run: Run) -> None:
@@ -141,12 +132,8 @@ def _curves(run: Run) -> None:
             elif not any(fault.startswith(event.key) for fault in run.faults):
                 what = "no samples_count" if loss is not None else f"the value {str(event.value)[:20]}"
                 run.faults.append(f"eval_accuracy in line {event.line} has {what}")
-        elif event.key == "tracked_stats" and isinstance(event.value, dict):
-            loss = number(event.value.get("train_loss"))
-            if samples is not None and loss is not None:
-                run.train_curve.append((samples, loss))
     run.val_curve = sorted(losses.items())
-    if run.val_curve and run.stop_ms is not None:
+    if run.val_curve and run.run_ms is not None:
         run.samples = max(run.samples or 0, run.val_curve[-1][0])
     if spans_ms and all(span >= 0 for span in spans_ms):
         run.evaluation_s = sum(spans_ms) / 1000
@@ -161,12 +148,12 @@ class System:
 
     name: str
     runs: list[Run]
-    ruleset: str
     verdicts: official.Verdicts
     mixtures: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     olympic_mean_minutes: float | None = None  # not normalised
+    place: int = 0  # among the systems of a report
 
     @property
     def counted(self) -> list[Run]:
@@ -192,6 +179,16 @@ class System:
         if self.mixtures or not samples or None in samples:
             return None
         return olympic_mean(samples, RUNS - len(samples)) if self.olympic_mean_minutes else statistics.fmean(samples)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the logs say before run_start, apart from the seed: for each key the first value that any run gives."""
+        settings: dict[str, object] = {}
+        for run in self.runs:
+            for event in itertools.takewhile(lambda event: event.key != "run_start", run.log.events):
+                if isinstance(event.value, (str, int, float)) and event.key not in ("seed", "cache_clear"):
+                    settings.setdefault(event.key, event.value)
+        return settings
 
     @property
     def machine(self) -> dict[str, str]:
@@ -222,8 +219,8 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     runs = [measure(log) for log in logs]
     for run, complaints in zip(runs, verdicts.compliance):
         if run.log.events:
-            run.faults += [text for text in complaints if not _says_the_same(text, run.faults)]
-    system = System(name, runs, ruleset, verdicts, list(_mixtures(runs)))
+            run.faults += complaints
+    system = System(name, runs, verdicts, list(_mixtures(runs)))
     failed = len(runs) - len(system.counted)
     if len(runs) == RUNS and failed <= 1 and not system.mixtures:
         system.olympic_mean_minutes = olympic_mean([run.minutes for run in system.counted], failed)
@@ -232,12 +229,6 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
         run = next(run for run in runs if run.faults or run.minutes is None)
         system.notes.append(f"{run.name} counts as the worst of the runs: {run.faults[0]}")
     return system
-
-
-def _says_the_same(complaint: str, faults: list[str]) -> bool:
-    return any(key in complaint and any(key in fault for fault in faults) for key in ("run_start", "run_stop")) or (
-        complaint.startswith("Log lines had parsing errors") and any("line " in fault for fault in faults)
-    )
 
 
 def _reasons(system: System, failed: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import config_file
-from flux_ref.benchmark import alarms, convergence, flops, hardware, reference_points
+from flux_ref.benchmark import alarms, convergence, flops, hardware, reference_samples
 from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
@@ -28,7 +28,7 @@ from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between
 
-BOLD, DIM, RED, GREEN, YELLOW, PLAIN = "1", "2", "31", "32", "33", "0"
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 MARKS = "●◆▲■○◇△□"
 LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # the usual rate is the median of so many logged steps
@@ -45,9 +45,7 @@ class Look:
     folder: Path
     cfg: Config
     band: Band | None
-    ranks: int
-    device: str
-    shared_cpu: bool  # the run trains on the CPUs of one node
+    environment: dict  # of environment.json
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
@@ -65,12 +63,9 @@ class Look:
     @property
     def goal(self) -> tuple[float, str]:
         """Samples at which the run should end, and why."""
-        cfg, needed = self.cfg, None
-        if convergence.is_benchmark(cfg):
-            needed = reference_points.samples_to_target(cfg.mllog.ruleset, cfg.train.global_batch)
-        if needed and self.samples < needed < cfg.train.max_samples:
-            return needed, "the reference's mean"
-        return cfg.train.max_samples, "train.max_samples"
+        needed, most = reference_samples.samples_to_target(self.cfg), self.cfg.train.max_samples
+        is_ahead = needed is not None and self.samples < needed < most
+        return (needed, "the reference's mean") if is_ahead else (most, "train.max_samples")
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -78,7 +73,9 @@ class Look:
 
     @property
     def alarms(self) -> list[Alarm]:
-        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, self.shared_cpu)
+        is_cpu, nodes = self.environment.get("device") == "cpu", self.environment.get("nodes", [])
+        shared_cpu = is_cpu and len(set(nodes)) < 2
+        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, shared_cpu)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -97,19 +94,11 @@ class Look:
 def look(folder: Path) -> Look:
     """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file."""
     cfg, environment = config_file.of_run(folder), json_object(folder / "environment.json")
-    ranks, nodes = environment.get("ranks", 1), environment.get("nodes", [""])
-    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
-        raise Refusal(
-            f"{folder / 'environment.json'} is damaged (ranks is no number above 0 or nodes no list); mend it"
-        )
     steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
-    paths = [folder / name for name in FIGURES]
-    written = max([path.stat().st_mtime for path in paths if path.exists()] or [time.time()])
-    device = str(environment.get("device", ""))
-    return Look(
-        *(folder, cfg, convergence.of_config(cfg), ranks, device, device == "cpu" and len(nodes) == 1),
-        *(steps, evaluations, outcome(folder) or broken_off(folder / "result_0.txt"), time.time() - written),
-    )
+    written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
+    ending = outcome(folder) or broken_off(folder / "result_0.txt")
+    band = convergence.of_config(cfg)
+    return Look(folder, cfg, band, environment, steps, evaluations, ending, time.time() - written)
 
 
 def broken_off(log: Path) -> str:
@@ -119,13 +108,9 @@ def broken_off(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         text = file.read().decode(errors="replace")
-    last = max(text.rfind(f'"key": "{key}"') for key in ("init_start", "run_start", "block_start", "eval_start"))
-    stop = text.rfind('"key": "run_stop"')
-    reason = re.search(r'"reason": ("(?:[^"\\]|\\.)*")', text[stop:]) if stop > last else None
-    try:
-        return f"ended: {json.loads(reason[1])}"[:40] if reason else ""
-    except ValueError:
-        raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
+    last_start = text.rpartition('"key": "init_start"')[2]
+    stop = re.search(r'"key": "run_stop".*"reason": ("(?:[^"\\]|\\.)*")', last_start)
+    return f"ended: {json.loads(stop[1])}"[:40] if stop else ""
 
 
 def duration(seconds: float) -> str:
@@ -136,13 +121,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def paint(text: str, colour: str, coloured: bool) -> str:
-    return f"\x1b[{colour}m{text}\x1b[{PLAIN}m" if coloured else text
-
-
-def bar(share: float, width: int) -> str:
-    full = round(max(0.0, min(1.0, share)) * width)
-    return "━" * full + "─" * (width - full)
+def paint(text: str, colour: str) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def cut(line: str, width: int) -> str:
@@ -156,38 +136,40 @@ def panel(looks: list[Look], columns: int, coloured: bool) -> str:
     """The whole panel, as lines of at most `columns` columns."""
     lines, width = [], max(LEAST_COLUMNS, columns)
     for mark, run in zip(MARKS, looks):
-        lines += about(run, mark, width, coloured)
-    lines += chart(looks, width, coloured)
+        lines += about(run, mark, width)
+    lines += chart(looks, width)
     for mark, run in zip(MARKS, looks):
         for alarm in run.alarms:
             text = f"{mark} {alarm.level} at {alarm.samples:,} samples: {alarm.text}"
-            colour = RED if alarm.level == "warning" else YELLOW
             wrapped = textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
-            lines += [paint(line, colour, coloured) for line in wrapped]
-    return "\n".join(cut(line, columns) for line in lines)
+            lines += [paint(line, RED if alarm.level == "warning" else YELLOW) for line in wrapped]
+    text = "\n".join(cut(line, columns) for line in lines)
+    return text if coloured else re.sub(r"\x1b\[\d+m", "", text)
 
 
-def about(run: Look, mark: str, width: int, coloured: bool) -> list[str]:
+def about(run: Look, mark: str, width: int) -> list[str]:
     """The state of a run in four lines."""
     state, colour = run.state
-    goal, why = run.goal
-    share = run.samples / goal
     room = max(8, width - len(state) - 4)
     name = str(run.folder)
     head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
-    lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour, coloured)]
+    goal, why = run.goal
+    share = run.samples / goal
     count = f"{share:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
-    lines.append(f"  {bar(share, max(8, width - len(count) - 4))}  {count}")
+    bar_width = max(8, width - len(count) - 4)
+    bar = "━" * round(min(1.0, share) * bar_width)
     last = run.steps[-1] if run.steps else None
     losses = f"  loss {last['loss']:.4f}" if last else "  no step logged yet"
     if run.evaluations:
         newest, best = run.evaluations[-1], min(loss for _, loss in run.curve)
         losses += f"   validation {newest['val_loss']:.4f} at {newest['samples']:,} (best {best:.4f})"
-    target = run.cfg.eval.target
-    lines.append(losses + (f"   target {target:g}" if target else ""))
+    if run.cfg.eval.target:
+        losses += f"   target {run.cfg.eval.target:g}"
+    lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour)]
+    lines += [f"  {bar:─<{bar_width}}  {count}", losses]
     if last:
-        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.ranks / 1e12
-        gpu = hardware.of_device(run.device)
+        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment.get("ranks", 1) / 1e12
+        gpu = hardware.of_device(run.environment.get("device", ""))
         mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
         lines.append(
             f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
@@ -196,7 +178,7 @@ def about(run: Look, mark: str, width: int, coloured: bool) -> list[str]:
     return [*lines, ""]
 
 
-def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
+def chart(looks: list[Look], width: int) -> list[str]:
     """Validation losses over samples, with a mark for each run; the band is shaded, the target dashed."""
     points = [(mark, *point) for mark, run in zip(MARKS, looks) for point in run.curve]
     if not points:
@@ -204,10 +186,9 @@ def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
     band = next((run.band for run in looks if run.band), None)
     target = max(run.cfg.eval.target for run in looks)
     columns = width - 9
-    most_x = max([1, *(x for _, x, _ in points)])
-    if any(not run.outcome for run in looks):
-        most_x = max(run.goal[0] for run in looks)
-    values = [y for _, _, y in points] + ([target] if target else [])
+    goes_on = any(not run.outcome for run in looks)
+    most_x = max(run.goal[0] if goes_on else max(1, run.samples) for run in looks)
+    values = [loss for _, _, loss in points] + ([target] if target else [])
     low, high = min(values), max(values)
     span = (high - low) or 1e-9
     grid = [[" "] * columns for _ in range(CHART_ROWS)]
@@ -219,21 +200,17 @@ def chart(looks: list[Look], width: int, coloured: bool) -> list[str]:
         samples = column / (columns - 1) * most_x
         if band and band.samples[0] <= samples <= band.samples[-1] and band.at(samples, "low") <= high:
             for cell in range(row(band.at(samples, "high")), row(band.at(samples, "low")) + 1):
-                grid[cell][column] = paint("░", DIM, coloured)
+                grid[cell][column] = paint("░", DIM)
         if target and grid[row(target)][column] == " ":
-            grid[row(target)][column] = paint("╌", DIM, coloured)
+            grid[row(target)][column] = paint("╌", DIM)
     for mark, samples, loss in points:
         grid[row(loss)][round(min(1.0, samples / most_x) * (columns - 1))] = mark
-    labels = {0: high, row(target): target} if target else {0: high}
-    labels.setdefault(CHART_ROWS - 1, low)
-    lines = [
-        f"{format(labels[i], '7.4f') if i in labels else '':>7} │" + "".join(cells) for i, cells in enumerate(grid)
-    ]
+    labels = {CHART_ROWS - 1: f"{low:.4f}", 0: f"{high:.4f}"} | ({row(target): f"{target:.4f}"} if target else {})
+    lines = [f"{labels.get(i, ''):>7} │" + "".join(cells) for i, cells in enumerate(grid)]
     foot = f"░ {band.source}" if band else "validation loss"
     end = f"{most_x:,.0f} samples"
-    lines.append(" " * 8 + "└" + "─" * columns)
-    lines.append(" " * 9 + foot + " " * max(1, columns - len(foot) - len(end)) + end)
-    return [*lines, ""]
+    gap = " " * max(1, columns - len(foot) - len(end))
+    return [*lines, " " * 8 + "└" + "─" * columns, " " * 9 + foot + gap + end, ""]
 
 
 def follow(folders: list[Path], every_s: float) -> None:

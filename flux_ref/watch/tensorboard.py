@@ -13,8 +13,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import records
 from flux_ref.run.attempt import attempt
 
-FOLDER = "tensorboard"
-SOURCES = {"metrics.jsonl": "train", "eval.jsonl": "validation"}
+SOURCES = {"train": "metrics.jsonl", "validation": "eval.jsonl"}
 
 
 def write(run: Path) -> int:
@@ -24,25 +23,19 @@ def write(run: Path) -> int:
     except ImportError:
         raise Refusal("this needs the package tensorboard; pip install tensorboard") from None
     config_file.of_run(run)  # refuses a folder that holds no run
-    figures = [figure for file, group in SOURCES.items() for figure in flat(records(run / file), group)]
-    shutil.rmtree(run / FOLDER, ignore_errors=True)
-    with SummaryWriter(str(run / FOLDER)) as writer:
-        for name, value, samples in figures:
-            writer.add_scalar(name, value, samples)
-    print(f"{len(figures):,} figures in {run / FOLDER}")
+    found = [(group, record) for group, file in SOURCES.items() for record in records(run / file)]
+    folder = run / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+        for group, record in found:
+            samples = record.pop("samples")
+            for key, value in record.items():
+                listed = enumerate(value) if isinstance(value, list) else ()
+                figures = {f"{key}/{i}": x for i, x in listed} or {key: value}
+                for name, figure in figures.items():
+                    writer.add_scalar(f"{group}/{name}", figure, samples)
+    print(f"{len(found):,} records in {folder}")
     return 0
-
-
-def flat(steps: list[dict], group: str) -> list[tuple[str, float, int]]:
-    """(name, value, samples) of every figure; a list gives a figure for each of its values."""
-    figures = []
-    for record in steps:
-        for key, value in record.items():
-            if isinstance(value, list):
-                figures += [(f"{group}/{key}/{i}", x, record["samples"]) for i, x in enumerate(value)]
-            elif key != "samples":
-                figures.append((f"{group}/{key}", value, record["samples"]))
-    return figures
 
 
 def main(argv: list[str]) -> int:

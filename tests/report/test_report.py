@@ -19,7 +19,7 @@ from made_logs import MadeLog
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import BenchmarkLog
-from flux_ref.report import charts, official, page, result_files, result_log, score
+from flux_ref.report import charts, official, result_files, result_log, score
 from flux_ref.report import commands as report
 
 
@@ -33,25 +33,15 @@ def results(tmp_path):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Charts are empty, which takes less time."""
-    monkeypatch.setattr(charts, "png", lambda chart, mode, path: path.write_bytes(b""))
     monkeypatch.setattr(charts, "svg", lambda chart: "<svg></svg>")
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    """A valid system of ten runs, whose name could be taken for markup or for a formula."""
-    folder = tmp_path_factory.mktemp("subject")
-    made_logs.system(folder)
-    logs = [result_log.read(path) for path in sorted(folder.iterdir())]
-    return charts.as_subject(score.judge("_a <b> $x_2$ & co", logs, "6.0.0"), 9)
-
-
-def run_report(capsys, *args, out, with_page=True):
-    """Exit code, the terminal's text, and the figures."""
-    code = report.main([*map(str, args), *([f"--out={out}"] * with_page), f"--json={out}.json"])
+def run_report(capsys, *args, out):
+    """Exit code, the terminal's text, the figures, and the page."""
+    code = report.main([*map(str, args), f"--out={out}", f"--json={out}.json"])
     text = capsys.readouterr()
-    figures = json.loads(out.with_suffix(".json").read_text()) if code != 2 else None
-    return code, text.out + text.err, figures
+    page = (out / "report.html").read_text(encoding="utf-8")
+    return code, text.out + text.err, json.loads(out.with_suffix(".json").read_text()), page
 
 
 def judged(folder, ruleset="6.0.0", points=None):
@@ -114,10 +104,9 @@ def test_throughput_by_closed_form(tmp_path):
     samples = 20 * made_logs.INTERVAL
     assert run.samples == samples and run.init_s == 300
     assert run.evaluation_s == pytest.approx(20 * 6.4)
-    assert run.samples_per_s == pytest.approx(samples / run.run_s)
-    assert run.samples_per_s_without_evaluation == pytest.approx(samples / (run.run_s - 128), rel=1e-12)
+    assert run.samples_per_s == pytest.approx(samples / run.run_ms * 1000)
+    assert run.samples_per_s_without_evaluation == pytest.approx(samples / (run.run_ms / 1000 - 128), rel=1e-12)
     assert 0.99 * 2000 < run.samples_per_s_without_evaluation < 1.01 * 2000
-    assert len(run.train_curve) == 20
 
 
 def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
@@ -138,15 +127,12 @@ def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
 
 
 def test_report_of_a_valid_system(capsys, results, tmp_path):
-    code, text, figures = run_report(capsys, results, out=tmp_path / "out")
+    code, text, figures, _ = run_report(capsys, results, out=tmp_path / "out")
     assert code == 0 and "valid result" in text and "ruleset 6.0.0" in text
     (system,) = figures["systems"]
     assert system["olympic_mean_minutes"] == pytest.approx(by_hand(results)[1])
     assert system["valid"] and system["seeds_pass"] and system["convergence_pass"] and system["compliant_logs"] == 10
     assert all(len(line) <= 80 for line in text.splitlines() if str(tmp_path) not in line)
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    charts = ("loss_0", "training", "minutes", "samples", "throughput", "time")
-    assert names == {"report.html", *(f"{chart}{mode}.png" for chart in charts for mode in ("", "_dark"))}
 
 
 def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
@@ -268,9 +254,9 @@ def test_broken_logs_are_explained(capsys, tmp_path, undrawn):
     """Each is a system of its own: a fault of one line for each, no traceback, and a page all the same."""
     for i, (damage, _) in enumerate(BROKEN.values()):
         damage(MadeLog().write(tmp_path / "tree" / f"s{i:02}" / "result_0.txt"))
-    code, text, figures = run_report(capsys, tmp_path / "tree", out=tmp_path / "out")
+    code, text, figures, _ = run_report(capsys, tmp_path / "tree", out=tmp_path / "out")
     assert code == report.INVALID and "Traceback" not in text
-    assert len(figures["systems"]) == len(BROKEN) and (tmp_path / "out" / "report.html").exists()
+    assert len(figures["systems"]) == len(BROKEN)
     joined, wrong = " ".join(text.split()), []
     for (name, (_, says)), system in zip(BROKEN.items(), figures["systems"]):
         faults = system["runs"][0]["faults"]
@@ -337,7 +323,7 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     mixed_folder, valid_folder = (shutil.copytree(results, tmp_path / name) for name in ("mixed", "valid"))
     for path in sorted(mixed_folder.iterdir())[:5]:
         replaced("SUBMISSION_ORG_PLACEHOLDER", "Another")(path)
-    code, text, figures = run_report(capsys, mixed_folder, valid_folder, out=tmp_path / "out")
+    code, text, figures, page = run_report(capsys, mixed_folder, valid_folder, out=tmp_path / "out")
     mixed, valid = figures["systems"]
     means = ("olympic_mean_minutes", "normalisation_factor", "score_minutes", "mean_minutes", "stdev_minutes")
     means += ("samples_to_converge", "samples_per_s", "samples_per_s_without_evaluation")
@@ -347,7 +333,6 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     assert text.count("olympic mean: ") == text.count("spread: ") == 1
     (line,) = re.findall("^mixed +- +1024 +10/10 +(.*)", text, re.M)
     assert line.split() == ["-"] * 4
-    page = (tmp_path / "out" / "report.html").read_text()
     assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
     (row,) = re.findall(r"<tr><td><span class=key[^>]*></span>mixed</td>(.*?)</tr>", page)
     assert re.findall(r"<td class=n>(.*?)</td>", row)[2:] == ["10/10", "-", "-", "-", "-"]
@@ -403,12 +388,6 @@ def own_run(folder, seed, **changes):
     time.sleep(0.002)  # the log counts in milliseconds
     log.run_stop(100, True, "target reached")
     log.close()
-    for samples in (50, 100):
-        record = {"samples": samples, "val_loss": 0.5, "val_loss_per_timestep": [0.1 * k for k in range(8)]}
-        step = {"samples": samples, "loss": 0.6, "peak_memory_gb": 1.5, "data_wait": 0.0}
-        for name, own in (("eval.jsonl", record), ("metrics.jsonl", step)):
-            with (folder / name).open("a") as file:
-                file.write(json.dumps(own) + "\n")
     return folder
 
 
@@ -450,13 +429,10 @@ def test_what_launch_gathers_counts_once(tmp_path):
 
 def test_report_of_our_runs(capsys, tmp_path, undrawn):
     own_run(tmp_path / "runs" / "mine", 0)
-    with (tmp_path / "runs" / "mine" / "eval.jsonl").open("a") as file:
-        file.write('{"samples": "x", "val_loss_per_timestep": [null]}\n[1]\n{"half')
-    code, text, figures = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
+    code, text, figures, page = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
     assert figures["systems"][0]["runs"][0]["samples"] == 100
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Validation loss per timestep" in page and "train.global_batch" in page and "peak memory" in page
+    assert "Validation loss at global batch" in page and "opt_base_learning_rate" in page and "2 x cpu" in page
 
 
 def test_system_description_of_the_benchmarks_tree(tmp_path):
@@ -473,62 +449,25 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     """One line each, and nothing is written."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "result_0.txt").write_bytes(b"\x00" * 100)
+    (tmp_path / "file").write_text("mine")
     cases = [
-        ([tmp_path / "nothing"], "is not there"),
-        ([tmp_path / "empty"], "holds no result_*.txt"),
-        ([tmp_path / "result_0.txt"], "no log could be read"),
-        ([results, f"--points={tmp_path}/x"], "reference convergence"),
-        ([results, ""], "empty path"),
+        (["nothing"], "nothing holds no result_*.txt"),
+        (["empty"], "empty holds no result_*.txt"),
+        (["result_0.txt"], "no log could be read"),
+        ([results, "--points=x"], "No such file or directory: 'x'"),
+        ([results, "--out=file"], "File exists: 'file'"),
+        ([results, "--out=file/sub"], "Not a directory: 'file/sub'"),
     ]
+    monkeypatch.chdir(tmp_path)
     for args, says in cases:
-        code = report.main([*map(str, args), f"--out={tmp_path}/out"])
+        code = report.main(["--out=out", *map(str, args)])
         error = capsys.readouterr().err
         assert code == 2 and says in error and error.count("\n") == 1, (says, error)
-        assert not [*tmp_path.glob("out/*")], says
+        assert not [*tmp_path.glob("out/*")] and (tmp_path / "file").read_text() == "mine", says
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.main([str(results), f"--out={tmp_path}/none"]) == 2 and not (tmp_path / "none").exists()
+    assert report.main([str(results), "--out=none"]) == 2 and not (tmp_path / "none").exists()
     error = capsys.readouterr().err
     assert "pip install -r requirements-report.txt" in error and error.count("\n") == 1
-
-
-def test_a_place_that_cannot_be_written_is_refused_before_logs_are_read(capsys, tmp_path, monkeypatch):
-    """A file, a place below a file, /dev/full, or a folder that has the page's or the JSON's name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(result_log, "read", lambda path: pytest.fail("a log was read"))
-    MadeLog().write(tmp_path / "results" / "result_0.txt")
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full").symlink_to("/dev/full")
-    for name in ("report.html", "a.json"):
-        (tmp_path / "made" / name).mkdir(parents=True)
-    outs = [f"--out={place}" for place in ("full/report", "file", "file/sub", "made")]
-    for option in (*outs, "--json=file/a.json", "--json=made/a.json"):
-        assert report.main(["results", option]) == 2
-        error = capsys.readouterr().err
-        assert option in error and "give a" in error and error.count("\n") == 1 and "Errno" not in error, option
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_folder_used_again_holds_what_the_page_has(capsys, results, tmp_path, undrawn):
-    """Charts of the report before it go, whatever else lies there stays; and without such a report all does."""
-    own_run(tmp_path / "mine", 0)
-    out = tmp_path / "out"
-    foreign = [out / name for name in ("timesteps_a.png", "old_timesteps_0.png", "timesteps_0.jpg", "notes.txt")]
-    run_report(capsys, tmp_path / "mine", out=out)
-    assert (out / "timesteps_0.png").exists()
-    for path in foreign:
-        path.write_text("mine")
-    run_report(capsys, results, out=out)
-    made = {path.name for path in out.iterdir()}
-    assert {*out.glob("*.png")} == {*page.charts_of(out / "report.html"), *foreign[:2]}
-    assert not (out / "timesteps_0.png").exists() and all(path.read_text() == "mine" for path in foreign)
-    run_report(capsys, results, out=tmp_path / "fresh")
-    assert made == {path.name for path in (tmp_path / "fresh").iterdir()} | {path.name for path in foreign}
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "timesteps_0.png").write_text("mine")
-    (other / "report.html").write_text("<html>mine</html>")
-    run_report(capsys, results, out=other)
-    assert (other / "timesteps_0.png").read_text() == "mine"
 
 
 class Page(html.parser.HTMLParser):
@@ -562,65 +501,51 @@ def test_page_is_closed_and_safe(capsys, tmp_path):
     folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
     made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
     (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
-    code, text, _ = run_report(capsys, folder, out=tmp_path / "out")
+    code, text, _, content = run_report(capsys, folder, out=tmp_path / "out")
     assert code == report.INVALID and "\x1b" not in text
-    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
-    assert not page.tags & {"script", "img", "link", "iframe", "object", "b"}
-    assert not [name for name, _ in page.attributes if name in ("src", "href") or name.startswith("on")]
+    parsed = Page(content)
+    assert not parsed.tags & {"script", "img", "link", "iframe", "object", "b"}
+    assert not [name for name, _ in parsed.attributes if name in ("src", "href") or name.startswith("on")]
 
 
-def test_charts_are_drawn_in_both_modes(subject, tmp_path):
-    """Every colour of an SVG is a property that the page defines twice; texts are escaped and never formulas."""
-    from PIL import Image
-
-    drawn = charts.of_subjects([subject])
-    assert drawn.keys() == {"loss_0", "training", "minutes", "samples", "throughput", "time"}
-    for name in ("loss_0", "minutes"):  # curves and rows
-        text = charts.svg(drawn[name])
-        Page(text)
-        used = set(re.findall(r"var\(--c-(\w+)\)", text))
-        assert not re.search(r"#[0-9a-f]{6}\b", text) and {"paper", "soft", "1"} <= used <= set(charts.COLOURS)
-        assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
-        for mode, paper in enumerate(charts.COLOURS["paper"]):
-            charts.png(drawn[name], mode, tmp_path / "a.png")
-            image = Image.open(tmp_path / "a.png").convert("RGB")
-            colours = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in image.getcolors(1 << 24)}
-            assert image.width == 1720 and {paper, charts.COLOURS["1"][mode]} <= colours, (name, mode)
-    light, dark = page._colours().split("@media(prefers-color-scheme:dark)")
-    assert not [name for name, (a, b) in charts.COLOURS.items() if f"--c-{name}:{a}" not in light or b not in dark]
-
-
-def test_charts_show_the_figures_at_their_places(subject):
+def test_charts_show_the_figures_at_their_places(results):
     """What is drawn, read back from matplotlib's axes: curves, band, target, dots, bars, ticks."""
     from matplotlib.figure import Figure
 
-    drawn, colours = charts.of_subjects([subject]), {name: pair[0] for name, pair in charts.COLOURS.items()}
+    system = judged(results)
+    system.name = "_a <b> $x_2$ & co"  # could be taken for markup or for a formula
+    drawn = charts.of_systems([system])
+    loss, minutes, samples, throughput = drawn
 
-    def axes_of(name):
+    def axes_of(chart):
         axes = Figure().add_subplot()
-        drawn[name].draw(axes, colours)
+        chart.draw(axes)
         return axes, [list(zip(line.get_xdata(), line.get_ydata())) for line in axes.lines]
 
-    axes, lines = axes_of("loss_0")
-    assert not [run for run in subject.system.runs if run.val_curve not in lines or run.val_curve[-1:] not in lines]
+    axes, lines = axes_of(loss)
+    assert not [run for run in system.runs if run.val_curve not in lines or run.val_curve[-1:] not in lines]
     band = convergence.public_band(1024)
     assert list(zip(band.samples, band.median)) in lines and [(0, 0.586), (1, 0.586)] in lines
-    assert axes.get_legend_handles_labels()[1] == [f" {subject.name}", "target 0.586", band.source]
-    axes, lines = axes_of("minutes")
+    assert axes.get_legend_handles_labels()[1] == [f" {system.name}", "target 0.586", band.source]
+    axes, lines = axes_of(minutes)
     at = {points[0][0] for points in lines if len(points) == 1}
-    assert at == {run.minutes for run in subject.system.runs}
-    assert [points[0][0] for points in lines if len(points) == 2] == [subject.system.olympic_mean_minutes]
-    hollow = [line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == colours["paper"]]
+    assert at == {run.minutes for run in system.runs}
+    assert [points[0][0] for points in lines if len(points) == 2] == [system.olympic_mean_minutes]
+    hollow = [line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == charts.LIGHT["paper"]]
     assert sorted(hollow) == [min(at), max(at)]  # left out of the olympic mean
-    _, lines = axes_of("samples")
-    check = subject.system.verdicts.convergence
+    _, lines = axes_of(samples)
+    check = system.verdicts.convergence
     marks = [points[0][0] for points in lines if len(points) == 2]
-    assert marks == [check.least_mean, check.reference_mean, subject.system.samples_to_converge]
-    bars = [bar.get_width() for bar in axes_of("throughput")[0].patches]
-    assert bars == [subject.system.mean("samples_per_s_without_evaluation"), subject.system.mean("samples_per_s")]
-    bars = [bar.get_width() for bar in axes_of("time")[0].patches]
-    assert sum(bars) == pytest.approx(5 + subject.system.mean("minutes"))
+    assert marks == [check.least_mean, check.reference_mean, system.samples_to_converge]
+    bars = [bar.get_width() for bar in axes_of(throughput)[0].patches]
+    assert bars == [system.mean("samples_per_s_without_evaluation"), system.mean("samples_per_s")]
     assert (charts.short(8_650_752), charts.short(1500), charts.short(0)) == ("8.65M", "1.5k", "0")
+    for chart in (loss, minutes):  # every colour is a property that the page defines; texts are escaped, no formulas
+        text = charts.svg(chart)
+        Page(text)
+        used = set(re.findall(r"var\(--c-(\w+)\)", text))
+        assert not re.search(r"#[0-9a-f]{6}\b", text) and {"paper", "soft", "0"} <= used <= set(charts.COLOURS)
+        assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
 
 
 def test_command_needs_neither_torch_nor_matplotlib(tmp_path):

@@ -17,7 +17,7 @@ def test_all_figures_come_back(tmp_path, capsys):
     (tmp_path / "eval.jsonl").write_text(json.dumps(evaluation) + "\n")
     for _ in range(2):  # a second time replaces the first
         assert tensorboard.main([str(tmp_path)]) == 0
-        assert "9 figures" in capsys.readouterr().out
+        assert "3 records" in capsys.readouterr().out
         found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         for tag, want in (
             ("train/loss", [(24, 0.5), (48, 0.5)]),
