@@ -18,11 +18,12 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Clock
-from flux_ref import config_file, ranks, sharding
+from flux_ref import sharding
 from flux_ref.benchmark import flops
-from flux_ref.config import ModelConfig
+from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.run import cli, json_option
+from flux_ref.ranks import World
+from flux_ref.run import cli
 from flux_ref.run.options import between, listed
 from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
 
@@ -112,45 +113,33 @@ def time_ms(call: Callable[[], object], clock: Clock) -> float:
     return clock.repeated("product", REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"], call, WARMUP)
 
 
-def measure(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:
+def ceiling(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:
     """Times and rates of all products, "plain" ones in a compute dtype; "fp8" is a text where it cannot be measured.
 
     Layers of equal sizes are timed once. Rates in 1e12 FLOP/s.
     """
     wanted = products(model, micro_batch)
+    makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
     kinds = fp8_kinds(clock.device) if with_fp8 else "not asked for"
     crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
     if crooked and not isinstance(kinds, str):
         kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
-    makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
     if not isinstance(kinds, str):
         makers["fp8"] = partial(fp8, device=clock.device, kinds=kinds)
-    rows, cache = [], {}
-    for product in wanted:
-        row = asdict(product)
-        for name, make in makers.items():
-            key = (name, product.kind, product.m, product.n, product.k)
-            if key not in cache:
-                cache[key] = time_ms(make(product), clock)
-            row[name] = {"ms": cache[key], "tflop_per_s": product.tflop / cache[key] * 1e3}
-        rows.append(row)
+    rows, times = [asdict(product) for product in wanted], {}
     tflop = sum(product.tflop * product.per_step for product in wanted)
-    report = {
-        "micro_batch": micro_batch,
-        "dtype": dtype,
-        "tflop": tflop,
-        "share_of_step": tflop / (flops.per_sample(model) / 1e12 * micro_batch),
-        "products": rows,
-        "fp8": kinds if isinstance(kinds, str) else None,
-    }
-    for name in makers:
+    share = tflop / (flops.per_sample(model) / 1e12 * micro_batch)
+    report = {"micro_batch": micro_batch, "dtype": dtype, "tflop": tflop, "share_of_step": share, "fp8": kinds}
+    for name, make in makers.items():
+        for product, row in zip(wanted, rows):
+            key = (name, product.kind, product.m, product.n, product.k)
+            if key not in times:
+                times[key] = time_ms(make(product), clock)
+            row[name] = {"ms": times[key], "tflop_per_s": product.tflop / times[key] * 1e3}
         ms = sum(row[name]["ms"] * row["per_step"] for row in rows)
-        report[name] = {
-            "ms": ms,
-            "tflop_per_s": tflop / ms * 1e3,
-            "square_tflop_per_s": best_square(makers[name], clock),
-        }
-    return report
+        rates = {"tflop_per_s": tflop / ms * 1e3, "square_tflop_per_s": best_square(make, clock)}
+        report[name] = {"ms": ms} | rates
+    return report | {"products": rows}
 
 
 def square(dtype: str, clock: Clock) -> float:
@@ -172,37 +161,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def main(argv: list[str]) -> int:
-    args, overrides = parse(argv)
-    cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel)
+def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     clock = Clock(world.device)
-    report = common.environment("bench.ceiling", cfg, world, argv)
-    report["ceilings"] = [measure(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]
-    if world.rank == 0:
-        json_option.show(table(report), report, args.json)
-    return 0
+    return {"ceilings": [ceiling(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]}
 
 
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    lines = [report["command"], f"  {report['device']}, torch {report['torch']}; TFLOP/s"]
-    for found in report["ceilings"]:
-        names = [name for name in ("plain", "fp8") if isinstance(found[name], dict)]
-        heads = " ".join(f"{found['dtype'] if name == 'plain' else name:>8}" for name in names)
-        lines.append(f"  micro-batch {found['micro_batch']}: {found['share_of_step']:.1%} of a step's products")
-        lines.append(f"    {'layer':<12} {'kind':<8} {'m':>7} {'n':>7} {'k':>7} {'per step':>9}  {heads}")
-        for row in found["products"]:
-            rates = " ".join(f"{row[name]['tflop_per_s']:8.4g}" for name in names)
-            place = f"{row['m']:>7} {row['n']:>7} {row['k']:>7} {row['per_step']:>9}"
-            lines.append(f"    {row['layer']:<12} {row['kind']:<8} {place}  {rates}")
-        for name in names:
-            mean, square = found[name]["tflop_per_s"], found[name]["square_tflop_per_s"]
-            head = found["dtype"] if name == "plain" else name
-            lines.append(f"    {head}: {mean:.4g} weighted by use, {square:.4g} best square")
-        if isinstance(found["fp8"], str):
-            lines.append(f"    fp8: {found['fp8']}")
-    return "\n".join(lines)
+def main(argv: list[str]) -> int:
+    return common.run("bench.ceiling", argv, parse, measure)
 
 
 if __name__ == "__main__":

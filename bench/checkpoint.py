@@ -1,16 +1,15 @@
-"""What saving checkpoints costs: time of a step, memory, and whether anything leaks; bench/README.md explains it.
+"""What saving checkpoints costs: time of a step and memory; bench/README.md explains every figure.
 
     python -m bench.checkpoint                              configs/tiny.toml, a save every 5 steps
     python -m bench.checkpoint --every 20 --rounds 30 --json bench/results/NAME.json
 
-Training with saves and without takes turns, --rounds N (20) pairs of --steps N (10) steps each; --saves N (200) tells
-how often to save while watching for leaks; --folder DIR the disk to write to, else the system's temporary folder.
+Training with saves and without takes turns, --rounds N (20) pairs of --steps N (10) steps each. --folder DIR is on the
+disk to write to, else the system's temporary folder.
 Batches are synthetic; --section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import common
-from bench.common import Clock, quartiles, rss_mb
+from bench.common import Clock, quartiles
 from bench.step import run_steps
 from flux_ref import config, config_file, config_rules, ranks, sharding
 from flux_ref.checkpoint import Saver, rows_of
@@ -28,7 +27,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.ranks import World
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.options import between
 from flux_ref.step import State
 from flux_ref.steps import Steps
@@ -40,7 +39,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = common.options("bench.checkpoint", __doc__, steps=10, every=5)
     parser.add_argument("--rounds", type=between(2, common.MOST), default=20)
-    parser.add_argument("--saves", type=between(2, common.MOST), default=200)
     parser.add_argument("--folder", type=Path)
     args, overrides = parser.parse_known_args(argv)
     if args.steps % args.every:
@@ -48,19 +46,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
-def main(argv: list[str]) -> int:
-    args, overrides = parse(argv)
+def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+    """Everything that is reported. Collective."""
+    config_rules.validate_world(cfg, world.size)
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=args.folder) as folder:
-        cfg = config_file.load(args.config, overrides)
-        world = ranks.start(cfg.parallel)
-        config_rules.validate_world(cfg, world.size)
         folder = ranks.gather_objects(folder)[0]  # one for all ranks
-        report = common.environment("bench.checkpoint", cfg, world, argv)
-        report |= Bench(config_file.replace(cfg, run__dir=folder), world, args).measure()
+        figures = Bench(config_file.replace(cfg, run__dir=folder), world, args).measure()
         ranks.gather_objects(None)  # no rank takes its folder away before all are done
-    if world.rank == 0:
-        json_option.show(table(report), report, args.json)
-    return 0
+    return figures
 
 
 @dataclass(frozen=True)
@@ -84,15 +77,11 @@ class Bench:
         self.saver = Saver(cfg, world, FACTS, lambda text: None)
 
     def measure(self) -> dict:
-        """Everything that is reported. Collective."""
-        before = rss_mb()
         self.steps(saving=True)
         buffers = sum(rows.local.nbytes for rows in self.saver.host.values())
         state = sum(rows.local.nbytes for rows in rows_of(self.state).values())
         memory = {"buffer_mb": buffers / 1e6, "share_of_state": buffers / state}
-        memory |= {"first_save_mb": before and rss_mb() - before}
-        report = {"every": self.args.every, "race": self.race(), "alone": self.alone()}
-        return report | {"memory": memory, "leak": self.leak()}
+        return {"every": self.args.every, "memory": memory, "race": self.race(), "alone": self.alone()}
 
     def steps(self, saving: bool) -> Block:
         """A block of steps, with or without saves; each save has --every steps to run behind."""
@@ -127,57 +116,26 @@ class Bench:
         return report | {"wait_ms": wait_ms, "cpu_ms_per_save": cpu_ms}
 
     def alone(self) -> dict:
-        """Saves while nothing else runs: the latest moment at which one is on the disk."""
-        seconds = [self.save_now() for _ in range(self.args.rounds)]
+        """Saves while nothing else runs, each after one step, and the threads and open files that stay behind."""
+        seconds, before = [], (threading.active_count(), open_files())
+        for _ in range(self.args.rounds):
+            run_steps(self.eager, None, self.clock, 1)
+            begin = time.perf_counter()
+            self.saver.save(self.state, {})
+            self.saver.finish()
+            seconds.append(time.perf_counter() - begin)
         mb = checkpoint_files.Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1]).bytes / 1e6
         median = statistics.median(seconds)
-        return {"mb": mb, "s": median, "s_quartiles": quartiles(seconds), "mb_per_s": mb / median}
-
-    def save_now(self) -> float:
-        """Seconds of one save, after one step, until it is on the disk."""
-        run_steps(self.eager, None, self.clock, 1)
-        begin = time.perf_counter()
-        self.saver.save(self.state, {})
-        self.saver.finish()
-        return time.perf_counter() - begin
-
-    def leak(self) -> dict:
-        """Resident memory, threads and open files over many saves; the first quarter is a warm-up."""
-        sizes = []
-        for number in range(self.args.saves):
-            if number == self.args.saves // 4:
-                threads, files, sizes = threading.active_count(), open_files(), []
-            self.save_now()
-            gc.collect()
-            sizes.append(rss_mb())
-        return {
-            "saves": self.args.saves,
-            "rss_mb": {"first": sizes[0], "last": sizes[-1], "least": min(sizes), "most": max(sizes)},
-            "kb_per_save": 1e3 * statistics.linear_regression(range(len(sizes)), sizes).slope,
-            "threads": threading.active_count() - threads,
-            "open_files": open_files() - files,
-        }
+        left = {"threads": threading.active_count() - before[0], "open_files": open_files() - before[1]}
+        return {"mb": mb, "s": median, "s_quartiles": quartiles(seconds), "mb_per_s": mb / median} | left
 
 
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir())) if common.STATM.exists() else 0
 
 
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    race, alone, memory, leak = (report[key] for key in ("race", "alone", "memory", "leak"))
-    low, high = race["ratio_quartiles"]
-    rows = common.machine(report) | {
-        "step": f"{race['ratio']:.4f} times a step without saves, one every {report['every']} steps (quartiles"
-        f" {low:.4f} to {high:.4f} of {race['rounds']} pairs; {race['step_ms']['with']:.1f} /"
-        f" {race['step_ms']['without']:.1f} ms)",
-        "a save": f"training waits {race['wait_ms']:.1f} ms; {race['cpu_ms_per_save']:.0f} ms of work by all threads",
-        "save": f"{alone['mb']:.1f} MB in {alone['s']:.3f} s with training at rest, {alone['mb_per_s']:.0f} MB/s",
-        "memory": f"{memory['buffer_mb']:.1f} MB of host buffers, {memory['share_of_state']:.2f} times the state",
-        "leak": f"{leak['kb_per_save']:+.1f} kB per save over {leak['saves']} saves, {leak['rss_mb']['first']:.1f} to"
-        f" {leak['rss_mb']['last']:.1f} MB resident; {leak['threads']:+d} threads, {leak['open_files']:+d} files",
-    }
-    return common.rows_below(report["command"], rows)
+def main(argv: list[str]) -> int:
+    return common.run("bench.checkpoint", argv, parse, measure)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""What the benchmarks share: their options, the head of a report, a clock, figures of this process."""
+"""What the benchmarks share: their options, their reports, a clock, figures of this process."""
 
 import os
 import platform
 import re
 import shlex
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 
-from flux_ref import config, steps
+from flux_ref import config, config_file, ranks, steps
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
@@ -24,6 +26,7 @@ from flux_ref.run.options import Options, between
 ROOT = Path(__file__).parent.parent
 END = "end"
 MOST = 10**9
+LINE = 140  # characters on the terminal
 STATM, CPUINFO = Path("/proc/self/statm"), Path("/proc/cpuinfo")  # Linux
 
 
@@ -53,14 +56,24 @@ def head(name: str, argv: list[str], device: torch.device | None = None) -> dict
     }
 
 
-def environment(name: str, cfg: Config, world: World, argv: list[str]) -> dict:
-    """The head of a report about training steps. name: the module that writes it."""
-    return head(name, argv, world.device) | {
+def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, World, Namespace], dict]) -> int:
+    """A benchmark of a config on this process's ranks; rank 0 gives the report. Collective. Raises: Refusal.
+
+    name: the module. parse(argv) returns its options and the overrides of the config.
+    """
+    args, overrides = parse(argv)
+    cfg = config_file.load(args.config, overrides)
+    world = ranks.start(cfg.parallel)
+    report = head(name, argv, world.device) | {
         "steps_run": steps.mode(cfg, world.device),
         "ranks": world.size,
-        "parameters": sum(torch.Size(shape).numel() for shape in parameter_table(cfg.model).values()),
+        "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
         "config": config.flat(cfg),
     }
+    report |= measure(cfg, world, args)
+    if world.rank == 0:
+        give(report, args.json)
+    return 0
 
 
 def cpu_name() -> str:
@@ -69,19 +82,31 @@ def cpu_name() -> str:
     return line.group(1) if line else platform.processor() or platform.machine()
 
 
-def machine(report: dict) -> dict[str, str]:
-    """The first rows of a report for the terminal."""
-    device = f"{report['ranks']} x {report['device']}" if "ranks" in report else report["device"]
-    return {
-        "commit": report["commit"] or "unknown",
-        "machine": f"{device}, {report['threads']} threads, {report['memory_gb']:.0f} GB, torch {report['torch']},"
-        f" load {report['load_average']:.1f}",
-    }
+def give(report: dict, to: Path | None) -> None:
+    """Show a report on the terminal and write it where --json says. The terminal leaves the config out."""
+    shown = {name: value for name, value in report.items() if name not in ("command", "config")}
+    lines = [line for name, value in shown.items() for line in _lines(name, value)]
+    json_option.show("\n".join([report["command"], *lines]), report, to)
 
 
-def rows_below(title: str, rows: dict[str, str], width: int = 12) -> str:
-    """A title and a line per row."""
-    return "\n".join([title, *(f"  {name:<{width}} {text}" for name, text in rows.items())])
+def _lines(name: str, value: object, indent: str = "  ") -> Iterator[str]:
+    """A value takes one line if it fits. Otherwise each of its parts does."""
+    line = f"{indent}{name:<14} {_words(value)}"
+    if len(line) <= LINE or not isinstance(value, dict | list):
+        yield line
+        return
+    yield f"{indent}{name}"
+    for part_name, part in value.items() if isinstance(value, dict) else enumerate(value, start=1):
+        yield from _lines(str(part_name), part, indent + "  ")
+
+
+def _words(value: object) -> str:
+    if isinstance(value, dict):
+        parts = ((name, _words(part), isinstance(part, dict)) for name, part in value.items())
+        return ", ".join(f"{name} ({words})" if is_nested else f"{name} {words}" for name, words, is_nested in parts)
+    if isinstance(value, list):
+        return " ".join(map(_words, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Clock:

@@ -3,13 +3,12 @@
     python -m bench.export                                          a run of 4 GB of weights
     python -m bench.export --gigabytes 24 --folder /scratch --json bench/results/NAME.json
 
-Blocks of schnell's width are added up to --gigabytes G (4) of fp32 weights; a run's checkpoint of them is exported,
-and what came out is imported, each by python -m flux_ref.weights in a process of its own. --folder DIR (the system's
-folder for temporary files) needs room for three times G. Linux only.
+Blocks of schnell's width are added up to --gigabytes G (4) of fp32 weights. A checkpoint of them is exported, and what
+came out is imported, each by python -m flux_ref.weights in a process of its own. --folder DIR (the system's folder for
+temporary files) needs room for three times G. Linux only.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -24,18 +23,16 @@ import torch
 
 from bench import common
 from bench.common import ROOT
-from flux_ref import config, config_file
+from flux_ref import config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.errors import Fault
+from flux_ref.formats import safetensors_io
 from flux_ref.model import parameter_table
 from flux_ref.run import cli, json_option
 from flux_ref.run.options import Options, between
 
-RANKS = 8  # that have saved the checkpoint: its rows lie in as many files
 PIECE_BYTES = 64 << 20  # of random values at a time
 EXPORTS = (("bfl", "fp32"), ("bfl", "bf16"), ("diffusers", "bf16"))
-STATUS = Path("/proc/self/status")
 # Runs argv[1] in a process that then says how long it took and how much memory was resident at most.
 CHILD = """
 import json, re, sys, time
@@ -49,27 +46,18 @@ IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from flux_ref.weights import com
 COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert commands.main(sys.argv[1:]) == 0"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises: Refusal."""
+def main(argv: list[str]) -> int:
     parser = Options("python -m bench.export", __doc__)
     parser.add_argument("--gigabytes", type=between(1e-9, 1e6, float), default=4.0)
     parser.add_argument("--folder", type=Path)
     json_option.json_option(parser)
     args = parser.parse_args(argv)
-    if not STATUS.exists():
-        raise Refusal(f"peak memory is read from {STATUS}, which only Linux has")
-    return args
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
     model = model_of(args.gigabytes * 1e9)
+    report = common.head("bench.export", argv) | {"parameters": size_of(model) // 4, "fp32_gb": size_of(model) / 1e9}
+    report |= {"blocks": [model.double_blocks, model.single_blocks], "safetensors": version("safetensors")}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        free = shutil.disk_usage(folder).free
-        if free < 3 * size_of(model):
-            raise Refusal(f"{folder} has {free / 1e9:.3g} GB free, want {3 * size_of(model) / 1e9:.3g}; set --folder")
-        report = environment(model, argv) | measure(model, Path(folder))
-    json_option.show(table(report), report, args.json)
+        report |= measure(model, Path(folder))
+    common.give(report, args.json)
     return 0
 
 
@@ -87,15 +75,19 @@ def model_of(total: float) -> ModelConfig:
 
 
 def measure(model: ModelConfig, folder: Path) -> dict:
-    """Export in every way and import each result."""
-    run, out, back = folder / "run", folder / "out", folder / "back"
-    write_run(run, Config(name="export", model=model))
+    """Import a file of random weights as a checkpoint, export the checkpoint in every way and import each result."""
+    config = folder / "config.toml"
+    config.write_text(config_file.dump(Config(name="export", model=model)))
+    first, saved, out, back = (folder / name for name in ("first.safetensors", "saved", "out", "back"))
+    write_random(first, model)
     baselines = {name: child(name)["peak_memory_gb"] for name in (IMPORT_TORCH, IMPORT_WEIGHTS)}
+    step(first, saved, "import", f"--config={config}")
+    first.unlink()
     steps = {}
     for layout, dtype in EXPORTS:
         name = f"{layout} {dtype}"
-        steps[f"export {name}"] = step(run, out, "export", f"--format={layout}", f"--dtype={dtype}")
-        steps[f"import {name}"] = step(out, back, "import", f"--config={run / 'config.toml'}")
+        steps[f"export {name}"] = step(saved, out, "export", f"--format={layout}", f"--dtype={dtype}")
+        steps[f"import {name}"] = step(out, back, "import", f"--config={config}")
         for path in (out, back):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for figures in steps.values():
@@ -103,32 +95,16 @@ def measure(model: ModelConfig, folder: Path) -> dict:
     return {"baseline_memory_gb": baselines, "steps": steps}
 
 
-def write_run(folder: Path, cfg: Config) -> None:
-    """A run with one checkpoint of random weights, written by a few rows at a time."""
-    table = {f"model.{name}": shape for name, shape in parameter_table(cfg.model).items()}
-    tensors = {key: checkpoint_files.TensorEntry("F32", list(shape), []) for key, shape in table.items()}
-    files = {}
-    final = checkpoint_files.folder_of(folder) / "step_000000001"
-    partial = final.with_name(f".{final.name}")
-    partial.mkdir(parents=True)
-    for rank in range(RANKS):
-        name, shapes, firsts = f"rank_{rank:05d}.safetensors", {}, {}
-        for key, shape in table.items():
-            chunk = -(-shape[0] // RANKS)
-            firsts[key] = min(rank * chunk, shape[0])
-            shapes[key] = (min(chunk, shape[0] - firsts[key]), *shape[1:])
-        head, begins = safetensors_io.header({key: ("F32", shape) for key, shape in shapes.items()}, {"format": "pt"})
-        file = safetensors_io.CheckedFile(partial / name)
-        file.write(head)
-        for key, (rows, *rest) in shapes.items():
-            many = max(1, PIECE_BYTES // (4 * prod(rest)))
-            for row in range(0, rows, many):
-                file.write_tensor(torch.rand(min(many, rows - row), *rest))
-            tensors[key].chunks.append((name, begins[key], firsts[key], rows))
-        files[name] = file.close()
-    info = {"step": 1, "samples": cfg.train.global_batch, "name": cfg.name, "config": config.flat(cfg)}
-    checkpoint_files.publish(partial, final, checkpoint_files.Manifest(info, files, tensors))
-    (folder / "config.toml").write_text(config_file.dump(cfg))
+def write_random(path: Path, model: ModelConfig) -> None:
+    """Random weights in BFL's layout, written a few rows at a time."""
+    table = parameter_table(model)
+    file = safetensors_io.CheckedFile(path)
+    file.write(safetensors_io.header({name: ("F32", shape) for name, shape in table.items()}, {"format": "pt"})[0])
+    for rows, *rest in table.values():
+        many = max(1, PIECE_BYTES // (4 * prod(rest)))
+        for row in range(0, rows, many):
+            file.write_tensor(torch.rand(min(many, rows - row), *rest))
+    file.close()
 
 
 def step(source: Path, out: Path, name: str, *options: str) -> dict:
@@ -146,29 +122,6 @@ def child(code: str, *argv: str) -> dict:
     if done.returncode:
         raise Fault(f"{code} {shlex.join(argv)} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def environment(model: ModelConfig, argv: list[str]) -> dict:
-    """The head of the report."""
-    size = {"parameters": size_of(model) // 4, "fp32_gb": size_of(model) / 1e9, "ranks_of_checkpoint": RANKS}
-    size |= {"blocks": [model.double_blocks, model.single_blocks], "safetensors": version("safetensors")}
-    return common.head("bench.export", argv) | size
-
-
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    rows = common.machine(report) | {
-        "model": f"{report['parameters']:,} parameters in {report['blocks'][0]} + {report['blocks'][1]} blocks,"
-        f" {report['fp32_gb']:.2f} GB in fp32, saved by {report['ranks_of_checkpoint']} ranks"
-    }
-    for name, gb in report["baseline_memory_gb"].items():
-        rows[name] = f"{gb:.2f} GB"
-    for name, figures in report["steps"].items():
-        rows[name] = (
-            f"{figures['peak_memory_gb']:.2f} GB at most, {figures['above_torch_gb']:.2f} above torch;"
-            f" {figures['written_gb']:.2f} GB in {figures['seconds']:.1f} s, {figures['gb_per_s']:.2f} GB/s"
-        )
-    return common.rows_below(report["command"], rows, width=28)
 
 
 if __name__ == "__main__":

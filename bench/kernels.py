@@ -2,8 +2,8 @@
 
     python -m bench.kernels --config configs/FILE.toml --steps 3 --json bench/results/NAME.json
 
-Trains on one synthetic batch as bench.step does. On an accelerator the timeline is the device's; on the CPU it is made
-of what each thread's innermost operation is. --section.key=value overrides the config as in train.py.
+Trains on one synthetic batch as bench.step does. On an accelerator the timeline is the device's. On the CPU it is made
+of operations, each without those that it calls. --section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -13,20 +13,20 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
 from bench import common
 from bench.common import Clock
 from bench.step import build, run_steps
-from flux_ref import config_file, config_rules, ranks
+from flux_ref import config_rules
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.ranks import World
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
@@ -48,12 +48,14 @@ GAPS = ("median_gap_us", "longest_gap_us")
 NAMES = ("gemm", "attention", "elementwise", "copy", "communication", "optimizer", "other")
 
 
-class Span(NamedTuple):
+@dataclass
+class Span:
     """Something that ran; times in microseconds."""
 
     name: str
     start: float
     duration: float
+    inside: float = 0.0  # of the duration, what it spent in operations that it called
 
     @property
     def end(self) -> float:
@@ -63,29 +65,6 @@ class Span(NamedTuple):
 def classify(name: str) -> str:
     """The class of a kernel or operation by its name; "other" if nothing is known of it."""
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name.lower())), "other")
-
-
-def innermost(spans: list[Span]) -> list[Span]:
-    """Nested spans of one thread as a flat timeline: at each moment the innermost one."""
-    flat, stack, now = [], [], 0.0
-
-    def run_until(moment: float) -> None:
-        """Time up to a moment belongs to the innermost that is open."""
-        nonlocal now
-        while stack and stack[-1].end <= moment:
-            done = stack.pop()
-            if done.end > now:
-                flat.append(Span(done.name, now, done.end - now))
-                now = done.end
-        if stack and moment > now:
-            flat.append(Span(stack[-1].name, now, moment - now))
-        now = max(now, moment)
-
-    for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
-        run_until(span.start)
-        stack.append(span)
-    run_until(max((span.end for span in spans), default=0.0))
-    return flat
 
 
 def busy(spans: list[Span]) -> list[tuple[float, float]]:
@@ -117,8 +96,8 @@ def analyse(spans: list[Span], steps: int = 1) -> dict:
     gaps = sorted(right[0] - left[1] for left, right in pairwise(intervals))
     by_class, by_name = defaultdict(float), defaultdict(lambda: [0.0, 0])
     for span in spans:
-        by_class[classify(span.name)] += span.duration
-        by_name[span.name][0] += span.duration
+        by_class[classify(span.name)] += span.duration - span.inside
+        by_name[span.name][0] += span.duration - span.inside
         by_name[span.name][1] += 1
     others = busy([span for span in spans if classify(span.name) != "communication"])
     top = sorted(by_name.items(), key=lambda item: -item[1][0])[:TOP]
@@ -138,38 +117,44 @@ def analyse(spans: list[Span], steps: int = 1) -> dict:
 
 
 def timeline(trace: dict) -> list[Span]:
-    """The spans of a trace as torch.profiler exports it: the device's if it has any, else the host's, flattened."""
+    """The spans of a trace as torch.profiler exports it: the device's if it has any, else the host's operations."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in DEVICE_SPANS]
     if device:
         return [Span(event["name"], event["ts"], event["dur"]) for event in device]
-    threads = defaultdict(list)
-    for event in events:
-        if event.get("cat") in HOST_SPANS:
-            threads[event["pid"], event["tid"]].append(Span(event["name"], event["ts"], event["dur"]))
-    return [span for spans in threads.values() for span in innermost(spans)]
+    spans, callers = [], defaultdict(list)
+    host = [event for event in events if event.get("cat") in HOST_SPANS]
+    for event in sorted(host, key=lambda event: (event["ts"], -event["dur"])):
+        span, stack = Span(event["name"], event["ts"], event["dur"]), callers[event["pid"], event["tid"]]
+        while stack and stack[-1].end <= span.start:
+            stack.pop()
+        if stack:
+            stack[-1].inside += span.duration
+        stack.append(span)
+        spans.append(span)
+    return spans
 
 
-def profiled(cfg: Config, world: World, steps: int, warmup: int) -> list[Span]:
-    """The timeline of some training steps on a synthetic batch. Collective."""
-    net = build(cfg, world, synthetic=True)
-    state = State.of(net, cfg, world)
+def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+    """Profile some training steps on a synthetic batch. Collective."""
+    config_rules.validate_world(cfg, world.size)
+    state = State.of(build(cfg, world, synthetic=True), cfg, world)
     run, clock = Steps(state, cfg, world), Clock(world.device)
     activities = [ProfilerActivity.CPU] if world.device.type == "cpu" else [ProfilerActivity.CUDA]
     try:
         run.warm_up()
         run.capture()
-        run_steps(run, None, clock, warmup)
+        run_steps(run, None, clock, args.warmup)
         clock.start()
         with profile(activities=activities) as profiler:
-            run_steps(run, None, clock, steps)
+            run_steps(run, None, clock, args.steps)
             clock.start()  # the device is idle before the profiler stops
     finally:
         run.close()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return timeline(json.loads(path.read_text()))
+        return analyse(timeline(json.loads(path.read_text())), args.steps)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -178,30 +163,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    args, overrides = parse(argv)
-    cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel)
-    config_rules.validate_world(cfg, world.size)
-    report = common.environment("bench.kernels", cfg, world, argv)
-    report |= analyse(profiled(cfg, world, args.steps, args.warmup), args.steps)
-    if world.rank == 0:
-        json_option.show(table(report), report, args.json)
-    return 0
-
-
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    idle = report["idle"]
-    lines = [report["command"], f"  {report['step_ms']:.2f} ms per step under the profiler"]
-    lines += [f"    {kind:<14} {f['ms']:10.3f} ms {f['share']:7.1%}" for kind, f in report["classes"].items()]
-    lines.append(
-        f"    {'idle':<14} {idle['ms']:10.3f} ms {idle['share']:7.1%} in {idle['gaps']:.0f} gaps,"
-        f" median {idle['median_gap_us']:.1f} us, longest {idle['longest_gap_us']:.1f} us"
-    )
-    lines.append(f"    communication while nothing else ran: {report['communication_exposed_ms']:.3f} ms")
-    for row in report["top"]:
-        lines.append(f"    {row['ms']:10.3f} ms {row['calls']:7.0f} x {row['class']:<13} {row['name'][:90]}")
-    return "\n".join(lines)
+    return common.run("bench.kernels", argv, parse, measure)
 
 
 if __name__ == "__main__":

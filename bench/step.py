@@ -19,23 +19,21 @@ from torch import Tensor
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from flux_ref import config, config_file, config_rules, ranks, sharding
+from flux_ref import config_rules, ranks, sharding
 from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
 
 SPLIT_STEPS = 5
-HARMLESS = ("run", "init", "checkpoint", "eval", "data", "sample", "mllog")  # sections that no step depends on
-HONOURED = (*HARMLESS, "model", "train", "optim", "parallel", "graph", "fp8")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -45,20 +43,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def main(argv: list[str]) -> int:
-    args, overrides = parse(argv)
-    cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel)
-    config_rules.validate_world(cfg, world.size)
-    report = common.environment("bench.step", cfg, world, argv) | measure(cfg, world, Clock(world.device), args)
-    if world.rank == 0:
-        json_option.show(table(report), report, args.json)
-    return 0
-
-
-def measure(cfg: Config, world: World, clock: Clock, args: argparse.Namespace) -> dict:
+def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
-    train_set = None
+    config_rules.validate_world(cfg, world.size)
+    clock, train_set = Clock(world.device), None
     if not args.synthetic:
         with ranks.agreed():
             if world.rank == 0:
@@ -109,9 +97,7 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
-    Raises: Refusal of a section that asks for what only train.py does.
     """
-    honour(cfg, "bench.step", HONOURED)
     net = sharding.build(cfg, world, None if synthetic else cfg.train.seed)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
@@ -119,13 +105,6 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
             for parameter in net.parameters():
                 parameter.to_local().normal_(std=0.02)
     return net
-
-
-def honour(cfg: Config, name: str, sections: tuple[str, ...]) -> None:
-    """Raises: Refusal if another section of the config is not the default: it would be left unmeasured unnoticed."""
-    for section, default in config.SECTIONS.items():
-        if section not in sections and getattr(cfg, section) != default:
-            raise Refusal(f"{name} does not honour the section {section}; leave it at its defaults")
 
 
 @dataclass
@@ -190,22 +169,8 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
 
 
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    cfg, step, split_ms, tflop = (report[key] for key in ("config", "step_ms", "split_ms", "tflop"))
-    rows = common.machine(report) | {
-        "model": f"{report['parameters']:,} parameters, {cfg['parallel.dtype']}, batch {cfg['train.global_batch']}",
-        "steps": report["steps_run"],
-        "step": f"{step['median']:.2f} ms median, {step['min']:.2f} min, {step['max']:.2f} max of {report['steps']};"
-        f" {report['samples_per_s']:.2f} samples/s",
-        "split": f"forward {split_ms['forward']:.2f}, backward {split_ms['backward']:.2f},"
-        f" optimizer {split_ms['optimizer']:.2f} ms (measured apart, {split_ms['steps']} steps)",
-        "data wait": "none, synthetic" if report["synthetic"] else f"{report['data_share']:.1%} of the step",
-        "peak memory": f"{report['peak_memory_gb']:.2f} GB",
-        "work": f"{tflop['per_sample']:.4g} TFLOP per sample, {tflop['per_s_per_rank']:.4g} TFLOP/s per rank,"
-        f" {tflop['share_of_ceiling']:.1%} of this run's matrix products at {tflop['ceiling_per_s']:.4g}",
-    }
-    return common.rows_below(report["command"], rows)
+def main(argv: list[str]) -> int:
+    return common.run("bench.step", argv, parse, measure)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ LEAST_S = 15.0  # a variant is not begun with less time left
 ABORT_S = 3.0  # for writing down where it was
 PACKAGES = ("torch", "triton", "diffusers", "torchtitan", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 FULL, MICRO = "configs/schnell_gbs512.toml", "tests/micro.toml"
-COLUMNS = ("samples/s", "ms", "TFLOP/s", "of ceiling", "GB")
+COLUMNS = {"samples/s": ".2f", "ms": ".2f", "TFLOP/s": ".4g", "of ceiling": ".1%", "GB": ".1f"}  # name: format
 
 
 @dataclass(frozen=True)
@@ -153,74 +153,62 @@ def sweep(wanted: list[Variant], minutes: float, done: Callable[[dict], None]) -
             done({"name": variant.name, "module": variant.module, "status": "not run", "line": "the time was up"})
 
 
-Row = tuple[str, dict[str, str], str]  # name, figures by column, a note
+Row = tuple[str, tuple, str]  # name, values of COLUMNS or None, a note
 
 
 def rows(record: dict) -> list[Row]:
     """The lines of a record in the table."""
     if "report" not in record:
-        return [(record["name"], {}, f"{record['status']}: {record['line']}")]
+        return [(record["name"], (), f"{record['status']}: {record['line']}")]
     return ROWS[record["module"]](record["name"], record["report"])
 
 
 def step_rows(name: str, report: dict) -> list[Row]:
     tflop = report["tflop"]
     values = (report["samples_per_s"], report["step_ms"]["median"], tflop["per_s_per_rank"], tflop["share_of_ceiling"])
-    return [(name, figures(*values, report["peak_memory_gb"]), "ceiling: best square")]
+    return [(name, (*values, report["peak_memory_gb"]), "ceiling: best square")]
 
 
 def whole_rows(name: str, report: dict) -> list[Row]:
-    found, keys = [], ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")
+    lines, keys = [], ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")
     for part in report["runs"]:
         note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
-        found.append((f"{name}, batch {part['micro_batch']}", figures(*map(part.get, keys)), note))
+        lines.append((f"{name}, batch {part['micro_batch']}", tuple(map(part.get, keys)), note))
     for part in report["evaluation"]:
-        found.append((f"{name}, validation {part['batch']}", figures(*map(part.get, keys)), part.get("failed", "")))
-    return found
+        lines.append((f"{name}, validation {part['batch']}", tuple(map(part.get, keys)), part.get("failed", "")))
+    return lines
 
 
 def ceiling_rows(name: str, report: dict) -> list[Row]:
-    found = []
+    lines = []
     for part in report["ceilings"]:
         for kind, title in (("plain", part["dtype"]), ("fp8", "fp8")):
-            cells, note = {}, part[kind]
+            values, note = (), part[kind]
             if isinstance(note, dict):
-                cells = figures(ms=note["ms"], tflop=note["tflop_per_s"])
+                values = (None, note["ms"], note["tflop_per_s"])
                 note = f"best square {note['square_tflop_per_s']:.4g}"
-            found.append((f"{name} {title}, batch {part['micro_batch']}", cells, note))
-    return found
+            lines.append((f"{name} {title}, batch {part['micro_batch']}", values, note))
+    return lines
 
 
 def kernel_rows(name: str, report: dict) -> list[Row]:
     shares = {kind: part["share"] for kind, part in report["classes"].items()} | {"idle": report["idle"]["share"]}
     note = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
-    return [(name, figures(ms=report["step_ms"]), note)]
+    return [(name, (None, report["step_ms"]), note)]
 
 
 def race_rows(name: str, report: dict) -> list[Row]:
-    found = [(f"{name}, {peer}", {}, reason) for peer, reason in report["refused"].items()]
+    lines = [(f"{name}, {peer}", (), reason) for peer, reason in report["refused"].items()]
     for peer, part in report["peers"].items():
         note = f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)"
-        found.append((f"{name}, {peer} {part['version']}", figures(ms=part["ms"]["peer"]["step"]), note))
-    return found
+        lines.append((f"{name}, {peer} {part['version']}", (None, part["ms"]["peer"]["step"]), note))
+    return lines
 
 
 ROWS = {
     **{"bench.step": step_rows, "bench.whole": whole_rows, "bench.ceiling": ceiling_rows},
     **{"bench.kernels": kernel_rows, "bench.race": race_rows},
 }
-
-
-def figures(
-    rate: float | None = None,
-    ms: float | None = None,
-    tflop: float | None = None,
-    share: float | None = None,
-    gb: float | None = None,
-) -> dict[str, str]:
-    """The columns as texts, empty where there is nothing."""
-    values = zip(COLUMNS, (rate, ms, tflop, share, gb), (".2f", ".2f", ".4g", ".1%", ".1f"))
-    return {column: "" if value is None else f"{value:{form}}" for column, value, form in values}
 
 
 def table(report: dict) -> str:
@@ -230,8 +218,9 @@ def table(report: dict) -> str:
     head = f"{'variant':<{width}} " + " ".join(f"{column:>10}" for column in COLUMNS)
     shown = [f"{report['command']}  commit {report['commit'] or 'unknown'}, {report['device']}", head]
     for name, values, note in lines:
-        cells = " ".join(f"{values.get(column, ''):>10}" for column in COLUMNS)
-        shown.append(f"{name:<{width}} {cells}  {note}".rstrip())
+        texts = ("" if value is None else f"{value:{form}}" for value, form in zip(values, COLUMNS.values()))
+        cells = "".join(f"{text:>11}" for text in texts)
+        shown.append(f"{name:<{width}}{cells:<{11 * len(COLUMNS)}}  {note}".rstrip())
     return "\n".join(shown)
 
 
@@ -273,10 +262,6 @@ def earlier(path: Path, commit: str) -> dict[str, dict]:
     return {record["name"]: record for record in report["runs"]}
 
 
-def device_of(runs: list[dict]) -> str:
-    return next((run["report"]["device"] for run in runs if "report" in run), "unknown")
-
-
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
     wanted = [variant for variant in variants(args.small) if not args.only or variant.name in args.only]
@@ -288,20 +273,23 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no variant outlives us
     report = common.head("bench.sweep", argv) | {"versions": versions(), "runs": []}
     known = earlier(args.json, report["commit"]) if args.goes_on else {}
-    had = {name for name, record in known.items() if record["status"] in ("done", "refused")}
-    report["runs"] = [known[variant.name] for variant in wanted if variant.name in had]
-    report["device"] = device_of(report["runs"])
-    left = [variant for variant in wanted if variant.name not in had]
-    left.sort(key=lambda variant: known.get(variant.name, {}).get("status") in ("failed", "out of time"))  # those last
+
+    def add(record: dict) -> None:
+        report["runs"].append(record)
+        report["device"] = record.get("report", report)["device"]
 
     def done(record: dict) -> None:
+        add(record)
         with json_option.text_beside(args.json):
             print(f"{record['name']}: {record['status']} {record.get('line', '')}".rstrip(), flush=True)
-        report["runs"].append(record)
-        report["device"] = device_of(report["runs"])
         if args.json != json_option.STDOUT:  # a call that is cut short keeps what it has
             json_option.give(report, args.json)
 
+    left = []
+    for variant in wanted:
+        is_known = known.get(variant.name, {}).get("status") in ("done", "refused")
+        add(known[variant.name]) if is_known else left.append(variant)
+    left.sort(key=lambda variant: known.get(variant.name, {}).get("status") in ("failed", "out of time"))  # those last
     sweep(left, args.minutes, done)
     json_option.show(table(report), report, args.json)
     broken = [record["name"] for record in report["runs"] if record["status"] == "failed"]

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from bench.step import HARMLESS, honour
-from flux_ref import config_file, flow, ranks, schedule, sharding
+from flux_ref import flow, schedule, sharding
 from flux_ref.benchmark import flops
 from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
@@ -32,7 +31,7 @@ from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
@@ -40,7 +39,6 @@ from flux_ref.step import validation_step
 
 WARMUP = 2
 LEFT_OUT = "communication, data, casts from fp32 master weights"
-HONOURED = (*HARMLESS, "model", "parallel", "fp8", "optim", "train")  # sections of the config; of train the seed alone
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -50,13 +48,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--evaluate", type=ceiling.SIZES, default=[])
     parser.add_argument("--no-ceiling", action="store_true")
     return parser.parse_known_args(argv)
-
-
-def require(cfg: Config, world: World) -> None:
-    """Raises: Refusal of what this benchmark would leave unmeasured without a word."""
-    if world.size > 1:
-        raise Refusal(f"bench.whole measures one device; this is one of {world.size} ranks")
-    honour(cfg, "bench.whole", HONOURED)
 
 
 def build(cfg: Config, device: torch.device) -> Flux:
@@ -156,8 +147,13 @@ def unless_too_large(task: Callable[..., dict], *args: object) -> dict:
     return {"failed": reason}  # outside of except, which would keep the task's tensors alive
 
 
-def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -> dict:
-    """Everything: the optimizer first, whose memory the net then needs."""
+def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
+    """Everything: the optimizer first, whose memory the net then needs. Raises: Refusal."""
+    if world.size > 1:
+        raise Refusal(f"bench.whole measures one device; this is one of {world.size} ranks")
+    if cfg.graph.enabled == "on":
+        raise Refusal("bench.whole captures no graphs; leave graph.enabled at auto")
+    clock = Clock(world.device)
     spent = unless_too_large(optimizer, cfg, world, args.ranks, args.steps, clock)
     fresh_peak(world.device)
     net, runs, per_sample = build(cfg, world.device), [], flops.per_sample(cfg.model) / 1e12
@@ -176,7 +172,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
     fresh_peak(world.device)
     for run in runs:
         if "tflop_per_s" in run and not args.no_ceiling:
-            roof = ceiling.measure(cfg.model, run["micro_batch"], clock, cfg.parallel.dtype, with_fp8=False)["plain"]
+            roof = ceiling.ceiling(cfg.model, run["micro_batch"], clock, cfg.parallel.dtype, with_fp8=False)["plain"]
             run["ceiling_tflop_per_s"], run["square_tflop_per_s"] = roof["tflop_per_s"], roof["square_tflop_per_s"]
             run["share_of_ceiling"] = run["tflop_per_s"] / roof["tflop_per_s"]
             run["share_of_square"] = run["tflop_per_s"] / roof["square_tflop_per_s"]
@@ -185,38 +181,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace, clock: Clock) -
 
 
 def main(argv: list[str]) -> int:
-    args, overrides = parse(argv)
-    cfg = config_file.load(args.config, overrides)
-    world = ranks.start(cfg.parallel)
-    require(cfg, world)
-    report = common.environment("bench.whole", cfg, world, argv)
-    report |= measure(cfg, world, args, Clock(world.device))
-    json_option.show(table(report), report, args.json)
-    return 0
-
-
-def table(report: dict) -> str:
-    """The report for the terminal."""
-    cfg, spent = report["config"], report["optimizer"]
-    way = f"compiled, k={cfg['parallel.region_blocks']}" if cfg["parallel.compile"] else "eager"
-    way += "" if cfg["fp8.recipe"] == "off" else f", FP8 with {cfg['fp8.recipe']} scales"
-    lines = [report["command"], f"{report['device']}, torch {report['torch']}; {report['parameters']:,} parameters"]
-    lines.append(f"{cfg['parallel.dtype']}, {way}, one device; NOT in it: {report['left_out']}")
-    if "failed" not in spent:
-        share = f"{spent['parameters']:,} fp32 weights, 1 of {spent['ranks']} ranks"
-        lines.append(f"optimizer {spent['ms']:.2f} ms for {share}")
-    for run in report["runs"]:
-        line = f"micro-batch {run['micro_batch']}: "
-        if "ms" in run:
-            line += f"forward {run['forward']:.2f}, backward {run['backward']:.2f} ms, {run['samples_per_s']:.2f}"
-            line += f" samples/s, {run['tflop_per_s']:.4g} TFLOP/s, {run['peak_memory_gb']:.1f} GB"
-        if "share_of_ceiling" in run:
-            line += f", {run['share_of_ceiling']:.1%} of its products alone, {run['share_of_square']:.1%} of the best"
-        lines.append(line + run.get("failed", spent.get("failed", "")))
-    for run in report["evaluation"]:
-        rate = f"{run['samples_per_s']:.2f} samples/s" if "ms" in run else run["failed"]
-        lines.append(f"validation, batch {run['batch']}: {rate}")
-    return "\n  ".join(lines)
+    return common.run("bench.whole", argv, parse, measure)
 
 
 if __name__ == "__main__":

@@ -598,7 +598,7 @@ def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_saving_reports_whole_and_plausible_figures(tmp_path):
     path = tmp_path / "report.json"
-    options = ["--every", "1", "--steps", "2", "--rounds", "2", "--saves", "4", "--folder", tmp_path, "--json", path]
+    options = ["--every", "1", "--steps", "2", "--rounds", "2", "--folder", tmp_path, "--json", path]
     command = [sys.executable, "-m", "bench.checkpoint", "--config", MICRO, *options]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -609,7 +609,6 @@ def test_the_benchmark_of_saving_reports_whole_and_plausible_figures(tmp_path):
     assert race["step_ms"]["with"] > 0 and race["wait_ms"] > 0
     assert alone["mb"] == pytest.approx(micro_bytes() / 1e6, rel=0.2) and alone["s"] > 0
     assert memory["buffer_mb"] == micro_bytes() / 1e6 and memory["share_of_state"] == 1
-    assert report["leak"]["threads"] == 0 and report["leak"]["open_files"] == 0
+    assert alone["threads"] == 0 and alone["open_files"] == 0
     assert list(tmp_path.iterdir()) == [path]  # nothing is left
-    for word in ("times a step without saves", "MB/s", "host buffers", "per save"):
-        assert word in done.stdout
+    assert all(word in done.stdout for word in ("ratio_quartiles", "mb_per_s", "buffer_mb", "wait_ms"))
