@@ -39,17 +39,16 @@ class CheckedFile:
         self.bytes, self.crc32 = 0, []
 
     def write(self, content: memoryview | bytes) -> None:
-        view = memoryview(content).cast("B")
-        rest = view
+        rest = memoryview(content).cast("B")
         while len(rest):
-            rest = rest[self.file.write(rest) :]
-        while len(view):
             filled = self.bytes % BLOCK
-            part = view[: BLOCK - filled]
-            self.crc32[-1:] = [zlib.crc32(part, self.crc32[-1])] if filled else [*self.crc32[-1:], zlib.crc32(part)]
-            self.bytes += len(part)
-            Moved.total += len(part)
-            view = view[len(part) :]
+            count = self.file.write(rest[: BLOCK - filled])  # some file systems take less
+            if not filled:
+                self.crc32.append(0)
+            self.crc32[-1] = zlib.crc32(rest[:count], self.crc32[-1])
+            self.bytes += count
+            Moved.total += count
+            rest = rest[count:]
 
     def write_tensor(self, tensor: Tensor) -> None:
         """The bytes of a tensor on the host."""
