@@ -97,6 +97,10 @@ class Shard:
         self.path, self.layout = path, layout
         size, stride = path.stat().st_size, layout.stride
         self.count = max(0, size - END_BYTES) // stride
+        if stride < RECORD:  # tar's padding may be longer than a tiny sample
+            with path.open("rb") as file:
+                while self.count and not any(os.pread(file.fileno(), BLOCK, (self.count - 1) * stride)):
+                    self.count -= 1
         end = self.count * stride + END_BYTES
         if size not in (end, _round_up(end, RECORD)):
             raise Refusal(
