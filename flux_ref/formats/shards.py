@@ -96,17 +96,18 @@ class Shard:
         """Count the samples by the size of the file. Raises: Refusal for a truncated or foreign shard; OSError."""
         self.path, self.layout = path, layout
         size, stride = path.stat().st_size, layout.stride
-        self.count = max(0, size - END_BYTES) // stride
-        if stride < RECORD:  # tar's padding may be longer than a tiny sample
+        most = max(0, size - END_BYTES) // stride
+        ends = {n: n * stride + END_BYTES for n in range(max(0, most - RECORD // stride), most + 1)}
+        counts = [n for n, end in ends.items() if size in (end, _round_up(end, RECORD))]
+        if len(counts) > 1:  # tar's padding may be longer than a tiny sample: look where the last sample begins
             with path.open("rb") as file:
-                while self.count and not any(os.pread(file.fileno(), BLOCK, (self.count - 1) * stride)):
-                    self.count -= 1
-        end = self.count * stride + END_BYTES
-        if size not in (end, _round_up(end, RECORD)):
+                counts = [n for n in counts if any(os.pread(file.fileno(), BLOCK, (n - 1) * stride))]
+        if not counts:
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
-                f" {stride} bytes each and end after {self.count} of them at byte {end}; copy it again; {REPACK}"
+                f" {stride} bytes each and end after {most} of them at byte {ends[most]}; copy it again; {REPACK}"
             )
+        self.count = counts[-1]
         self.descriptor = -1  # until opened
 
     def open(self) -> None:
