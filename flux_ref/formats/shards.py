@@ -97,7 +97,7 @@ class Shard:
         self.path, self.layout = path, layout
         size, stride = path.stat().st_size, layout.stride
         most = max(0, size - END_BYTES) // stride
-        ends = {n: n * stride + END_BYTES for n in range(max(0, most - RECORD // stride), most + 1)}
+        ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
         counts = [n for n, end in ends.items() if size in (end, _round_up(end, RECORD))]
         if len(counts) > 1:  # tar's padding may be longer than a tiny sample: look where the last sample begins
             with path.open("rb") as file:
@@ -105,7 +105,7 @@ class Shard:
         if not counts:
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
-                f" {stride} bytes each and end after {most} of them at byte {ends[most]}; copy it again; {REPACK}"
+                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES}; copy it again; {REPACK}"
             )
         self.count = counts[-1]
         self.descriptor = -1  # until opened
