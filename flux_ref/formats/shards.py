@@ -105,7 +105,8 @@ class Shard:
         if not counts:
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
-                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES}; copy it again; {REPACK}"
+                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
+                f" copy it again; {REPACK}"
             )
         self.count = counts[-1]
         self.descriptor = -1  # until opened
