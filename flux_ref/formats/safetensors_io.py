@@ -77,19 +77,17 @@ def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, st
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
     """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    problems = {
-        "missing": sorted(want.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - want.keys()),
-        "misshaped": [
-            f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]
-        ],
-    }
-    lists = [
-        f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        for problem, names in problems.items()
-        if names
+    missing, unexpected = sorted(want.keys() - found.keys()), sorted(found.keys() - want.keys())
+    misshaped = [
+        f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
     ]
-    if lists:
+    problems = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
+    if any(problems.values()):
+        lists = (
+            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for problem, names in problems.items()
+            if names
+        )
         raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
 
 

@@ -55,16 +55,13 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
         return _complain(name, error)
     except OSError as error:
         return _complain(name, Fault(str(error), alone=True))
-    except RuntimeError as error:
-        if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
-            traceback.print_exc()
-            return Fault.exit_code
-        time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
-        return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
     except KeyboardInterrupt:
         return 130
-    except Exception:  # a defect of flux_ref: the traceback shows where
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
+            time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
+            return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
+        traceback.print_exc()  # a defect of flux_ref
         return Fault.exit_code
 
 
