@@ -27,7 +27,6 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter, weight_files
-from flux_ref.run.folder import config_of
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     paths = checkpoint_files.found(options.path) if options.all else [first]
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
-    cfg = config_file.override(config_of(first, options.config), options.overrides)
+    cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
     with contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, config_rules, ranks, schedule, steps
+from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, steps
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
@@ -37,9 +37,11 @@ def main(argv: list[str]) -> int:
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
 
+    result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
+
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(folder.claimed(cfg, world))
-        log = stack.enter_context(contextlib.closing(BenchmarkLog(folder.result_file(cfg, world))))
+        log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))

@@ -124,7 +124,8 @@ class Bench:
             self.saver.save(self.state, {})
             self.saver.finish()
             seconds.append(time.perf_counter() - begin)
-        mb = checkpoint_files.Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1]).bytes / 1e6
+        newest = checkpoint_files.Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1])
+        mb = sum(entry.bytes for entry in newest.files.values()) / 1e6
         median = statistics.median(seconds)
         left = {"threads": threading.active_count() - before[0], "open_files": open_files() - before[1]}
         return {"mb": mb, "s": median, "s_quartiles": quartiles(seconds), "mb_per_s": mb / median} | left

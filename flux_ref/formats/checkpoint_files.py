@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,6 @@ from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedF
 FORMAT = 1
 MANIFEST = "manifest.json"
 HEAD_BYTES = 512  # upper bound of what one tensor's rows take in the head of their file and in the manifest
-
-
 NAME = re.compile(r"step_(\d{9})")
 
 
@@ -76,15 +75,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank has written. file: None if the rank has no rows, and so no file."""
-
-    name: str
-    file: FileEntry | None
-    tensors: dict[str, TensorEntry]
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. info: {"step", "samples", "config", ...}, as checkpoint.Saver writes it."""
 
@@ -92,8 +82,24 @@ class Manifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
+    def __post_init__(self):
+        """Raises: ValueError or KeyError unless each row of each tensor has one place inside one of the files."""
+        for name, file in self.files.items():
+            if not re.fullmatch(r"[\w-]+\.safetensors", name):
+                raise ValueError("it names files outside its folder")
+            if len(file.crc32) != -(-file.bytes // BLOCK):
+                raise ValueError(f"it has {len(file.crc32)} checksums for the {file.bytes} bytes of {name}")
+        for key, entry in self.tensors.items():
+            row_bytes, row = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:]), 0
+            for name, offset, first, rows in sorted(entry.chunks, key=lambda chunk: chunk[2]):
+                if first != row or rows < 0 or not 0 <= offset <= self.files[name].bytes - rows * row_bytes:
+                    raise ValueError(f"rows of {key} are missing, doubled or outside {name}")
+                row += rows
+            if row != entry.shape[0]:
+                raise ValueError(f"rows of {key} are missing")
+
     def dump(self) -> str:
-        files, tensors = ({key: vars(one) for key, one in table.items()} for table in (self.files, self.tensors))
+        files, tensors = ({key: vars(entry) for key, entry in table.items()} for table in (self.files, self.tensors))
         content = {"format": FORMAT, "info": self.info, "files": files, "tensors": tensors}
         return json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())})
 
@@ -107,15 +113,7 @@ class Manifest:
         if zlib.crc32(json.dumps(content).encode()) != checksum:
             raise ValueError("its checksum differs")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        for name, entry in files.items():
-            if not re.fullmatch(r"[\w-]+\.safetensors", name):
-                raise ValueError("it names files outside its folder")
-            if len(entry.crc32) != -(-entry.bytes // BLOCK):
-                raise ValueError(f"it has {len(entry.crc32)} checksums for the {entry.bytes} bytes of {name}")
-        tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
-        for key, entry in tensors.items():
-            _require_sound(key, entry, files)
-        return cls(content["info"], files, tensors)
+        return cls(content["info"], files, {key: TensorEntry(**entry) for key, entry in content["tensors"].items()})
 
 
 def require_space(folder: Path, size: int) -> None:
@@ -125,6 +123,9 @@ def require_space(folder: Path, size: int) -> None:
         raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB")
 
 
+Part = tuple[dict[str, FileEntry], dict[str, TensorEntry]]  # what one rank has written: no file if it has no rows
+
+
 def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
     """Write the rows of one rank as one safetensors file, and wait until the file is on the disk. Raises: OSError.
 
@@ -132,9 +133,9 @@ def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
     """
     if not folder.is_dir():
         raise OSError(f"{folder.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes")
-    name, tensors = f"rank_{rank:05d}.safetensors", {}
     if not rows:
-        return Part(name, None, tensors)
+        return {}, {}
+    name, tensors = f"rank_{rank:05d}.safetensors", {}
     entries = {key: (DTYPE_NAMES[part.local.dtype], part.local.shape) for key, part in rows.items()}
     offsets = {key: {"saved_offsets": [part.first, *(0 for _ in part.shape[1:])]} for key, part in rows.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -143,36 +144,19 @@ def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
     file.write(head)
     for key, part in rows.items():
         file.write_tensor(part.local)
-        tensors[key] = TensorEntry(
-            entries[key][0], list(part.shape), [(name, begins[key], part.first, len(part.local))]
-        )
-    return Part(name, file.close(), tensors)
+        chunk = (name, begins[key], part.first, len(part.local))
+        tensors[key] = TensorEntry(entries[key][0], list(part.shape), [chunk])
+    return {name: file.close()}, tensors
 
 
 def manifest(info: dict, parts: list[Part]) -> Manifest:
     """The manifest of the files of all ranks. Raises: ValueError if rows of a tensor are missing or doubled."""
     files, tensors = {}, {}
-    for part in parts:
-        if part.file:
-            files[part.name] = part.file
-        for key, entry in part.tensors.items():
-            whole = tensors.setdefault(key, TensorEntry(entry.dtype, entry.shape, []))
-            whole.chunks.extend(entry.chunks)
-    for key, entry in tensors.items():
-        _require_sound(key, entry, files)
+    for part_files, part_tensors in parts:
+        files |= part_files
+        for key, entry in part_tensors.items():
+            tensors.setdefault(key, TensorEntry(entry.dtype, entry.shape, [])).chunks.extend(entry.chunks)
     return Manifest(info, files, tensors)
-
-
-def _require_sound(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    """Check that each row of a tensor has one place inside one of the files. Raises: ValueError, KeyError."""
-    row_bytes = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
-    row = 0
-    for file, offset, first, rows in sorted(entry.chunks, key=lambda chunk: chunk[2]):
-        if first != row or rows < 0 or not 0 <= offset <= files[file].bytes - rows * row_bytes:
-            raise ValueError(f"rows of {key} are missing, doubled or outside {file}")
-        row += rows
-    if row != entry.shape[0]:
-        raise ValueError(f"rows of {key} are missing")
 
 
 def publish(partial: Path, final: Path, content: Manifest) -> None:
@@ -191,34 +175,35 @@ class Checkpoint:
     def __init__(self, folder: Path):
         """Raises: Refusal if the manifest is missing, damaged or of another version, or a file missing or cut short."""
         self.folder = folder
-        manifest = _read_manifest(folder)
+        path = folder / MANIFEST
+        try:
+            manifest = Manifest.parse(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Refusal(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        except Refusal as error:
+            raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Refusal(f"checkpoint manifest {path} is damaged: {error}; use another checkpoint") from None
         self.info, self.files, self.tensors = manifest.info, manifest.files, manifest.tensors
         for name, entry in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                raise Refusal(f"checkpoint {folder} lacks its file {name}; use another checkpoint")
-            if path.stat().st_size != entry.bytes:
-                raise Refusal(
-                    f"checkpoint file {path} has {path.stat().st_size} bytes, its manifest says {entry.bytes};"
-                    " use another checkpoint"
-                )
+            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+            if size != entry.bytes:
+                fault = f"has {size} bytes, its manifest says {entry.bytes}" if size >= 0 else "is missing"
+                raise Refusal(f"checkpoint file {folder / name} {fault}; use another checkpoint")
         self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
-
-    @property
-    def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.files.values())
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
         """Rows first .. first + count of a tensor, on the host, in the dtype on disk. Raises: Refusal."""
         entry = self.tensors[key]
         count = entry.shape[0] - first if count is None else count
+        width = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
-        view = memoryview(rows.reshape(-1).view(torch.uint8).numpy()).cast("B") if rows.numel() else memoryview(b"")
-        width = len(view) // max(1, count)
+        content = rows.reshape(-1).view(torch.uint8).numpy()
         for file, offset, start, length in entry.chunks:
             low, high = max(first, start), min(first + count, start + length)
             if low < high:
-                self._read(file, offset + (low - start) * width, view[(low - first) * width : (high - first) * width])
+                part = content[(low - first) * width : (high - first) * width]
+                self._read(file, offset + (low - start) * width, part)
         return rows
 
     def verify(self) -> None:
@@ -227,42 +212,29 @@ class Checkpoint:
             for number in range(len(entry.crc32)):
                 self._block(name, number)
 
-    def _read(self, name: str, start: int, view: memoryview) -> None:
-        end = start + len(view)
+    def _read(self, name: str, start: int, content: np.ndarray) -> None:
+        """Fill `content` with the bytes of a file from `start` on."""
+        end = start + len(content)
         for number in range(start // BLOCK, -(-end // BLOCK)):
-            base = number * BLOCK
-            low, high = max(start, base), min(end, base + BLOCK)
-            view[low - start : high - start] = self._block(name, number)[low - base : high - base]
+            low, high = max(start, number * BLOCK), min(end, (number + 1) * BLOCK)
+            block = np.frombuffer(self._block(name, number), np.uint8)
+            content[low - start : high - start] = block[low - number * BLOCK : high - number * BLOCK]
 
     def _block(self, name: str, number: int) -> bytes:
         if name in self._cache and self._cache[name][0] == number:
             return self._cache[name][1]
-        path = self.folder / name
+        path, begin = self.folder / name, number * BLOCK
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(number * BLOCK)
-                content = b""
-                while part := file.read(BLOCK - len(content)):  # network file systems give less than asked for
-                    content += part
+            with path.open("rb") as file:
+                file.seek(begin)
+                content = file.read(BLOCK)
         except OSError as error:
             raise Refusal(f"checkpoint file {path}: {error.strerror}") from None
         if zlib.crc32(content) != self.files[name].crc32[number]:
             raise Refusal(
-                f"checkpoint file {path} is damaged between bytes {number * BLOCK} and {number * BLOCK + len(content)}"
+                f"checkpoint file {path} is damaged between bytes {begin} and {begin + len(content)}"
                 " (checksum differs); use another checkpoint"
             )
         Moved.total += len(content)
         self._cache[name] = (number, content)
         return content
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        return Manifest.parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
-    except Refusal as error:
-        raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refusal(f"checkpoint manifest {path} is damaged: {error}; use another checkpoint") from None

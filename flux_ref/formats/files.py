@@ -3,11 +3,11 @@
 What is being written lies beside its place as `.NAME.partial`. No reader looks at such a name.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +17,7 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextmanager
+@contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Gives the place for a new file or folder. It becomes `path` if the block ends well, else it is removed.
 
@@ -59,14 +59,14 @@ def sync(path: Path) -> None:
 
 
 def locked(path: Path) -> IO | None:
-    """Lock a file for this process, and make it if it is missing. None if another process holds the lock.
+    """Lock a file for this process, and make it if it is missing. None if another process holds or removes it.
 
     The lock lasts until the returned file is closed or the process ends.
     """
     file = path.open("a+", encoding="utf-8")
-    try:
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    file.close()
+    return None

@@ -16,16 +16,10 @@ def records(
 ) -> list[dict]:
     """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
-    skip_damaged: leave out every damaged line, and a file that cannot be read. Without it a damaged line raises a
-    Refusal unless it is the last line: a killed run may have left half a line.
+    skip_damaged: leave out every damaged line. Without it a damaged line raises a Refusal unless it is the last line:
+    a killed run may have left half a line.
     """
-    try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-    except OSError:
-        if not skip_damaged:
-            raise
-        lines = []
-    kept = []
+    lines, kept = path.read_bytes().split(b"\n") if path.is_file() else [], []
     for number, line in enumerate(lines, 1):
         record = _parsed(line) or {}
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]

@@ -39,17 +39,16 @@ class CheckedFile:
         self.bytes, self.crc32 = 0, []
 
     def write(self, content: memoryview | bytes) -> None:
-        view = memoryview(content).cast("B")
-        rest = view
+        rest = memoryview(content).cast("B")
         while len(rest):
-            rest = rest[self.file.write(rest) :]
-        while len(view):
             filled = self.bytes % BLOCK
-            part = view[: BLOCK - filled]
-            self.crc32[-1:] = [zlib.crc32(part, self.crc32[-1])] if filled else [*self.crc32[-1:], zlib.crc32(part)]
-            self.bytes += len(part)
-            Moved.total += len(part)
-            view = view[len(part) :]
+            count = self.file.write(rest[: BLOCK - filled])  # some file systems take less
+            if not filled:
+                self.crc32.append(0)
+            self.crc32[-1] = zlib.crc32(rest[:count], self.crc32[-1])
+            self.bytes += count
+            Moved.total += count
+            rest = rest[count:]
 
     def write_tensor(self, tensor: Tensor) -> None:
         """The bytes of a tensor on the host."""
@@ -78,19 +77,17 @@ def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, st
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
     """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    problems = {
-        "missing": sorted(want.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - want.keys()),
-        "misshaped": [
-            f"{n} {found[n]}, want {want[n]}" for n in sorted(want.keys() & found.keys()) if found[n] != want[n]
-        ],
-    }
-    lists = [
-        f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        for problem, names in problems.items()
-        if names
+    missing, unexpected = sorted(want.keys() - found.keys()), sorted(found.keys() - want.keys())
+    misshaped = [
+        f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
     ]
-    if lists:
+    problems = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
+    if any(problems.values()):
+        lists = (
+            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for problem, names in problems.items()
+            if names
+        )
         raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
 
 

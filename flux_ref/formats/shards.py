@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import energon
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
@@ -96,24 +95,21 @@ class Shard:
     def __init__(self, path: Path, layout: Layout):
         """Count the samples by the size of the file. Raises: Refusal for a truncated or foreign shard; OSError."""
         self.path, self.layout = path, layout
-        self.count = self._count()
-        self.descriptor = -1  # until opened
-
-    def _count(self) -> int:
-        size, stride = self.path.stat().st_size, self.layout.stride
+        size, stride = path.stat().st_size, layout.stride
         most = max(0, size - END_BYTES) // stride
-        ends = {n: n * stride + END_BYTES for n in range(most, max(0, most - RECORD // stride - 1), -1)}
+        ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
         counts = [n for n, end in ends.items() if size in (end, _round_up(end, RECORD))]
-        if len(counts) > 1:  # tar's padding can be longer than a tiny sample: look where the last sample begins
-            with self.path.open("rb") as file:
+        if len(counts) > 1:  # tar's padding may be longer than a tiny sample: look where the last sample begins
+            with path.open("rb") as file:
                 counts = [n for n in counts if any(os.pread(file.fileno(), BLOCK, (n - 1) * stride))]
         if not counts:
             raise Refusal(
-                f"shard {self.path} ({size} bytes) is truncated or foreign: samples of shape {self.layout.shapes} take"
+                f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
                 f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
-                f" copy or convert it again; {ORDER}"
+                f" copy it again; {ORDER}"
             )
-        return counts[0]
+        self.count = counts[-1]
+        self.descriptor = -1  # until opened
 
     def open(self) -> None:
         self.descriptor = os.open(self.path, os.O_RDONLY)
@@ -130,12 +126,6 @@ class Shard:
         if any(os.pread(self.descriptor, RECORD + END_BYTES, self.count * self.layout.stride)):
             raise BadSample(f"shard {self.path} has no end marker after {self.count} samples; copy it again")
 
-    def meta(self, position: int) -> Meta:
-        """The json of a sample alone. Raises: BadSample."""
-        part = bytearray(2 * BLOCK)
-        self._fill([part], position)
-        return _parse_json(part, self.where(position))
-
     def read(self, position: int, rows: dict[str, np.ndarray]) -> Meta:
         """Read a sample into rows: one C-contiguous uint16 array (bf16 bits) for each member.
 
@@ -150,14 +140,19 @@ class Shard:
             parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
         # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
         self._fill([part for part in parts if len(part)], position)
-        meta = _parse_json(json_part, self.where(position))
-        where = f"{self.where(position)}, key {meta.key}"
+        where = self.where(position)
+        member, size = _tar_entry(json_part, where)
+        if not member.endswith(".json") or size > BLOCK:
+            raise BadSample(f"{where}: found member {member!r} of {size} bytes, want KEY.json of 512 at most; {ORDER}")
+        meta = parse_meta(member.removesuffix(".json"), json_part[BLOCK : BLOCK + size], where)
+        where += f", key {meta.key}"
         for name in MEMBERS:
             member, size = _tar_entry(heads[name], where)
             if member != f"{meta.key}.{name}.bytes":
                 raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {ORDER}")
             if heads[name][BLOCK:] != self.layout.npy_headers[name]:
-                raise BadSample(f"{where}: {name} {_npy_complaint(heads[name][BLOCK:], self.layout.shapes[name])}")
+                header = heads[name][BLOCK + 10 :].decode("latin-1").strip(" \n\0")  # after the magic bytes
+                raise BadSample(f"{where}: {name} is {header[:80]!r}, want uint16 {self.layout.shapes[name]}")
             if size != NPY_HEADER + self.layout.payload_bytes[name]:
                 raise BadSample(f"{where}: {name} has {size} bytes")
             if _not_finite(rows[name]):
@@ -184,8 +179,7 @@ class Shard:
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards.
 
-    Making it looks at names and sizes. It reads no sample, but looks for the end of shards of tiny samples.
-    `open` reads the first samples.
+    Making it looks at names and sizes alone. `open` reads the first samples.
     """
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
@@ -193,23 +187,13 @@ class ShardSet:
 
         Raises: Refusal for a missing or empty folder and for a shard that is truncated or foreign.
         """
-        self.folder, self.layout = Path(folder), layout
-        self.listing = energon.shards_of(self.folder, split)
-        self.paths = self.listing.paths
+        self.layout, self.paths = layout, paths_of(Path(folder), split)
         self.shards = [Shard(path, layout) for path in self.paths]
-        for shard in self.shards:
-            counted = self.listing.counts.get(shard.path)
-            if counted not in (None, shard.count):
-                raise Refusal(
-                    f"shard {shard.path} holds {shard.count} samples, {energon.META} says {counted};"
-                    " copy it again, or run energon prepare again"
-                )
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
-        self.kept: np.ndarray | None = None  # the samples that are not left out; None: all, or not opened yet
 
     def __len__(self) -> int:
-        return int(self.first[-1]) - sum(len(keys) for keys in self.listing.excluded.values())
+        return int(self.first[-1])
 
     def open(self, rank: int = 0, size: int = 1) -> None:
         """Open every shard. Check the first and last sample of every size-th shard, from number rank on.
@@ -224,26 +208,8 @@ class ShardSet:
                 for position in {0, shard.count - 1}:
                     shard.read(position, rows)
                 shard.require_end()
-            self._leave_out()
         except BadSample as error:
             raise Refusal(str(error)) from None
-
-    def _leave_out(self) -> None:
-        """Find the samples that Energon's split.yaml excludes by key. Raises: Refusal, BadSample."""
-        if not self.listing.excluded:
-            return
-        kept = np.ones(int(self.first[-1]), bool)
-        for shard, first in zip(self.shards, self.first):
-            keys = set(self.listing.excluded.get(shard.path, ()))
-            for position in range(shard.count) if keys else ():
-                if (key := shard.meta(position).key) in keys:
-                    keys.remove(key)
-                    kept[first + position] = False
-            if keys:
-                raise Refusal(
-                    f"{energon.META} excludes {shard.path.name}/{min(keys)}, which is not there; prepare it again"
-                )
-        self.kept = np.flatnonzero(kept)
 
     def evict(self) -> None:
         """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux)."""
@@ -255,7 +221,6 @@ class ShardSet:
 
     def _find(self, index: int) -> tuple[Shard, int]:
         """The shard of a sample, and the sample's position in this shard."""
-        index = int(index if self.kept is None else self.kept[index])
         number = int(np.searchsorted(self.first, index, side="right")) - 1
         return self.shards[number], index - int(self.first[number])
 
@@ -263,14 +228,29 @@ class ShardSet:
         """Tell the operating system which samples come next: disks and network file systems like long queues."""
         for index in indices if hasattr(os, "posix_fadvise") else ():
             shard, position = self._find(index)
-            offset, size = position * self.layout.stride, self.layout.stride
+            stride = self.layout.stride
             with contextlib.suppress(OSError):  # a hint; not every file system takes it
-                os.posix_fadvise(shard.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(shard.descriptor, position * stride, stride, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
         """Read sample `index` into rows, as Shard.read does. Raises: BadSample."""
         shard, position = self._find(index)
         return shard.read(position, rows)
+
+
+def paths_of(folder: Path, split: str) -> list[Path]:
+    """The shards of a folder, in order. Raises: Refusal."""
+    if not folder.is_dir():
+        raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
+    if (folder / ".nv-meta").is_dir():
+        from flux_ref.formats import energon  # few folders need it, and yaml
+
+        return energon.shards_of(folder, split)
+    paths = sorted(folder.glob("*.tar"))
+    if not paths:
+        hint = f"; did you mean {folder / split}?" if list(folder.glob(f"{split}/*.tar")) else ""
+        raise Refusal(f"data folder {folder} holds no *.tar shard{hint}")
+    return paths
 
 
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
@@ -283,31 +263,16 @@ def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
         raise BadSample(f"{where}: no tar header where one belongs") from None
 
 
-def _parse_json(part: bytearray, where: str) -> Meta:
-    member, size = _tar_entry(part, where)
-    key = member.removesuffix(".json")
-    if key == member or size > BLOCK:
-        raise BadSample(
-            f"{where}: found member {member!r} of {size} bytes where KEY.json of at most 512 belongs; {ORDER}"
-        )
+def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
+    """What the json of a sample says. Raises: BadSample."""
     try:
-        content = json.loads(part[BLOCK : BLOCK + size])
+        content = json.loads(text)
         timestep, caption = content.get("timestep"), content.get("caption") or ""
     except (ValueError, AttributeError, RecursionError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
     return Meta(key, timestep, str(caption))
-
-
-def _npy_complaint(header: bytearray, want: tuple[int, ...]) -> str:
-    try:
-        stream = io.BytesIO(bytes(header))
-        np.lib.format.read_magic(stream)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    except Exception:  # numpy's parser raises a dozen kinds
-        return "is not a .npy blob"
-    return f"is {dtype} {shape}{' in Fortran order' if fortran else ''}, want uint16 {want}"
 
 
 def _not_finite(bits: np.ndarray) -> bool:

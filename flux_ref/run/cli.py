@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
-from flux_ref.run import stopping
+from flux_ref.run.alive import SIGNALS
 
 LINGER_S = 5.0
 LOOK_S = 1.0  # how soon a rank notices that its launcher has died
@@ -35,21 +35,13 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
 
 def _follow_launcher(name: str) -> None:
     """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
-    launcher = os.getppid()
-    orphaned = launcher == 1 and not _is_python(1)  # while starting; in a container torchrun itself may be process 1
+    launcher, first = os.getppid(), Path("/proc/1/cmdline")
+    # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.
+    orphaned = launcher == 1 and first.exists() and not re.search(rb"python|torchrun", first.read_bytes())
     while os.getppid() == launcher and not orphaned:
         time.sleep(LOOK_S)
     print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
     os._exit(Fault.exit_code)
-
-
-def _is_python(process: int) -> bool:
-    """Whether a process may be torchrun. Yes if the system gives no answer."""
-    try:
-        command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
-    except OSError:
-        return True
-    return any(word in Path(command.decode(errors="replace")).name for word in ("python", "torchrun"))
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -57,22 +49,19 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
         try:
             return task(argv)
         finally:
-            for number in stopping.SIGNALS:
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # torchrun may end this rank while it lingers
     except (Refusal, Fault, Interrupted) as error:
         return _complain(name, error)
     except OSError as error:
         return _complain(name, Fault(str(error), alone=True))
-    except RuntimeError as error:
-        if not re.search(r"peer|Connection|[Tt]imed out", str(error)):
-            traceback.print_exc()
-            return Fault.exit_code
-        time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
-        return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
     except KeyboardInterrupt:
         return 130
-    except Exception:  # a defect of flux_ref: the traceback shows where
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
+            time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
+            return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
+        traceback.print_exc()  # a defect of flux_ref
         return Fault.exit_code
 
 

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -50,11 +49,18 @@ class HangWatch:
         self.closed.set()
 
     def _run(self) -> None:
-        while not self.closed.wait(self.period):
-            faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True, file=sys.__stderr__)
-            self._tell()
-            if self._still_s() > self.limit_s:
-                self._judge()
+        try:
+            while not self.closed.wait(self.period):
+                faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True, file=sys.__stderr__)
+                self._tell()
+                if self._still_s() > self.limit_s:
+                    self._judge()
+        except (RuntimeError, OSError):  # the store lives in torchrun
+            self._leave(
+                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
+                " which is on the first node",
+                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # one rank per node: no other message may reach it
+            )
         faulthandler.cancel_dump_traceback_later()
 
     def _still_s(self) -> float:
@@ -70,25 +76,12 @@ class HangWatch:
         # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
         last = ranks.last_collective() if self._still_s() > self.limit_s / 2 else ""
         record = {"beat": self.beat, "still": self._still_s(), "collectives": collectives}
-        record |= {"last": last, "place": self.place}
-        self._with_store(lambda: self.store.set(str(self.world.rank), json.dumps(record)))
+        self.store.set(str(self.world.rank), json.dumps(record | {"last": last, "place": self.place}))
 
     def _heard(self) -> list[dict]:
-        return [self._with_store(lambda rank=rank: self._told(str(rank))) for rank in range(self.world.size)]
-
-    def _told(self, rank: str) -> dict:
-        """The newest record of a rank. A rank without a record is still starting; nobody waits for it."""
-        return json.loads(self.store.get(rank)) if self.store.check([rank]) else dict(SILENT)
-
-    def _with_store(self, ask: Callable[[], object]) -> object:
-        try:
-            return ask()
-        except (RuntimeError, OSError):  # the store lives in torchrun
-            self._leave(
-                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
-                " which is on the first node",
-                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # one rank per node: no other message may reach it
-            )
+        """The newest record of each rank. A rank without a record is still starting; nobody waits for it."""
+        names = map(str, range(self.world.size))
+        return [json.loads(self.store.get(name)) if self.store.check([name]) else dict(SILENT) for name in names]
 
     def _judge(self) -> None:
         """Name the ranks that are behind and end the job, unless some rank still moves."""

@@ -42,7 +42,6 @@ class Reporter:
         self.val_curve: list[tuple[int, float]] = []
         self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
         self.bar: tqdm | None = None
-        self._mark(0, 0.0)
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -94,24 +93,14 @@ class Reporter:
 
     def begin(self, samples: int) -> None:
         """Show the progress bar and start counting time."""
-        total = (
-            schedule.steps_for(self.cfg.train.max_samples, self.cfg.train.global_batch) * self.cfg.train.global_batch
-        )
-        self.bar = progress(
-            total=total,
-            initial=samples,
-            unit=" samples",
-            unit_scale=True,
-            disable=not self.speaks,
-        )
-        self._mark(samples, 0.0)
+        batch = self.cfg.train.global_batch
+        total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
+        self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
+        self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:
         """Move the bar by one step."""
         self.bar.update(self.cfg.train.global_batch)
-
-    def _mark(self, samples: int, wait_s: float) -> None:
-        self.since = (time.perf_counter(), samples, wait_s)
 
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
         """Report one training step. Collective.
@@ -121,9 +110,9 @@ class Reporter:
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
         self.require_healthy(health)
-        own = torch.stack((loss.double(), grad_norm.double(), loss.new_tensor(len(data.skipped)).double()))
-        told = ranks.gather(own)
-        skipped = data.skipped_everywhere() if any(values[2] for values in told) else {}
+        skipped_here = loss.new_tensor(len(data.skipped))
+        losses, norms, skips = zip(*ranks.gather(torch.stack((loss, grad_norm, skipped_here)).double()))
+        skipped = data.skipped_everywhere() if any(skips) else {}
         if len(skipped) > self.cfg.data.skip_bad:
             raise Fault(
                 f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
@@ -134,8 +123,8 @@ class Reporter:
         record = {
             "step": state.step,
             "samples": state.samples,
-            "loss": sum(values[0] for values in told) / len(told),
-            "grad_norm": told[0][1],
+            "loss": sum(losses) / len(losses),
+            "grad_norm": norms[0],
             "lr": float(state.opt.lr),
             "samples_per_s": (state.samples - samples) / elapsed,
             "data_wait": (feed.wait_s - wait_s) / elapsed,  # share of the time
@@ -147,15 +136,14 @@ class Reporter:
             self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
         self.train_curve.append((state.samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
-        self._mark(state.samples, feed.wait_s)
+        self.since = time.perf_counter(), state.samples, feed.wait_s
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
 
         sync: the host waits for the device.
         """
-        complaint = blame(ranks.gather(health.flags[1:]), self.cfg.train.global_batch)
-        if complaint:
+        if complaint := blame(ranks.gather(health.flags[1:]), self.cfg.train.global_batch):
             raise Fault(complaint)
 
     def val_loss_at(self, samples: int) -> float | None:
@@ -183,20 +171,12 @@ class Reporter:
     def conclude(self, state: State, reached: bool) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished."""
         outcome = REACHED if reached else ENDED
-        lines = [outcome, f"  losses    {self.folder}/loss.png"]
-        if self.cfg.sample.count:
-            lines.append(f"  pictures  {self.folder}/samples")
-        if self.cfg.checkpoint.save:
-            lines.append(f"  weights   python eval.py {self.folder}")
-        self.say("\n".join(lines))
+        pictures = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
+        weights = f"\n  weights   python eval.py {self.folder}" if self.cfg.checkpoint.save else ""
+        self.say(f"{outcome}\n  losses    {self.folder}/loss.png{pictures}{weights}")
         if self.speaks:
-            record = {
-                "outcome": outcome,
-                "step": state.step,
-                "samples": state.samples,
-                "val_loss": self.val_curve[-1][1],
-                "not_a_timed_result": self.log.flaw,
-            }
+            record = {"outcome": outcome, "step": state.step, "samples": state.samples}
+            record |= {"val_loss": self.val_curve[-1][1], "not_a_timed_result": self.log.flaw}
             write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
 
     def _append(self, name: str, record: dict) -> None:

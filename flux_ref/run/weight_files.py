@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flux_ref import ranks
-from flux_ref.config import ModelConfig
+from flux_ref import config_file, ranks
+from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.diffusers_names import Part
@@ -123,6 +123,17 @@ def find(path: Path, step: int | None = None) -> Path:
     if path.is_dir() and list(path.glob("*.safetensors")):
         return path
     raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
+
+
+def config_of(path: Path, given: str | None) -> Config:
+    """The config of weights at a path that `find` returned. Raises: Refusal.
+
+    given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
+    """
+    if given is None and checkpoint_files.is_checkpoint(path):
+        info = checkpoint_files.Checkpoint(path).info
+        return config_file.from_flat(info["name"], info["config"])
+    return config_file.load(given) if given else Config(name="schnell")
 
 
 def open_source(path: Path, model: ModelConfig) -> Source:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from flux_ref.run import weight_files
 from flux_ref.run.attempt import attempt
-from flux_ref.run.folder import config_of
 from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
 
 
@@ -41,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     path = weight_files.find(args.source, args.checkpoint)
-    cfg = config_of(path, args.config)
+    cfg = weight_files.config_of(path, args.config)
     source = weight_files.open_source(path, cfg.model)
     if args.command == "inspect":
         print(inspect(source, cfg.model, args.verify))

@@ -61,9 +61,6 @@ def test_a_damaged_line_is_refused_unless_it_is_the_last(tmp_path):
         assert jsonl.records(path, figures=("loss",), skip_damaged=True) == [whole, whole], line[:40]
         with pytest.raises(Refusal, match=rf"metrics.jsonl line 2 is damaged \(.*{why}"):
             jsonl.records(path, figures=("loss",))
-    with pytest.raises(IsADirectoryError):
-        jsonl.records(tmp_path)
-    assert jsonl.records(tmp_path, skip_damaged=True) == []
 
 
 def test_an_outcome_is_one_of_two(tmp_path):

@@ -105,7 +105,7 @@ def test_no_length_of_a_truncated_shard_passes_for_the_whole(folder, shard):
     whole = shard.read_bytes()
     rng = random.Random(0)
     ends = [k * STRIDE + extra for k in range(PER_SHARD + 1) for extra in (-1, 0, 1, BLOCK, END_BYTES, END_BYTES + 1)]
-    lengths = {0, 1, BLOCK, len(whole) - 1, *ends, *(rng.randrange(len(whole)) for _ in range(300))}
+    lengths = {0, 1, BLOCK, len(whole) - 1, *ends, *(rng.randrange(len(whole)) for _ in range(50))}
     for length in sorted(length for length in lengths if 0 <= length < len(whole)):
         shard.write_bytes(whole[:length])
         try:
@@ -126,27 +126,18 @@ def test_a_padded_shard_of_large_samples_is_read(tmp_path):
 
 
 def test_files_that_are_no_shards_are_refused(folder, shard):
-    whole, passed = shard.read_bytes(), []
+    whole = shard.read_bytes()
     with tarfile.open(folder.parent / "other.tar", "w") as archive:
         archive.add(MICRO)
     other = (folder.parent / "other.tar").read_bytes()
-    contents = (
-        other,
-        other.ljust(2 * STRIDE + END_BYTES, b"\0"),
-        bytes(STRIDE + END_BYTES),
-        b"\xff" * (STRIDE + END_BYTES),
-    )
-    for content in (*contents, (b"PK\3\4" * STRIDE)[: STRIDE + END_BYTES], bytes(shards.RECORD)):
-        shard.write_bytes(content)
-        passed += [] if str(shard) in refusal(folder) else [content[:9]]
+    contents = [other, other.ljust(2 * STRIDE + END_BYTES, b"\0"), bytes(shards.RECORD)]
+    contents += [(pattern * STRIDE)[: STRIDE + END_BYTES] for pattern in (b"\0", b"\xff", b"PK\3\4")]
+    damages = [(partial(shard.write_bytes, content), str(shard)) for content in contents]
+    assert unnoticed(shard, damages, lambda: refusal(folder)) == []
     shard.unlink()
-    for make, undo in ((shard.mkdir, shard.rmdir), (lambda: shard.symlink_to(folder / "none.tar"), shard.unlink)):
-        make()
-        passed += [] if str(shard) in refusal(folder) else [make]
-        undo()
-    assert passed == []
-    (folder.parent / "elsewhere.tar").write_bytes(whole)
-    shard.symlink_to(folder.parent / "elsewhere.tar")  # a link to a shard is as good as the shard
+    shard.symlink_to(folder.parent / "none.tar")
+    assert str(shard) in refusal(folder)
+    (folder.parent / "none.tar").write_bytes(whole)  # a link to a shard is as good as the shard
     assert all(same(read, written) for read, written in zip(read_all(opened(folder)), WRITTEN))
 
 
@@ -170,29 +161,18 @@ def test_samples_of_other_shapes_are_refused(tmp_path):
         message = refusal(folder)
         assert str(folder / "shard_000000.tar") in message
         # Where padding hides the difference from the size, the array's header tells.
-        assert "truncated or foreign" in message or any(f"{name} is uint16 {other[name]}" in message for name in other)
+        assert "truncated or foreign" in message or any(f"'shape': {other[name]}" in message for name in other)
 
 
 def test_an_array_of_another_kind_is_refused_with_what_it_is_and_should_be(folder, shard):
-    headers = [
-        ({"descr": "<f2"}, "float16 (9, 28)"),
-        ({"descr": "<f4"}, "float32 (9, 28)"),
-        ({"descr": "<i2"}, "int16 (9, 28)"),
-        ({"descr": ">u2"}, ">u2 (9, 28)"),
-        ({"descr": "|O"}, "object (9, 28)"),
-        ({"fortran_order": True}, "uint16 (9, 28) in Fortran order"),
-        ({"shape": (28, 9)}, "uint16 (28, 9)"),
-        ({"shape": (1, 9, 28)}, "uint16 (1, 9, 28)"),
-        ({"shape": ()}, "uint16 ()"),
-    ]
-    damages = []
-    for header, words in headers:
+    whole, damages = {"descr": "<u2", "fortran_order": False, "shape": LAYOUT.shapes["t5"]}, []
+    others = [{"descr": kind} for kind in ("<f2", "<f4", "<i2", ">u2", "|O")]
+    for other in (*others, {"fortran_order": True}, {"shape": (28, 9)}, {"shape": (1, 9, 28)}, {"shape": ()}):
         stream = io.BytesIO()
-        whole = {"descr": "<u2", "fortran_order": False, "shape": LAYOUT.shapes["t5"]} | header
-        np.lib.format.write_array_header_1_0(stream, whole)
-        place, content = position("t5", "npy", sample=2), stream.getvalue()
-        words = f"{shard}, sample 2, key some_00000002: t5 is {words}, want uint16 (9, 28)"
-        damages.append((partial(overwrite, shard, place, content), words))
+        np.lib.format.write_array_header_1_0(stream, whole | other)
+        header = stream.getvalue()[10:].decode().strip()
+        words = f"{shard}, sample 2, key some_00000002: t5 is {header!r}, want uint16 (9, 28)"
+        damages.append((partial(overwrite, shard, position("t5", "npy", sample=2), stream.getvalue()), words))
     assert unnoticed(shard, damages, lambda: refusal(folder)) == []
 
 
@@ -207,45 +187,28 @@ def test_only_the_first_and_the_last_sample_are_read_on_opening(folder, shard):
     assert unnoticed(shard, ends, lambda: refusal(folder)) == []
 
 
-def test_a_file_deleted_before_opening_is_named_and_after_it_still_read(folder, shard):
-    stored, later = opened(folder), ShardSet(folder, LAYOUT)
-    shard.unlink()
-    assert all(same(read, written) for read, written in zip(read_all(stored), WRITTEN))
-    with pytest.raises((Refusal, OSError)) as refused:
-        later.open()
-    assert str(shard) in str(refused.value)
-
-
-@pytest.mark.parametrize("left", [0, 1, STRIDE - 1, STRIDE])
-def test_a_file_truncated_after_opening_is_noticed(left, folder, shard):
+def test_a_file_truncated_after_opening_is_noticed(folder, shard):
     stored = opened(folder)
-    os.truncate(shard, STRIDE + left)
-    assert stored.read(0, LAYOUT.rows()).key == "some_00000000"
-    for index in range(1 + left // STRIDE, PER_SHARD):
-        with pytest.raises(BadSample, match=f"sample {index}: the file ends"):
-            stored.read(index, LAYOUT.rows())
+    for left in (STRIDE, STRIDE - 1, 0):
+        os.truncate(shard, STRIDE + left)
+        assert stored.read(0, LAYOUT.rows()).key == "some_00000000"
+        for index in range(1 + left // STRIDE, PER_SHARD):
+            with pytest.raises(BadSample, match=f"sample {index}: the file ends"):
+                stored.read(index, LAYOUT.rows())
     assert stored.read(PER_SHARD, LAYOUT.rows()).key == "some_00000003"
 
 
-def test_members_in_another_order_are_noticed(folder, shard):
+def test_members_in_another_order_or_with_other_names_are_noticed(folder, shard):
     content = shard.read_bytes()
     starts = [*(position(name, sample=1) for name in MEMBERS), 2 * STRIDE]
-    damages = []
-    for first, second in (("mean", "logvar"), ("t5", "mean"), ("clip", "logvar")):
-        whole = {name: content[start:stop] for name, start, stop in zip(MEMBERS, starts, starts[1:])}
-        whole[first], whole[second] = whole[second], whole[first]
-        words = f"found member 'some_00000001.{second}.bytes' where some_00000001.{first}.bytes belongs"
-        damages.append((partial(overwrite, shard, starts[0], b"".join(whole.values())), words))
-    assert unnoticed(shard, damages, lambda: complaint(folder)) == []
-
-
-def test_names_of_members_that_do_not_belong_are_noticed(folder, shard):
-    mixed = [(member, b"some_00000002.", "some_00000002.") for member in (*MEMBERS, "json")]
-    firsts = [("json", name.ljust(100, b"\0"), "KEY.json") for name in (b"some.txt", b"json", b"some.JSON", b"")]
-    firsts += [("json", b"\xff\xfe.json", "no tar header")]
-    damages = [
-        (partial(overwrite, shard, position(member, sample=1), name), words) for member, name, words in mixed + firsts
-    ]
+    members = {name: content[start:stop] for name, start, stop in zip(MEMBERS, starts, starts[1:])}
+    swapped = b"".join((members | {"mean": members["logvar"], "logvar": members["mean"]}).values())
+    words = "found member 'some_00000001.logvar.bytes' where some_00000001.mean.bytes belongs"
+    damages = [(partial(overwrite, shard, starts[0], swapped), words)]
+    names = [(member, b"some_00000002.", "some_00000002.") for member in (*MEMBERS, "json")]
+    names += [("json", name.ljust(100, b"\0"), "KEY.json") for name in (b"some.txt", b"json", b"some.JSON", b"")]
+    for member, name, words in [*names, ("json", b"\xff\xfe.json", "no tar header")]:
+        damages.append((partial(overwrite, shard, position(member, sample=1), name), words))
     assert unnoticed(shard, damages, lambda: complaint(folder)) == []
 
 
@@ -285,7 +248,7 @@ def test_nan_and_infinity_are_noticed_wherever_they_are(folder, shard):
 def test_zeroed_headers_and_wrong_sizes_are_noticed(folder, shard):
     damages = []
     for member in (*MEMBERS, "json"):
-        npy = "JSON" if member == "json" else "is not a .npy blob"
+        npy = "JSON" if member == "json" else f"{member} is '', want uint16"
         for part, count, words in (("tar", BLOCK, "no tar header"), ("npy", NPY_HEADER, npy)):
             damages.append((partial(overwrite, shard, position(member, part, sample=1), bytes(count)), words))
         for size in (b"00000000000\0", b"77777777777\0", b"-0000000001\0", b"\x80" + b"\xff" * 11, b"x" * 12):
@@ -417,6 +380,10 @@ def test_an_empty_encoding_of_another_kind_or_not_finite_in_bf16_or_absent_is_re
         assert "NaN or infinite" in empty_refusal(empty, "clip")
     (empty / "clip_empty.npy").unlink()
     empty_refusal(empty, "clip")
+    whole = (empty / "t5_empty.npy").read_bytes()
+    for length in (0, 5, 100, NPY_HEADER, len(whole) - 1):
+        (empty / "t5_empty.npy").write_bytes(whole[:length])
+        empty_refusal(empty)
 
 
 def test_an_empty_encoding_is_never_unpickled(empty, tmp_path):
@@ -429,21 +396,3 @@ def test_an_empty_encoding_is_never_unpickled(empty, tmp_path):
     assert not (tmp_path / "sprung").exists()
     pickle.loads((empty / "t5_empty.npy").read_bytes())
     assert (tmp_path / "sprung").exists()  # the trap works
-
-
-def test_damaged_empty_encodings_are_refused_or_read_as_they_were(empty):
-    """Cut at any length, or with any byte of the header changed."""
-    path, rng = empty / "t5_empty.npy", random.Random(0)
-    whole, want = path.read_bytes(), shards.read_empty(empty, LAYOUT)["t5"]
-    for length in [*range(NPY_HEADER + 8), *range(NPY_HEADER + 8, len(whole), 97)]:
-        path.write_bytes(whole[:length])
-        empty_refusal(empty)
-    for place in range(NPY_HEADER):
-        for value in {rng.randrange(256), ord("'"), ord("("), ord("9")} - {whole[place]}:
-            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-            try:
-                read = shards.read_empty(empty, LAYOUT)["t5"]
-            except Refusal as refused:
-                assert str(path) in str(refused)
-            else:
-                assert read.shape == want.shape and read.dtype == want.dtype

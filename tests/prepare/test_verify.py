@@ -220,7 +220,7 @@ DAMAGES = [
     in_file(lambda s: overwrite(s, position("json", sample=2), bytes(BLOCK)), "bad sample", "sample 2: no tar header"),
     Damage(lambda s: overwrite(s, position("t5", sample=1), b"x"), "bad sample", f"where {KEY}.t5.bytes belongs"),
     Damage(value("t5", NAN, 251), "bad sample", "t5 holds NaN or infinite values"),
-    Damage(lambda s: overwrite(s, position("clip", "npy", 1), b"no"), "bad sample", "clip is not a .npy blob"),
+    Damage(lambda s: overwrite(s, position("clip", "npy", 1), b"no"), "bad sample", "want uint16 (14,)"),
     Damage(lambda s: overwrite_json(s, "[]"), "bad sample", "not a JSON object", where=f"{TRAIN_0}, sample 1: "),
     # Values and timesteps
     *(Damage(filled(name, 0), "zeros", f"{name} is all zeros") for name in MEMBERS),

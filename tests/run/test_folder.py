@@ -53,14 +53,13 @@ def put(cfg: Config, state: str) -> Path:
 def outcome(cfg: Config, restarted: bool = False) -> str:
     """What becomes of a claim: anew, from nothing, from a checkpoint, or the reason of its refusal."""
     try:
-        claim = run_folder.claim(cfg, restarted)
+        with run_folder.claim(cfg, restarted) as start:
+            if start.checkpoint:
+                return f"from {start.checkpoint.name}"
+            return "anew" if start.is_new else "from nothing"
     except Refusal as refusal:
         assert "\n" not in str(refusal) and str(config.run_dir(cfg)) in str(refusal)
         return str(refusal)
-    claim.lock.close()
-    if claim.start.checkpoint:
-        return f"from {claim.start.checkpoint.name}"
-    return "anew" if claim.start.is_new else "from nothing"
 
 
 NO_RUN, A_RUN, FINISHED = "holds no run to continue", "already holds a run", "already holds a finished run"
