@@ -1,15 +1,8 @@
-"""Measures, on every rank of one torchrun launch, what test_checkpoint asserts of several ranks.
-
-    torchrun --nproc-per-node 3 tests/helpers/checkpoint_ranks.py OUT 1 2 4
-
-OUT holds a folder per world size. Ours receives a run with one checkpoint and rank 0's findings, found.pt; those of
-the world sizes in the arguments are read as soon as they have theirs. With 4 ranks the world is HSDP, 2 x 2.
-"""
+"""What rank_runs.py measures of checkpoints, and the states that test_checkpoint.py saves."""
 
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +16,7 @@ from conftest import MICRO
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flux_ref import checkpoint, config, config_file, ranks, sharding
+from flux_ref import checkpoint, config_file, ranks, sharding
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
@@ -31,13 +24,11 @@ from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.step import State
 
 FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
-WAIT_S = 90  # for the other launches
 BREAKS = {  # what fails, and on which rank; -1: the last
     "choosing rows": (checkpoint, "rows_to_write", -1),
     "the folder": (checkpoint_files, "require_space", 0),
@@ -133,15 +124,6 @@ def restored(cfg: Config, world: World, folder: Path) -> State:
     return state
 
 
-def only(run: Path) -> Path:
-    """The one checkpoint of a run; waits until it is there."""
-    deadline = time.monotonic() + WAIT_S
-    while not checkpoint_files.found(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (path,) = checkpoint_files.found(run)
-    return path
-
-
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[float, str, str]]]:
     """What this process puts on the disk and renames meanwhile: (time, "sync" or "rename", path)."""
@@ -222,26 +204,15 @@ def breaking(cfg: Config, world: World) -> dict:
     return found
 
 
-def main(out: str, *others: str) -> int:
-    replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
-    world = ranks.start(config.ParallelConfig(replicate=replicate))
-    folder = Path(out) / str(world.size)
-    cfg = narrow_config(folder, parallel__replicate=replicate)
-    found = {"writing": writing(cfg, world)}
-    aside = folder / "breaking"
-    if world.rank == 0:
-        aside.mkdir()
-    dist.barrier()
-    found["breaking"] = breaking(config_file.replace(cfg, run__dir=str(aside)), world)
-    found["on"] = after_steps(lively_state(cfg, world))  # without a checkpoint
-    found["reading"] = {
-        int(other): reading(cfg, world, only(Path(out) / other)) for other in (str(world.size), *others)
-    }
-    if world.rank == 0:
-        torch.save(found, folder / "found.pt")
-    ranks.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+def measure(world: World, folder: Path) -> dict:
+    """Checkpoints by these ranks and, of what fewer ranks have written beside the folder, also by those."""
+    cfg = narrow_config(folder, parallel__replicate=world.replicas)
+    found = {"writing": writing(cfg, world), "on": after_steps(lively_state(cfg, world))}
+    if world.size > 1:
+        aside = config_file.replace(cfg, run__dir=str(folder / "breaking"))
+        with ranks.agreed():
+            Path(aside.run.dir).mkdir(exist_ok=True)
+        found["breaking"] = breaking(aside, world)
+        runs = {size: folder.parent / f"{size}_ranks" for size in rank_runs.SIZES if size <= world.size}
+        found["reading"] = {size: reading(cfg, world, rank_runs.checkpoint_of(run)) for size, run in runs.items()}
+    return found
