@@ -105,7 +105,7 @@ def test_the_steps_that_follow_need_the_moments_and_their_age(world, tmp_path):
             for moment in moments:
                 moment.mul_(scale)
         found = checkpoint_ranks.after_steps(state)
-        assert not any(torch.equal(found[f"model.{name}"], want[f"model.{name}"]) for name in ("img_in.weight",))
+        assert not torch.equal(*(state["model.img_in.weight of rank 0"] for state in (found, want)))
 
 
 # What is in the folder
@@ -232,7 +232,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     threading.Timer(0.3, gate.set).start()
     for _ in range(4):
         checkpoint_ranks.take_step(state, 1e-4)
-        wants[state.step] = checkpoint_ranks.whole(state)
+        wants[state.step] = checkpoint_ranks.contents(state)
         saver.save(state, {})
     assert gate.is_set()
     saver.finish()
@@ -240,7 +240,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     assert saved_steps(tmp_path) == list(wants)
     for path in checkpoint_files.found(tmp_path):
         found = checkpoint_ranks.restored(cfg, world, path)
-        require_identical(checkpoint_ranks.whole(found), wants[checkpoint_files.step_of(path)])
+        require_identical(checkpoint_ranks.contents(found), wants[checkpoint_files.step_of(path)])
 
 
 def test_a_step_is_saved_once(world, tmp_path):
@@ -478,10 +478,10 @@ MISFITS = [
 def test_another_models_checkpoint_is_refused(world, saved, tmp_path):
     for values, words in MISFITS:
         state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
-        before = checkpoint_ranks.whole(state)
+        before = checkpoint_ranks.contents(state)
         text = refusal(checkpoint.open_for, saved, state, FACTS)
         assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
-        require_identical(checkpoint_ranks.whole(state), before)
+        require_identical(checkpoint_ranks.contents(state), before)
 
 
 def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
@@ -489,7 +489,7 @@ def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
     for key, value in itertools.product(("model.img_in.weight", *moments), (float("nan"), float("inf"))):
         cfg = narrow_config(tmp_path / f"{key} {value}")
         state = checkpoint_ranks.lively_state(cfg, world)
-        checkpoint_ranks.dtensors(state)[key].to_local()[-1, -1] = value
+        checkpoint.rows_of(state)[key].local[-1, -1] = value
         save_now(Saver(cfg, world, FACTS, print), state)
         (folder,) = checkpoint_files.found(Path(cfg.run.dir))
         text = refusal(checkpoint_ranks.restored, cfg, world, folder)

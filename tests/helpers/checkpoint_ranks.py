@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MICRO
+from rank_runs import of_all
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,6 +23,7 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats.checkpoint_files import Rows
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
@@ -45,6 +48,7 @@ def narrow_config(run: Path, **values: object) -> Config:
     return config_file.replace(config_file.load(MICRO), **(rank_runs.NARROW | {"run__dir": str(run)} | values))
 
 
+@functools.cache
 def value(key: str, shape: tuple[int, ...]) -> Tensor:
     """What a tensor of the written state holds, by its key in a checkpoint."""
     tensor = rank_runs.lively(key, tuple(shape))
@@ -76,27 +80,32 @@ def other_state(cfg: Config, world: World) -> State:
     return State.of(net, cfg, world)
 
 
+def wanted(key: str, rows: Rows) -> Tensor:
+    """What these rows of the written state hold."""
+    return value(key, rows.shape)[rows.first : rows.first + len(rows.local)]
+
+
 def lively_state(cfg: Config, world: World) -> State:
     """The state that is written."""
     state = other_state(cfg, world)
-    for key, tensor in dtensors(state).items():
-        want = distribute_tensor(value(key, tensor.shape), tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(want.to_local())
+    for key, rows in checkpoint.rows_of(state).items():
+        rows.local.copy_(wanted(key, rows))
     state.opt.set_steps(STEP)
     state.step, state.samples = STEP, SAMPLES
     return state
 
 
-def whole(state: State) -> dict[str, Tensor]:
-    """All weights and moments, gathered."""
-    return {key: tensor.full_tensor().clone() for key, tensor in dtensors(state).items()}
+def contents(state: State) -> dict[str, Tensor]:
+    """A copy of the rows of every rank."""
+    rows = {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
+    return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
 def wrong(state: State) -> list[str]:
     """The keys under which any rank holds something else than the written state."""
-    found = whole(state)
-    own = [key for key, tensor in found.items() if not torch.equal(tensor, value(key, tensor.shape))]
-    return sorted({key for rank in rank_runs.of_all(own) for key in rank})
+    rows = checkpoint.rows_of(state)
+    own = [key for key in rows if not torch.equal(rows[key].local, wanted(key, rows[key]))]
+    return sorted({key for keys in of_all(own) for key in keys})
 
 
 def take_step(state: State, scale: float) -> None:
@@ -113,7 +122,7 @@ def after_steps(state: State) -> dict[str, Tensor]:
     """The state after two more steps, the first clipped."""
     for scale in (1.0, 1e-4):
         take_step(state, scale)
-    return whole(state)
+    return contents(state)
 
 
 def restored(cfg: Config, world: World, folder: Path) -> State:
@@ -150,7 +159,7 @@ def writing(cfg: Config, world: World) -> dict:
             saver.save(state, SKIPPED)
         saver.finish()
     rows = {key: len(row.local) for key, row in checkpoint.rows_of(state).items()}
-    return {"said": rank_runs.of_all(said), "events": rank_runs.of_all(events), "rows": rank_runs.of_all(rows)}
+    return {"said": of_all(said), "events": of_all(events), "rows": of_all(rows)}
 
 
 def reading(cfg: Config, world: World, folder: Path) -> dict:
@@ -171,7 +180,7 @@ def attempts(saver: Saver, state: State) -> dict:
     saver.wait()
     folder = checkpoint_files.folder_of(saver.run)
     dist.barrier()
-    return {"failures": rank_runs.of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
+    return {"failures": of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
 
 
 def finishing(saver: Saver) -> list[str]:
@@ -179,8 +188,8 @@ def finishing(saver: Saver) -> list[str]:
     try:
         saver.finish()
     except Fault as error:
-        return rank_runs.of_all(str(error))
-    return rank_runs.of_all("")
+        return of_all(str(error))
+    return of_all("")
 
 
 def breaking(cfg: Config, world: World) -> dict:
@@ -194,13 +203,13 @@ def breaking(cfg: Config, world: World) -> dict:
         here = world.rank == rank % world.size
         patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
         with patch:
-            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": rank_runs.of_all(said)}
+            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": of_all(said)}
     before.verify()
     said.clear()
     take_step(state, 1e-4)
     saver.save(state, {})
-    found["after"] = {"faults": finishing(saver), "said": rank_runs.of_all(said), "step": state.step}
-    found["finite"] = all(tensor.isfinite().all() for tensor in whole(state).values())
+    found["after"] = {"faults": finishing(saver), "said": of_all(said), "step": state.step}
+    found["finite"] = all(tensor.isfinite().all() for tensor in contents(state).values())
     return found
 
 

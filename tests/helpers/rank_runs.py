@@ -177,7 +177,9 @@ def optimizer(cfg: Config, world: World) -> dict:
     for scale in GRADIENT_SCALES:
         for name, parameter in sharding.named_parameters(net).items():
             gradient = lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
-            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = distribute_tensor(
+                gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         opt.lr.fill_(cfg.optim.lr)
         norms.append(float(opt.step()))
     found = {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
@@ -192,7 +194,7 @@ def spoiled_step(net: Flux, opt: Optimizer, world: World) -> dict:
         return [tensor.clone() for tensor in (*moments, *whole(net).values())]
 
     for parameter in net.parameters():
-        parameter.grad = distribute_tensor(torch.ones(parameter.shape), parameter.device_mesh, parameter.placements)
+        parameter.grad = torch.ones_like(parameter)
         local = parameter.grad.to_local()
         if world.rank == world.size - 1 and local.numel():
             local.view(-1)[0] = math.nan
