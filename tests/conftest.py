@@ -1,8 +1,10 @@
 """What the tests share: a micro model, a data set for it, and ways to start train.py and eval.py."""
 
+import fcntl
 import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,12 +35,40 @@ PYTHONPATH = os.pathsep.join(
 
 
 @pytest.fixture(scope="session")
-def shapes_dir(tmp_path_factory) -> Path:
-    """A folder of train/, val/ and empty_encodings/ for the micro model; tests must not change it."""
-    cfg = config_file.load(MICRO)
-    folder = tmp_path_factory.mktemp("data") / "shapes"
-    make.make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """shared(name, fill): a folder that `fill` fills once for all worker processes of pytest. Tests must not change it.
+
+    `fill` is given the folder's path and makes the folder.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name: str, fill: Callable[[Path], object]) -> Path:
+        path = base / name
+        with (base / f"{name}.lock").open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not lock.tell():
+                shutil.rmtree(path, ignore_errors=True)  # another worker has failed
+                fill(path)
+                lock.write("filled")
+        return path
+
     return folder
+
+
+@pytest.fixture(scope="session")
+def shapes_dir(shared) -> Path:
+    """A folder of train/, val/ and empty_encodings/ for the micro model."""
+    cfg = config_file.load(MICRO)
+    return shared("shapes", lambda path: make.make_shapes(path, cfg.model, cfg.data.train_count, cfg.data.val_count))
+
+
+@pytest.fixture(scope="session")
+def measured(shared, shapes_dir):
+    """measured[ranks]: what rank_runs.py measures on so many ranks."""
+    import rank_runs
+
+    return rank_runs.Measured(shapes_dir, shared)
 
 
 def data_overrides(folder: Path) -> list[str]:
@@ -53,12 +83,14 @@ def micro(shapes_dir) -> config.Config:
 
 
 def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: float = 120, **env: str):
-    """Run train.py or eval.py with torchrun (ranks=0: plain python); returns the finished process.
+    """Run train.py or eval.py with torchrun (ranks=0: plain python), or a program of tests/ by fork_ranks.py.
 
-    With torchrun the exit code is torchrun's own; `rank_exit_code` finds the script's.
+    Returns the finished process. With torchrun the exit code is torchrun's own; `rank_exit_code` finds the script's.
     """
     launcher = [sys.executable]
-    if ranks:
+    if ranks and name.startswith("tests/") and not torch.accelerator.is_available():  # no fork shares a GPU
+        launcher += [str(HELPERS / "fork_ranks.py"), str(ranks)]
+    elif ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, str(ROOT / name), *map(str, args)]
     process = subprocess.Popen(
@@ -79,14 +111,15 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 
 @pytest.fixture(scope="session")
-def two_ranks(shapes_dir) -> Path:
-    """The folder of a LONG run by 2 ranks that made its data: data, run and records. Tests must not change it."""
+def two_ranks(shared) -> Path:
+    """The folder of a LONG run by 2 ranks that made its data: data, run and records."""
     import killing
 
-    folder = shapes_dir.parent / "two_ranks"
-    code, said = killing.launch(folder, folder / "data")
-    assert code == 0, said[-4000:]
-    return folder
+    def launch(folder: Path) -> None:
+        code, said = killing.launch(folder, folder / "data")
+        assert code == 0, said[-4000:]
+
+    return shared("two_ranks", launch)
 
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 them; a save that fails, on whatever rank, costs nothing but itself; and what a run cannot go on from is refused.
 """
 
-import contextlib
 import itertools
 import json
 import random
@@ -13,8 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
@@ -23,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import FACTS, narrow_config
-from conftest import MICRO, ROOT, micro_run, refusal, require_identical, script
+from conftest import MICRO, ROOT, micro_run, refusal, require_identical
 from run_files import column, saved_steps
 from safetensors import safe_open
 
@@ -42,92 +39,47 @@ from flux_ref.weights import exports
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
 SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
+STEP, SAMPLES = checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES
 NARROW = narrow_config(Path("unused"))
 WANT = {key: checkpoint_ranks.value(key, shape) for key, shape in checkpoint_ranks.keys(NARROW).items()}
 PARAMETERS = sum(prod(shape) for shape in parameter_table(NARROW.model).values())
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The findings at each world size, and the folder of the folders that they wrote."""
-
-    folder: Path
-    found: dict[int, dict]
-
-    def __getitem__(self, size: int) -> dict:
-        return self.found[size]
-
-    def checkpoint(self, size: int) -> Path:
-        (path,) = checkpoint_files.found(self.folder / str(size))
-        return path
-
-
-@contextlib.contextmanager
-def alone():
-    """A world of this process."""
-    try:
-        yield ranks.start(config.ParallelConfig())
-    finally:
-        ranks.stop()
-
-
 @pytest.fixture
 def world() -> World:
-    with alone() as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory, request) -> Measured:
-    """What all world sizes find; they run at once, since each reads what the others have written."""
-    own = [item for item in request.session.items if item.module is request.module]
-    sizes = (1, 3, 4) if any(item.get_closest_marker("slow") for item in own) else (1, 3)
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for size in sizes:
-        (folder / str(size)).mkdir()
-    launches = {}
-    with ThreadPoolExecutor() as pool:
-        for size in sizes[1:]:
-            others = [other for other in sizes if other != size]
-            call = ("tests/helpers/checkpoint_ranks.py", folder, *others)
-            launches[size] = pool.submit(script, *call, ranks=size, timeout=180)
-        with alone() as world:
-            cfg = narrow_config(folder / "1")
-            found = {1: {"writing": checkpoint_ranks.writing(cfg, world)}}
-            found[1]["on"] = checkpoint_ranks.after_steps(checkpoint_ranks.lively_state(cfg, world))
-    for size, launch in launches.items():
-        assert launch.result().returncode == 0, launch.result().stderr[-4000:]
-        found[size] = torch.load(folder / str(size) / "found.pt")
-    return Measured(folder, found)
+    yield ranks.start(config.ParallelConfig())
+    ranks.stop()
 
 
 # Any number of ranks
 
 
 def test_three_ranks_hold_uneven_parts_and_some_none(measured):
-    counts = measured[3]["writing"]["rows"]
+    counts = measured[3]["checkpoint"]["writing"]["rows"]
     assert any(rank[key] == 0 for rank in counts for key in rank)
     assert any(0 < min(parts) < max(parts) for parts in ([rank[key] for rank in counts] for key in WANT))
     assert {len(rank) for rank in counts} == {len(WANT)}
 
 
-@pytest.mark.parametrize("writers", SIZES)
 @pytest.mark.parametrize("readers", SEVERAL)
-def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, writers, readers):
-    found = measured[readers]["reading"][writers]
-    assert found["wrong"] == []
-    assert found["clock"] == (checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES)
-    assert found["AdamW's steps"] == {checkpoint_ranks.STEP}
-    assert found["wrong by torch's reader"] == []
-    require_identical(found["after steps"], measured[readers]["on"])
+def test_ranks_go_on_from_what_others_have_written_bit_for_bit(measured, readers):
+    found = measured[readers]["checkpoint"]
+    assert len(found["reading"]) == SIZES.index(HSDP if readers == 4 else readers) + 1
+    for read in found["reading"].values():
+        require_identical(read.pop("after steps"), found["on"])
+        assert read == {"wrong": [], "clock": (STEP, SAMPLES), "AdamW's steps": {STEP}, "wrong by torch's reader": []}
 
 
 @pytest.mark.parametrize("writers", SIZES)
 def test_one_process_goes_on_from_what_others_have_written_bit_for_bit(measured, world, writers):
-    found = checkpoint_ranks.reading(NARROW, world, measured.checkpoint(writers))
-    require_identical(found.pop("after steps"), measured[1]["on"])
-    clock = (checkpoint_ranks.STEP, checkpoint_ranks.SAMPLES)
-    assert found == {"wrong": [], "clock": clock, "AdamW's steps": {7.0}, "wrong by torch's reader": []}
+    folder = measured.checkpoint(writers)
+    found = checkpoint_ranks.reading(NARROW, world, folder)
+    require_identical(found.pop("after steps"), measured[1]["checkpoint"]["on"])
+    assert found == {"wrong": [], "clock": (STEP, SAMPLES), "AdamW's steps": {STEP}, "wrong by torch's reader": []}
+    found = {key: torch.full_like(tensor, 7.0) for key, tensor in WANT.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    require_identical(found, WANT)
 
 
 @pytest.mark.parametrize("writers", SIZES)
@@ -153,7 +105,7 @@ def test_the_steps_that_follow_need_the_moments_and_their_age(world, tmp_path):
             for moment in moments:
                 moment.mul_(scale)
         found = checkpoint_ranks.after_steps(state)
-        assert not any(torch.equal(found[f"model.{name}"], want[f"model.{name}"]) for name in ("img_in.weight",))
+        assert not torch.equal(*(state["model.img_in.weight of rank 0"] for state in (found, want)))
 
 
 # What is in the folder
@@ -174,29 +126,19 @@ def test_every_byte_is_written_once_whatever_the_replicas(measured, writers):
 
 
 @pytest.mark.parametrize("writers", SIZES)
-def test_torchs_own_reader_opens_the_folder_without_ranks(measured, writers):
-    found = {key: torch.full_like(tensor, 7.0) for key, tensor in WANT.items()}
-    reader = dcp.HuggingFaceStorageReader(str(measured.checkpoint(writers)))
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    require_identical(found, WANT)
-
-
-def test_the_manifest_knows_the_run_and_no_rank(measured):
-    infos = {size: Checkpoint(measured.checkpoint(size)).info for size in measured.found}
-    for size, info in infos.items():
-        assert info.pop("world_size") == size
-        assert info["config"].pop("parallel.replicate") == (2 if size == 4 else 1 if size > 1 else 0)
-        assert info["config"].pop("run.dir") == str(measured.folder / str(size))
-    assert all(info == infos[1] for info in infos.values())
-    assert infos[1].pop("config").keys() == config.TYPES.keys() - {"parallel.replicate", "run.dir"}
-    assert infos[1] == {
-        "step": checkpoint_ranks.STEP,
-        "samples": checkpoint_ranks.SAMPLES,
+def test_the_manifest_knows_the_run_and_no_rank(measured, writers):
+    info = Checkpoint(measured.checkpoint(writers)).info
+    cfg = config_file.from_flat(info["name"], info.pop("config"))
+    run = measured.checkpoint(writers).parents[1]
+    assert cfg == narrow_config(run, parallel__replicate=2 if writers == 4 else 1)
+    assert info == {
+        "step": STEP,
+        "samples": SAMPLES,
         "skipped": {str(sample): reason for sample, reason in checkpoint_ranks.SKIPPED.items()},
         **FACTS,
         "name": "micro",
         "torch": torch.__version__,
+        "world_size": writers,
     }
 
 
@@ -207,20 +149,14 @@ def test_the_config_comes_back(world, tmp_path):
     assert config_file.from_flat(info["name"], info["config"]) == cfg
 
 
-@pytest.mark.parametrize("region_blocks", [1, 3])
-def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path, region_blocks):
-    compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-    for compiled in (False, True) if compiler else (False,):
-        run = tmp_path / f"{compiled}"
-        cfg = narrow_config(run, parallel__region_blocks=region_blocks, parallel__compile=compiled)
-        save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
-        (folder,) = checkpoint_files.found(run)
-        found = Checkpoint(folder)
-        assert {key: tuple(entry.shape) for key, entry in found.tensors.items()} == checkpoint_ranks.keys(cfg)
-        assert "model.double_blocks.1.img_attn.qkv.weight" in found.tensors
-        require_identical({key: found.read(key) for key in found.tensors}, WANT)
-        plain = checkpoint_ranks.restored(narrow_config(run), world, folder)
-        assert checkpoint_ranks.wrong(plain) == []
+def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path):
+    compiles = any(map(shutil.which, ("c++", "g++", "clang++")))
+    cfg = narrow_config(tmp_path, parallel__region_blocks=3, parallel__compile=compiles)
+    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+    (folder,) = checkpoint_files.found(tmp_path)
+    saved = Checkpoint(folder)
+    require_identical({key: saved.read(key) for key in saved.tensors}, WANT)
+    assert checkpoint_ranks.wrong(checkpoint_ranks.restored(narrow_config(tmp_path), world, folder)) == []
 
 
 # When it becomes a checkpoint
@@ -229,7 +165,7 @@ def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_pat
 @pytest.mark.parametrize("writers", SIZES)
 def test_a_folder_gets_its_name_after_every_byte_is_on_the_disk(measured, writers):
     final = measured.checkpoint(writers)
-    events = [event for rank in measured[writers]["writing"]["events"] for event in rank]
+    events = [event for rank in measured[writers]["checkpoint"]["writing"]["events"] for event in rank]
     ((renamed_at, _, target),) = [event for event in events if event[1] == "rename"]
     assert target == str(final)
     before = {Path(path).name for at, kind, path in events if kind == "sync" and at < renamed_at}
@@ -239,13 +175,8 @@ def test_a_folder_gets_its_name_after_every_byte_is_on_the_disk(measured, writer
     assert Path(last).name == partial  # the names of the files come to the disk after the files
     assert [path for at, kind, path in sorted(events) if at > renamed_at] == [str(final.parent)]
     assert not list(final.parent.glob(".*"))
-
-
-@pytest.mark.parametrize("writers", SIZES)
-def test_one_rank_says_once_that_a_checkpoint_is_saved(measured, writers):
-    """Though it was asked for twice."""
-    first, *others = measured[writers]["writing"]["said"]
-    assert len(first) == 1 and first[0].startswith(f"checkpoint {measured.checkpoint(writers)} saved in ")
+    first, *others = measured[writers]["checkpoint"]["writing"]["said"]
+    assert len(first) == 1 and first[0].startswith(f"checkpoint {final} saved in ")  # though it was asked for twice
     assert not any(others)
 
 
@@ -301,7 +232,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     threading.Timer(0.3, gate.set).start()
     for _ in range(4):
         checkpoint_ranks.take_step(state, 1e-4)
-        wants[state.step] = checkpoint_ranks.whole(state)
+        wants[state.step] = checkpoint_ranks.contents(state)
         saver.save(state, {})
     assert gate.is_set()
     saver.finish()
@@ -309,7 +240,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     assert saved_steps(tmp_path) == list(wants)
     for path in checkpoint_files.found(tmp_path):
         found = checkpoint_ranks.restored(cfg, world, path)
-        require_identical(checkpoint_ranks.whole(found), wants[checkpoint_files.step_of(path)])
+        require_identical(checkpoint_ranks.contents(found), wants[checkpoint_files.step_of(path)])
 
 
 def test_a_step_is_saved_once(world, tmp_path):
@@ -393,8 +324,8 @@ def test_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path,
 
 @pytest.mark.parametrize("writers", SEVERAL)
 def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
-    found = measured[writers]["breaking"]
-    folder = measured.folder / str(writers) / "breaking" / "checkpoints"
+    found = measured[writers]["checkpoint"]["breaking"]
+    folder = measured.checkpoint(writers).parents[1] / "breaking" / "checkpoints"
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
         blamed = rank % writers
@@ -409,9 +340,9 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
 
 @pytest.mark.parametrize("writers", SEVERAL)
 def test_training_and_saving_go_on_after_saves_that_failed(measured, writers):
-    found = measured[writers]["breaking"]
+    found = measured[writers]["checkpoint"]["breaking"]
     assert found["finite"] and found["after"]["faults"] == [""] * writers
-    run = measured.folder / str(writers) / "breaking"
+    run = measured.checkpoint(writers).parents[1] / "breaking"
     assert saved_steps(run) == [1, found["after"]["step"]]
     assert [len(lines) for lines in found["after"]["said"]] == [1] + [0] * (writers - 1)
     for path in checkpoint_files.found(run):
@@ -547,10 +478,10 @@ MISFITS = [
 def test_another_models_checkpoint_is_refused(world, saved, tmp_path):
     for values, words in MISFITS:
         state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
-        before = checkpoint_ranks.whole(state)
+        before = checkpoint_ranks.contents(state)
         text = refusal(checkpoint.open_for, saved, state, FACTS)
         assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
-        require_identical(checkpoint_ranks.whole(state), before)
+        require_identical(checkpoint_ranks.contents(state), before)
 
 
 def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
@@ -558,7 +489,7 @@ def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
     for key, value in itertools.product(("model.img_in.weight", *moments), (float("nan"), float("inf"))):
         cfg = narrow_config(tmp_path / f"{key} {value}")
         state = checkpoint_ranks.lively_state(cfg, world)
-        checkpoint_ranks.dtensors(state)[key].to_local()[-1, -1] = value
+        checkpoint.rows_of(state)[key].local[-1, -1] = value
         save_now(Saver(cfg, world, FACTS, print), state)
         (folder,) = checkpoint_files.found(Path(cfg.run.dir))
         text = refusal(checkpoint_ranks.restored, cfg, world, folder)

@@ -17,11 +17,6 @@ from flux_ref.steps import Steps
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 
 
-@pytest.fixture(scope="module")
-def measured(shapes_dir):
-    return lambda size: rank_runs.measured(shapes_dir, size)["validation"]
-
-
 @pytest.fixture
 def alone() -> World:
     """A world of this process."""
@@ -70,7 +65,7 @@ def mean_of_means(losses: dict[int, list[float]]) -> float:
 def test_loss_equals_the_plain_definition(measured, plain, size):
     """At any size of the batch; every rank finds the very same loss, so that all stop together."""
     for rows in (8, 5):
-        found = measured(size)[f"batches of {rows}"]
+        found = measured[size]["validation"][f"batches of {rows}"]
         assert found["loss"] == pytest.approx(mean_of_means(plain), rel=1e-6)
         assert found["losses"] == pytest.approx([np.mean(of_timestep) for of_timestep in plain.values()], rel=2e-6)
         assert found["count"] == 45
@@ -84,7 +79,7 @@ def test_timesteps_are_uneven_so_that_a_mean_over_samples_would_show(plain):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_standard_errors_equal_numpys(measured, plain, size):
-    found = measured(size)["batches of 8"]
+    found = measured[size]["validation"]["batches of 8"]
     errors = [np.std(of_timestep, ddof=1) / np.sqrt(len(of_timestep)) for of_timestep in plain.values()]
     assert found["stderrs"] == pytest.approx(errors, rel=1e-4)
     assert found["stderr"] == pytest.approx(np.sqrt(np.sum(np.square(errors))) / 8, rel=1e-4)
@@ -94,7 +89,7 @@ def test_standard_errors_equal_numpys(measured, plain, size):
 def test_permuted_captions_give_the_loss_of_exchanged_captions(measured, plain, shapes_dir, size):
     cfg = rank_runs.micro_config(shapes_dir)
     exchanged = sample_losses(cfg, rank_runs.plain_net(cfg), captions=rng.order(cfg.train.seed, 0, 45))
-    found = measured(size)["permuted"]
+    found = measured[size]["validation"]["permuted"]
     assert found["loss"] == pytest.approx(mean_of_means(exchanged), rel=1e-6)
     assert found["loss"] != pytest.approx(mean_of_means(plain), rel=1e-5)
     assert found["count"] == 45
@@ -102,7 +97,7 @@ def test_permuted_captions_give_the_loss_of_exchanged_captions(measured, plain, 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_changed_between_validations_are_the_ones_used(measured, size):
-    found = measured(size)
+    found = measured[size]["validation"]
     assert found["changed"] == found["changed before use"]
     assert found["changed"]["loss"] != pytest.approx(found["batches of 8"]["loss"], rel=1e-3)
 

@@ -18,11 +18,6 @@ HSDP = pytest.param(4, marks=pytest.mark.slow)  # 2 replicas x 2 shards
 SIZES = (1, 3, HSDP)
 
 
-@pytest.fixture(scope="module")
-def measured(shapes_dir):
-    return lambda size: rank_runs.measured(shapes_dir, size)
-
-
 def plain_training(cfg: config.Config) -> dict:
     """The same steps by an unsharded net with torch's own AdamW and clipping; the reference of this file."""
     net, optim = rank_runs.plain_net(cfg), cfg.optim
@@ -73,11 +68,11 @@ def require_close(found: dict, want: dict):
 
 
 def test_initial_weights_are_bit_identical_at_every_world_size(measured):
-    require_identical(measured(3)["initial"]["whole"], measured(1)["initial"]["whole"])
+    require_identical(measured[3]["initial"]["whole"], measured[1]["initial"]["whole"])
 
 
 def test_initial_weights_have_bfls_names_and_are_not_all_alike(measured, micro):
-    whole = measured(1)["initial"]["whole"]
+    whole = measured[1]["initial"]["whole"]
     assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == parameter_table(micro.model)
     a, b = whole["double_blocks.0.img_attn.qkv.weight"], whole["double_blocks.1.img_attn.qkv.weight"]
     assert a.std() > 0.1 and not torch.equal(a, b)
@@ -91,23 +86,23 @@ def require_chunks(rows: list[dict[str, int]], micro: config.Config) -> None:
 
 
 def test_each_rank_keeps_its_chunk_of_rows(measured, micro):
-    require_chunks(measured(3)["initial"]["rows"], micro)
+    require_chunks(measured[3]["initial"]["rows"], micro)
 
 
 def test_uneven_shards_are_among_those_tested(measured):
-    rows = measured(3)["initial"]["rows"]
+    rows = measured[3]["initial"]["rows"]
     assert [of_rank["final_layer.linear.weight"] for of_rank in rows] == [22, 22, 20]
 
 
 @pytest.mark.slow
 def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured, micro):
-    found = measured(4)
+    found = measured[4]
     assert found["dimensions"] == ("replicate", "shard")
     assert found["mesh"] == [[0, 1], [2, 3]]
     assert [rows["img_in.weight"] for rows in found["initial"]["rows"]] == [12, 12, 12, 12]
     require_chunks(found["flat initial"]["rows"], micro)
     for key in ("initial", "flat initial"):
-        require_identical(found[key]["whole"], measured(1)["initial"]["whole"])
+        require_identical(found[key]["whole"], measured[1]["initial"]["whole"])
 
 
 # Training
@@ -115,11 +110,12 @@ def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured, mic
 
 @pytest.mark.parametrize("size", SIZES)
 def test_training_equals_one_plain_process(measured, plain, size):
-    """Also with gradient accumulation."""
-    for name in ("base", "accumulated"):
-        require_same_run(measured(size)[name], plain)
-        require_close(measured(size)[name]["whole"], plain["whole"])
-    assert measured(size)["base"]["storage shared"]
+    """Also with gradient accumulation, in larger regions, and with weights that stay gathered."""
+    for name in rank_runs.SPLITS if size == 3 else ("base", "accumulated"):
+        require_same_run(measured[size][name], plain)
+        require_close(measured[size][name]["whole"], plain["whole"])
+        assert measured[size][name]["names"] == list(plain["whole"])
+    assert measured[size]["base"]["storage shared"]
 
 
 def test_clipping_is_tested_on_both_sides(plain):
@@ -128,60 +124,40 @@ def test_clipping_is_tested_on_both_sides(plain):
 
 @pytest.mark.slow
 def test_four_shards_without_replicas_train_the_same(measured, plain):
-    require_same_run(measured(4)["flat"], plain)
-    require_close(measured(4)["flat"]["whole"], plain["whole"])
-
-
-def test_regions_change_neither_names_nor_losses(measured, plain, micro):
-    for split in rank_runs.SPLITS:
-        found = measured(3)[split]
-        assert found["names"] == list(parameter_table(micro.model)), split
-        require_same_run(found, plain)
+    require_same_run(measured[4]["flat"], plain)
+    require_close(measured[4]["flat"]["whole"], plain["whole"])
 
 
 def test_ranks_without_a_row_of_some_parameters_train_the_same(measured, shapes_dir):
     cfg = rank_runs.micro_config(shapes_dir, **rank_runs.NARROW)
     assert cfg.model.head_dim == 4  # in chunks of 2, 2 and 0
-    require_same_run(measured(3)["narrow"], plain_training(cfg))
+    require_same_run(measured[3]["narrow"], plain_training(cfg))
 
 
 def test_bf16_compute_trains_nearly_the_same(measured, plain):
-    found = measured(3)["bf16"]
+    found = measured[3]["bf16"]
     require_same_run(found, plain, relative=0.02)
     assert found["losses"][-1] < 0.9 * found["losses"][0]
     assert not np.allclose(found["losses"], plain["losses"], rtol=1e-6), "computed in fp32"
     assert all(tensor.dtype == torch.float32 for tensor in found["whole"].values())
 
 
-def test_validation_in_between_leaves_training_bit_identical(measured):
-    found, want = measured(3)["validating"], measured(3)["base"]
-    assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
-    require_identical(found["whole"], want["whole"])
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_noise_of_all_ranks_is_distinct(measured, size):
-    found = measured(size)["feeding"]
+    found = measured[size]["feeding"]
     noise = torch.cat((found["noise"], found["latent_eps"])).flatten(1)
     assert len(noise) == 2 * 2 * 12
     assert len(noise.unique(dim=0)) == len(noise)
     assert len(found["t"].unique()) == 2 * 12
 
 
-# Warm-up
-
-
-def test_warm_up_leaves_weights_bit_identical_and_moments_zero(measured, micro):
-    found = measured(3)["warm"]
-    require_identical(
-        found["warm"], {name: rank_runs.lively(name, s) for name, s in parameter_table(micro.model).items()}
-    )
-    assert found["states"] == 3 * len(parameter_table(micro.model))  # two moments and a step count
+def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measured, micro):
+    """The warm-up leaves weights as they are and moments zero."""
+    found, want = measured[3]["disturbed"], measured[3]["base"]
+    table = parameter_table(micro.model)
+    require_identical(found["warm"], {name: rank_runs.lively(name, shape) for name, shape in table.items()})
+    assert found["states"] == 3 * len(table)  # two moments and a step count
     assert found["largest state"] == 0
-
-
-def test_training_after_warm_up_is_bit_identical_to_training_without(measured):
-    found, want = measured(3)["warm"], measured(3)["base"]
     assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
     require_identical(found["whole"], want["whole"])
 
@@ -199,7 +175,7 @@ def test_sharded_adamw_equals_torchs_adamw_with_clipping(measured, micro, shapes
             parameter.grad = rank_runs.lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), cfg.optim.clip_norm)))
         adamw.step()
-    found = measured(size)["optimizer"]
+    found = measured[size]["optimizer"]
     np.testing.assert_allclose(found["norms"], norms, rtol=1e-6)
     require_close(found["whole"], parameters)
     assert found["gradients left"] == 0
@@ -220,37 +196,37 @@ def test_health_remembers_the_first_step_that_was_not_finite():
 
 
 def test_health_of_a_sound_run_is_spotless(measured):
-    assert measured(3)["base"]["flags"] == [STEPS, NEVER, NEVER]
-    assert measured(3)["reporting"]["fine"] == [""] * 3
+    assert measured[3]["base"]["flags"] == [STEPS, NEVER, NEVER]
+    assert measured[3]["reporting"]["fine"] == [""] * 3
 
 
 def test_health_flags_name_step_and_rank_of_a_bad_loss(measured):
-    losses = [flags[1] for flags in measured(3)["reporting"]["flags"]]
+    losses = [flags[1] for flags in measured[3]["reporting"]["flags"]]
     assert losses == [NEVER, NEVER, 1], "the bad batch was the last rank's, and it spoiled no weight"
 
 
 def test_every_rank_names_the_first_bad_step_and_its_rank(measured):
-    complaints = measured(3)["reporting"]["NaN at step 1"]
+    complaints = measured[3]["reporting"]["NaN at step 1"]
     assert len(set(complaints)) == 1
     assert "loss is not finite at step 1 on rank 2's data (positions 20 to 23 of the run)" in complaints[0]
 
 
 def test_an_infinite_norm_of_finite_losses_stops_every_rank(measured):
-    complaints = measured(3)["reporting"]["infinite norm"]
+    complaints = measured[3]["reporting"]["infinite norm"]
     assert len(set(complaints)) == 1
     assert "gradient norm is not finite at step 1" in complaints[0]
 
 
 def test_skipped_samples_of_all_ranks_are_counted_together(measured):
-    complaints = measured(3)["reporting"]["one bad sample per rank"]
+    complaints = measured[3]["reporting"]["one bad sample per rank"]
     assert len(set(complaints)) == 1
     assert complaints[0].startswith("3 bad training samples, data.skip_bad=2 allows no more")
     assert complaints[0].count("reason 0") == complaints[0].count("reason 2") == 1
 
 
 def test_a_bad_sample_that_several_ranks_met_counts_once(measured):
-    assert measured(3)["reporting"]["the same bad sample on every rank"] == [""] * 3
+    assert measured[3]["reporting"]["the same bad sample on every rank"] == [""] * 3
 
 
 def test_a_refusal_on_one_rank_is_raised_on_all(measured):
-    assert measured(3)["refusing"] == ["rank 2: no such shard"] * 3
+    assert measured[3]["refusing"] == ["rank 2: no such shard"] * 3

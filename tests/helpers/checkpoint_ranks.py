@@ -1,15 +1,9 @@
-"""Measures, on every rank of one torchrun launch, what test_checkpoint asserts of several ranks.
-
-    torchrun --nproc-per-node 3 tests/helpers/checkpoint_ranks.py OUT 1 2 4
-
-OUT holds a folder per world size. Ours receives a run with one checkpoint and rank 0's findings, found.pt; those of
-the world sizes in the arguments are read as soon as they have theirs. With 4 ranks the world is HSDP, 2 x 2.
-"""
+"""What rank_runs.py measures of checkpoints, and the states that test_checkpoint.py saves."""
 
 import contextlib
 import errno
+import functools
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,24 +14,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MICRO
+from rank_runs import of_all
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flux_ref import checkpoint, config, config_file, ranks, sharding
+from flux_ref import checkpoint, config_file, ranks, sharding
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
+from flux_ref.formats.checkpoint_files import Rows
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.step import State
 
 FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
-WAIT_S = 90  # for the other launches
 BREAKS = {  # what fails, and on which rank; -1: the last
     "choosing rows": (checkpoint, "rows_to_write", -1),
     "the folder": (checkpoint_files, "require_space", 0),
@@ -54,6 +48,7 @@ def narrow_config(run: Path, **values: object) -> Config:
     return config_file.replace(config_file.load(MICRO), **(rank_runs.NARROW | {"run__dir": str(run)} | values))
 
 
+@functools.cache
 def value(key: str, shape: tuple[int, ...]) -> Tensor:
     """What a tensor of the written state holds, by its key in a checkpoint."""
     tensor = rank_runs.lively(key, tuple(shape))
@@ -85,27 +80,32 @@ def other_state(cfg: Config, world: World) -> State:
     return State.of(net, cfg, world)
 
 
+def wanted(key: str, rows: Rows) -> Tensor:
+    """What these rows of the written state hold."""
+    return value(key, rows.shape)[rows.first : rows.first + len(rows.local)]
+
+
 def lively_state(cfg: Config, world: World) -> State:
     """The state that is written."""
     state = other_state(cfg, world)
-    for key, tensor in dtensors(state).items():
-        want = distribute_tensor(value(key, tensor.shape), tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(want.to_local())
+    for key, rows in checkpoint.rows_of(state).items():
+        rows.local.copy_(wanted(key, rows))
     state.opt.set_steps(STEP)
     state.step, state.samples = STEP, SAMPLES
     return state
 
 
-def whole(state: State) -> dict[str, Tensor]:
-    """All weights and moments, gathered."""
-    return {key: tensor.full_tensor().clone() for key, tensor in dtensors(state).items()}
+def contents(state: State) -> dict[str, Tensor]:
+    """A copy of the rows of every rank."""
+    rows = {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
+    return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
 def wrong(state: State) -> list[str]:
     """The keys under which any rank holds something else than the written state."""
-    found = whole(state)
-    own = [key for key, tensor in found.items() if not torch.equal(tensor, value(key, tensor.shape))]
-    return sorted({key for rank in rank_runs.of_all(own) for key in rank})
+    rows = checkpoint.rows_of(state)
+    own = [key for key in rows if not torch.equal(rows[key].local, wanted(key, rows[key]))]
+    return sorted({key for keys in of_all(own) for key in keys})
 
 
 def take_step(state: State, scale: float) -> None:
@@ -122,7 +122,7 @@ def after_steps(state: State) -> dict[str, Tensor]:
     """The state after two more steps, the first clipped."""
     for scale in (1.0, 1e-4):
         take_step(state, scale)
-    return whole(state)
+    return contents(state)
 
 
 def restored(cfg: Config, world: World, folder: Path) -> State:
@@ -131,15 +131,6 @@ def restored(cfg: Config, world: World, folder: Path) -> State:
     saved = checkpoint.resume(folder, state, FACTS)
     checkpoint.load_progress(saved, state)
     return state
-
-
-def only(run: Path) -> Path:
-    """The one checkpoint of a run; waits until it is there."""
-    deadline = time.monotonic() + WAIT_S
-    while not checkpoint_files.found(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (path,) = checkpoint_files.found(run)
-    return path
 
 
 @contextlib.contextmanager
@@ -168,7 +159,7 @@ def writing(cfg: Config, world: World) -> dict:
             saver.save(state, SKIPPED)
         saver.finish()
     rows = {key: len(row.local) for key, row in checkpoint.rows_of(state).items()}
-    return {"said": rank_runs.of_all(said), "events": rank_runs.of_all(events), "rows": rank_runs.of_all(rows)}
+    return {"said": of_all(said), "events": of_all(events), "rows": of_all(rows)}
 
 
 def reading(cfg: Config, world: World, folder: Path) -> dict:
@@ -189,7 +180,7 @@ def attempts(saver: Saver, state: State) -> dict:
     saver.wait()
     folder = checkpoint_files.folder_of(saver.run)
     dist.barrier()
-    return {"failures": rank_runs.of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
+    return {"failures": of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
 
 
 def finishing(saver: Saver) -> list[str]:
@@ -197,8 +188,8 @@ def finishing(saver: Saver) -> list[str]:
     try:
         saver.finish()
     except Fault as error:
-        return rank_runs.of_all(str(error))
-    return rank_runs.of_all("")
+        return of_all(str(error))
+    return of_all("")
 
 
 def breaking(cfg: Config, world: World) -> dict:
@@ -212,36 +203,25 @@ def breaking(cfg: Config, world: World) -> dict:
         here = world.rank == rank % world.size
         patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
         with patch:
-            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": rank_runs.of_all(said)}
+            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": of_all(said)}
     before.verify()
     said.clear()
     take_step(state, 1e-4)
     saver.save(state, {})
-    found["after"] = {"faults": finishing(saver), "said": rank_runs.of_all(said), "step": state.step}
-    found["finite"] = all(tensor.isfinite().all() for tensor in whole(state).values())
+    found["after"] = {"faults": finishing(saver), "said": of_all(said), "step": state.step}
+    found["finite"] = all(tensor.isfinite().all() for tensor in contents(state).values())
     return found
 
 
-def main(out: str, *others: str) -> int:
-    replicate = 2 if os.environ["WORLD_SIZE"] == "4" else 1
-    world = ranks.start(config.ParallelConfig(replicate=replicate))
-    folder = Path(out) / str(world.size)
-    cfg = narrow_config(folder, parallel__replicate=replicate)
-    found = {"writing": writing(cfg, world)}
-    aside = folder / "breaking"
-    if world.rank == 0:
-        aside.mkdir()
-    dist.barrier()
-    found["breaking"] = breaking(config_file.replace(cfg, run__dir=str(aside)), world)
-    found["on"] = after_steps(lively_state(cfg, world))  # without a checkpoint
-    found["reading"] = {
-        int(other): reading(cfg, world, only(Path(out) / other)) for other in (str(world.size), *others)
-    }
-    if world.rank == 0:
-        torch.save(found, folder / "found.pt")
-    ranks.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
+def measure(world: World, folder: Path) -> dict:
+    """Checkpoints by these ranks and, of what fewer ranks have written beside the folder, also by those."""
+    cfg = narrow_config(folder, parallel__replicate=world.replicas)
+    found = {"writing": writing(cfg, world), "on": after_steps(lively_state(cfg, world))}
+    if world.size > 1:
+        aside = config_file.replace(cfg, run__dir=str(folder / "breaking"))
+        with ranks.agreed():
+            Path(aside.run.dir).mkdir(exist_ok=True)
+        found["breaking"] = breaking(aside, world)
+        runs = {size: folder.parent / f"{size}_ranks" for size in rank_runs.SIZES if size <= world.size}
+        found["reading"] = {size: reading(cfg, world, rank_runs.checkpoint_of(run)) for size, run in runs.items()}
+    return found

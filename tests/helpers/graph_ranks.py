@@ -184,11 +184,11 @@ def broken(step: int, argv: list[str]) -> int:
     return code
 
 
-def main(argv: list[str]) -> int:
+def main(*argv: str) -> int:
     if argv[0] == "break":
-        return broken(int(argv[1]), argv[3:])
+        return broken(int(argv[1]), list(argv[3:]))
     return both(*map(Path, argv))
 
 
 if __name__ == "__main__":
-    cli.leave(main(sys.argv[1:]))
+    cli.leave(main(*sys.argv[1:]))

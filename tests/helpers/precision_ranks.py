@@ -47,8 +47,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     return losses
 
 
-def training(cfg: Config, world: World) -> dict:
-    state = lively_state(cfg, world)
+def training(cfg: Config, world: World, state: State) -> dict:
     losses = steps(state, cfg, world, count=1)
     fp8 = state.fp8
     first = fp8.history.clone()
@@ -81,13 +80,9 @@ def one_nan(state: State, world: World) -> list[bool]:
 def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
-    values = {
-        "base": training(cfg, world),
-        "kept gathered": training(config_file.replace(cfg, parallel__reshard_after_forward=False), world),
-    }
     state = lively_state(cfg, world)
-    steps(state, cfg, world)
+    found = {"base": training(cfg, world, state), "run": str(folder)}
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    return values | {"one NaN": one_nan(state, world), "run": str(folder)}
+    return found | {"one NaN": one_nan(state, world)}

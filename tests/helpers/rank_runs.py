@@ -1,16 +1,13 @@
-"""Measures, on every rank of one torchrun launch, what test_sharding and test_evaluate assert.
+"""Measures, on every rank of one launch, what test_sharding, test_evaluate, test_fp8 and test_checkpoint assert.
 
-    torchrun --nproc-per-node 3 tests/helpers/rank_runs.py DATA OUT
-
-Starting torch takes longer than all the measuring, so there is one launch per world size, and none for one rank.
-Rank 0 writes the findings to OUT/found.pt. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
+Starting torch takes longer than all the measuring, so there is one launch per number of ranks. Rank 0 writes the
+findings. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 """
 
-import functools
 import math
 import os
-import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,14 +24,15 @@ from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate
 from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
+from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
-from flux_ref.run import cli
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, State, train_step, warm_up
 from flux_ref.steps import Steps
 
+SIZES = (1, 3, 4)  # numbers of ranks
 STEPS = 4
 CLIP = 1.2  # the norms of these steps lie on both sides of it
 BASE = {"optim__clip_norm": CLIP, "train__caption_drop": 0.5}
@@ -42,26 +40,42 @@ NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 feat
 SPLITS = {  # ways to run the same steps
     "base": {},
     "accumulated": {"train__micro_batch": 1},
-    "regions of 2": {"parallel__region_blocks": 2},
-    "regions of 3": {"parallel__region_blocks": 3},
-    "kept gathered": {"parallel__reshard_after_forward": False},
+    "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__reshard_after_forward": False},
 }
 GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
 VAL_SAMPLES = 36  # the clock at which validation is measured
 TIMEOUT_S = 100
 
 
-@functools.cache
-def measured(data: Path, size: int) -> dict:
-    """The findings at a world size. One rank is this process, which must have no world yet."""
-    folder = data.parent / f"{size} ranks"
-    folder.mkdir()
-    if size == 1:
-        assert main(str(data), str(folder)) == 0
-    else:
-        process = script("tests/helpers/rank_runs.py", data, folder, ranks=size, timeout=TIMEOUT_S)
-        assert process.returncode == 0, process.stderr[-4000:]
-    return torch.load(folder / "found.pt")
+class Measured(dict):
+    """The findings by number of ranks. One rank is this process, which must have no world yet."""
+
+    def __init__(self, data: Path, shared: Callable):
+        super().__init__()
+        self.data, self.shared = data, shared
+        for size in SIZES[:2]:
+            self[size]
+
+    def __missing__(self, size: int) -> dict:
+        def measure(folder: Path) -> None:
+            folder.mkdir()
+            if size == 1:
+                assert main(str(self.data), str(folder)) == 0
+                return
+            process = script("tests/helpers/rank_runs.py", self.data, folder, ranks=size, timeout=TIMEOUT_S)
+            assert process.returncode == 0, process.stderr[-4000:]
+
+        self[size] = torch.load(self.shared(f"{size}_ranks", measure) / "found.pt")
+        return self[size]
+
+    def checkpoint(self, size: int) -> Path:
+        """The checkpoint that so many ranks have written."""
+        return checkpoint_of(self.shared(f"{size}_ranks", lambda folder: None))
+
+
+def checkpoint_of(run: Path) -> Path:
+    (path,) = checkpoint_files.found(run)
+    return path
 
 
 def micro_config(data: Path, **values: object) -> Config:
@@ -117,15 +131,15 @@ def initial(cfg: Config, world: World) -> dict:
     return {"whole": whole(net), "rows": of_all(rows)}
 
 
-def training(cfg: Config, world: World, warm: bool = False, validate: bool = False) -> dict:
-    """A few steps from lively weights, after a warm-up and with validations in between if asked for."""
+def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
+    """A few steps from lively weights. disturbed: after a warm-up, and with validations in between."""
     net = lively_net(cfg, world)
     state = State.of(net, cfg, world)
     train_set, val_set = open_sets(cfg, world)
     batch = allocate(cfg.model, cfg.train.global_batch // world.size)
     val_batch = allocate(cfg.model, cfg.eval.batch)
     found = {}
-    if warm:
+    if disturbed:
         warm_up(state, batch, val_batch, cfg)
         found["warm"] = whole(net)
         tensors = [tensor for per_shard in state.opt.adamw.state.values() for tensor in per_shard.values()]
@@ -140,7 +154,7 @@ def training(cfg: Config, world: World, warm: bool = False, validate: bool = Fal
         state.advance(cfg.train.global_batch)
         losses.append(ranks.gather(loss.double()))
         norms.append(ranks.gather(norm.double()))
-        if validate:
+        if disturbed:
             validation_loss(Steps(state, cfg, world), val_set, state.samples)
     feed.close()
     local = [parameter.to_local() for parameter in state.opt.parameters]
@@ -163,7 +177,9 @@ def optimizer(cfg: Config, world: World) -> dict:
     for scale in GRADIENT_SCALES:
         for name, parameter in sharding.named_parameters(net).items():
             gradient = lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
-            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = distribute_tensor(
+                gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         opt.lr.fill_(cfg.optim.lr)
         norms.append(float(opt.step()))
     found = {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
@@ -178,7 +194,7 @@ def spoiled_step(net: Flux, opt: Optimizer, world: World) -> dict:
         return [tensor.clone() for tensor in (*moments, *whole(net).values())]
 
     for parameter in net.parameters():
-        parameter.grad = distribute_tensor(torch.ones(parameter.shape), parameter.device_mesh, parameter.placements)
+        parameter.grad = torch.ones_like(parameter)
         local = parameter.grad.to_local()
         if world.rank == world.size - 1 and local.numel():
             local.view(-1)[0] = math.nan
@@ -280,23 +296,23 @@ def refusing(world: World) -> list[str]:
 
 
 def main(data: str, out: str) -> int:
-    replicate = 2 if os.environ.get("WORLD_SIZE") == "4" else 1
+    out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
     world = ranks.start(cfg.parallel)
+    import checkpoint_ranks  # these import this file, too
+    import precision_ranks
+
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)
     for name in SPLITS if world.size == 3 else ("base", "accumulated"):
         found[name] = training(config_file.replace(cfg, **SPLITS[name]), world)
     if world.size == 3:
         found["bf16"] = training(config_file.replace(cfg, parallel__dtype="bf16"), world)
-        found["warm"] = training(cfg, world, warm=True)
-        found["validating"] = training(cfg, world, validate=True)
+        found["disturbed"] = training(cfg, world, disturbed=True)
         found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
-        found["reporting"] = reporting(cfg, world, Path(out))
+        found["reporting"] = reporting(cfg, world, out)
         found["refusing"] = refusing(world)
-        import precision_ranks  # imports this file, too
-
-        found["fp8"] = precision_ranks.measure(world, Path(out) / "fp8")
+        found["fp8"] = precision_ranks.measure(world, out / "fp8")
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
         found["flat initial"] = initial(cfg, flat)
@@ -304,11 +320,8 @@ def main(data: str, out: str) -> int:
     found["optimizer"] = optimizer(cfg, world)
     found["validation"] = validation(cfg, world)
     found["feeding"] = feeding(cfg, world)
+    found["checkpoint"] = checkpoint_ranks.measure(world, out)
     if world.rank == 0:
-        torch.save(found, Path(out) / "found.pt")
+        torch.save(found, out / "found.pt")
     ranks.stop()
     return 0
-
-
-if __name__ == "__main__":
-    cli.leave(main(*sys.argv[1:]))
