@@ -14,7 +14,7 @@ from flux_ref.tables import commands as tables
 
 PAGES = ("PORTING.md", "docs/arithmetic.md", "docs/draws.md", "docs/tables.md", "docs/architecture.md")
 PORTING = (ROOT / "PORTING.md").read_text()
-PROSE = PORTING.split("## Decisions that bite")[0]
+PROSE = PORTING.split("## Decisions that often cause errors")[0]
 BLOCKS = re.findall(r"^```\n(.*?)^```", PROSE, re.M | re.S)
 SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PROSE, flags=re.M | re.S)))
 COMMANDS = {line for block in BLOCKS for line in block.splitlines()}
