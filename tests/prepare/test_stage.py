@@ -1,7 +1,7 @@
 """Staging a data set, as `python -m flux_ref.prepare stage SRC DST` does.
 
 Nodes are forked processes here, each with a DST of its own; they write down what they read, write and rename. The
-last two tests launch the command itself.
+last test launches the command itself.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import netns
 import pytest
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ from flux_ref.prepare import stage
 from flux_ref.run import cli
 
 ROOT = Path(__file__).parents[2]
-CHUNK, MARK = 4 << 10, 8 << 10
+CHUNK = 4 << 10
 ALONE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 FORKS = multiprocessing.get_context("forkserver")  # which has imported torch once
 FORKS.set_forkserver_preload(["flux_ref.prepare.stage", "pytest"])
@@ -41,7 +40,7 @@ FORKS.set_forkserver_preload(["flux_ref.prepare.stage", "pytest"])
 def make_set(folder: Path, seed: int = 1) -> Path:
     draw = random.Random(seed)
     sizes = {f"train/shard_{i:06d}.tar": draw.randrange(4 * CHUNK, 24 * CHUNK) for i in range(9)}
-    sizes |= {"train/shard_000009.tar": 8 * MARK, "val/shard_000000.tar": 3 * CHUNK + 1, "val/empty.tar": 0}
+    sizes |= {"train/shard_000009.tar": 16 * CHUNK, "val/shard_000000.tar": 3 * CHUNK + 1, "val/empty.tar": 0}
     sizes |= {"train/.nv-meta/index.sqlite": 700, "empty_encodings/t5_empty.npy": CHUNK, "a name.txt": 5}
     for name, size in sizes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,7 @@ def lasting(text: str) -> list[str]:
 
 def small(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     """The small chunks of these tests, for good or for one of them."""
-    for name, value in {"CHUNK": CHUNK, "MARK": MARK, "POLL_S": 0.02}.items():
+    for name, value in {"CHUNK": CHUNK, "POLL_S": 0.02}.items():
         monkeypatch.setattr(stage, name, value) if monkeypatch else setattr(stage, name, value)
 
 
@@ -151,7 +150,7 @@ class Nodes:
 
         last_src: what the last node takes for SRC.
         """
-        self.src, self.dsts = src, dsts
+        self.src, self.dsts, self.touched = src, dsts, {str(src / getattr(hook, "touches", ""))}
         self.logs = [src.parent.parent / f"log_{time.monotonic_ns()}_{rank}" for rank in range(len(dsts))]
         # As under torchrun, the store outlives the nodes.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if len(dsts) > 1 else None
@@ -170,21 +169,16 @@ class Nodes:
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
         return {name: str(value) for name, value in (numbers | address | agent).items()}
 
-    def exits(self) -> list[int]:
-        """Exit codes, once all have ended."""
+    def codes(self) -> list[int]:
+        """Exit codes, once all have ended. Whatever they did, no node has written anything outside its DST."""
         for process in self.processes:
             process.join(60)
             assert process.exitcode is not None, self.said
-        return [process.exitcode for process in self.processes]
-
-    def codes(self) -> list[int]:
-        """Exit codes, once all have ended. Whatever they did, no node has written anything outside its DST."""
-        codes = self.exits()
         for dst, log in zip(self.dsts, self.logs):
             changed = {path for kind, *paths in events(log) if kind not in ("open", "read", "fsync") for path in paths}
             outside = {path for path in changed if not Path(path).is_relative_to(dst)}
-            assert outside <= {str(folder) for folder in dst.parents}, "those may have to be made"
-        return codes
+            assert outside <= {str(folder) for folder in dst.parents} | self.touched, "parents may have to be made"
+        return [process.exitcode for process in self.processes]
 
     @property
     def said(self) -> list[str]:
@@ -200,11 +194,6 @@ class Nodes:
                 if kind == "read" and Path(path).is_relative_to(self.src):
                     found.update((path, at) for at in range(*span))
         return found
-
-    def opened(self) -> Counter:
-        """How often each file of SRC was opened."""
-        found = (event[1] for log in self.logs for event in events(log) if event[0] == "open")
-        return Counter(path for path in found if Path(path).is_relative_to(self.src) and Path(path).is_file())
 
     def readers(self) -> list[set[str]]:
         """The files that each node has read from."""
@@ -278,56 +267,30 @@ def test_one_node_gets_an_identical_copy_with_a_manifest(src, tmp_path, here):
     code, lines = here(src, tmp_path / "dst")
     assert code == 0
     require_staged(src, tmp_path / "dst")
-    line = r"\S+: (\d+) files, ([\d,]+) bytes; read ([\d,]+) bytes of \S+, moved ([\d,]+) bytes per node in [\d.]+ s,"
-    numbers = re.fullmatch(line + r" [\d.]+ GB/s", lines[-1]).groups()
-    assert len(lines) == 1 and [int(number.replace(",", "")) for number in numbers] == [15, *3 * [total(src)]]
+    line = r"\S+: (\d+) files, ([\d,]+) bytes; read ([\d,]+) bytes of \S+ in [\d.]+ s, [\d.]+ GB/s"
+    numbers = re.fullmatch(line, lines[-1]).groups()
+    assert len(lines) == 1 and [int(number.replace(",", "")) for number in numbers] == [15, *2 * [total(src)]]
     assert (tmp_path / "dst" / "a name.txt").stat().st_mtime_ns == 10**18 + 7
     command = ["sha256sum", "--check", "--strict", "--quiet", "manifest.sha256"]
     subprocess.run(command, cwd=tmp_path / "dst", check=True)
+    assert here(tmp_path / "dst", tmp_path / "of the copy")[0] == 0
+    require_staged(tmp_path / "dst", tmp_path / "of the copy")
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_nodes_together_read_each_byte_of_the_source_once(src, tmp_path, count):
-    dsts = [tmp_path / f"dst{rank}" for rank in range(count)]
+def test_nodes_together_read_each_byte_of_the_source_once_and_later_what_is_missing(src, tmp_path):
+    dsts = [tmp_path / f"dst{rank}" for rank in range(3)]
     nodes = staged(src, *dsts)
     require_staged(src, *dsts)
     reads = nodes.reads()
     assert len(reads) == total(src) and set(reads.values()) == {1}
-    assert set(nodes.opened().values()) == {1}
     assert all(len(files) > 2 for files in nodes.readers()), "all nodes read"
     assert len(nodes.said) == 1 and f"read {total(src):,} bytes" in nodes.said[0]
-
-
-def test_staging_again_reads_nothing(src, tmp_path):
-    staged(src, tmp_path / "0", tmp_path / "1")
-    again = staged(src, tmp_path / "0", tmp_path / "1")
-    assert not again.reads() and not again.opened()
-    require_staged(src, tmp_path / "0", tmp_path / "1")
-
-
-def test_a_new_node_gets_all_from_those_that_have_it(src, tmp_path):
-    dsts = [tmp_path / f"dst{rank}" for rank in range(3)]
-    staged(src, *dsts[:2])
-    (dsts[0] / "train" / "shard_000003.tar").unlink()
-    nodes = staged(src, *dsts)
-    require_staged(src, *dsts)
-    assert not nodes.reads() and not nodes.opened()
-    assert nodes.readers()[0] and nodes.readers()[1] and not nodes.readers()[2]
-    assert str(dsts[1] / "train" / "shard_000003.tar") in nodes.readers()[1]
-
-
-def test_a_file_that_came_later_is_the_only_one_read(src, tmp_path):
-    staged(src, tmp_path / "0", tmp_path / "1")
     (src / "train" / "late.tar").write_bytes(bytes(3 * CHUNK))
-    nodes = staged(src, tmp_path / "0", tmp_path / "1")
-    assert nodes.opened() == {str(src / "train" / "late.tar"): 1}
-    require_staged(src, tmp_path / "0", tmp_path / "1")
-
-
-def test_a_staged_set_can_be_the_source_of_another(src, tmp_path, here):
-    here(src, tmp_path / "one")
-    assert here(tmp_path / "one", tmp_path / "two")[0] == 0
-    require_staged(tmp_path / "one", tmp_path / "two")
+    (dsts[0] / "train" / "shard_000003.tar").unlink()
+    reads = staged(src, *dsts).reads()
+    assert {Path(path).name for path, _ in reads} == {"late.tar", "shard_000003.tar"} and set(reads.values()) == {1}
+    assert not staged(src, *dsts).reads()
+    require_staged(src, *dsts)
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):
@@ -338,45 +301,31 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):
         partial, final = begun / "train" / path.name, tmp_path / "dst" / "train" / path.name
         renamed = found.index(["os.rename", str(partial), str(final)])
         synced = max(at for at in range(renamed) if found[at] == ["fsync", str(partial)])
-        assert ["fsync", str(journal)] in found[synced:renamed], "the mark follows the bytes, the name the mark"
+        assert ["fsync", str(journal)] in found[synced:renamed], "the line follows the bytes, the name the line"
         assert ["fsync", str(final.parent)] in found[renamed:]
 
 
 # Stopping and going on
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_killed_copy_goes_on_and_loses_little(src, tmp_path, seed):
-    draw, dst, read = random.Random(seed), tmp_path / "dst", 0
-    for _ in range(3):
-        nodes = Nodes(src, dst, pause=draw.random() / 100, hook=Strike(draw.randrange(20, 50)))
+def test_a_killed_copy_goes_on_and_keeps_its_whole_files(src, tmp_path):
+    dst = tmp_path / "dst"
+    for chunks in (100, 50):
+        nodes = Nodes(src, dst, pause=0.002, hook=Strike(chunks))
         assert nodes.codes() == [-signal.SIGKILL]
-        read += nodes.reads().total()
-        assert tree(dst).items() <= tree(src).items(), "what has its name is whole"
-        cut_short(dst / ".stage" / "journal", draw)
-    last = staged(src, dst)
+        whole = tree(dst)
+        assert whole and whole.items() <= tree(src).items(), "what has its name is whole"
+        with (dst / ".stage" / "journal").open("a") as journal:
+            journal.write('\n["train/shard_000003.tar", 12')  # as a kill while it was written leaves it
+    reads = staged(src, dst).reads()
     require_staged(src, dst)
-    assert last.reads().total() < total(src)
-    # Since its last mark, each stream has read less than MARK and one chunk; cut_short took one mark.
-    assert read + last.reads().total() <= total(src) + 3 * (stage.STREAMS * (MARK + CHUNK) + MARK)
+    assert reads and not {str(src / name) for name in whole} & {path for path, _ in reads}
 
 
-def marks(journal: Path) -> list[tuple[str, int, int, int, str]]:
-    """(name, bytes, mtime_ns, marked bytes, their sha256)"""
-    return [tuple(event) for event in events(journal)]
-
-
-def cut_short(journal: Path, draw: random.Random) -> None:
-    """Lose some of the last mark, as a kill while it was written would. A file's last is there before its name."""
-    begun, _, line = journal.read_bytes().rpartition(b"\n")
-    if line.endswith(b"]") and marks(journal)[-1][3] < marks(journal)[-1][1]:
-        journal.write_bytes(begun + b"\n" + line[: draw.randrange(len(line))])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_when_a_node_is_killed_the_others_end_and_all_go_on_later(src, tmp_path, seed):
-    draw, dsts, victim = random.Random(seed), [tmp_path / f"dst{rank}" for rank in range(3)], seed
-    nodes = Nodes(src, *dsts, pause=0.01, hook=Strike(draw.randrange(10, 30), victim))
+@pytest.mark.parametrize("victim", [0, 2])
+def test_when_a_node_is_killed_the_others_end_and_all_go_on_later(src, tmp_path, victim):
+    dsts = [tmp_path / f"dst{rank}" for rank in range(3)]
+    nodes = Nodes(src, *dsts, pause=0.01, hook=Strike(40, victim))
     codes = nodes.codes()
     assert codes.pop(victim) == -signal.SIGKILL and codes == [3, 3]
     assert ["lost another rank" in line for line in nodes.said] == [True, True], nodes.said
@@ -401,78 +350,63 @@ def test_a_node_that_is_killed_with_the_last_file_is_missed(src, tmp_path):
     assert not staged(src, tmp_path / "0", tmp_path / "1").reads()
 
 
-def test_a_node_that_lost_its_disk_does_not_cost_the_others_their_whole_files(src, tmp_path):
-    dsts = [tmp_path / "0", tmp_path / "1"]
-    Nodes(src, *dsts, pause=0.01, hook=Strike(50)).codes()
-    shutil.rmtree(dsts[1])
-    whole = {str(src / name) for name in tree(dsts[0])}
-    last = staged(src, *dsts)
-    require_staged(src, *dsts)
-    assert whole and not whole & last.opened().keys()
-
-
-def test_a_damaged_beginning_is_found_and_copied_again(src, tmp_path):
-    victim = interrupted(src, tmp_path / "dst")
-    with victim.open("r+b") as file:
-        file.write(bytes([victim.read_bytes()[0] ^ 1]))
-    nodes = Nodes(src, tmp_path / "dst")
-    assert nodes.codes() == [3]
-    assert nodes.said == [f"stage: {victim} was damaged and is removed; start again"]
-    staged(src, tmp_path / "dst")
-    require_staged(src, tmp_path / "dst")
-
-
-def test_a_beginning_of_an_older_version_is_not_gone_on_with(src, tmp_path, here):
-    partial = interrupted(src, tmp_path / "dst")
-    changed = src / partial.relative_to(tmp_path / "dst" / ".stage" / "files")
-    changed.write_bytes(random.Random(5).randbytes(changed.stat().st_size))
-    assert here(src, tmp_path / "dst")[0] == 0
-    require_staged(src, tmp_path / "dst")
-
-
-def interrupted(src: Path, dst: Path) -> Path:
-    """Break off a copy; returns a file under way with a mark in it."""
-    assert Nodes(src, dst, pause=0.01, hook=Strike(90)).codes() == [-signal.SIGKILL]
-    begun = (dst / ".stage" / "files" / name for name, _, _, count, _ in marks(dst / ".stage" / "journal") if count)
-    return next(path for path in begun if path.exists())
-
-
 # What is noticed
 
 
-def test_a_source_that_changed_after_it_was_staged_is_refused_by_name(src, tmp_path, here):
+def test_what_is_not_as_it_was_staged_is_refused_by_name_and_left_alone(src, tmp_path, here):
+    dst, name, wrong = tmp_path / "dst", "val/shard_000000.tar", []
+    here(src, dst)
+    copy = dst / name
+
+    def refused(path: Path, problem: str) -> None:
+        before = tree(dst)
+        code, lines = here(src, dst)
+        wrong.extend([lines] * (code != 2 or lines != [f"stage: {path} {problem}"] or tree(dst) != before))
+        path.unlink()
+
+    copy.write_bytes(bytes(copy.stat().st_size))
+    refused(copy, "is not as it was staged; remove it")
+    here(src, dst)
+    (src / name).write_bytes(bytes(copy.stat().st_size))
+    refused(copy, "was staged from a source that has changed since; remove it to stage it again")
+    (dst / "train" / "own.tar").write_bytes(b"mine")
+    refused(dst / "train" / "own.tar", "is not in the source; remove it")
+    assert wrong == [] and here(src, dst)[0] == 0
+    require_staged(src, dst)
+
+
+def test_what_an_older_version_staged_is_trusted(src, tmp_path, here):
+    """Its journal has lines for parts of files, and one more number in each line."""
     here(src, tmp_path / "dst")
-    copy, before = tmp_path / "dst" / "val" / "shard_000000.tar", tree(tmp_path / "dst")
-    (src / "val" / "shard_000000.tar").write_bytes(bytes(copy.stat().st_size))
-    code, lines = here(src, tmp_path / "dst")
-    assert code == 2 and tree(tmp_path / "dst") == before
-    assert lines == [f"stage: {copy} was staged from a source that has changed since; remove it to stage it again"]
-    copy.unlink()
-    assert here(src, tmp_path / "dst")[0] == 0
+    journal = tmp_path / "dst" / ".stage" / "journal"
+    lines = [json.loads(line) for line in journal.read_text().splitlines() if line]
+    parts = [
+        [*version, part, digest] for *version, digest in lines for part, digest in ((1, "0" * 64), (version[1], digest))
+    ]
+    journal.write_text("".join(f"\n{json.dumps(part)}" for part in parts))
+    code, (line,) = here(src, tmp_path / "dst")
+    assert code == 0 and "read 0 bytes" in line
     require_staged(src, tmp_path / "dst")
 
 
 def rewrite(path: str, offset: int | None) -> None:
-    if path.endswith("shard_000009.tar") and offset == 4 * MARK:
-        Path(path).write_bytes(bytes(8 * MARK))
+    if path.endswith("shard_000009.tar") and offset == 8 * CHUNK:
+        Path(path).write_bytes(bytes(16 * CHUNK))
 
 
 def shorten(path: str, offset: int | None) -> None:
-    if path.endswith("shard_000009.tar") and offset == 4 * MARK:
-        os.truncate(path, 4 * MARK + 1)
+    if path.endswith("shard_000009.tar") and offset == 8 * CHUNK:
+        os.truncate(path, 8 * CHUNK + 1)
 
 
-def grow(path: str, offset: int | None) -> None:
-    if path.endswith("shard_000009.tar") and offset == 8 * MARK - CHUNK:
-        with open(path, "ab") as file:
-            file.write(b"more")
+rewrite.touches = shorten.touches = "train/shard_000009.tar"
 
 
-@pytest.mark.parametrize("change", [rewrite, shorten, grow])
+@pytest.mark.parametrize("change", [rewrite, shorten])
 def test_a_source_that_changes_while_it_is_copied_is_noticed_on_all_nodes(src, tmp_path, change):
     dsts, name = [tmp_path / "0", tmp_path / "1"], "train/shard_000009.tar"
     nodes = Nodes(src, *dsts, hook=change)
-    assert nodes.exits() == [3, 3]
+    assert nodes.codes() == [3, 3]
     assert len(nodes.said) == 1, nodes.said
     (line,) = nodes.said
     found = re.fullmatch(r"stage: node [01] \(\S+\): (\S+) changed while it was copied; start again .*", line)
@@ -482,25 +416,22 @@ def test_a_source_that_changes_while_it_is_copied_is_noticed_on_all_nodes(src, t
     require_staged(src, *dsts)
 
 
-def test_a_source_with_a_good_manifest_is_copied_with_it(src, tmp_path):
-    write_manifest(src)
-    staged(src, tmp_path / "0", tmp_path / "1")
-    require_staged(src, tmp_path / "0", tmp_path / "1")
-
-
-def test_a_byte_that_the_manifest_does_not_allow_is_noticed_on_all_nodes(src, tmp_path):
+def test_a_manifest_is_copied_and_a_byte_that_it_does_not_allow_is_noticed_on_all_nodes(src, tmp_path):
     write_manifest(src)
     name, dsts = "train/shard_000004.tar", [tmp_path / "0", tmp_path / "1"]
+    staged(src, *dsts)
+    require_staged(src, *dsts)
+    shutil.rmtree(tmp_path / "0")
+    shutil.rmtree(tmp_path / "1")
     content = bytearray((src / name).read_bytes())
     content[2 * CHUNK + 5] ^= 1
     (src / name).write_bytes(content)
-    for _ in range(2):
-        nodes = Nodes(src, *dsts)
-        assert nodes.codes() == [3, 3]
-        assert len(nodes.said) == 1, nodes.said
-        (line,) = nodes.said
-        assert re.fullmatch(rf"stage: node [01] \(\S+\): {name} is damaged: its sha256 is \w+, want \w+", line)
-        assert not any((dst / name).exists() for dst in dsts)
+    nodes = Nodes(src, *dsts)
+    assert nodes.codes() == [3, 3]
+    assert len(nodes.said) == 1, nodes.said
+    (line,) = nodes.said
+    assert re.fullmatch(rf"stage: node [01] \(\S+\): {name} is damaged: its sha256 is \w+, want \w+", line)
+    assert not any((dst / name).exists() for dst in dsts)
 
 
 def test_a_manifest_that_does_not_fit_is_refused(src, tmp_path, here):
@@ -560,20 +491,13 @@ def test_what_is_no_plain_file_or_has_no_plain_name_is_refused(src, tmp_path, he
     assert wrong == []
 
 
-def test_a_link_in_the_destination_leads_nowhere(src, tmp_path, here):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / "train").symlink_to(tmp_path / "elsewhere")
-    code, lines = here(src, tmp_path / "dst")
-    assert code == 2 and len(lines) == 1 and f"{tmp_path}/dst/train is a link" in lines[0]
-    assert not list((tmp_path / "elsewhere").iterdir())
-
-
 def test_folders_that_make_no_sense_are_refused_in_one_line(src, here):
     shared, wrong = src.parent, []
     (shared / "nothing" / "folder").mkdir(parents=True)
     (shared / "file").touch()
     (shared / "link").symlink_to(src)
+    (shared / "linked").mkdir()
+    (shared / "linked" / "train").symlink_to(shared / "nothing")
     before = sorted(shared.rglob("*"))
     for source, destination, problem in (
         ("set", "set", "lie inside each other"),
@@ -585,9 +509,11 @@ def test_folders_that_make_no_sense_are_refused_in_one_line(src, here):
         ("nothing", "dst", "holds no file"),
         ("set", "file", "Not a directory"),
         ("set", "file/dst", "Not a directory"),
+        ("set", "linked", "linked/train is a link"),
     ):
         code, lines = here(shared / source, shared / destination)
         wrong += [lines] * (code != 2 or len(lines) != 1 or problem not in lines[0])
+    shutil.rmtree(shared / "linked" / ".stage")
     assert wrong == [] and sorted(shared.rglob("*")) == before
 
 
@@ -600,27 +526,20 @@ def test_a_read_only_destination_is_refused_in_one_line(src, tmp_path, here, mou
 def test_too_little_space_is_refused_with_figures_before_anything_is_read(src, tmp_path, mount):
     disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs")
     nodes = Nodes(src, tmp_path / "0", disk / "1")
-    assert nodes.codes() == [2, 2] and not nodes.opened()
+    assert nodes.codes() == [2, 2] and not nodes.reads()
     assert len(nodes.said) == 1
     assert re.search(r"rank 1: \S+ on \S+ has 0.000 GB free, but 0.001 GB are missing", nodes.said[0])
-
-
-def test_space_is_asked_for_what_is_missing_only(src, tmp_path, mount):
-    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={total(src) + (128 << 10)}", "tmpfs")
-    interrupted(src, disk / "dst")
-    staged(src, disk / "dst")
-    require_staged(src, disk / "dst")
 
 
 class Filler:
     """Takes all space of a disk at the first chunk."""
 
     def __init__(self, disk: Path):
-        self.disk = disk
+        self.touches = disk / "full"
 
     def __call__(self, path: str, offset: int | None) -> None:
-        if not (self.disk / "full").exists():
-            with (self.disk / "full").open("wb", buffering=0) as file:
+        if not self.touches.exists():
+            with self.touches.open("wb", buffering=0) as file:
                 try:
                     while file.write(bytes(4096)):
                         pass
@@ -631,52 +550,26 @@ class Filler:
 def test_a_disk_that_fills_up_ends_all_nodes_with_one_line_that_names_it(src, tmp_path, mount):
     disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=2m", "tmpfs")
     nodes = Nodes(src, tmp_path / "0", disk / "1", tmp_path / "2", hook=Filler(disk))
-    assert nodes.exits() == [3, 3, 3]
+    assert nodes.codes() == [3, 3, 3]
     assert len(nodes.said) == 1, nodes.said
     (line,) = nodes.said
-    assert re.fullmatch(rf"stage: node 1 \(\S+\): copying \S+ to {disk}/1: No space left on device(: \S+)?", line)
+    assert re.fullmatch(rf"stage: node 1 \(\S+\): copying \S+ to {disk}/1: .*No space left on device.*", line)
     (disk / "full").unlink()
     staged(src, tmp_path / "0", disk / "1", tmp_path / "2")
     require_staged(src, tmp_path / "0", disk / "1", tmp_path / "2")
 
 
-def test_a_source_that_one_node_does_not_see_is_refused_naming_it(src, tmp_path):
-    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", last_src=tmp_path / "missing")
-    assert nodes.codes() == [2, 2]
-    assert len(nodes.said) == 1, nodes.said
-    (line,) = nodes.said
-    assert re.fullmatch(rf"stage: rank 1: source {tmp_path}/missing on \S+ does not exist or is no folder", line)
-
-
-def test_nodes_that_see_different_sources_are_refused(src, tmp_path):
-    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", last_src=make_set(tmp_path / "other", seed=2))
-    assert nodes.codes() == [2, 2]
-    assert len(nodes.said) == 1 and "node 1 sees other files" in nodes.said[0]
-
-
-def test_two_nodes_may_not_share_a_destination(src, tmp_path):
-    nodes = Nodes(src, tmp_path / "dst", tmp_path / "dst")
-    assert nodes.codes() == [2, 2]
-    assert len(nodes.said) == 1 and "is being staged already; every node needs its own DST" in nodes.said[0]
-
-
-def test_files_that_others_put_into_the_destination_are_left_alone(src, tmp_path, here):
-    dst = tmp_path / "dst"
-    (dst / "train").mkdir(parents=True)
-    for name in ("train/shard_000000.tar", "train/own.tar"):
-        (dst / name).write_bytes(b"mine")
-        code, lines = here(src, dst)
-        assert code == 2 and len(lines) == 1 and f"{dst / name} is not " in lines[0]
-        assert (dst / name).read_bytes() == b"mine"
-        (dst / name).unlink()
-
-
-def test_a_copy_that_was_changed_in_the_destination_is_refused(src, tmp_path, here):
-    here(src, tmp_path / "dst")
-    copy = tmp_path / "dst" / "val" / "shard_000000.tar"
-    copy.write_bytes(bytes(copy.stat().st_size))
-    code, lines = here(src, tmp_path / "dst")
-    assert code == 2 and lines == [f"stage: {copy} is not as it was staged; remove it"]
+def test_nodes_with_other_sources_or_a_shared_destination_are_refused_in_one_line(src, tmp_path):
+    missing, other, wrong = tmp_path / "missing", make_set(tmp_path / "other", seed=2), []
+    for folder, last_src, line in (
+        ("1", missing, rf"rank 1: source {missing} on \S+ does not exist or is no folder"),
+        ("1", other, "node 1 sees other files .*"),
+        ("0", src, r"(rank 1: )?\S+ is being staged already; every node needs its own DST"),
+    ):
+        nodes = Nodes(src, tmp_path / "0", tmp_path / folder, last_src=last_src)
+        codes, said = nodes.codes(), nodes.said
+        wrong += [said] * (codes != [2, 2] or len(said) != 1 or not re.fullmatch(f"stage: {line}", said[0]))
+    assert wrong == []
 
 
 def test_more_than_one_process_per_node_is_refused_with_the_remedy(src, tmp_path, here, monkeypatch):
@@ -686,16 +579,6 @@ def test_more_than_one_process_per_node_is_refused_with_the_remedy(src, tmp_path
     assert code == 2 and len(lines) == 1 and "torchrun --nproc-per-node 1" in lines[0]
 
 
-# Real launches
-
-
-def stage_command(rank: int, address: str, port: int, src: Path, dst: Path) -> list[str]:
-    rendezvous = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", rank]
-    rendezvous += ["--master-addr", address, "--master-port", port]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "flux_ref.prepare", "stage", src, dst]
-    return list(map(str, command))
-
-
 @pytest.mark.slow
 def test_two_launchers_stage_as_one_job(src, tmp_path):
     with socket.socket() as probe:
@@ -703,23 +586,14 @@ def test_two_launchers_stage_as_one_job(src, tmp_path):
         port = probe.getsockname()[1]
     env = {name: value for name, value in os.environ.items() if name not in ALONE}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    commands = [stage_command(rank, "127.0.0.1", port, src, tmp_path / str(rank)) for rank in range(2)]
-    jobs = [subprocess.Popen(command, cwd=ROOT, env=env, **pipes) for command in commands]
+    jobs = []
+    for rank in range(2):
+        launch = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, f"--master-port={port}"]
+        command += ["-m", "flux_ref.prepare", "stage", str(src), str(tmp_path / str(rank))]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        jobs.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
     (said, errors), (silent, _) = (job.communicate(timeout=90) for job in jobs)
     assert [job.returncode for job in jobs] == [0, 0], errors
     assert f"read {total(src):,} bytes" in said and not silent
-    require_staged(src, tmp_path / "0", tmp_path / "1")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or "none")
-def test_two_hosts_with_a_network_between_them(src, tmp_path):
-    """Hosts are network namespaces; only the link joins them."""
-    with netns.Hosts(2) as hosts:
-        commands = [stage_command(rank, hosts.address(0), 29500, src, tmp_path / str(rank)) for rank in range(2)]
-        logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-        jobs = [hosts.start(rank, commands[rank], logs[rank], OMP_NUM_THREADS="1") for rank in range(2)]
-        assert [job.wait(120) for job in jobs] == [0, 0], [log.read_text() for log in logs]
-    assert f"read {total(src):,} bytes" in logs[0].read_text()
     require_staged(src, tmp_path / "0", tmp_path / "1")
