@@ -1,10 +1,10 @@
 """Checking a data set before a job relies on it.   python -m flux_ref.prepare verify DIR [--fast] [--workers K] ...
 
 DIR holds shards of the layout in shards.py, or train/, val/ and empty_encodings/. Every sample is read by the reader
-of training; its values must be plausible. Then come totals, repeated samples and the SHA-256 of every file. The first
-pass that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the
-manifest; nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run
-does. Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked, 3 the check broke.
+of training; its values must be plausible. Then come totals, repeated keys and the SHA-256 of every file. The first pass
+that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the manifest;
+nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run does.
+Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked, 3 the check broke.
 """
 
 import argparse
@@ -30,8 +30,6 @@ from flux_ref.schedule import TIMESTEPS
 EMPTY, SPLITS = "empty_encodings", ("train", "val")
 SHOWN = 20  # lines per kind of problem
 CHUNK = 4 << 20  # bytes
-# Kinds that leave a set usable.
-WARNINGS = ("uneven timesteps", "repeated drawing", "new file", "no manifest")
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
@@ -58,10 +56,6 @@ class Problems:
             self.lines[kind] += lines[: SHOWN - len(self.lines[kind])]
         self.counts.update(other.counts)
 
-    @property
-    def failed(self) -> bool:
-        return any(kind not in WARNINGS for kind in self.counts)
-
 
 @dataclass
 class Report:
@@ -73,7 +67,7 @@ class Report:
     bytes: int = 0
     samples: int = 0
     sha256: str = ""  # "" if not all was read
-    seen: list[tuple[int, str, bytes]] = field(default_factory=list)  # position, key; digests of key and members
+    keys: list[tuple[int, str]] = field(default_factory=list)  # position and key of the samples that were read
     timesteps: Counter[int | None] = field(default_factory=Counter)
     problems: Problems = field(default_factory=Problems)
 
@@ -131,49 +125,37 @@ def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str,
     where = f"{shard.where(position)}, key {meta.key}"
     for name in MEMBERS:
         if problem := implausible(name, rows[name]):
-            report.problems.add(problem[0], where, problem[1])
+            report.problems.add("values", where, problem)
     split = report.split
     if (meta.timestep is None and split != "val") or (meta.timestep in range(TIMESTEPS) and split != "train"):
         report.timesteps[meta.timestep] += 1
     else:
         wanted = {"train": "none", "val": f"0 to {TIMESTEPS - 1}", "any": f"none or 0 to {TIMESTEPS - 1}"}[split]
         report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {wanted}")
-    digests = _digest(meta.key.encode()), _digest(*(rows[name] for name in MEMBERS))
-    report.seen.append((position, meta.key, b"".join(digests)))
+    report.keys.append((position, meta.key))
 
 
-def implausible(name: str, bits: np.ndarray) -> tuple[str, str] | None:
-    """What is wrong with the values of a member, given as bf16 bits: (kind of problem, line)."""
+def implausible(name: str, bits: np.ndarray) -> str:
+    """What is wrong with the values of a member, given as bf16 bits; "" if nothing is."""
     # The largest positive value has the largest bits as a signed number, the lowest negative one as an unsigned number.
     extremes = shards.from_bf16_bits(np.array([bits.view(np.int16).max(), bits.max()]).astype(np.uint16))
-    if not extremes.any():
-        return "zeros", f"{name} is all zeros"
     least, most = PLAUSIBLE[name]
-    for value in extremes:
-        if not least <= value <= most:
-            return "range", f"{name} holds {value:.3g}, want values from {least:g} to {most:g}"
-    return None
-
-
-def _digest(*contents: bytes | np.ndarray) -> bytes:
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(content)
-    return digest.digest()[:8]
+    worst = next((value for value in extremes if not least <= value <= most), None)
+    if worst is not None:
+        return f"{name} holds {worst:.3g}, want values from {least:g} to {most:g}"
+    return "" if extremes.any() else f"{name} is all zeros"
 
 
 # All files
 
 
-def _folders(root: Path, split: str | None, problems: Problems) -> dict[str, Path]:
+def _folders(root: Path, problems: Problems) -> dict[str, Path]:
     """The folders of shards, by what they hold: train, val or any. Raises: Refusal."""
     if not root.is_dir():
         raise Refusal(f"{root} is no folder")
     inside = {name: root / name for name in SPLITS if (root / name).is_dir()}
     if not inside or any(root.glob("*.tar")):
-        return {split or (root.resolve().name if root.resolve().name in SPLITS else "any"): root}
-    if split:
-        raise Refusal(f"--split={split} is about one folder of shards, {root} holds {' and '.join(inside)}")
+        return {root.resolve().name if root.resolve().name in SPLITS else "any": root}
     for name in SPLITS if (root / META).is_dir() else (*SPLITS, EMPTY):  # Energon's folders have EMPTY beside them
         if not (root / name).is_dir():
             problems.add("missing", root / name, "there is no such folder")
@@ -212,56 +194,35 @@ def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
     return sorted(others)
 
 
-def _look_at_all(paths: dict[Path, str], layout: Layout, fast: bool, workers: int) -> list[Report]:
-    """The reports of the files, in their order. paths: file: split. Raises: KeyboardInterrupt."""
-    total = sum(path.stat().st_size for path in paths if path.is_file())
-    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=fast) as bar:
-        jobs = [(path, split, fast, layout) for path, split in paths.items()]
-        return pool.run(look, jobs, 1 if fast else workers, bar)
+def _check_keys(reports: list[Report], problems: Problems) -> None:
+    """A key comes once. A running number may come again in another split."""
+    first: dict[tuple[str, str], str] = {}
+    for report in reports:
+        for position, key in report.keys:
+            place = f"{report.path}, sample {position}, key {key}"
+            other = first.setdefault((report.split * key.isdecimal(), key), place)
+            if other != place:
+                problems.add("repeated key", place, f"so is the key of {other}")
 
 
-def _check_repeats(kind: str, reports: list[Report], problems: Problems) -> None:
-    """Repeated keys and samples. kind: data.kind of the config."""
-    seen = [(report, position, key) for report in reports for position, key, _ in report.seen]
-    digests = np.frombuffer(b"".join(row[2] for report in reports for row in report.seen), "<u8").reshape(-1, 2)
-
-    def place(i: int) -> str:
-        return f"{seen[i][0].path}, sample {seen[i][1]}, key {seen[i][2]}"
-
-    for again, first in _repeats(digests[:, 0]):
-        report, _, key = seen[again]
-        # A running number tells a sample from others of its split only.
-        if not (key.isdecimal() and report.split != seen[first][0].split):
-            problems.add("repeated key", place(again), f"so is the key of {place(first)}")
-    kind = "repeated drawing" if kind == "shapes" else "repeated sample"  # small drawings come out equal by chance
-    for again, first in _repeats(digests[:, 1]):
-        problems.add(kind, place(again), f"its four members are those of {place(first)}")
-
-
-def _repeats(column: np.ndarray) -> list[tuple[int, int]]:
-    """Positions of equal entries: (later, earlier)."""
-    order = np.argsort(column, kind="stable")
-    again = np.flatnonzero(np.diff(column[order]) == 0)
-    return sorted(zip(order[again + 1].tolist(), order[again].tolist()))
-
-
-def _check_totals(folder: Path, split: str, reports: list[Report], expect: int, problems: Problems) -> None:
-    samples = sum(report.samples for report in reports)
+def _sum_up(folder: Path, split: str, reports: list[Report], expect: int, problems: Problems) -> str:
+    """The line about a folder of shards. expect: so many samples are wanted; 0: any number."""
+    samples, size = sum(report.samples for report in reports), sum(report.bytes for report in reports)
     if expect not in (0, samples):
         problems.add("sample count", folder, f"holds {samples:,} samples, want {expect:,}")
     timesteps = sum((report.timesteps for report in reports), Counter())
     counts = [timesteps[k] for k in range(TIMESTEPS)]
-    if split == "val" and max(counts) > min(counts) and not any(report.fast for report in reports):
-        # A number of samples that 8 does not divide cannot do better than differ by one.
-        kind = "uneven timesteps" if max(counts) == min(counts) + 1 else "timestep counts"
-        problems.add(kind, folder, f"timesteps 0 to {TIMESTEPS - 1} come {', '.join(map(str, counts))} times")
+    if split == "val" and max(counts) > min(counts) + 1 and not any(report.fast for report in reports):
+        problems.add("timestep counts", folder, f"timesteps 0 to {TIMESTEPS - 1} come {counts} times")
+    listed = [f"{count:,} of {'none' if k is None else k}" for k, count in sorted(timesteps.items(), key=str)]
+    return f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes; timesteps: {', '.join(listed)}"
 
 
 def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
     try:
         for name, bits in shards.read_empty(folder, layout).items():
             if problem := implausible(name, bits):
-                problems.add("empty encoding", folder / f"{name}_empty.npy", problem[1])
+                problems.add("empty encoding", folder / f"{name}_empty.npy", problem)
     except Refusal as error:
         problems.add("empty encoding", error)
 
@@ -271,14 +232,14 @@ def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> Non
     listed, unusable = manifest.parse(path.read_text("utf-8", "replace"))
     for number in unusable:
         problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
-    for name in sorted(listed.keys() | sums.keys()):
-        file = path.parent / name
+    for name in sorted(listed):
         if name not in sums:
-            problems.add("manifest", file, f"is missing, {MANIFEST} has it")
-        elif name not in listed:
-            problems.add("manifest" if name.endswith(".tar") else "new file", file, f"is not in {MANIFEST}")
-        elif sums[name] and sums[name] != listed[name]:
-            problems.add("manifest", file, f"has changed, its SHA-256 is not that of {MANIFEST}")
+            problems.add("manifest", path.parent / name, f"is missing, {MANIFEST} has it")
+        elif sums[name] not in ("", listed[name]):
+            problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
+    for name in sorted(sums.keys() - listed.keys()):
+        if name.endswith(".tar"):
+            problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
 
 
 # The command
@@ -288,62 +249,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
     add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
-    add("--split", choices=(*SPLITS, "any"), help="what the shards in DIR are (what DIR is called, else any)")
-    add("--expect-samples", type=options.number_or_any, metavar="N|any", help="how many there must be (the config's)")
     add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
     workers = min(8, os.cpu_count() or 1)
     add("--workers", type=options.number, default=workers, metavar="K", help="threads (%(default)s)")
-    uses = f"write {MANIFEST} unless it is there, else compare with it; check: it must be there; none: leave it alone"
-    add("--manifest", choices=("write", "check", "none"), default="write", help=uses)
 
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; Fault; OSError; KeyboardInterrupt."""
     began, problems = time.monotonic(), Problems()
     cfg = options.config(args.config)
-    layout, folders = shards.layout(cfg.model), _folders(args.dir, args.split, problems)
-    if args.expect_samples and len(folders) > 1:
-        raise Refusal(f"--expect-samples={args.expect_samples} is about one folder of shards, {args.dir} holds more")
+    layout, folders = shards.layout(cfg.model), _folders(args.dir, problems)
     paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
     paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
-    reports = _look_at_all(paths, layout, args.fast, args.workers)
+    jobs = [(path, split, args.fast, layout) for path, split in paths.items()]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
+        reports = pool.run(look, jobs, 1 if args.fast else args.workers, bar)
     for report in reports:
         problems.add_all(report.problems)
-    _check_repeats(cfg.data.kind, reports, problems)
+    _check_keys(reports, problems)
+    lines = []
     for split, folder in folders.items():
-        expect = args.expect_samples if args.expect_samples is not None else getattr(cfg.data, f"{split}_count", 0)
-        _check_totals(folder, split, [r for r in reports if r.split == split], expect, problems)
+        parts = [report for report in reports if report.split == split]
+        lines.append(_sum_up(folder, split, parts, getattr(cfg.data, f"{split}_count", 0), problems))
     if (args.dir / EMPTY).is_dir():
         _check_empty(args.dir / EMPTY, layout, problems)
     path, sums = args.dir / MANIFEST, {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
-    if args.manifest != "none" and path.exists():
+    if path.exists():
         _check_manifest(path, sums, problems)
-    elif args.manifest == "check":
-        problems.add("manifest", path, "there is no such file")
-    elif args.manifest == "write" and not args.fast and not problems.failed:
+    elif not args.fast and not problems.counts:
         try:
             files.write_whole(path, manifest.written(sums))
         except OSError as error:
-            problems.add("no manifest", path, f"cannot be written: {error.strerror}")
-    _print_verdict(reports, list(folders), problems, time.monotonic() - began)
-    return int(problems.failed)
-
-
-def _print_verdict(reports: list[Report], splits: list[str], problems: Problems, seconds: float) -> None:
-    for kind, lines in problems.lines.items():
-        print("\n".join(lines))
-        if problems.counts[kind] > len(lines) == SHOWN:
-            print(f"... and {problems.counts[kind] - len(lines):,} more of this kind: {kind}")
-    for split in splits:
-        parts = [report for report in reports if report.split == split]
-        timesteps = sum((report.timesteps for report in parts), Counter())
-        counts = [f"{timesteps[k]:,} of {k}" for k in range(TIMESTEPS) if timesteps[k]]
-        counts += [f"{timesteps[None]:,} of none"] if timesteps[None] else []
-        samples, size = sum(report.samples for report in parts), sum(report.bytes for report in parts)
-        print(f"{split}: {samples:,} samples in {len(parts)} shards, {size:,} bytes; timesteps: {', '.join(counts)}")
-    for title, warn in (("problems", False), ("warnings", True)):
-        kinds = [f"{kind} {n:,}" for kind, n in problems.counts.items() if (kind in WARNINGS) == warn]
-        print(f"{title}: {', '.join(kinds) or 'none'}")
-    fast, size = any(report.fast for report in reports), sum(report.bytes for report in reports)
-    speed = "first and last samples" if fast else f"{size / seconds / 1e6:,.0f} MB/s"
-    print(f"{'FAIL' if problems.failed else 'PASS'} in {seconds:.1f} s, {speed}")
+            lines.append(f"{path} cannot be written: {error.strerror}")
+    seconds, size = time.monotonic() - began, sum(report.bytes for report in reports)
+    speed = "first and last samples" if args.fast else f"{size / seconds / 1e6:,.0f} MB/s"
+    for kind, first in problems.lines.items():
+        more = problems.counts[kind] - len(first)
+        print("\n".join([*first, f"... and {more:,} more of this kind: {kind}"] if more else first))
+    counts = ", ".join(f"{kind} {count:,}" for kind, count in problems.counts.items())
+    lines += [f"problems: {counts or 'none'}", f"{'FAIL' if counts else 'PASS'} in {seconds:.1f} s, {speed}"]
+    print("\n".join(lines))
+    return int(bool(counts))
