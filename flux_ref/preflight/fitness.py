@@ -1,4 +1,4 @@
-"""How fast one device multiplies and sums with others: preflight.py starts it once per device.
+"""How fast one device multiplies and sums with others: nodes.py starts it once per device.
 
 python -m flux_ref.preflight.fitness RANK SIZE DEVICE HOST:PORT NAME        SIZE such processes form the group NAME
 """
@@ -15,8 +15,6 @@ import torch.distributed as dist
 from flux_ref import ranks
 
 TIMES = 50
-ROWS = {True: 16384, False: 512}  # of the matrices, on an accelerator and on the CPU
-BYTES = {True: 256 << 20, False: 4 << 20}  # summed
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -32,8 +30,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def multiply(device: torch.device) -> float:
     """TFLOP/s of a square product, bf16 on an accelerator, fp32 on the CPU."""
-    rows = ROWS[device.type != "cpu"]
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows, dtype = (512, torch.float32) if device.type == "cpu" else (16384, torch.bfloat16)
     matrix = torch.ones(rows, rows, device=device, dtype=dtype)
     out = torch.empty_like(matrix)
     return 2 * rows**3 / seconds(lambda: torch.mm(matrix, matrix, out=out), device) / 1e12
@@ -45,7 +42,8 @@ def all_reduce(device: torch.device) -> float:
     Raises: RuntimeError if the sum is wrong.
     """
     size = dist.get_world_size()
-    tensor = torch.full((BYTES[device.type != "cpu"] // 4,), float(dist.get_rank()), device=device)
+    count = (1 if device.type == "cpu" else 64) << 20  # of float32
+    tensor = torch.full((count,), float(dist.get_rank()), device=device)
     dist.all_reduce(tensor)
     if not bool((tensor == size * (size - 1) / 2).all()):
         raise RuntimeError("an all-reduce gave a wrong sum; the device or the network corrupts data")

@@ -139,9 +139,9 @@ def ring(nodes: list[int]) -> list[list[list[int]]]:
     """Every pair of neighbours on a ring, in rounds in which no node has two."""
     if len(nodes) < 3:
         return [[nodes]] if len(nodes) == 2 else []
-    pairs = [[node, nodes[(place + 1) % len(nodes)]] for place, node in enumerate(nodes)]
-    odd = [pairs.pop()] if len(nodes) % 2 else []
-    return [pairs[::2], pairs[1::2], *([odd] if odd else [])]
+    pairs = [list(pair) for pair in zip(nodes, nodes[1:] + nodes[:1])]
+    odd = [[pairs.pop()]] if len(nodes) % 2 else []
+    return [pairs[::2], pairs[1::2], *odd]
 
 
 def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:

@@ -77,31 +77,23 @@ def test_judging_without_a_clear_majority():
     assert complaints(nodes, args)[-1] == "bad nodes: b"
 
 
-def test_a_ring_pairs_all_neighbours_once_and_no_node_twice_in_a_round():
-    for count in range(2, 9):
-        nodes = list(range(10, 10 + count))
-        rounds = preflight.ring(nodes)
-        pairs = [tuple(sorted(pair)) for groups in rounds for pair in groups]
-        assert len(pairs) == len(set(pairs)) == (1 if count == 2 else count)
-        for groups in rounds:
-            assert len({node for pair in groups for node in pair}) == 2 * len(groups)
-        degree = [sum(node in pair for pair in pairs) for node in nodes]
-        assert degree == [1 if count == 2 else 2] * count
-
-
-def test_pairs_find_the_slow_node(monkeypatch):
+def test_pairs_of_neighbours_find_the_slow_node(monkeypatch):
     """A pair is as slow as its slower node."""
 
     def round(leader, groups):
+        measured = [node for group in groups for node in group]
+        assert len(set(measured)) == len(measured), "a node is in one group at a time"
         speeds = {node: 30.0 if bad in group and len(group) > 1 else 300.0 for group in groups for node in group}
         return {node: {"devices": [DEVICE | {"gb_per_s": speed}]} for node, speed in speeds.items()}
 
     monkeypatch.setattr(preflight.Leader, "__init__", lambda leader: None)
     monkeypatch.setattr(preflight.Leader, "round", round)
-    for nodes in (3, 6, 7):
-        for bad in range(nodes):
-            reports = preflight.Leader().survey({node: {} for node in range(nodes)})
+    for nodes in (range(3), range(6), range(7)):
+        for bad in nodes:
+            reports = preflight.Leader().survey({node: {} for node in nodes})
             assert [node for node, report in reports.items() if report.between < 240] == [bad]
+    bad = 0
+    assert {report.between for report in preflight.Leader().survey({0: {}, 1: {}}).values()} == {30.0}
 
 
 # What the operating system says
@@ -148,8 +140,8 @@ def test_what_processes_find_is_their_last_line_and_one_that_hangs_is_killed():
 @pytest.mark.timeout(60)
 def test_a_process_that_fails_is_blamed_not_those_that_wait_for_it(monkeypatch):
     monkeypatch.setattr(preflight, "LINGER_S", 0.2)
-    found = python("import time; time.sleep(100)", "raise RuntimeError('fell off the bus')", wait_s=3600)
-    assert found == {"problem": "device 1: exit code 1: RuntimeError: fell off the bus"}
+    reason = python("import time; time.sleep(100)", "raise RuntimeError('fell off the bus')", wait_s=3600)
+    assert reason == {"problem": "device 1: exit code 1: RuntimeError: fell off the bus"}
 
 
 # Arguments
@@ -164,16 +156,12 @@ REFUSED = [
     (["--nodes=a,b", "--node=1", "--address=h"], f"--address=h: {ADDRESS} 1 to"),
     *(
         ([f"--address={address}"], f"--address={address}: {ADDRESS} 0 to")
-        for address in ("foo", "127.0.0.1", "127.0.0.1:abc", "127.0.0.1:99999", "127.0.0.1:-1", ":1")
+        for address in ("127.0.0.1", "127.0.0.1:abc", "127.0.0.1:99999", ":1")
     ),
-    *(
-        ([f"--{option}={value}"], f"argument --{option}: '{value}': give a number from ")
-        for option in ("slow", "wait")
-        for value in ("nan", "inf", "-1.0", "x")
-    ),
+    (["--slow=nan"], "argument --slow: 'nan': give a number from 0 to 1"),
     (["--slow=1.1"], "argument --slow: '1.1': give a number from 0 to 1"),
     (["--wait=0"], "argument --wait: '0': give a number from 1 to 86400"),
-    *(([f"--gpus={count}"], f"'{count}': give a whole number from 1 to 1024") for count in ("0", "-1", "1.5")),
+    (["--gpus=0"], "argument --gpus: '0': give a whole number from 1 to 1024"),
 ]
 
 
@@ -187,11 +175,10 @@ def test_arguments_that_make_no_sense_are_refused(monkeypatch, capsys):
     assert wrong == {}
 
 
-def test_the_ends_of_a_range_are_taken_and_slurm_numbers_the_nodes(monkeypatch):
+def test_slurm_numbers_the_nodes(monkeypatch):
     monkeypatch.setenv("SLURM_NODEID", "1")
-    parsed = commands.parse(["--nodes=a,b", "--slow=1", "--wait=1", "--gpus=1", "--address=h:65535"])
-    assert (parsed.slow, parsed.wait, parsed.gpus, parsed.node) == (1, 1, 1, 1)
-    assert commands.parse(["--nodes=a,b", "--node=0", "--address=a:1"]).node == 0
+    assert commands.parse(["--nodes=a,b", "--address=h:65535"]).node == 1
+    assert commands.parse(["--nodes=a,b", "--address=h:1", "--node=0"]).node == 0
     assert commands.parse([]).node == 0, "alone"
 
 
@@ -199,20 +186,24 @@ def test_the_ends_of_a_range_are_taken_and_slurm_numbers_the_nodes(monkeypatch):
 
 
 class Nodes:
-    """Processes that play the nodes n0, n1, ... but those left out. last: environment of the last one."""
+    """Processes that play the nodes n0, n1, ... but those left out."""
 
-    def __init__(self, count: int, *argv: str, absent: tuple[int, ...] = (), **last: str):
+    def __init__(self, count: int, *argv: str, absent: tuple[int, ...] = ()):
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{one.getsockname()[1]}"
         names = ",".join(f"n{number}" for number in range(count))
         command = [sys.executable, "-m", "flux_ref.preflight", f"--nodes={names}", f"--address={address}", *argv]
-        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = {
+            "cwd": ROOT,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
         self.processes = {}
         for number in set(range(count)) - set(absent):
-            env = os.environ | (last if number == count - 1 else {})
-            argv = [*command, f"--node={number}"]
-            self.processes[number] = subprocess.Popen(argv, env=env, start_new_session=True, **options)
+            self.processes[number] = subprocess.Popen([*command, f"--node={number}"], **options)
 
     def wait(self) -> tuple[dict[int, int], dict[int, str]]:
         """Exit codes and what was printed."""
@@ -274,13 +265,3 @@ def test_a_node_whose_processes_hang_is_named():
     done.set()
     assert codes[0] == 3 and said[0].splitlines()[-1] == "preflight: bad nodes: n2", said[0]
     assert "hangs" in said[0], said[0]
-
-
-@pytest.mark.nightly
-def test_a_node_that_is_slower_than_the_others_is_named(tmp_path):
-    """All takes a hundred times as long on the last of three nodes, by its clock: other work here must not show."""
-    code = "import time\nnow = time.perf_counter\ntime.perf_counter = lambda: 100 * now()\n"
-    (tmp_path / "sitecustomize.py").write_text(code)
-    codes, said = Nodes(3, "--slow=0.05", "--wait=200", PYTHONPATH=str(tmp_path)).wait()
-    assert codes[0] == 3 and said[0].splitlines()[-1] == "preflight: bad nodes: n2", said[0]
-    assert "hangs" not in said[0] and "TFLOP/s" in said[0], said[0]
