@@ -37,24 +37,15 @@ PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logva
 
 
 class Problems:
-    """What is wrong, by kind: how many times, and the first lines."""
+    """What is wrong, in lines by kind."""
 
     def __init__(self):
         self.lines: dict[str, list[str]] = defaultdict(list)
-        self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, where: object, what: str = "") -> None:
         """where: a place, or an error whose message says all."""
         line = f"{where}: {what}" if what else str(where)
-        if not line.isprintable():  # names may hold anything
-            line = line.encode("unicode_escape").decode()
-        self.lines[kind] += [line] * (len(self.lines[kind]) < SHOWN)
-        self.counts[kind] += 1
-
-    def add_all(self, other: "Problems") -> None:
-        for kind, lines in other.lines.items():
-            self.lines[kind] += lines[: SHOWN - len(self.lines[kind])]
-        self.counts.update(other.counts)
+        self.lines[kind].append(line if line.isprintable() else line.encode("unicode_escape").decode())
 
 
 @dataclass
@@ -266,7 +257,8 @@ def run(args: argparse.Namespace) -> int:
     with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
         reports = pool.run(look, jobs, 1 if args.fast else args.workers, bar)
     for report in reports:
-        problems.add_all(report.problems)
+        for kind, found in report.problems.lines.items():
+            problems.lines[kind] += found
     _check_keys(reports, problems)
     lines = []
     for split, folder in folders.items():
@@ -277,17 +269,18 @@ def run(args: argparse.Namespace) -> int:
     path, sums = args.dir / MANIFEST, {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
     if path.exists():
         _check_manifest(path, sums, problems)
-    elif not args.fast and not problems.counts:
+    elif not args.fast and not problems.lines:
         try:
             files.write_whole(path, manifest.written(sums))
         except OSError as error:
             lines.append(f"{path} cannot be written: {error.strerror}")
     seconds, size = time.monotonic() - began, sum(report.bytes for report in reports)
     speed = "first and last samples" if args.fast else f"{size / seconds / 1e6:,.0f} MB/s"
-    for kind, first in problems.lines.items():
-        more = problems.counts[kind] - len(first)
-        print("\n".join([*first, f"... and {more:,} more of this kind: {kind}"] if more else first))
-    counts = ", ".join(f"{kind} {count:,}" for kind, count in problems.counts.items())
+    for kind, found in problems.lines.items():
+        print("\n".join(found[:SHOWN]))
+        if len(found) > SHOWN:
+            print(f"... and {len(found) - SHOWN:,} more of this kind: {kind}")
+    counts = ", ".join(f"{kind} {len(found):,}" for kind, found in problems.lines.items())
     lines += [f"problems: {counts or 'none'}", f"{'FAIL' if counts else 'PASS'} in {seconds:.1f} s, {speed}"]
     print("\n".join(lines))
     return int(bool(counts))

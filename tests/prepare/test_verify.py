@@ -501,7 +501,7 @@ def test_every_byte_is_read_once_and_memory_does_not_grow_with_the_shard(tmp_pat
         report = verify.look((path, "train", False, layout), read.append)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert sum(read) == path.stat().st_size and report.samples == count and not report.problems.counts
+        assert sum(read) == path.stat().st_size and report.samples == count and not report.problems.lines
     assert max(peaks) < 8 * layout.stride and peaks[1] < 1.2 * peaks[0]
 
 
