@@ -98,18 +98,17 @@ def small(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         monkeypatch.setattr(stage, name, value) if monkeypatch else setattr(stage, name, value)
 
 
-def node(src: Path, dst: Path, log: Path, env: dict[str, str], pause: float, hook: Callable | None) -> None:
+def node(src: Path, dst: Path, log: Path, env: dict[str, str], hook: Callable | None) -> None:
     """One node, in a process of its own."""
     for name in ALONE:
         os.environ.pop(name, None)
     os.environ |= env
-    events = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    output = os.open(log.with_suffix(".out"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    events, output = log.open("a"), log.with_suffix(".out").open("a")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
 
     def note(*event: object) -> None:
-        os.write(events, json.dumps(event, default=str).encode() + b"\n")
+        print(json.dumps(event, default=str), file=events, flush=True)
 
     def audit(event: str, args: tuple) -> None:
         if event == "os.rename":
@@ -121,7 +120,6 @@ def node(src: Path, dst: Path, log: Path, env: dict[str, str], pause: float, hoo
             hook(source.name, begin)
         fill(chunk, source, file)
         note("read", source.name, begin, source.tell())
-        time.sleep(pause)
 
     def recorded_fsync(descriptor):  # a killed process loses nothing that it has written: no need to wait for the disk
         path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -138,10 +136,8 @@ def node(src: Path, dst: Path, log: Path, env: dict[str, str], pause: float, hoo
 class Nodes:
     """Nodes that stage at the same time."""
 
-    def __init__(
-        self, src: Path, *dsts: Path, pause: float = 0.0, hook: Callable | None = None, last_src: Path | None = None
-    ):
-        """pause: seconds after each chunk that is read. last_src: what the last node takes for SRC.
+    def __init__(self, src: Path, *dsts: Path, hook: Callable | None = None, last_src: Path | None = None):
+        """last_src: what the last node takes for SRC.
 
         hook: is called with path and offset before each chunk that is read, with path and None before each fsync.
         """
@@ -152,7 +148,7 @@ class Nodes:
         self.processes = []
         for rank, (dst, log) in enumerate(zip(dsts, self.logs)):
             own_src = last_src if last_src and rank == len(dsts) - 1 else src
-            args = (own_src, dst, log, self._env(rank), pause, hook)
+            args = (own_src, dst, log, self._env(rank), hook)
             self.processes.append(FORKS.Process(target=node, args=args))
             self.processes[-1].start()
 
@@ -281,7 +277,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):
 def test_a_killed_copy_goes_on_and_keeps_its_whole_files(src, tmp_path):
     dst = tmp_path / "dst"
     for chunks in (100, 50):
-        nodes = Nodes(src, dst, pause=0.002, hook=Strike(chunks))
+        nodes = Nodes(src, dst, hook=Strike(chunks))
         assert nodes.codes() == [-signal.SIGKILL]
         whole = tree(dst)
         assert whole and whole.items() <= tree(src).items(), "what has its name is whole"
@@ -295,7 +291,7 @@ def test_a_killed_copy_goes_on_and_keeps_its_whole_files(src, tmp_path):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_a_node_is_killed_the_others_end_and_all_go_on_later(src, tmp_path, victim):
     dsts = [tmp_path / f"dst{rank}" for rank in range(3)]
-    nodes = Nodes(src, *dsts, pause=0.01, hook=Strike(40, victim))
+    nodes = Nodes(src, *dsts, hook=Strike(40, victim))
     codes = nodes.codes()
     assert codes.pop(victim) == -signal.SIGKILL and codes == [3, 3]
     assert ["lost another rank" in line for line in nodes.said] == [True, True], nodes.said

@@ -295,17 +295,15 @@ def test_a_clean_set_passes_and_is_summed_up_on_one_screen(root, run):
     assert text[1].endswith(": 2 of 0, 2 of 1, 2 of 2, 2 of 3, 2 of 4, 2 of 5, 2 of 6, 2 of 7")
 
 
-def test_sets_of_any_size_pass(tmp_path, run):
-    for sizes in ({}, WIDE):
-        model = replace(config_file.load(MICRO).model, **sizes)
-        keys = {key: list(size) if isinstance(size, tuple) else size for key, size in vars(model).items()}
-        config = tmp_path / f"sizes_{len(sizes)}.toml"
-        config.write_text("".join(f"model.{key} = {size}\n" for key, size in keys.items()))
-        for count in (1, 9):
-            write_set(tmp_path / f"{len(sizes)}_{count}", shards.layout(model), count, 8 * count)
-            for more in ((), ("--fast",)):
-                result = run(tmp_path / f"{len(sizes)}_{count}", "--config", str(config), *more)
-                assert result.code == 0 and not result.lines, result.text
+def test_sets_of_wider_samples_pass(tmp_path, run):
+    model = replace(config_file.load(MICRO).model, **WIDE)
+    sizes = {key: list(size) if isinstance(size, tuple) else size for key, size in vars(model).items()}
+    (tmp_path / "wide.toml").write_text("".join(f"model.{key} = {size}\n" for key, size in sizes.items()))
+    for count in (1, 9):
+        write_set(tmp_path / str(count), shards.layout(model), count, 8 * count)
+        for more in ((), ("--fast",)):
+            result = run(tmp_path / str(count), "--config", str(tmp_path / "wide.toml"), *more)
+            assert result.code == 0 and not result.lines, result.text
 
 
 def test_the_shapes_set_passes_though_45_is_not_divisible(shapes_dir, tmp_path, run):
