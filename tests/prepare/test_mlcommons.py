@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import random
 import shutil
 import signal
@@ -11,7 +12,7 @@ import tarfile
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -363,10 +364,11 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
     args = ["--input", train, "--output", output, "--split", "train", "--config", MICRO, "--expect-samples", "any"]
     args = ["mlcommons", *map(str, args), "--per-shard", str(PER_SHARD), "--workers", "2"]
     add, full = shard_writer.ShardWriter.add, OSError(28, "No space left on device")
-    for strike, code in ((lambda: signal.raise_signal(signal.SIGINT), 130), (Mock(side_effect=full), 2)):
+    ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
+    for last, strike, code in (("train_00000009", ctrl_c, 130), ("train_00000021", Mock(side_effect=full), 2)):
 
-        def struck(shard, key, *given, strike=strike):
-            if key == "train_00000009":
+        def struck(shard, key, *given, last=last, strike=strike):
+            if key == last:
                 strike()
             time.sleep(0.01)
             add(shard, key, *given)
