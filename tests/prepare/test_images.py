@@ -12,7 +12,7 @@ import tarfile
 import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -246,6 +246,14 @@ def save_clip(folder: Path, features: int = 14, seed: int = 1) -> Path:
     return folder / "text_encoder"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_autoencoder() -> Iterator[None]:
+    """FLUX's autoencoder would take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+        yield
+
+
 def save_ae(path: Path, sizes: Sizes) -> Path:
     save_file({name: tensor.bfloat16() for name, tensor in lively_net(sizes).state_dict().items()}, path)
     return path
@@ -253,31 +261,23 @@ def save_ae(path: Path, sizes: Sizes) -> Path:
 
 @pytest.fixture(scope="module")
 def nets(tmp_path_factory) -> Path:
-    """t5, clip/text_encoder, FLUX's autoencoder and a small one, all random, and a config; tests must not change it."""
+    """t5, clip/text_encoder and an autoencoder, all random, and a config; tests must not change it."""
     folder = tmp_path_factory.mktemp("nets")
     save_t5(folder / "t5")
     save_clip(folder / "clip")
-    save_ae(folder / "ae.safetensors", FLUX)
-    save_ae(folder / "small.safetensors", SMALL)
+    save_ae(folder / "ae.safetensors", SMALL)
     text = MICRO.read_text().replace('"shapes"', '"embeddings"').replace("_count = 50", "_count = 0")
     (folder / "micro_images.toml").write_text(text.replace("_count = 45", "_count = 0"))
     return folder
-
-
-@pytest.fixture
-def small(monkeypatch) -> str:
-    """The name of the small autoencoder, which then is the one that is expected."""
-    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
-    return "small.safetensors"
 
 
 def model_of(nets: Path) -> config.ModelConfig:
     return config_file.load(nets / "micro_images.toml").model
 
 
-def make(nets: Path, source: object, output: Path, *args: object, split: str = "train", ae: str = "ae.safetensors"):
+def make(nets: Path, source: object, output: Path, *args: object, split: str = "train") -> list[str]:
     """The arguments of the command."""
-    options = {"input": source, "output": output, "split": split, "vae": nets / ae, "t5": nets / "t5"}
+    options = {"input": source, "output": output, "split": split, "vae": nets / "ae.safetensors", "t5": nets / "t5"}
     options |= {"clip": nets / "clip" / "text_encoder", "config": nets / "micro_images.toml", "batch": 3, "workers": 2}
     options |= {"per-shard": 5}
     return ["images", *(text for key, value in options.items() for text in (f"--{key}", str(value))), *map(str, args)]
@@ -312,54 +312,39 @@ def refused(args: list[str], capsys, code: int = 2) -> str:
 # From a folder
 
 
-CAPTIONS = {
-    "01.png": "a red cat sits on the grass",
-    "02.jpg": "a blue dog",
-    "03_grey.png": "a photo of water",
-    "04_grey16.png": "night",
-    "05_rgba.png": "a large dog stands in the water at night a large dog stands in the water",  # cut by T5
-    "06_cmyk.jpg": "a small green cat",
-    "07_turned.jpg": "the grass " * 60,  # cut by CLIP
-    "08.gif": "zebra",  # in no vocabulary
-    "09_is_a_jpeg.png": "a dog",
-    "10.WEBP": 'a\tcat, "quoted", and l\'été 猫',
-    "11_palette.png": "in the water",
-    "sub/12.jpeg": "a cat",
-}
-
-
 def turned(picture: Image.Image) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     return saved(picture.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif)
 
 
-def good_pictures() -> dict[str, bytes]:
-    return {
-        "01.png": saved(drawn(300, 200, 1)),
-        "02.jpg": saved(drawn(200, 300, 2), "JPEG"),
-        "03_grey.png": saved(drawn(100, 100, 3).convert("L")),
-        "04_grey16.png": saved(Image.fromarray(np.asarray(drawn(90, 80, 4).convert("L")).astype(np.uint16) * 257)),
-        "05_rgba.png": saved(drawn(256, 256, 5).convert("RGBA").rotate(30)),
-        "06_cmyk.jpg": saved(drawn(120, 110, 6).convert("CMYK"), "JPEG"),
-        "07_turned.jpg": turned(drawn(140, 100, 7)),
-        "08.gif": saved(drawn(100, 90, 8), "GIF", save_all=True, append_images=[drawn(100, 90, 9)]),
-        "09_is_a_jpeg.png": saved(drawn(150, 140, 10), "JPEG"),
-        "10.WEBP": saved(drawn(160, 150, 11), "WEBP"),
-        "11_palette.png": saved(drawn(100, 100, 12).quantize(16)),
-        "sub/12.jpeg": saved(drawn(100, 101, 13), "JPEG"),
-    }
+T5_CUTS, CLIP_CUTS = "a large dog stands in the water at night " * 2, "the grass " * 60
+GREY_16 = Image.fromarray(np.asarray(drawn(90, 80, 4).convert("L")).astype(np.uint16) * 257)
+ANIMATION = {"save_all": True, "append_images": [drawn(100, 90, 9)]}
+PICTURES = {  # caption, content
+    "01.png": ("a red cat sits on the grass", saved(drawn(300, 200, 1))),
+    "02.jpg": ("a blue dog", saved(drawn(200, 300, 2), "JPEG")),
+    "03_grey.png": ("a photo of water", saved(drawn(100, 100, 3).convert("L"))),
+    "04_grey16.png": ("night", saved(GREY_16)),
+    "05_rgba.png": (T5_CUTS, saved(drawn(256, 256, 5).convert("RGBA").rotate(30))),
+    "06_cmyk.jpg": ("a small green cat", saved(drawn(120, 110, 6).convert("CMYK"), "JPEG")),
+    "07_turned.jpg": (CLIP_CUTS, turned(drawn(140, 100, 7))),
+    "08.gif": ("zebra", saved(drawn(100, 90, 8), "GIF", **ANIMATION)),  # in no vocabulary
+    "09_is_a_jpeg.png": ("a dog", saved(drawn(150, 140, 10), "JPEG")),
+    "10.WEBP": ('a\tcat, "quoted", and l\'été 猫', saved(drawn(160, 150, 11), "WEBP")),
+    "11_palette.png": ("in the water", saved(drawn(100, 100, 12).quantize(16))),
+    "sub/12.jpeg": ("a cat", saved(drawn(100, 101, 13), "JPEG")),
+}
+CAPTIONS = {name: caption.strip() for name, (caption, _) in PICTURES.items()}
 
 
 def lay_out(folder: Path, with_bad: bool) -> dict[str, str]:
     """A folder of pictures and captions; returns what is to be rejected, and why."""
     (folder / "sub").mkdir(parents=True)
-    for number, (name, content) in enumerate(good_pictures().items()):
+    for number, (name, (caption, content)) in enumerate(PICTURES.items()):
         (folder / name).write_bytes(content)
-        if number % 3:
-            (folder / name).with_suffix(".txt").write_text(CAPTIONS[name] + "\n", encoding="utf-8")
-        else:
-            (folder / name).with_suffix(".json").write_text(json.dumps({"caption": CAPTIONS[name], "width": 1}))
+        kind, text = ("txt", f"{caption}\n") if number % 3 else ("json", json.dumps({"caption": caption, "width": 1}))
+        (folder / name).with_suffix(f".{kind}").write_text(text, encoding="utf-8")
     if not with_bad:
         return {}
     reasons = {f"00_{name}": reason for name, (_, reason) in BAD.items() if name != "ribbon.png"}  # which fits 48 x 32
@@ -403,40 +388,29 @@ def made(nets, tmp_path_factory):
     return root / "in", root / "out", reasons, printed.getvalue()
 
 
-def test_bad_samples_are_listed_counted_and_left_out(made):
-    _, output, reasons, printed = made
+def test_bad_samples_are_listed_and_counted_and_the_good_fill_shards_without_gaps(made, nets):
+    source, output, reasons, printed = made
     header, *lines = (output / "train_rejected.tsv").read_text().splitlines()
     assert header == "path\treason"
     assert dict(line.split("\t") for line in lines) == reasons and len(lines) == len(reasons)
     assert f"{len(CAPTIONS)} samples" in printed and f"{len(reasons)} rejected" in printed
     assert all(f"'{reason}': {count}" in printed for reason, count in Counter(reasons.values()).items())
-
-
-def test_good_samples_are_numbered_without_gaps_in_full_shards(made, nets):
-    _, output, _, _ = made
     metas = [meta for meta, _ in encoded(output / "train", nets)]
     assert [meta.key for meta in metas] == [f"train_{i:08d}" for i in range(12)]
     assert {meta.timestep for meta in metas} == {None}
-    assert [meta.caption[:50] for meta in metas] == [caption.strip()[:50] for caption in CAPTIONS.values()]
-    sizes = shards.ShardSet(output / "train", shards.layout(model_of(nets))).first.tolist()
-    assert sizes == [0, 5, 10, 12]
-
-
-def test_only_the_set_its_plan_and_the_list_are_left(made):
-    source, output, _, _ = made
-    names = {path.name for path in output.iterdir()}
-    assert names == {"train", "train_rejected.tsv", "empty_encodings"}
+    assert [meta.caption[:50] for meta in metas] == [caption[:50] for caption in CAPTIONS.values()]
+    assert shards.ShardSet(output / "train", shards.layout(model_of(nets))).first.tolist() == [0, 5, 10, 12]
+    assert {path.name for path in output.iterdir()} == {"train", "train_rejected.tsv", "empty_encodings"}
     names = {path.name for path in (output / "train").iterdir()}
     assert names == {"plan.json", "checked.json", *(f"shard_{i:06d}.tar" for i in range(3))}
-    assert {path.name for path in output.parent.iterdir()} == {"in", "out"}
-    assert not list(source.rglob("*.tar"))
+    assert {path.name for path in output.parent.iterdir()} == {"in", "out"} and not list(source.rglob("*.tar"))
 
 
 def test_latents_are_those_of_diffusers(made, nets):
     """Of pictures decoded and resized here by hand."""
-    twin = diffusers_net(FLUX)
+    twin = diffusers_net(SMALL)
     tensors = {name: tensor.float() for name, tensor in load_file(nets / "ae.safetensors").items()}
-    twin.load_state_dict(to_diffusers(tensors, FLUX), strict=True, assign=True)
+    twin.load_state_dict(to_diffusers(tensors, SMALL), strict=True, assign=True)
     resize = v2.Resize(WIDTH, InterpolationMode.BICUBIC, antialias=True)  # of squares: 48 x 48, of which 32 rows stay
     source, output, _, _ = made
     samples = dict(zip(CAPTIONS, encoded(output / "train", nets)))
@@ -473,7 +447,7 @@ def test_captions_are_encoded_as_transformers_does(made, nets):
     """T5 sees its pads; CLIP's output does not depend on what comes after the first end."""
     _, output, _, _ = made
     for (_, rows), caption in zip(encoded(output / "train", nets), CAPTIONS.values()):
-        for name, want in (("t5", theirs_t5(nets, caption.strip())), ("clip", theirs_clip(nets, caption.strip()))):
+        for name, want in (("t5", theirs_t5(nets, caption)), ("clip", theirs_clip(nets, caption))):
             assert relative_error(torch.from_numpy(rows[name]), want.bfloat16().float()) < 1e-3, (name, caption)
 
 
@@ -500,25 +474,25 @@ def write_archive(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
     return path
 
 
-def test_folder_and_archives_give_the_same_shards(nets, small, tmp_path):
+def test_folder_and_archives_give_the_same_shards(nets, tmp_path):
     lay_out(tmp_path / "folder", with_bad=False)
     members = {}
-    for name, content in good_pictures().items():
+    for name, (caption, content) in PICTURES.items():
         key = name.replace(".", "_").replace("/", "_")
-        members |= {f"{key}.{name.rsplit('.')[1]}": content, f"{key}.txt": CAPTIONS[name].encode(), f"{key}.cls": b"7"}
+        members |= {f"{key}.{name.rsplit('.')[1]}": content, f"{key}.txt": caption.encode(), f"{key}.cls": b"7"}
     (tmp_path / "tars").mkdir()
     names = list(members)
     for number, part in enumerate((names[:15], names[15:18], names[18:])):
         write_archive(tmp_path / "tars" / f"x-{number:04d}.tar", [(name, members[name]) for name in part])
     sources = {"from_folder": "folder", "from_tars": "tars", "from_braces": "tars/x-{0000..0002}.tar"}
     for output, source in sources.items():
-        assert prepare.main(make(nets, tmp_path / source, tmp_path / output, ae=small)) == 0
+        assert prepare.main(make(nets, tmp_path / source, tmp_path / output)) == 0
     want = shard_bytes(tmp_path / "from_folder" / "train")
     assert len(want) == 3
     assert all(shard_bytes(tmp_path / output / "train") == want for output in sources)
 
 
-def test_damage_to_an_archive_loses_only_what_it_hits(nets, small, tmp_path):
+def test_damage_to_an_archive_loses_only_what_it_hits(nets, tmp_path):
     members = {}
     for i in range(8):
         members |= {f"{i}.png": saved(drawn(100, 90, i)), f"{i}.txt": b"a cat", f"{i}.json": b'{"timestep": 3}'}
@@ -531,7 +505,7 @@ def test_damage_to_an_archive_loses_only_what_it_hits(nets, small, tmp_path):
     names = ("0.png", "0.txt", "0.txt", "1.png", "1.txt")  # a name twice
     contents = [(name, b"a dog" if name.endswith("txt") else members[name]) for name in names]
     write_archive(tmp_path / "in" / "e.tar", contents)
-    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val", ae=small)) == 0
+    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val")) == 0
     lines = (tmp_path / "out" / "val_rejected.tsv").read_text().splitlines()[1:]
     reasons = [
         (Path(path).relative_to(tmp_path / "in"), reason) for path, reason in (line.split("\t") for line in lines)
@@ -545,7 +519,7 @@ def test_damage_to_an_archive_loses_only_what_it_hits(nets, small, tmp_path):
     assert 8 + 3 + 2 <= len(metas) < 16 + 2
 
 
-def test_names_inside_an_archive_are_no_paths(nets, small, tmp_path, monkeypatch):
+def test_names_inside_an_archive_are_no_paths(nets, tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     names = ["../../up", f"{tmp_path}/absolute", "sub/down", "a\nb\tc"]
@@ -557,20 +531,20 @@ def test_names_inside_an_archive_are_no_paths(nets, small, tmp_path, monkeypatch
         link = tarfile.TarInfo("link.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert prepare.main(make(nets, tmp_path / "x.tar", tmp_path / "out", ae=small)) == 0
+    assert prepare.main(make(nets, tmp_path / "x.tar", tmp_path / "out")) == 0
     assert len(encoded(tmp_path / "out" / "train", nets)) == 4
     assert {path.name for path in tmp_path.iterdir()} == {"cwd", "x.tar", "out"} and not any(
         (tmp_path / "cwd").iterdir()
     )
 
 
-def test_timesteps_of_validation_take_turns_after_the_rejected_are_gone_or_are_those_said(nets, small, tmp_path):
+def test_timesteps_of_validation_take_turns_after_the_rejected_are_gone_or_are_those_said(nets, tmp_path):
     (tmp_path / "in").mkdir()
     for i in range(20):
         (tmp_path / "in" / f"{i:02d}.png").write_bytes(b"" if i % 5 == 0 else saved(drawn(70, 70, i)))
         said = {"timestep": 7} if i == 19 else {}
         (tmp_path / "in" / f"{i:02d}.json").write_text(json.dumps({"caption": "a cat"} | said))
-    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val", ae=small)) == 0
+    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val")) == 0
     metas = [meta for meta, _ in encoded(tmp_path / "out" / "val", nets)]
     assert [meta.timestep for meta in metas] == [*(i % 8 for i in range(15)), 7]
 
@@ -588,31 +562,35 @@ def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_same_bytes_as_one(made, nets, tmp_path):
-    source, output, reasons, _ = made
-    done = script("flux_ref/prepare/__main__.py", *make(nets, source, tmp_path), ranks=2)
+def test_two_ranks_make_the_same_bytes_as_one(made, nets, tmp_path, monkeypatch):
+    source, _, reasons, _ = made
+    flux = ("--vae", save_ae(tmp_path / "flux.safetensors", FLUX))  # no patch reaches the ranks
+    monkeypatch.setattr(vae, "load", vae.load.func)
+    assert prepare.main(make(nets, source, tmp_path / "alone", *flux)) == 0
+    done = script("flux_ref/prepare/__main__.py", *make(nets, source, tmp_path / "both", *flux), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert f"{len(reasons)} rejected" in done.stdout and contents(tmp_path) == contents(output)
+    assert f"{len(reasons)} rejected" in done.stdout
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
 
 
-def test_training_and_evaluation_take_what_was_made(made, nets, small, tmp_path, capsys):
+def test_training_and_evaluation_take_what_was_made(made, nets, tmp_path, capsys):
     source, output, _, _ = made
-    assert prepare.main(make(nets, source, tmp_path, split="val", ae=small)) == 0
+    assert prepare.main(make(nets, source, tmp_path, split="val")) == 0
     args = ["--train.max_samples=24", "--eval.every_samples=24", f"--run.dir={tmp_path}/run"]
     data = [f"--data.train={output}/train", f"--data.val={tmp_path}/val"]
     assert called("train.py", nets / "micro_images.toml", *args, *data) == 0
     capsys.readouterr()
-    drawing = ("--sample.count=2", "--sample.steps=2", f"--vae={nets}/{small}")
+    drawing = ("--sample.count=2", "--sample.steps=2", f"--vae={nets}/ae.safetensors")
     assert called("eval.py", tmp_path / "run", *drawing) == 0
     said = capsys.readouterr().out
     assert "pictures:" in said and "false colours" not in said
 
 
 @pytest.fixture
-def stopped(nets, small, tmp_path, monkeypatch) -> list[str]:
+def stopped(nets, tmp_path, monkeypatch) -> list[str]:
     """The arguments of a job that Ctrl-C has ended in its second shard, with input in tmp_path/in."""
     lay_out(tmp_path / "in", with_bad=False)
-    args = make(nets, tmp_path / "in", tmp_path / "out", ae=small)
+    args = make(nets, tmp_path / "in", tmp_path / "out")
     encode, calls = Encoders.encode, []
 
     def interrupted(self, *given):
@@ -637,7 +615,7 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
     )
     assert prepare.main(stopped) == 0
     assert looks == list(CAPTIONS)[5:]
-    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again", ae="small.safetensors")) == 0
+    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
@@ -684,9 +662,7 @@ def test_a_picture_that_changes_under_the_job_stops_it(stopped, nets, tmp_path, 
         return encode(self, *given)
 
     monkeypatch.setattr(Encoders, "encode", spoil)
-    line = refused(
-        make(nets, tmp_path / "in", tmp_path / "other", "--batch", 1, "--workers", 1, ae="small.safetensors"), capsys, 3
-    )
+    line = refused(make(nets, tmp_path / "in", tmp_path / "other", "--batch", 1, "--workers", 1), capsys, 3)
     assert "11_palette.png: not an image, though it was good a while ago" in line
 
 
@@ -704,12 +680,12 @@ def test_only_some_pictures_are_decoded_ahead(monkeypatch):
 
 
 def build(nets: Path, changes: Iterable = ()) -> Encoders:
-    parts = {"vae_file": nets / "small.safetensors", "t5": nets / "t5", "clip": nets / "clip" / "text_encoder"}
+    parts = {"vae_file": nets / "ae.safetensors", "t5": nets / "t5", "clip": nets / "clip" / "text_encoder"}
     parts |= {"model": model_of(nets), "device": torch.device("cpu"), "dtype": torch.float32}
     return Encoders(**parts | dict(changes))
 
 
-def test_text_encoders_that_do_not_fit_are_refused(nets, small, tmp_path):
+def test_text_encoders_that_do_not_fit_are_refused(nets, tmp_path):
     lacking = save_t5(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")
     del tensors["encoder.block.1.layer.0.SelfAttention.q.weight"]  # transformers would put random values there
@@ -727,7 +703,7 @@ def test_text_encoders_that_do_not_fit_are_refused(nets, small, tmp_path):
     assert [words for changes, words in cases if words not in refusal(build, nets, changes)] == []
 
 
-def test_a_pickle_in_place_of_weights_is_refused_and_not_run(nets, small, tmp_path):
+def test_a_pickle_in_place_of_weights_is_refused_and_not_run(nets, tmp_path):
     folder, mark = save_t5(tmp_path / "t5"), tmp_path / "it ran"
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
@@ -735,7 +711,7 @@ def test_a_pickle_in_place_of_weights_is_refused_and_not_run(nets, small, tmp_pa
     assert not mark.exists()
 
 
-def test_code_beside_weights_is_not_run(nets, small, tmp_path):
+def test_code_beside_weights_is_not_run(nets, tmp_path):
     folder, mark = save_t5(tmp_path / "t5"), tmp_path / "it ran"
     (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).mkdir()\nclass Own: pass\n")
     for name, key in (
@@ -749,12 +725,12 @@ def test_code_beside_weights_is_not_run(nets, small, tmp_path):
     assert not mark.exists()
 
 
-def test_without_transformers_a_line_says_what_to_install(nets, small, monkeypatch):
+def test_without_transformers_a_line_says_what_to_install(nets, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refusal(build, nets).endswith("pip install transformers")
 
 
-def test_encodings_that_are_not_finite_stop_the_job_by_name(nets, small):
+def test_encodings_that_are_not_finite_stop_the_job_by_name(nets):
     net = build(nets)
     weight = net.t5.net.shared.weight.data
     weight[WORDS.index("dog") + 3] = torch.nan
@@ -762,7 +738,7 @@ def test_encodings_that_are_not_finite_stop_the_job_by_name(nets, small):
         net.encode(torch.zeros(2, 3, HEIGHT, WIDTH, dtype=torch.uint8), ["a cat", "a dog"])
 
 
-def test_bf16_text_encoders_differ_by_rounding_only(nets, small):
+def test_bf16_text_encoders_differ_by_rounding_only(nets):
     full, half = (build(nets, {"dtype": dtype}).encode_text(["a red cat"]) for dtype in (torch.float32, torch.bfloat16))
     for name in ("t5", "clip"):
         ours, theirs = (torch.from_numpy(shards.from_bf16_bits(bits[name])) for bits in (half, full))
