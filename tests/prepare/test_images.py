@@ -32,9 +32,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 from flux_ref import config, config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
-from flux_ref.formats.files import locked
 from flux_ref.prepare import commands as prepare
-from flux_ref.prepare import encoders, images, raw_images
+from flux_ref.prepare import images, raw_images
 from flux_ref.prepare.encoders import Encoders
 from flux_ref.prepare.raw_images import Rejected
 from flux_ref.sampling import vae
@@ -426,43 +425,37 @@ def test_latents_are_those_of_diffusers(made, nets):
             assert relative_error(torch.from_numpy(rows[member]), want.bfloat16().float()) < 3e-4
 
 
-def theirs_t5(nets: Path, caption: str) -> torch.Tensor:
+def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
+    """T5 sees its pads; CLIP's output does not depend on what comes after the first end."""
     words = PreTrainedTokenizerFast.from_pretrained(nets / "t5")
     ids = words(caption)["input_ids"]
-    ids = [*ids[:8], ids[-1]] if len(ids) > 9 else ids + [words.pad_token_id] * (9 - len(ids))
+    t5_ids = [*ids[:8], ids[-1]] if len(ids) > 9 else ids + [words.pad_token_id] * (9 - len(ids))
+    ids = PreTrainedTokenizerFast.from_pretrained(nets / "clip" / "tokenizer")(caption)["input_ids"]
+    clip_ids = [*ids[:76], ids[-1]] if len(ids) > 77 else ids
+    t5, clip = T5EncoderModel.from_pretrained(nets / "t5"), CLIPTextModel.from_pretrained(nets / "clip/text_encoder")
     with torch.no_grad():
-        return T5EncoderModel.from_pretrained(nets / "t5")(torch.tensor([ids])).last_hidden_state[0]
+        t5_1TE, pooled_1V = t5(torch.tensor([t5_ids])).last_hidden_state, clip(torch.tensor([clip_ids])).pooler_output
+    return {"t5": t5_1TE[0], "clip": pooled_1V[0]}
 
 
-def theirs_clip(nets: Path, caption: str) -> torch.Tensor:
-    words = PreTrainedTokenizerFast.from_pretrained(nets / "clip" / "tokenizer")
-    ids = words(caption)["input_ids"]
-    ids = [*ids[:76], ids[-1]] if len(ids) > 77 else ids
-    with torch.no_grad():
-        net = CLIPTextModel.from_pretrained(nets / "clip" / "text_encoder").eval()
-        return net(torch.tensor([ids])).pooler_output[0]
-
-
-def test_captions_are_encoded_as_transformers_does(made, nets):
-    """T5 sees its pads; CLIP's output does not depend on what comes after the first end."""
-    _, output, _, _ = made
-    for (_, rows), caption in zip(encoded(output / "train", nets), CAPTIONS.values()):
-        for name, want in (("t5", theirs_t5(nets, caption)), ("clip", theirs_clip(nets, caption))):
-            assert relative_error(torch.from_numpy(rows[name]), want.bfloat16().float()) < 1e-3, (name, caption)
-
-
-def test_the_empty_caption_is_encoded_beside(made, nets):
+def test_captions_and_the_empty_one_beside_are_encoded_as_transformers_does(made, nets):
     _, output, _, _ = made
     empty = shards.read_empty(output / "empty_encodings", shards.layout(model_of(nets)))
-    for name, want in (("t5", theirs_t5(nets, "")), ("clip", theirs_clip(nets, ""))):
-        assert relative_error(torch.from_numpy(shards.from_bf16_bits(empty[name])), want.bfloat16().float()) < 1e-3
-    assert {path.name: np.load(path).dtype for path in (output / "empty_encodings").iterdir()} == {
-        "t5_empty.npy": np.uint16,
-        "clip_empty.npy": np.uint16,
-    }
+    ours = [{name: shards.from_bf16_bits(bits) for name, bits in empty.items()}]
+    ours += [rows for _, rows in encoded(output / "train", nets)]
+    for rows, caption in zip(ours, ["", *CAPTIONS.values()], strict=True):
+        for name, want in theirs(nets, caption).items():
+            assert relative_error(torch.from_numpy(rows[name]), want.bfloat16().float()) < 1e-3, (name, caption)
+    dtypes = {path.name: np.load(path).dtype for path in (output / "empty_encodings").iterdir()}
+    assert dtypes == {"t5_empty.npy": np.uint16, "clip_empty.npy": np.uint16}
 
 
 # Archives
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
 
 
 def write_archive(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
@@ -492,50 +485,49 @@ def test_folder_and_archives_give_the_same_shards(nets, tmp_path):
     assert all(shard_bytes(tmp_path / output / "train") == want for output in sources)
 
 
-def test_damage_to_an_archive_loses_only_what_it_hits(nets, tmp_path):
-    members = {}
+def read(source: Path) -> list[tuple[str, str]]:
+    """The name of every sample of an input, and its caption or why it cannot be used."""
+    found, inputs = [], raw_images.source(str(source))
+    for part in inputs.parts(inputs.files()):
+        for candidate in part():
+            try:
+                file, caption, _ = candidate.read()
+                found.append((candidate.name.removeprefix(f"{source}/"), caption))
+                assert pixels(file.read(), min_side=8).shape == (3, 256, 256)
+            except Rejected as error:
+                found.append((candidate.name.removeprefix(f"{source}/"), str(error)))
+    return found
+
+
+def test_damage_to_an_archive_loses_only_what_it_hits(tmp_path):
+    members, damage = {}, "damaged archive, some of it is lost"
     for i in range(8):
         members |= {f"{i}.png": saved(drawn(100, 90, i)), f"{i}.txt": b"a cat", f"{i}.json": b'{"timestep": 3}'}
     members |= {"9.txt": b"alone", "8.png": saved(drawn(100, 90)), "7.mp4": b"film"}
-    (tmp_path / "in").mkdir()
-    whole = write_archive(tmp_path / "in" / "a.tar", members.items())
-    (tmp_path / "in" / "b.tar").write_bytes(cut(whole.read_bytes(), 0.6))
-    (tmp_path / "in" / "c.tar").write_bytes(b"not a tar" * 1000)
-    (tmp_path / "in" / "d.tar").write_bytes(b"")
-    names = ("0.png", "0.txt", "0.txt", "1.png", "1.txt")  # a name twice
-    contents = [(name, b"a dog" if name.endswith("txt") else members[name]) for name in names]
-    write_archive(tmp_path / "in" / "e.tar", contents)
-    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val")) == 0
-    lines = (tmp_path / "out" / "val_rejected.tsv").read_text().splitlines()[1:]
-    reasons = [
-        (Path(path).relative_to(tmp_path / "in"), reason) for path, reason in (line.split("\t") for line in lines)
-    ]
-    assert (Path("a.tar/9"), "no image of a supported type") in reasons
-    assert (Path("a.tar/8"), "no caption") in reasons
-    broken = {str(path) for path, reason in reasons if reason.startswith("damaged archive")}
-    assert broken == {"b.tar", "c.tar", "d.tar", "e.tar"}
-    metas = [meta for meta, _ in encoded(tmp_path / "out" / "val", nets)]
-    assert [meta.caption for meta in metas if meta.timestep != 3 or meta.caption == "a dog"] == ["a dog", "a dog"]
-    assert 8 + 3 + 2 <= len(metas) < 16 + 2
+    whole = write_archive(tmp_path / "a.tar", members.items())
+    good = [(f"{i}", "a cat") for i in range(8)]
+    assert read(whole) == [*good, ("9", "no image of a supported type"), ("8", "no caption")]
+    *kept, last = read(write(tmp_path / "b.tar", cut(whole.read_bytes(), 0.6)))
+    assert last == (f"{tmp_path}/b.tar", damage) and kept[:3] == good[:3] and set(kept[:-1]) <= set(good)
+    for content in (b"not a tar" * 1000, b""):
+        assert read(write(tmp_path / "c.tar", content)) == [(f"{tmp_path}/c.tar", damage)]
+    twice = [(name, members[name]) for name in ("0.png", "0.txt", "0.txt", "1.png", "1.txt")]
+    assert read(write_archive(tmp_path / "d.tar", twice)) == [*good[:2], (f"{tmp_path}/d.tar", damage)]
 
 
-def test_names_inside_an_archive_are_no_paths(nets, tmp_path, monkeypatch):
+def test_names_inside_an_archive_are_no_paths(tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    names = ["../../up", f"{tmp_path}/absolute", "sub/down", "a\nb\tc"]
     members = {}
-    for name in names:
+    for name in ("../../up", f"{tmp_path}/absolute", "sub/down", "a\nb\tc"):
         members |= {f"{name}.png": saved(drawn(100, 90)), f"{name}.txt": b"a cat"}
     write_archive(tmp_path / "x.tar", members.items())
     with tarfile.open(tmp_path / "x.tar", "a") as archive:
         link = tarfile.TarInfo("link.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert prepare.main(make(nets, tmp_path / "x.tar", tmp_path / "out")) == 0
-    assert len(encoded(tmp_path / "out" / "train", nets)) == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"cwd", "x.tar", "out"} and not any(
-        (tmp_path / "cwd").iterdir()
-    )
+    assert [caption for _, caption in read(tmp_path / "x.tar")] == ["a cat"] * 4
+    assert {path.name for path in tmp_path.rglob("*")} == {"cwd", "x.tar"}
 
 
 def test_timesteps_of_validation_take_turns_after_the_rejected_are_gone_or_are_those_said(nets, tmp_path):
@@ -608,11 +600,8 @@ def stopped(nets, tmp_path, monkeypatch) -> list[str]:
 
 
 def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tmp_path, monkeypatch):
-    looks = []
-    load = images.Job.load
-    monkeypatch.setattr(
-        images.Job, "load", lambda self, candidate: looks.append(candidate.name) or load(self, candidate)
-    )
+    looks, load = [], images.Job.load
+    monkeypatch.setattr(images.Job, "load", lambda job, candidate: looks.append(candidate.name) or load(job, candidate))
     assert prepare.main(stopped) == 0
     assert looks == list(CAPTIONS)[5:]
     assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
@@ -620,28 +609,16 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
 
 
 def test_a_job_does_not_go_on_with_other_input(stopped, tmp_path, capsys):
-    source, before = tmp_path / "in", contents(tmp_path / "out")
-    picture = source / "11_palette.png"
-    status, content = picture.stat(), picture.read_bytes()
-
-    def must_refuse(args: list[str], words: str) -> None:
-        line = refused(args, capsys)
+    before = contents(tmp_path / "out")
+    other = save_t5(tmp_path / "t5_copy")
+    write(tmp_path / "in" / "00.png", b"")
+    for args, words in (
+        ([], "00.png was missing, is [0, "),
+        (["--min-side", "65"], "min_side was 64, is 65"),
+        (["--t5", str(other)], "/t5/config.json"),
+    ):
+        line = refused([*stopped, *args], capsys)
         assert "was begun otherwise" in line and words in line and contents(tmp_path / "out") == before
-
-    os.utime(picture, (1, 1))
-    must_refuse(stopped, "11_palette.png was [")
-    picture.unlink()
-    must_refuse(stopped, "is missing")
-    picture.write_bytes(content)
-    os.utime(picture, ns=(status.st_mtime_ns, status.st_mtime_ns))
-    (source / "00.png").write_bytes(b"")
-    must_refuse(stopped, "00.png was missing, is [0, ")
-    (source / "00.png").unlink()
-    must_refuse([*stopped, "--min-side", "65"], "min_side was 64, is 65")
-    must_refuse([*stopped, "--t5", str(save_t5(tmp_path / "t5_copy"))], "/t5/config.json")
-    with locked(tmp_path / "out" / "train.partial" / "plan.json"):
-        assert "in use by another job" in refused(stopped, capsys)
-    assert prepare.main(stopped) == 0
 
 
 def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path, capsys):
@@ -654,15 +631,16 @@ def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path, c
     assert contents(tmp_path / "out") == before
 
 
-def test_a_picture_that_changes_under_the_job_stops_it(stopped, nets, tmp_path, capsys, monkeypatch):
+def test_a_picture_that_changes_under_the_job_stops_it(nets, tmp_path, capsys, monkeypatch):
+    lay_out(tmp_path / "in", with_bad=False)
     encode = Encoders.encode
 
     def spoil(self, *given):
-        (tmp_path / "in" / "11_palette.png").write_bytes(b"")
+        write(tmp_path / "in" / "11_palette.png", b"")
         return encode(self, *given)
 
     monkeypatch.setattr(Encoders, "encode", spoil)
-    line = refused(make(nets, tmp_path / "in", tmp_path / "other", "--batch", 1, "--workers", 1), capsys, 3)
+    line = refused(make(nets, tmp_path / "in", tmp_path / "out", "--batch", 1, "--workers", 1), capsys, 3)
     assert "11_palette.png: not an image, though it was good a while ago" in line
 
 
@@ -703,25 +681,19 @@ def test_text_encoders_that_do_not_fit_are_refused(nets, tmp_path):
     assert [words for changes, words in cases if words not in refusal(build, nets, changes)] == []
 
 
-def test_a_pickle_in_place_of_weights_is_refused_and_not_run(nets, tmp_path):
-    folder, mark = save_t5(tmp_path / "t5"), tmp_path / "it ran"
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
-    assert "T5EncoderModel" in refusal(build, nets, {"t5": folder})
-    assert not mark.exists()
-
-
-def test_code_beside_weights_is_not_run(nets, tmp_path):
+def test_a_pickle_in_place_of_weights_and_code_beside_them_are_not_run(nets, tmp_path):
     folder, mark = save_t5(tmp_path / "t5"), tmp_path / "it ran"
     (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).mkdir()\nclass Own: pass\n")
-    for name, key in (
-        ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}),
-        ("config.json", {"AutoModel": "own.Own"}),
-    ):
+    owns = {"tokenizer_config.json": {"AutoTokenizer": ["own.Own", None]}, "config.json": {"AutoModel": "own.Own"}}
+    for name, key in owns.items():
         content = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(content | {"auto_map": key, "tokenizer_class": "Own"}))
     with contextlib.suppress(Refusal):
         build(nets, {"t5": folder})
+    folder = save_t5(tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    write(folder / "pytorch_model.bin", pickle.dumps(Payload(mark)))
+    assert "T5EncoderModel" in refusal(build, nets, {"t5": folder})
     assert not mark.exists()
 
 
@@ -759,7 +731,3 @@ def test_sets_of_other_encoders_do_not_share_an_output(nets, tmp_path):
     write(0.01)
     assert "empty_encodings was made with another t5" in refusal(write, 1)
     assert contents(tmp_path) == before
-
-
-def test_the_tokenizer_may_lie_in_a_folder_of_its_own():
-    assert encoders.tokenizer_folder(Path("flux/text_encoder_2")) == Path("flux/tokenizer_2")
