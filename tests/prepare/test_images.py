@@ -25,11 +25,12 @@ from payload import Payload
 from peer_vae import diffusers_net, lively_net, relative_error, to_diffusers
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from shard_damage import LAYOUT, opened
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from flux_ref import config, config_file
+from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
 from flux_ref.prepare import commands as prepare
@@ -42,6 +43,7 @@ from flux_ref.sampling.vae import FLUX, Sizes
 WORDS = re.findall(r"\w+", "a red green blue small large cat dog sits stands on in the grass water at night photo of")
 HEIGHT, WIDTH = 32, 48  # the micro model's
 SMALL = Sizes(base=32)
+MODEL = config_file.load(MICRO).model
 pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 
 
@@ -87,16 +89,13 @@ def test_the_shorter_side_becomes_256_and_the_centre_is_kept():
     assert distance(pixels(saved(wide), 32, 48), v2.functional.pil_to_tensor(wide.resize((80, 32), 3))[..., 16:64]) == 0
 
 
-def test_a_picture_of_the_right_size_passes_unchanged():
+def test_colours_and_greys_of_8_and_16_bits_of_the_right_size_pass_unchanged():
     """Above all through no JPEG."""
-    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
-    assert torch.equal(pixels(saved(Image.fromarray(noise))), torch.from_numpy(noise).permute(2, 0, 1))
-
-
-def test_grey_pictures_of_8_and_16_bits_have_three_equal_channels():
-    eight = np.array(drawn(256, 256).convert("L"))
-    for grey in (eight, eight.astype(np.uint16) * 257):
-        assert torch.equal(pixels(saved(Image.fromarray(grey))), torch.from_numpy(eight).expand(3, -1, -1))
+    colours = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    grey = np.array(drawn(256, 256).convert("L"))
+    for stored, want in ((colours, colours), (grey, grey[..., None]), (grey.astype(np.uint16) * 257, grey[..., None])):
+        want = torch.from_numpy(want).permute(2, 0, 1).expand(3, -1, -1)
+        assert torch.equal(pixels(saved(Image.fromarray(stored))), want)
 
 
 def test_what_is_transparent_shows_white():
@@ -187,12 +186,7 @@ def test_what_cannot_be_used_is_rejected():
             pixels(content)
         reasons[name] = str(rejected.value)
     assert reasons == {name: reason for name, (_, reason) in BAD.items()}
-
-
-def test_the_smallest_side_can_be_chosen():
-    assert pixels(saved(drawn(20, 30)), min_side=20).shape == (3, 256, 256)
-    with pytest.raises(Rejected, match="too small"):
-        pixels(saved(drawn(20, 30)), min_side=21)
+    assert pixels(BAD["slim.png"][0], min_side=63).shape == (3, 256, 256)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -260,36 +254,28 @@ def save_ae(path: Path, sizes: Sizes) -> Path:
 
 @pytest.fixture(scope="module")
 def nets(tmp_path_factory) -> Path:
-    """t5, clip/text_encoder and an autoencoder, all random, and a config; tests must not change it."""
+    """t5, clip/text_encoder and an autoencoder, all random; tests must not change them."""
     folder = tmp_path_factory.mktemp("nets")
     save_t5(folder / "t5")
     save_clip(folder / "clip")
     save_ae(folder / "ae.safetensors", SMALL)
-    text = MICRO.read_text().replace('"shapes"', '"embeddings"').replace("_count = 50", "_count = 0")
-    (folder / "micro_images.toml").write_text(text.replace("_count = 45", "_count = 0"))
     return folder
-
-
-def model_of(nets: Path) -> config.ModelConfig:
-    return config_file.load(nets / "micro_images.toml").model
 
 
 def make(nets: Path, source: object, output: Path, *args: object, split: str = "train") -> list[str]:
     """The arguments of the command."""
     options = {"input": source, "output": output, "split": split, "vae": nets / "ae.safetensors", "t5": nets / "t5"}
-    options |= {"clip": nets / "clip" / "text_encoder", "config": nets / "micro_images.toml", "batch": 3, "workers": 2}
+    options |= {"clip": nets / "clip" / "text_encoder", "config": MICRO, "batch": 3, "workers": 2}
     options |= {"per-shard": 5}
     return ["images", *(text for key, value in options.items() for text in (f"--{key}", str(value))), *map(str, args)]
 
 
-def encoded(folder: Path, nets: Path) -> list[tuple[shards.Meta, dict[str, np.ndarray]]]:
+def encoded(folder: Path) -> list[tuple[shards.Meta, dict[str, np.ndarray]]]:
     """What a set of shards holds, as float32."""
-    found = shards.ShardSet(folder, shards.layout(model_of(nets)))
-    found.open()
-    samples = []
-    for i in range(len(found)):
-        rows = {name: np.empty(shape, np.uint16) for name, shape in found.layout.shapes.items()}
-        samples.append((found.read(i, rows), {name: shards.from_bf16_bits(bits) for name, bits in rows.items()}))
+    stored, samples = opened(folder), []
+    for i in range(len(stored)):
+        rows = LAYOUT.rows()
+        samples.append((stored.read(i, rows), {name: shards.from_bf16_bits(bits) for name, bits in rows.items()}))
     return samples
 
 
@@ -394,11 +380,11 @@ def test_bad_samples_are_listed_and_counted_and_the_good_fill_shards_without_gap
     assert dict(line.split("\t") for line in lines) == reasons and len(lines) == len(reasons)
     assert f"{len(CAPTIONS)} samples" in printed and f"{len(reasons)} rejected" in printed
     assert all(f"'{reason}': {count}" in printed for reason, count in Counter(reasons.values()).items())
-    metas = [meta for meta, _ in encoded(output / "train", nets)]
+    metas = [meta for meta, _ in encoded(output / "train")]
     assert [meta.key for meta in metas] == [f"train_{i:08d}" for i in range(12)]
     assert {meta.timestep for meta in metas} == {None}
     assert [meta.caption[:50] for meta in metas] == [caption[:50] for caption in CAPTIONS.values()]
-    assert shards.ShardSet(output / "train", shards.layout(model_of(nets))).first.tolist() == [0, 5, 10, 12]
+    assert shards.ShardSet(output / "train", LAYOUT).first.tolist() == [0, 5, 10, 12]
     assert {path.name for path in output.iterdir()} == {"train", "train_rejected.tsv", "empty_encodings"}
     names = {path.name for path in (output / "train").iterdir()}
     assert names == {"plan.json", "checked.json", *(f"shard_{i:06d}.tar" for i in range(3))}
@@ -412,7 +398,7 @@ def test_latents_are_those_of_diffusers(made, nets):
     twin.load_state_dict(to_diffusers(tensors, SMALL), strict=True, assign=True)
     resize = v2.Resize(WIDTH, InterpolationMode.BICUBIC, antialias=True)  # of squares: 48 x 48, of which 32 rows stay
     source, output, _, _ = made
-    samples = dict(zip(CAPTIONS, encoded(output / "train", nets)))
+    samples = dict(zip(CAPTIONS, encoded(output / "train")))
     for name in ("01.png", "03_grey.png", "11_palette.png"):
         picture = Image.open(source / name).convert("RGB")
         picture = picture.resize((48, 32), 3) if name == "01.png" else v2.CenterCrop((HEIGHT, WIDTH))(resize(picture))
@@ -440,9 +426,9 @@ def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
 
 def test_captions_and_the_empty_one_beside_are_encoded_as_transformers_does(made, nets):
     _, output, _, _ = made
-    empty = shards.read_empty(output / "empty_encodings", shards.layout(model_of(nets)))
+    empty = shards.read_empty(output / "empty_encodings", LAYOUT)
     ours = [{name: shards.from_bf16_bits(bits) for name, bits in empty.items()}]
-    ours += [rows for _, rows in encoded(output / "train", nets)]
+    ours += [rows for _, rows in encoded(output / "train")]
     for rows, caption in zip(ours, ["", *CAPTIONS.values()], strict=True):
         for name, want in theirs(nets, caption).items():
             assert relative_error(torch.from_numpy(rows[name]), want.bfloat16().float()) < 1e-3, (name, caption)
@@ -537,7 +523,7 @@ def test_timesteps_of_validation_take_turns_after_the_rejected_are_gone_or_are_t
         said = {"timestep": 7} if i == 19 else {}
         (tmp_path / "in" / f"{i:02d}.json").write_text(json.dumps({"caption": "a cat"} | said))
     assert prepare.main(make(nets, tmp_path / "in", tmp_path / "out", split="val")) == 0
-    metas = [meta for meta, _ in encoded(tmp_path / "out" / "val", nets)]
+    metas = [meta for meta, _ in encoded(tmp_path / "out" / "val")]
     assert [meta.timestep for meta in metas] == [*(i % 8 for i in range(15)), 7]
 
 
@@ -569,8 +555,9 @@ def test_training_and_evaluation_take_what_was_made(made, nets, tmp_path, capsys
     source, output, _, _ = made
     assert prepare.main(make(nets, source, tmp_path, split="val")) == 0
     args = ["--train.max_samples=24", "--eval.every_samples=24", f"--run.dir={tmp_path}/run"]
+    args += ["--data.kind=embeddings", "--data.train_count=0", "--data.val_count=0"]
     data = [f"--data.train={output}/train", f"--data.val={tmp_path}/val"]
-    assert called("train.py", nets / "micro_images.toml", *args, *data) == 0
+    assert called("train.py", MICRO, *args, *data) == 0
     capsys.readouterr()
     drawing = ("--sample.count=2", "--sample.steps=2", f"--vae={nets}/ae.safetensors")
     assert called("eval.py", tmp_path / "run", *drawing) == 0
@@ -656,7 +643,7 @@ def test_only_some_pictures_are_decoded_ahead(monkeypatch):
 
 def build(nets: Path, changes: Iterable = ()) -> Encoders:
     parts = {"vae_file": nets / "ae.safetensors", "t5": nets / "t5", "clip": nets / "clip" / "text_encoder"}
-    parts |= {"model": model_of(nets), "device": torch.device("cpu"), "dtype": torch.float32}
+    parts |= {"model": MODEL, "device": torch.device("cpu"), "dtype": torch.float32}
     return Encoders(**parts | dict(changes))
 
 
@@ -715,7 +702,7 @@ def test_bf16_text_encoders_differ_by_rounding_only(nets):
 
 
 def test_sets_of_other_encoders_do_not_share_an_output(nets, tmp_path):
-    layout, draw = shards.layout(model_of(nets)), np.random.default_rng(0)
+    layout, draw = LAYOUT, np.random.default_rng(0)
     values = {name: draw.standard_normal(layout.shapes[name]) for name in ("t5", "clip")}
 
     def write(noise: float) -> None:
