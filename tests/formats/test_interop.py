@@ -1,5 +1,6 @@
 """Energon and this project read each other's folders. Needs megatron-energon: pip install megatron-energon."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,34 @@ from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
-import energon_task  # noqa: E402
 
 pytestmark = pytest.mark.interop
 COUNTS = {"train": 11, "val": 5}
+PREPARE = "from megatron.energon.cli.main import main; main()"
+
+
+@energon.edataclass
+class Embedded(energon.Sample):
+    """One sample, or a batch of them."""
+
+    t5: torch.Tensor
+    clip: torch.Tensor
+    mean: torch.Tensor
+    logvar: torch.Tensor
+
+
+@energon.stateless
+def cook(sample: dict) -> Embedded:
+    """The members as they are stored: bf16 bits in uint16."""
+    members = {name: torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in MEMBERS}
+    return Embedded(**energon.basic_sample_keys(sample), **members)
+
+
+class Task(energon.DefaultTaskEncoder):
+    """Members to tensors, tensors to batches."""
+
+    decoder = None
+    cookers = (energon.Cooker(cook),)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +58,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def prepare(root: Path, *options: str) -> str:
-    command = [sys.executable, "-c", energon_task.PREPARE, "prepare", "--non-interactive", *options]
+    command = [sys.executable, "-c", PREPARE, "prepare", "--non-interactive", *options]
     done = subprocess.run([*command, "--sample-type", "CrudeWebdataset", str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -52,7 +77,7 @@ def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, split):
     get = {"train": energon.get_train_dataset, "val": energon.get_val_dataset}[split]
     options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None} if split == "train" else {}
     own = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get(root, worker_config=own, batch_size=1, task_encoder=energon_task.Task(), **options)
+    dataset = get(root, worker_config=own, batch_size=1, task_encoder=Task(), **options)
     ours, found = by_us(root, split), {}
     for _, batch in zip(range(COUNTS[split]), energon.get_loader(dataset)):
         found[batch.__key__[0].rpartition("/")[2]] = batch
