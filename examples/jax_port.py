@@ -101,40 +101,37 @@ def initial_weight(seed, name, shape):
 # Data
 
 
-def stack(samples):
-    """A batch from samples; what the shards hold goes in their bf16."""
-    batch = {k: np.stack([s[k] for s in samples]) for k in samples[0]}
-    return {k: v.astype(bf16 if k in ("t5", "clip", "mean", "logvar") else f32) for k, v in batch.items()}
+def make_batch(golden, seed, split, draws):
+    """draws: sample, epoch, t and whether the caption is dropped, of each row. What the shards hold is in bf16."""
+    latent, noise = (LATENT, NOISE) if split == "train" else (VAL_LATENT, VAL_NOISE)
+    stored, rows = ("t5", "clip", "mean", "logvar"), []
+    for i, epoch, t, drop in draws:
+        row = {k: golden[f"data.{split}.{k}"][i] for k in stored} | {"t": t}
+        if drop:
+            row |= {k: golden[f"data.empty.{k}"] for k in ("t5", "clip")}
+        row["latent_eps"] = normals(seed, latent, i, epoch, row["mean"].shape)
+        row["noise"] = normals(seed, noise, i, epoch, row["mean"].shape)
+        rows.append(row)
+    batch = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
+    return {k: v.astype(bf16 if k in stored else f32) for k, v in batch.items()}
 
 
 def train_batch(cfg, golden, step):
     """The batch of a step, counted from 0; a batch may run over into the next epoch."""
     seed, count, size = cfg["train"]["seed"], cfg["data"]["train_count"], cfg["train"]["global_batch"]
-    samples = []
+    draws = []
     for position in range(step * size, (step + 1) * size):
         epoch = position // count
         i = order(seed, epoch, count)[position % count]
         drop, t = scalars(seed, i, epoch)
-        s = {k: golden[f"data.train.{k}"][i] for k in ("t5", "clip", "mean", "logvar")}
-        if drop:
-            s |= {k: golden[f"data.empty.{k}"] for k in ("t5", "clip")}
-        s["t"] = t
-        s["latent_eps"] = normals(seed, LATENT, i, epoch, s["mean"].shape)
-        s["noise"] = normals(seed, NOISE, i, epoch, s["mean"].shape)
-        samples.append(s)
-    return stack(samples)
+        draws.append((i, epoch, t, drop))
+    return make_batch(golden, seed, "train", draws)
 
 
 def val_batch(cfg, golden, seen=0):
     """All validation samples, after that many training samples."""
-    seed, samples = cfg["train"]["seed"], []
-    for i in range(cfg["data"]["val_count"]):
-        s = {k: golden[f"data.val.{k}"][i] for k in ("t5", "clip", "mean", "logvar")}
-        s["t"] = golden["val.t"][i]
-        s["latent_eps"] = normals(seed, VAL_LATENT, i, seen, s["mean"].shape)
-        s["noise"] = normals(seed, VAL_NOISE, i, seen, s["mean"].shape)
-        samples.append(s)
-    return stack(samples)
+    draws = [(i, seen, golden["val.t"][i], False) for i in range(cfg["data"]["val_count"])]
+    return make_batch(golden, cfg["train"]["seed"], "val", draws)
 
 
 # Network

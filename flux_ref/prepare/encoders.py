@@ -8,7 +8,6 @@ numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -21,14 +20,6 @@ from flux_ref.sampling import vae
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 CLIP_TOKENS = 77  # all that CLIP has positions for
-
-
-def transformers() -> ModuleType:
-    """The package, told to be quiet. Raises: Refusal."""
-    package = options.package("transformers", "encoding captions")
-    package.logging.set_verbosity_error()
-    package.logging.disable_progress_bar()
-    return package
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -47,8 +38,10 @@ class TextEncoder:
 
     def __init__(self, kind: str, output: str, folder: Path, tokens: int, device: torch.device, dtype: torch.dtype):
         """kind, output: transformers' class and which of its outputs. Raises: Refusal."""
-        package, self.output, self.tokens, self.device = transformers(), output, tokens, device
-        words = tokenizer_folder(folder)
+        package, words = options.package("transformers", "encoding captions"), tokenizer_folder(folder)
+        package.logging.set_verbosity_error()
+        package.logging.disable_progress_bar()
+        self.output, self.tokens, self.device = output, tokens, device
         for path in (folder / "config.json", words / "tokenizer_config.json"):
             if not path.is_file():
                 raise Refusal(f"{kind} in {folder}: {path} is missing; give a folder of weights and their tokenizer")

@@ -13,10 +13,9 @@ import argparse
 import csv
 import io
 import json
-import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,11 +30,11 @@ from tqdm import tqdm
 from flux_ref import ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import files, shards
+from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, npy_blob, shard_path
 from flux_ref.prepare import encoders, jobs, options, raw_images
 from flux_ref.prepare.encoders import Encoders
-from flux_ref.prepare.raw_images import Candidate, Entry, Part, Rejected
+from flux_ref.prepare.raw_images import Candidate, Part, Rejected
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
@@ -44,8 +43,18 @@ from flux_ref.schedule import TIMESTEPS
 CHECKED = "checked.json"
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
-Picture = tuple[Tensor, Entry]  # (3, H, W) uint8, and what the input says about the sample
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
+
+    name: str
+    rejected: str = ""
+    pixels: Tensor | None = None
+    caption: str = ""
+    timestep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,21 +68,23 @@ class Job:
     parts: list[Part]
     pool: ThreadPoolExecutor
 
-    def load(self, candidate: Candidate) -> Picture:
-        """Raises: Rejected."""
+    def load(self, candidate: Candidate) -> Sample:
+        sides = 8 * self.model.latent_height, 8 * self.model.latent_width
         try:
-            entry = candidate.read()
+            file, caption, timestep = candidate.read()
+            with file:
+                pixels = raw_images.pixels(file, *sides, self.args.min_side)
+            return Sample(candidate.name, "", pixels, caption, timestep)
+        except Rejected as error:
+            return Sample(candidate.name, str(error))
         except OSError:
-            raise Rejected("unreadable file") from None
-        with entry.file:
-            sides = 8 * self.model.latent_height, 8 * self.model.latent_width
-            return raw_images.pixels(entry.file, *sides, self.args.min_side), entry
+            return Sample(candidate.name, "unreadable file")
 
-    def ahead(self, function: Callable, items: Iterable) -> Iterator:
-        """function(item) of each item, in order. Threads work on some of the next items meanwhile."""
+    def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
+        """The samples, in order. Threads load some of the next samples meanwhile."""
         waiting = deque()
-        for item in items:
-            waiting.append(self.pool.submit(function, item))
+        for candidate in candidates:
+            waiting.append(self.pool.submit(self.load, candidate))
             if len(waiting) > 2 * max(self.args.batch, self.args.workers):
                 yield waiting.popleft().result()
         while waiting:
@@ -81,8 +92,7 @@ class Job:
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
-        share = f", rank 0 of {self.world.size}" if self.world.size > 1 else ""
-        text = f"{what} {self.args.split}{share}"
+        text = f"{what} {self.args.split}, rank 0 of {self.world.size}"
         return progress(total=total, desc=text, unit=" images", disable=self.world.rank > 0)
 
 
@@ -93,56 +103,54 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    model = options.config(args.config).model
+    model, final = options.config(args.config).model, args.output / args.split
     world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
-    final, report = args.output / args.split, args.output / f"{args.split}_rejected.tsv"
     with ranks.agreed():
-        source = _source(args, final)
-    with ranks.agreed():
+        jobs.require_new(final)
+        if args.output.resolve().is_relative_to(Path(args.input).resolve()):
+            raise Refusal(f"--output {args.output} lies in --input, which may not change; choose another")
+        source = raw_images.source(args.input)
+        listed = source.files() if world.rank == 0 else []
         nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
+    listed = ranks.gather_objects(listed)[0]
     with ExitStack() as claim:  # of rank 0, for all
         with ranks.agreed():
             if world.rank == 0:
-                claim.enter_context(jobs.claimed(final, _plan(args, model, source)))
-                _write_empty(final, nets.empty, shards.layout(model))
-        plan = json.loads((jobs.growing(final) / jobs.PLAN).read_text(encoding="utf-8"))  # what rank 0 has seen
+                claim.enter_context(jobs.claimed(final, _plan(args, model, listed)))
+                _write_empty(args.output / "empty_encodings", nets.empty, shards.layout(model))
         with ThreadPoolExecutor(args.workers) as pool:
-            job = Job(args, model, world, jobs.growing(final), source.parts(plan["files"]), pool)
+            job = Job(args, model, world, jobs.growing(final), source.parts(listed), pool)
             checked = _check(job)
+            rejected = [row for _, rows in checked for row in rows]
+            count = sum(candidates for candidates, _ in checked) - len(rejected)
+            report, reasons = args.output / f"{args.split}_rejected.tsv", Counter(why for *_, why in rejected)
+            summary = f"{len(rejected)} rejected {dict(reasons.most_common())}, see {report}"
             with ranks.agreed():
                 if world.rank == 0:
-                    _report(checked, report)
-            begin = time.monotonic()
-            made = _encode(job, checked, nets)
+                    _report(rejected, report)
+                if count == 0:
+                    raise Refusal(f"no sample can be used: {summary}")
+            _encode(job, checked, count, nets)
         with ranks.agreed():
             pass  # all shards are there
     if world.rank == 0:
-        speed = made / (time.monotonic() - begin)
-        print(f"{final}: {_kept(checked)} samples, {speed:.1f} images/s; {_summary(checked)}, see {report}")
+        print(f"{final}: {count} samples; {summary}")
     return 0
 
 
-def _source(args: argparse.Namespace, final: Path) -> raw_images.Source:
-    jobs.require_new(final)
-    if args.output.resolve().is_relative_to(Path(args.input).resolve()):
-        raise Refusal(f"--output {args.output} lies in --input, which may not change; choose another")
-    return raw_images.source(args.input)
-
-
-def _plan(args: argparse.Namespace, model: ModelConfig, source: raw_images.Source) -> jobs.Plan:
+def _plan(args: argparse.Namespace, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
     """What must be the same when a stopped job goes on."""
     given = {name: getattr(args, name) for name in ("split", "per_shard", "min_side", "dtype")}
     folders = {folder for net in (args.t5, args.clip) for folder in (net, encoders.tokenizer_folder(net))}
     weights = [args.vae, *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
     stats = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
-    return {"options": given | shards.layout(model).shapes | stats, "files": source.files()}
+    return {"options": given | shards.layout(model).shapes | stats, "files": listed}
 
 
-def _write_empty(final: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:
+def _write_empty(folder: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:
     """Write empty_encodings beside the set. Raises: Refusal if those of other encoders are there."""
-    folder = final.with_name("empty_encodings")
     if not folder.exists():
-        return jobs.write_empty(final, encodings)
+        return shard_writer.write_empty(folder, encodings)
     for name, bits in shards.read_empty(folder, layout).items():
         there, ours = shards.from_bf16_bits(bits), shards.from_bf16_bits(encodings[name])
         if np.linalg.norm(there - ours) > OTHER_ENCODERS * np.linalg.norm(ours):
@@ -157,21 +165,15 @@ def _check(job: Job) -> Checked:
     path, mine = job.folder / CHECKED, {}
     if ranks.gather_objects(path.exists())[0]:
         return json.loads(path.read_text(encoding="utf-8"))
-
-    def rejection(candidate: Candidate) -> list[str]:
-        try:
-            job.load(candidate)
-        except Rejected as error:
-            return [candidate.name, str(error)]
-        return []
-
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
-            found = []
-            for rejected in job.ahead(rejection, job.parts[number]()):
-                found.append(rejected)
+            count, rejected = 0, []
+            for sample in job.loaded(job.parts[number]()):
+                if sample.rejected:
+                    rejected.append([count, sample.name, sample.rejected])
+                count += 1
                 bar.update()
-            mine[number] = [len(found), [[position, *rejected] for position, rejected in enumerate(found) if rejected]]
+            mine[number] = [count, rejected]
     merged = {number: part for share in ranks.gather_objects(mine) for number, part in share.items()}
     checked = [merged[number] for number in range(len(job.parts))]
     with ranks.agreed():
@@ -180,38 +182,24 @@ def _check(job: Job) -> Checked:
     return checked
 
 
-def _kept(checked: Checked) -> int:
-    return sum(count - len(rejected) for count, rejected in checked)
-
-
-def _summary(checked: Checked) -> str:
-    counts = Counter(why for _, rejected in checked for *_, why in rejected)
-    reasons = ", ".join(f"{count} {why}" for why, count in counts.most_common())
-    return f"{counts.total()} rejected" + (f" ({reasons})" if counts else "")
-
-
-def _report(checked: Checked, path: Path) -> None:
-    """Write the list of what is rejected. Raises: Refusal if no sample is left."""
+def _report(rejected: list[list], path: Path) -> None:
+    """Write the list of what is rejected."""
     text = io.StringIO()
     table = csv.writer(text, dialect="excel-tab", lineterminator="\n")
-    table.writerow(("path", "reason"))
-    table.writerows(row[1:] for _, rejected in checked for row in rejected)
+    table.writerows([("path", "reason"), *(row[1:] for row in rejected)])
     files.write_whole(path, text.getvalue().encode(errors="backslashreplace").decode())  # names that are not UTF-8
-    if _kept(checked) == 0:
-        raise Refusal(f"no sample can be used: {_summary(checked)}, see {path}")
 
 
 # The second pass
 
 
-def _encode(job: Job, checked: Checked, nets: Encoders) -> int:
-    """Write this rank's missing shards; returns the number of samples that were missing over all ranks."""
-    missing = jobs.missing(job.args.output / job.args.split, _kept(checked), job.args.per_shard)
+def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> None:
+    """Write the shards that are missing of this rank's share. count: all samples."""
+    missing = jobs.missing(job.args.output / job.args.split, count, job.args.per_shard)
     mine = {n: indices for n, indices in missing.items() if n % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():
             _write_shard(job, number, indices, _survivors(job.parts, checked, indices), nets, bar)
-    return sum(map(len, missing.values()))
 
 
 def _survivors(parts: list[Part], checked: Checked, indices: range) -> Iterator[Candidate]:
@@ -230,24 +218,20 @@ def _write_shard(
     job: Job, number: int, indices: range, candidates: Iterable[Candidate], nets: Encoders, bar: tqdm
 ) -> None:
     """Encode and write a shard. Raises: Fault if the input has changed since the first pass."""
-
-    def load(candidate: Candidate) -> Picture:
-        try:
-            return job.load(candidate)
-        except Rejected as error:
-            raise Fault(f"{candidate.name}: {error}, though it was good a while ago", alone=True) from None
-
-    pictures, left = job.ahead(load, candidates), iter(indices)
+    samples, split, index = job.loaded(candidates), job.args.split, indices.start
     with new_shard(shard_path(job.folder, number)) as shard:
-        while batch := list(islice(pictures, job.args.batch)):
-            members = nets.encode(torch.stack([pixels for pixels, _ in batch]), [entry.caption for _, entry in batch])
-            for i, ((_, entry), index) in enumerate(zip(batch, left)):
-                key = f"{job.args.split}_{entry.id}" if entry.id else key_of(job.args.split, index)
+        while batch := list(islice(samples, job.args.batch)):
+            for sample in batch:
+                if sample.rejected:
+                    raise Fault(f"{sample.name}: {sample.rejected}, though it was good a while ago", alone=True)
+            members = nets.encode(torch.stack([s.pixels for s in batch]), [s.caption for s in batch])
+            for i, sample in enumerate(batch):
                 blobs = {name: npy_blob(members[name][i]) for name in shards.MEMBERS}
-                timestep = index % TIMESTEPS if entry.timestep is None else entry.timestep
-                shard.add(key, blobs, timestep if job.args.split == "val" else None, entry.caption)
+                timestep = index % TIMESTEPS if sample.timestep is None else sample.timestep
+                shard.add(key_of(split, index), blobs, timestep if split == "val" else None, sample.caption)
+                index += 1
             bar.update(len(batch))
-        if next(left, None) is not None:
+        if index < indices.stop:
             raise Fault(f"{job.args.input} has fewer samples than a while ago", alone=True)
 
 
@@ -256,7 +240,7 @@ def _write_shard(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", required=True, metavar="DIR|FILE.tsv|TARS", help="images with captions; x-{000..137}.tar is many")
+    add("--input", required=True, metavar="DIR|TARS", help="images with captions; x-{000..137}.tar is many")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=("train", "val"), required=True)
     add("--vae", type=Path, required=True, help="ae.safetensors")

@@ -78,12 +78,9 @@ def _table(path: Path):
     for name in COLUMNS.values():
         kinds = [field.type for field in table.schema if field.name == name]
         if len(kinds) != 1 or kinds[0] not in (pa.binary(), pa.large_binary()):
-            raise Refusal(f"{path}: want one column {name} of binary; the columns are {_listed(table.schema)}")
+            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            raise Refusal(f"{path}: want one column {name} of binary; the columns are {columns}")
     return table
-
-
-def _listed(schema) -> str:
-    return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
 def _timesteps(table, split: str, path: Path) -> list[int | None]:

@@ -28,22 +28,22 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     shown = [drawing for drawing in shapes.all_drawings() if drawing not in held_out]
     empty = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
     with files.whole(folder) as partial:
-        shard_writer.write(partial / "train", _samples(shown, train, 0, model, "train"), "train")
-        shard_writer.write(partial / "val", _samples(held_out, val, 1, model, "val"), "val")
+        shard_writer.write(partial / "train", _samples(shown, train, model, "train"), "train")
+        shard_writer.write(partial / "val", _samples(held_out, val, model, "val"), "val")
         # In float16 with a batch axis, as the public encodings are.
         arrays = {name: array[None].astype(np.float16) for name, array in zip(("t5", "clip"), empty)}
         shard_writer.write_empty(partial / "empty_encodings", arrays)
 
 
-def _samples(drawings: list, count: int, split: int, model: ModelConfig, name: str) -> Iterator[Sample]:
+def _samples(drawings: list, count: int, model: ModelConfig, split: str) -> Iterator[Sample]:
     encoded = {d: shapes.encode_caption(d.caption, model.text_tokens, model.t5_dim, model.clip_dim) for d in drawings}
-    for i in progress(range(count), desc=f"making {name} shapes", unit=" samples", leave=False):
+    for i in progress(range(count), desc=f"making {split} shapes", unit=" samples", leave=False):
         drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
-        dx, dy = shapes.JITTER * (2 * rng.uniform(rng.words(0, rng.JITTER, 2, sample=i, epoch=split)) - 1)
+        dx, dy = shapes.JITTER * (2 * rng.uniform(rng.words(0, rng.JITTER, 2, sample=i, epoch=int(split == "val"))) - 1)
         picture = shapes.render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
         members = dict(zip(shards.MEMBERS, (*encoded[drawing], *shapes.encode(picture))))
         bits = {member: shards.to_bf16_bits(array) for member, array in members.items()}
-        timestep = i % schedule.TIMESTEPS if split else None
+        timestep = i % schedule.TIMESTEPS if split == "val" else None
         yield Sample(bits, timestep, drawing.caption)
 
 

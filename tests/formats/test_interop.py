@@ -1,6 +1,6 @@
 """Energon and this project read each other's folders. Needs megatron-energon: pip install megatron-energon."""
 
-import json
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -8,38 +8,49 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO
-from shard_damage import opened
+from shard_damage import LAYOUT, opened, samples
 
-from flux_ref import config_file
-from flux_ref.formats import shard_writer, shards
+from flux_ref.formats import shard_writer
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS
 
 energon = pytest.importorskip("megatron.energon")
-import energon_task  # noqa: E402
 
 pytestmark = pytest.mark.interop
 COUNTS = {"train": 11, "val": 5}
+PREPARE = "from megatron.energon.cli.main import main; main()"
+
+
+@energon.edataclass
+class Embedded(energon.Sample):
+    """One sample, or a batch of them."""
+
+    t5: torch.Tensor
+    clip: torch.Tensor
+    mean: torch.Tensor
+    logvar: torch.Tensor
+
+
+@energon.stateless
+def cook(sample: dict) -> Embedded:
+    """The members as they are stored: bf16 bits in uint16."""
+    members = {name: torch.from_numpy(np.load(io.BytesIO(sample[f"{name}.bytes"]))) for name in MEMBERS}
+    return Embedded(**energon.basic_sample_keys(sample), **members)
+
+
+class Task(energon.DefaultTaskEncoder):
+    """Members to tensors, tensors to batches."""
+
+    decoder = None
+    cookers = (energon.Cooker(cook),)
 
 
 @pytest.fixture(scope="module")
-def layout() -> shards.Layout:
-    return shards.layout(config_file.load(MICRO).model)
-
-
-@pytest.fixture(scope="module")
-def root(layout, tmp_path_factory) -> Path:
+def root(tmp_path_factory) -> Path:
     """What our writer makes, prepared by Energon's own command."""
     root = tmp_path_factory.mktemp("energon") / "data"
     for seed, (split, count) in enumerate(COUNTS.items()):
-        rng = np.random.default_rng(seed)
-        shapes = layout.shapes.items()
-        samples = [
-            Sample({name: rng.integers(0, 0x4000, shape, np.uint16) for name, shape in shapes}, i % 8 if seed else None)
-            for i in range(count)
-        ]
-        shard_writer.write(root / split, samples, split, per_shard=4)
+        shard_writer.write(root / split, samples(count, seed, timesteps=split == "val"), split, per_shard=4)
     parts = [f"{split}:{split}/shard_{{000000..{(n - 1) // 4:06d}}}.tar" for split, n in COUNTS.items()]
     options = [text for part in parts for text in ("--split-parts", part)]
     prepare(root, *options)
@@ -47,32 +58,27 @@ def root(layout, tmp_path_factory) -> Path:
 
 
 def prepare(root: Path, *options: str) -> str:
-    command = [sys.executable, "-c", energon_task.PREPARE, "prepare", "--non-interactive", *options]
+    command = [sys.executable, "-c", PREPARE, "prepare", "--non-interactive", *options]
     done = subprocess.run([*command, "--sample-type", "CrudeWebdataset", str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def by_us(root: Path, split: str, layout: shards.Layout) -> dict[str, dict[str, np.ndarray]]:
-    stored, samples = opened(root, layout, split), {}
+def by_us(root: Path, split: str) -> dict[str, dict[str, np.ndarray]]:
+    stored, found = opened(root, LAYOUT, split), {}
     for index in range(len(stored)):
-        rows = layout.rows()
-        samples[stored.read(index, rows).key] = rows
-    return samples
-
-
-def test_energon_finds_all_samples_of_ours(root):
-    told = json.loads((root / ".nv-meta" / ".info.json").read_text())["shard_counts"]
-    assert [sum(n for name, n in told.items() if name.startswith(split)) for split in COUNTS] == [*COUNTS.values()]
+        rows = LAYOUT.rows()
+        found[stored.read(index, rows).key] = rows
+    return found
 
 
 @pytest.mark.parametrize("split", COUNTS)
-def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, layout, split):
+def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, split):
     get = {"train": energon.get_train_dataset, "val": energon.get_val_dataset}[split]
     options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None} if split == "train" else {}
     own = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get(root, worker_config=own, batch_size=1, task_encoder=energon_task.Task(), **options)
-    ours, found = by_us(root, split, layout), {}
+    dataset = get(root, worker_config=own, batch_size=1, task_encoder=Task(), **options)
+    ours, found = by_us(root, split), {}
     for _, batch in zip(range(COUNTS[split]), energon.get_loader(dataset)):
         found[batch.__key__[0].rpartition("/")[2]] = batch
     assert found.keys() == ours.keys() and len(ours) == COUNTS[split]
@@ -81,21 +87,21 @@ def test_energons_loader_gives_the_tensors_that_our_reader_gives(root, layout, s
             assert torch.equal(getattr(batch, name)[0], torch.from_numpy(ours[key][name]))
 
 
-def test_an_energon_prepared_folder_is_read_as_the_plain_one(root, layout):
+def test_an_energon_prepared_folder_is_read_as_the_plain_one(root):
     for split in COUNTS:
-        prepared, plain = by_us(root, split, layout), by_us(root / split, split, layout)
+        prepared, plain = by_us(root, split), by_us(root / split, split)
         assert prepared.keys() == plain.keys()
         assert all((prepared[key][name] == plain[key][name]).all() for key in plain for name in MEMBERS)
 
 
-def test_keys_that_come_again_in_the_other_split_are_read_before_and_after_energons_repair(layout, tmp_path):
+def test_keys_that_come_again_in_the_other_split_are_read_before_and_after_energons_repair(tmp_path):
     """The public conversions count both splits from 0; Energon refuses that, and renames when it is told to."""
-    members = {name: np.ones(shape, np.uint16) for name, shape in layout.shapes.items()}
+    members = {name: np.ones(shape, np.uint16) for name, shape in LAYOUT.shapes.items()}
     for split in COUNTS:
         shard_writer.write(tmp_path / split, [Sample(members)] * 2, "same")
-    assert list(by_us(tmp_path / "train", "train", layout)) == ["same_00000000", "same_00000001"]
+    assert list(by_us(tmp_path / "train", "train")) == ["same_00000000", "same_00000001"]
     parts = ("--split-parts", "train:train/shard_000000.tar", "--split-parts", "val:val/shard_000000.tar")
     with pytest.raises(AssertionError, match="duplicate keys"):
         prepare(tmp_path, *parts)
     prepare(tmp_path, *parts, "--fix-duplicates")
-    assert len(by_us(tmp_path, "train", layout)) == len(by_us(tmp_path, "val", layout)) == 2
+    assert len(by_us(tmp_path, "train")) == len(by_us(tmp_path, "val")) == 2

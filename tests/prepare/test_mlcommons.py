@@ -1,26 +1,31 @@
 """From the MLCommons' arrow folders to shards: every byte arrives, whatever kills the conversion; or it is refused."""
 
 import argparse
+import contextlib
 import io
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tarfile
 import threading
 import time
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import conftest
 import numpy as np
 import pytest
-from conftest import MICRO, ROOT
+from conftest import MICRO
 from killing import Job, send
+from shard_damage import LAYOUT, opened
 
-from flux_ref import config, config_file
+from flux_ref import config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import MEMBERS, Layout
@@ -29,21 +34,10 @@ from flux_ref.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")
 
-LAYOUT = shards.layout(config_file.load(MICRO).model)
+FULL = shards.layout(config.Config().model)
 COUNT, PER_SHARD = 23, 4  # samples
 ENCODINGS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}
-
-
-@dataclass
-class Row:
-    """A row of the source: .npy files, and the timestep."""
-
-    blobs: dict[str, bytes]
-    timestep: int | None = None
-
-    def record(self, number: int) -> dict[str, object]:
-        named = {ENCODINGS[member]: blob for member, blob in self.blobs.items()}
-        return {"__key__": f"{number:012d}", **named, "timestep": self.timestep}
+Row = dict[str, object]
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -53,15 +47,17 @@ def npy(array: np.ndarray) -> bytes:
 
 
 @cache
-def rows(count: int = COUNT, split: str = "train", seed: int = 0) -> list[Row]:
+def rows(count: int = COUNT, split: str = "train", seed: int = 0, full: bool = False) -> list[Row]:
     """Random samples, with finite bf16 bits."""
     rng = np.random.default_rng(seed)
 
-    def bits(shape: tuple[int, ...]) -> np.ndarray:
-        return (rng.integers(0, 0x7F80, shape) | rng.integers(0, 2, shape) << 15).astype("<u2")
+    def encodings() -> Iterator[tuple[str, bytes]]:
+        for member, shape in (FULL if full else LAYOUT).shapes.items():
+            bits = rng.integers(0, 0x7F80, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
+            yield ENCODINGS[member], npy(bits)
 
     return [
-        Row({member: npy(bits(shape)) for member, shape in LAYOUT.shapes.items()}, i % 8 if split == "val" else None)
+        {"__key__": f"{i:012d}", **dict(encodings()), "timestep": i % 8 if split == "val" else None}
         for i in range(count)
     ]
 
@@ -72,16 +68,17 @@ def schema(timestep=None, binary=None, without: tuple[str, ...] = ()) -> "pa.Sch
     return pa.schema({name: kind for name, kind in kinds.items() if name not in without})
 
 
-def write_arrow(path: Path, content: list[Row], batches: tuple[int, ...] = (COUNT,), kind: "pa.Schema" = None) -> None:
+def write_arrow(
+    path: Path, content: list[Row], batches: tuple[int, ...] = (COUNT,), kind: "pa.Schema" = None, **options: object
+) -> None:
     """An arrow stream with batches of so many rows."""
-    kind = kind or schema()
+    kind, begin = kind or schema(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = iter([row.record(number) for number, row in enumerate(content)])
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, kind) as stream:
+    assert sum(batches) == len(content)
+    with pa.ipc.new_stream(str(path), kind, **options) as stream:
         for size in batches:
-            part = [next(records) for _ in range(size)]
-            stream.write_batch(pa.RecordBatch.from_pylist(part, schema=kind))
-    assert next(records, None) is None
+            stream.write_batch(pa.RecordBatch.from_pylist(content[begin : begin + size], schema=kind))
+            begin += size
 
 
 def write_state(folder: Path, names: list[str]) -> None:
@@ -89,10 +86,10 @@ def write_state(folder: Path, names: list[str]) -> None:
     (folder / "state.json").write_text(json.dumps(state))
 
 
-def write_empty(folder: Path) -> None:
+def write_empty(folder: Path, layout: Layout = LAYOUT) -> None:
     """As the public ones are: float16, with a batch axis."""
     draw = np.random.default_rng(5)
-    shapes = {member: (1, *LAYOUT.shapes[member]) for member in ("t5", "clip")}
+    shapes = {member: (1, *layout.shapes[member]) for member in ("t5", "clip")}
     shard_writer.write_empty(folder, {m: draw.standard_normal(s).astype(np.float16) for m, s in shapes.items()})
 
 
@@ -136,18 +133,15 @@ def arguments(*args: object) -> argparse.Namespace:
 
 
 def refusal(*args: object, **kwargs: object) -> str:
-    """What a conversion says when it is refused: one line."""
-    with pytest.raises(Refusal) as refused:
-        convert(*args, **kwargs)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    """The one line with which a conversion is refused."""
+    return conftest.refusal(partial(convert, *args, **kwargs))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def require_converted(output: Path, want: list[Row], split: str = "train", per_shard: int = PER_SHARD) -> None:
+def require_converted(output: Path, want: list[Row], split="train", per_shard=PER_SHARD, layout=LAYOUT) -> None:
     """Each shard holds its rows, all bytes of all members, in order; and our reader says the same."""
     folder = output / split
     names = [f"shard_{i:06d}.tar" for i in range(-(-len(want) // per_shard))]
@@ -161,21 +155,9 @@ def require_converted(output: Path, want: list[Row], split: str = "train", per_s
     keys = [f"{split}_{i:08d}" for i in range(len(want))]
     assert list(members) == [f"{key}.{kind}" for key in keys for kind in ("json", *(f"{m}.bytes" for m in MEMBERS))]
     for key, row in zip(keys, want):
-        assert json.loads(members[f"{key}.json"]) == {"key": key, "timestep": row.timestep}
-        assert all(members[f"{key}.{member}.bytes"] == row.blobs[member] for member in MEMBERS)
-    require_readable(folder, LAYOUT, want)
-
-
-def require_readable(folder: Path, layout: Layout, want: list[Row]) -> None:
-    found = shards.ShardSet(folder, layout)
-    assert len(found) == len(want)
-    found.open()
-    read = layout.rows()
-    for index, row in enumerate(want):
-        assert found.read(index, read).timestep == row.timestep
-        assert all(npy(read[member]) == row.blobs[member] for member in MEMBERS)
-    for shard in found.shards:
-        shard.close()
+        assert json.loads(members[f"{key}.json"]) == {"key": key, "timestep": row["timestep"]}
+        assert all(members[f"{key}.{member}.bytes"] == row[ENCODINGS[member]] for member in MEMBERS)
+    opened(folder, layout)
 
 
 # What is taken
@@ -195,73 +177,25 @@ def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(public, o
     assert contents(public) == before and len(list(output.parent.iterdir())) == 2
 
 
-def write_as_large_binary(folder: Path) -> None:
-    write_arrow(folder / "data-00000-of-00001.arrow", rows(), (5, 18), schema(binary=pa.large_binary()))
-
-
-def write_without_timestep_column(folder: Path) -> None:
-    write_arrow(folder / "data-00000-of-00001.arrow", rows(), (COUNT,), schema(without=("timestep", "__key__")))
-
-
-def write_with_timesteps_of_type_null(folder: Path) -> None:
-    write_arrow(folder / "data-00000-of-00001.arrow", rows(), (1,) * COUNT, schema(timestep=pa.null()))
-
-
-def write_with_empty_batches_and_files(folder: Path) -> None:
-    write_arrow(folder / "data-00000-of-00004.arrow", [], ())
-    write_arrow(folder / "data-00001-of-00004.arrow", rows()[:6], (0, 6, 0))
-    write_arrow(folder / "data-00002-of-00004.arrow", [], (0,))
-    write_arrow(folder / "data-00003-of-00004.arrow", rows()[6:], (17, 0))
-
-
-def write_listed_in_another_order_than_by_name(folder: Path) -> None:
-    write_arrow(folder / "data-b.arrow", rows()[:9], (9,))
-    write_arrow(folder / "data-a.arrow", rows()[9:], (14,))
-    write_arrow(folder / "data-c.arrow", rows(5, seed=9), (5,))  # which is not listed
-    write_state(folder, ["data-b.arrow", "data-a.arrow"])
-
-
-def write_slices_of_a_larger_table(folder: Path) -> None:
-    """Chunks and offsets, as `datasets` has them after select and concatenate."""
-    records = [row.record(number) for number, row in enumerate(rows())]
-    table = pa.Table.from_pylist(records, schema=schema())
-    table = pa.concat_tables([table.slice(0, 3), table.slice(3, 9), table.slice(12)])
-    folder.mkdir(parents=True)
-    with pa.OSFile(str(folder / "data-0.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table, max_chunksize=5)
-
-
-def write_compressed(folder: Path) -> None:
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    folder.mkdir(parents=True)
-    with pa.ipc.new_stream(str(folder / "data-0.arrow"), schema(), options=options) as stream:
-        stream.write_table(pa.Table.from_pylist([row.record(0) for row in rows()], schema=schema()))
-
-
-FORMS = (
-    write_as_large_binary,
-    write_without_timestep_column,
-    write_with_timesteps_of_type_null,
-    write_with_empty_batches_and_files,
-    write_listed_in_another_order_than_by_name,
-    write_slices_of_a_larger_table,
-    write_compressed,
-)
-
-
 def test_training_sets_of_many_forms_are_taken(public, output):
-    for write in FORMS:
-        write(public / write.__name__)
-        convert(public / write.__name__, output / write.__name__, expect=COUNT)
-        require_converted(output / write.__name__, rows())
-
-
-def test_timesteps_may_be_integers_of_any_width(public, output):
-    want = rows(9, "val")
-    for kind in ("int8", "int64", "uint8"):
-        write_arrow(public / kind / "data-0.arrow", want, (9,), schema(timestep=getattr(pa, kind)()))
-        convert(public / kind, output / kind, "val")
-        require_converted(output / kind, want, "val")
+    want, lz4 = rows(), pa.ipc.IpcWriteOptions(compression="lz4")
+    one, four = "data-0.arrow", [f"data-{i}.arrow" for i in range(4)]
+    forms = (
+        {one: (want, (5, 18), schema(binary=pa.large_binary()))},
+        {one: (want, (COUNT,), schema(without=("timestep", "__key__")))},
+        {one: (want, (1,) * COUNT, schema(timestep=pa.null()))},
+        dict(zip(four, (([], ()), (want[:6], (0, 6, 0)), ([], (0,)), (want[6:], (17, 0))))),
+        {"data-b.arrow": (want[:9], (9,)), "data-a.arrow": (want[9:], (14,)), "data-c.arrow": (want, (COUNT,))},
+        {one: (want,)},
+    )
+    for number, form in enumerate(forms):
+        source, folder = public / f"form_{number}", output / str(number)
+        for name, parts in form.items():
+            write_arrow(source / name, *parts, **({"options": lz4} if len(parts) == 1 else {}))
+        if "data-b.arrow" in form:
+            write_state(source, ["data-b.arrow", "data-a.arrow"])
+        convert(source, folder, expect=COUNT)
+        require_converted(folder, want)
 
 
 def test_what_datasets_saves_is_taken(public, output):
@@ -270,7 +204,7 @@ def test_what_datasets_saves_is_taken(public, output):
     features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
     for split in ("train", "val"):
         want = rows(29, split)
-        made = datasets.Dataset.from_list([row.record(i) for i, row in enumerate(want)], features=features)
+        made = datasets.Dataset.from_list(want, features=features)
         made.save_to_disk(str(public / split), num_shards=3)
         assert (public / split / "state.json").exists()
         convert(public / split, output, split, expect=29)
@@ -301,14 +235,6 @@ def test_the_benchmarks_counts_and_sizes_are_the_defaults(train, public, output)
         with pytest.raises(Refusal, match=f"should have {count}"):
             mlcommons.run(arguments(*args, "--config", MICRO))
     assert not output.exists()
-
-
-def test_senseless_options_are_refused(capsys):
-    options = ("--expect-samples=0", "--expect-samples=some", "--per-shard=0", "--workers=0", "--split=test")
-    for option in options:
-        with pytest.raises(SystemExit):
-            arguments("--input", "a", "--output", "b", "--split", "val", option)
-        assert option.partition("=")[0] in capsys.readouterr().err
 
 
 # Whatever ends it, the same command goes on
@@ -363,10 +289,11 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
     args = ["--input", train, "--output", output, "--split", "train", "--config", MICRO, "--expect-samples", "any"]
     args = ["mlcommons", *map(str, args), "--per-shard", str(PER_SHARD), "--workers", "2"]
     add, full = shard_writer.ShardWriter.add, OSError(28, "No space left on device")
-    for strike, code in ((lambda: signal.raise_signal(signal.SIGINT), 130), (Mock(side_effect=full), 2)):
+    ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
+    for last, strike, code in (("train_00000009", ctrl_c, 130), ("train_00000021", Mock(side_effect=full), 2)):
 
-        def struck(shard, key, *given, strike=strike):
-            if key == "train_00000009":
+        def struck(shard, key, *given, last=last, strike=strike):
+            if key == last:
                 strike()
             time.sleep(0.01)
             add(shard, key, *given)
@@ -381,21 +308,6 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
         assert list((output / "train.partial").glob("*.tar")) and not (output / "train").exists()
     convert(train, output)
     require_converted(output, rows())
-
-
-def test_samples_before_a_bad_one_are_kept_for_the_repaired_source(train, output):
-    path = train / "data-00001-of-00002.arrow"
-    good = path.read_bytes()
-    place = good.index(rows()[-2].blobs["mean"])
-    path.write_bytes(good[:place] + b"\x00" + good[place + 1 :])
-    assert f"{path}, row 11: mean (" in refusal(train, output)
-    assert not (output / "train").exists()
-    kept = {path: path.stat().st_mtime_ns for path in (output / "train.partial").glob("*.tar")}
-    assert [path.name for path in sorted(kept)] == [f"shard_{i:06d}.tar" for i in range(5)]
-    path.write_bytes(good)
-    convert(train, output)
-    require_converted(output, rows())
-    assert all((output / "train" / path.name).stat().st_mtime_ns == time_ns for path, time_ns in kept.items())
 
 
 # What is refused before anything is written
@@ -431,30 +343,13 @@ def test_shards_without_their_plan_are_not_taken_up(begun, train, output):
         assert f"{begun} was begun otherwise: its plan.json is damaged" in refusal(train, output)
 
 
-def test_a_conversion_that_was_killed_before_its_first_shard_begins_again(train, output):
-    (output / "train.partial").mkdir(parents=True)
-    (output / "train.partial" / ".shard_000099.tar.partial").write_bytes(b"half")
-    (output / ".empty_encodings.partial").mkdir()
-    (output / ".empty_encodings.partial" / "t5_empty.npy").write_bytes(b"half")
-    (output / "train.partial" / "plan.json").write_text("{")
+def test_a_finished_set_is_refused_and_one_that_was_not_renamed_is_renamed(train, output):
     convert(train, output)
-    require_converted(output, rows())
-    shards.read_empty(output / "empty_encodings", LAYOUT)
-
-
-def test_a_set_that_was_finished_but_not_renamed_is_renamed(train, output):
-    convert(train, output)
+    before = {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
+    assert f"{output}/train exists; remove it" in refusal(train, output)
     (output / "train").rename(output / "train.partial")
-    before = {path.name: path.stat().st_mtime_ns for path in (output / "train.partial").iterdir()}
     convert(train, output)
     assert before == {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
-
-
-def test_an_existing_set_is_refused_and_left_alone(train, output):
-    (output / "train").mkdir(parents=True)
-    message = refusal(train, output)
-    assert f"{output}/train exists; remove it" in message
-    assert [path.name for path in output.rglob("*")] == ["train"]
 
 
 def refused(source: Path, output: Path, *args: object, **kwargs: object) -> str:
@@ -469,15 +364,10 @@ def test_missing_pyarrow_is_said_with_the_remedy(train, output, monkeypatch):
     assert "pip install pyarrow" in refused(train, output)
 
 
-def test_folders_without_arrow_files_are_refused(public, output):
-    (public / "bare").mkdir()
-    for folder in (public, public / "bare", public / "missing"):
-        message = refused(folder, output)
-        assert str(folder) in message and "state.json" in message
-
-
 def test_a_damaged_state_and_one_that_names_anything_but_files_beside_it_are_refused(train, output):
     state, first = train / "state.json", "data-00000-of-00002.arrow"
+    for folder in (train.parent, train / "missing"):
+        assert f"{folder} holds neither state.json" in refused(folder, output)
     wrong = []
     for text in ("", "{", "[]", "null", "{}", '{"_data_files": 3}', '{"_data_files": ["a.arrow"]}'):
         state.write_text(text)
@@ -495,10 +385,10 @@ def test_a_damaged_state_and_one_that_names_anything_but_files_beside_it_are_ref
 def test_no_length_of_a_truncated_file_is_taken(train, output):
     path = train / "data-00000-of-00002.arrow"
     good, draw = path.read_bytes(), random.Random(0)
-    ends = [0, 1, 4, 8, len(good) - 1, len(good) - 4, len(good) - 8, len(good) - 9]
     with pa.memory_map(str(path)) as file:
-        ends += [file.tell() for _ in pa.ipc.open_stream(file)]  # just behind each batch
-    for length in [*ends, *(draw.randrange(len(good)) for _ in range(60))]:
+        ends = [file.tell() for _ in pa.ipc.open_stream(file)]  # just behind each batch
+    ends += [0, 1, 4, 8, *(len(good) - n for n in (1, 4, 8, 9)), *(draw.randrange(len(good)) for _ in range(30))]
+    for length in ends:
         path.write_bytes(good[:length])
         message = refused(train, output)
         assert str(path) in message and "truncated" in message, length
@@ -508,24 +398,21 @@ def test_files_of_other_kinds_are_refused(train, output):
     path = train / "data-00000-of-00002.arrow"
     whole = path.read_bytes()
     with pa.ipc.new_file(str(path), schema()) as file:
-        file.write_table(pa.Table.from_pylist([row.record(0) for row in rows()], schema=schema()))
+        file.write_table(pa.Table.from_pylist(rows(), schema=schema()))
     ends = [whole + junk for junk in (b"\0" * 8, b"x", b"\xff\xff\xff\xff\0\0\0\0")]
     for content in (path.read_bytes(), *ends, b"", b"PAR1" * 99, random.Random(0).randbytes(5000)):
         path.write_bytes(content)
         assert f"{path} is " in refused(train, output)
 
 
-def test_any_changed_byte_of_the_metadata_is_harmless_or_refused(train, output):
-    """In the messages before and between the payloads; whatever else an arrow file may be made to say."""
+def test_any_changed_byte_of_the_metadata_is_harmless_or_refused(train):
     path = train / "data-00000-of-00002.arrow"
     good, draw = path.read_bytes(), random.Random(1)
-    for _ in range(150):
-        place = draw.randrange(3000)
+    for _ in range(100):
+        place = draw.randrange(3000)  # in the messages before and between the payloads
         path.write_bytes(good[:place] + draw.randbytes(1) + good[place + 1 :])
-        try:
+        with contextlib.suppress(Refusal):
             mlcommons._inspect(train, "train", LAYOUT)
-        except Refusal as refused:
-            assert str(path) in str(refused)
 
 
 def test_other_columns_are_refused(train, output):
@@ -546,17 +433,24 @@ def test_what_is_no_npy_of_the_right_kind_is_refused_with_its_place(train, outpu
     arrays.append(np.asfortranarray(t5))
     path = train / "data-00001-of-00002.arrow"
     for blob in (*map(npy, arrays), npy(t5)[:-1], npy(t5) + b"\0", npy(t5)[:50], t5.tobytes(), b"", None):
-        write_arrow(path, [Row(rows()[0].blobs | {"t5": blob}), *rows()[11:]], (13,))
+        write_arrow(path, [rows()[0] | {"t5_encodings": blob}, *rows()[11:]], (13,))
         message = refused(train, output)
         assert f"{path}, row 0: t5_encodings (" in message and "uint16 (9, 28) in C order" in message
         assert b"NUMPY" not in (blob or b"")[:50] or str(blob[:40].strip())[2:-1] in message
 
 
-def test_a_file_that_changes_while_it_is_converted_is_noticed(train):
-    files = mlcommons._inspect(train, "train", LAYOUT)
-    write_arrow(next(iter(files)), rows()[:9], (9,))
-    with pytest.raises(Refusal, match="had 10 rows and now has 9"):
-        list(mlcommons._samples(files, range(8, 12), "train", LAYOUT))
+def test_what_is_wrong_behind_the_first_row_is_found_while_it_is_converted(train):
+    first, second = train / "data-00000-of-00002.arrow", train / "data-00001-of-00002.arrow"
+    files, content = mlcommons._inspect(train, "train", LAYOUT), second.read_bytes()
+    place = content.index(rows()[-2]["mean"])
+    second.write_bytes(content[:place] + b"\x00" + content[place + 1 :])
+    write_arrow(first, rows()[:9], (9,))
+    for wanted, words in (
+        (range(20, 23), f"{second}, row 11: mean ("),
+        (range(8, 12), f"{first} had 10 rows and now has 9"),
+    ):
+        with pytest.raises(Refusal, match=re.escape(words)):
+            list(mlcommons._samples(files, wanted, "train", LAYOUT))
 
 
 # Timesteps and counts
@@ -568,11 +462,9 @@ def test_validation_needs_the_eight_timesteps_and_training_none(public, output):
     assert "row 0: timestep None, want 0 to 7; is this the val split?" in refused(train, output, "val")
     wrong = [(schema(), timestep) for timestep in (None, 8, -1, 1 << 20)]
     for kind, timestep in (*wrong, (schema(timestep=pa.float32()), 3.0), (schema(timestep=pa.string()), "3")):
-        write_arrow(val / "data-00000-of-00001.arrow", [Row(content[9].blobs, timestep)], (1,), kind)
+        write_arrow(val / "data-00000-of-00001.arrow", [content[9] | {"timestep": timestep}], (1,), kind)
         message = refused(val, output, "val")
         assert f"data-00000-of-00001.arrow, row 0: timestep {timestep!r}, want 0 to 7" in message
-    write_without_timestep_column(public / "other")
-    assert "timestep None" in refused(public / "other", output, "val")
 
 
 def test_another_number_of_samples_is_refused_with_both(train, public, output):
@@ -598,41 +490,20 @@ def test_missing_or_damaged_empty_encodings_are_refused(public, output):
 
 def anonymous_mb(pid: int) -> float:
     """Memory of a process that is no page of a file."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0.0
-    sizes = [int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon")]
-    return sizes[0] if sizes else 0.0
+    found = re.search(r"RssAnon:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0  # a process that has just ended has none
 
 
 @pytest.mark.slow
 def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, output):
-    full, count = shards.layout(config.Config().model), 300
-    rng = np.random.default_rng(0)
-    random_bits = rng.integers(0, 0x7F80, 2 << 20, dtype=np.uint16)
-
-    def row(i: int) -> Row:
-        def part(member: str, shape: tuple[int, ...]) -> np.ndarray:
-            begin = 1009 * i + MEMBERS.index(member)
-            return random_bits[begin : begin + int(np.prod(shape))].reshape(shape)
-
-        return Row({member: npy(part(member, shape)) for member, shape in full.shapes.items()})
-
-    source = tmp_path / "public" / "source"
-    source.mkdir(parents=True)
-    for name, begin, end in (("data-0.arrow", 0, 130), ("data-1.arrow", 130, count)):
-        with pa.ipc.new_stream(str(source / name), schema()) as stream:
-            for i in range(begin, end, 37):
-                part = [row(k).record(k) for k in range(i, min(i + 37, end))]
-                stream.write_batch(pa.RecordBatch.from_pylist(part, schema=schema()))
-    for member in ("t5", "clip"):
-        (tmp_path / "public" / "empty_encodings").mkdir(exist_ok=True)
-        np.save(tmp_path / "public" / "empty_encodings" / f"{member}_empty.npy", np.zeros(full.shapes[member], "f2"))
-    args = ("--expect-samples", count, "--per-shard", 70, "--config", ROOT / "configs" / "schnell_gbs512.toml")
+    want = 7 * rows(41, full=True)
+    write_arrow(tmp_path / "public" / "source" / "data-0.arrow", want[:130], (37, 37, 37, 19))
+    write_arrow(tmp_path / "public" / "source" / "data-1.arrow", want[130:], (37, 37, 37, 37, 9))
+    write_empty(tmp_path / "public" / "empty_encodings", FULL)
+    args = ("--input", tmp_path / "public" / "source", "--output", output, "--split", "train")
+    args = (*args, "--expect-samples", len(want), "--per-shard", 70)
     peak = 0.0
-    command = ("mlcommons", "--input", source, "--output", output, "--split", "train", *args)
-    with Job(tmp_path / "log", "flux_ref/prepare/__main__.py", *command, ranks=0) as job:
+    with Job(tmp_path / "log", "flux_ref/prepare/__main__.py", "mlcommons", *args, ranks=0) as job:
         while job.process.poll() is None:
             peak = max(peak, anonymous_mb(job.process.pid))
             time.sleep(0.02)
@@ -640,6 +511,6 @@ def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, ou
         print(job.said.split("\r")[-1])
     print(f"{peak:.0f} MB of memory")
     assert peak < 250
-    require_readable(output / "train", full, [row(i) for i in range(count)])
+    require_converted(output, want, per_shard=70, layout=FULL)
     shutil.rmtree(tmp_path / "public")
     shutil.rmtree(output)
