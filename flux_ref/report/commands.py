@@ -87,7 +87,8 @@ def describe(system: System) -> str:
     model = system.machine.get("accelerator_model_name")
     parts += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
     parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    lines = [*_wrapped(f"{system.name}: {verdict(system)}", ""), *_wrapped(", ".join(parts))]
+    verdict = "not a valid result" if system.reasons else "valid result"
+    lines = [*_wrapped(f"{system.name}: {verdict}", ""), *_wrapped(", ".join(parts))]
     lines.append(f"  {'run':<21}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS))
     for run in system.runs:
         values = (f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
@@ -104,10 +105,6 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(
         printable(text), COLUMNS, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False
     )
-
-
-def verdict(system: System) -> str:
-    return "not a valid result" if system.reasons else "valid result"
 
 
 def summary(systems: list[System]) -> str:
@@ -148,7 +145,7 @@ def _system(system: System) -> dict[str, object]:
         "convergence_message": check and check.message,
         "reference_samples": check and check.reference_mean,
         "least_samples": check and check.least_mean,
-        "settings": {key: _plain(system.value(key)) for key in score.SHARED},
+        "settings": {key: system.value(key) for key in score.SHARED},
         "runs": [_run(run) for run in system.runs],
     }
 
@@ -159,11 +156,6 @@ def _run(run: Run) -> dict[str, object]:
         "file": str(run.log.path),
         "counts": not run.faults,
         **{name: getattr(run, name) for name in names},
-        "seed": _plain(run.log.value("seed")),
+        "seed": run.log.value("seed"),
         "validation": run.val_curve,
     }
-
-
-def _plain(value: object) -> object:
-    """A value from a foreign log, as text if JSON has no type for it."""
-    return value if isinstance(value, (str, bool)) or result_log.number(value) is not None else str(value)
