@@ -19,7 +19,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
 from flux_ref.report import result_files, result_log, score
 from flux_ref.report.result_log import printable
-from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, Run, System, show
+from flux_ref.report.score import RUN_COLUMNS, Run, System, show
 from flux_ref.run.attempt import attempt
 from flux_ref.run.json_option import give, json_option, text_beside
 
@@ -109,11 +109,11 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 def summary(systems: list[System]) -> str:
     """A line for each system."""
-    lines = [f"{'system':<23}" + "".join(f"{heading:>{width}}" for heading, width in SYSTEM_COLUMNS)]
-    for system in systems:
-        values = (f"{value:>{width}}" for value, (_, width) in zip(score.overview(system), SYSTEM_COLUMNS))
-        lines.append(f"{_tail(system.name, 22):<23}{''.join(values)}")
-    return "\n".join(map(printable, lines))
+    rows = [score.overview(system) for system in systems]
+    table = [{heading: heading for heading in rows[0]}, *rows]
+    names = ["system", *(_tail(system.name, 17) for system in systems)]
+    cells = ["".join(f"{row[heading]:>{max(8, len(heading) + 1)}}" for heading in row) for row in table]
+    return "\n".join(printable(f"{name:<18}{line}") for name, line in zip(names, cells))
 
 
 def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:

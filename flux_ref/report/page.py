@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from flux_ref.report import charts, score
 from flux_ref.report.charts import COLOURS
 from flux_ref.report.result_log import printable
-from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, System, show
+from flux_ref.report.score import RUN_COLUMNS, System, show
 
 TITLE = "FLUX.1 training benchmark"
 STYLE = """
@@ -80,9 +80,9 @@ def _verdict(system: System) -> str:
 def _comparison(systems: list[System]) -> str:
     rows = []
     for system in systems:
-        cells = "".join(f"<td class=n>{_text(value)}</td>" for value in score.overview(system))
+        cells = "".join(f"<td class=n>{_text(value)}</td>" for value in score.overview(system).values())
         rows.append(f"<tr><td>{_label(system)}</td><td>{_verdict(system)}</td>{cells}</tr>")
-    return _table([("system", False), ("", False), *((heading, True) for heading, _ in SYSTEM_COLUMNS)], rows)
+    return _table([("system", False), ("", False), *((heading, True) for heading in score.overview(systems[0]))], rows)
 
 
 def _system(system: System, opened: bool) -> str:

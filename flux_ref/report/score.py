@@ -28,11 +28,6 @@ RUN_COLUMNS = (
     ("eval s", 8, "evaluation_s", ",.0f"),
     ("init s", 7, "init_s", ",.0f"),
 )
-# The table of systems: (heading, width on a terminal); the values are those of `overview`.
-SYSTEM_COLUMNS = (
-    *(("devices", 8), ("batch", 6), ("runs", 6), ("olympic", 8), ("score", 8)),
-    *(("samples/s", 10), ("per device", 11)),
-)
 
 
 @dataclass(eq=False)
@@ -293,11 +288,15 @@ def show(value: float | None, form: str = ",.2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def overview(system: System) -> list[str]:
-    """The values of SYSTEM_COLUMNS."""
+def overview(system: System) -> dict[str, str]:
+    """A row of the table of systems, by heading."""
     count, speed = result_files.accelerators(system.machine), system.mean("samples_per_s")
-    return [
-        *(show(count, ","), str(system.value("global_batch_size")), f"{len(system.counted)}/{len(system.runs)}"),
-        *(show(system.olympic_mean_minutes), show(system.score_minutes), show(speed, ",.0f")),
-        show(speed / count if speed and count else None, ",.1f"),
-    ]
+    return {
+        "devices": show(count, ","),
+        "batch": str(system.value("global_batch_size")),
+        "runs": f"{len(system.counted)}/{len(system.runs)}",
+        "olympic": show(system.olympic_mean_minutes),
+        "score": show(system.score_minutes),
+        "samples/s": show(speed, ",.0f"),
+        "per device": show(speed / count if speed and count else None, ",.1f"),
+    }
