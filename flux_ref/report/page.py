@@ -27,9 +27,7 @@ svg text{font-family:system-ui,sans-serif!important}
 .pill{border-radius:9px;padding:1px 9px;font-size:13px;font-weight:600;white-space:nowrap;border:1px solid currentColor}
 .good{color:var(--c-good)}.bad{color:var(--c-bad)}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
-summary{cursor:pointer;color:var(--c-soft);margin:8px 0}
 """
-OPENED = 4  # systems up to which the runs are shown at once
 
 
 def page(systems: list[System], basis: str) -> str:
@@ -40,7 +38,7 @@ def page(systems: list[System], basis: str) -> str:
         caption = f"<figcaption>{_text(chart.caption)}</figcaption>"
         parts.append(f"<figure><h3>{_text(chart.title)}</h3>{charts.svg(chart)}{caption}</figure>")
     parts.append("<h2>Runs and official checks</h2>")
-    parts += [_system(system, len(systems) <= OPENED) for system in systems]
+    parts += map(_system, systems)
     parts += ["<h2>Configuration</h2>", _compared(systems, [system.settings for system in systems])]
     parts += ["<h2>Environment</h2>", _compared(systems, [system.machine for system in systems])]
     return (
@@ -85,7 +83,7 @@ def _comparison(systems: list[System]) -> str:
     return _table([("system", False), ("", False), *((heading, True) for heading in score.overview(systems[0]))], rows)
 
 
-def _system(system: System, opened: bool) -> str:
+def _system(system: System) -> str:
     head = [("run", False), *((heading, True) for heading, *_ in RUN_COLUMNS), ("seed", True)]
     rows = []
     for run in system.runs:
@@ -94,10 +92,9 @@ def _system(system: System, opened: bool) -> str:
         rows.append(f"<tr{' class=out' * bool(run.faults)}><td>{_text(run.name)}</td>{cells}</tr>")
         for fault in run.faults:
             rows.append(f"<tr class=out><td colspan={len(head)}><span class=bad>{_text(fault)}</span></td></tr>")
-    table = f"<details{' open' * opened}><summary>runs</summary>{_table(head, rows)}</details>"
     reasons = "".join(f"<p class=bad>{_text(reason)}</p>" for reason in system.reasons)
     lines = "".join(f"<p>{_text(line)}</p>" for line in (*system.notes, *score.checks(system)))
-    return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{table}"
+    return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{_table(head, rows)}"
 
 
 def _compared(systems: list[System], tables: list[dict[str, object]]) -> str:

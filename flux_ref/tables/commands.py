@@ -177,8 +177,7 @@ def _events(ruleset: str) -> list[dict]:
         written.eval_stop(interval, cfg.eval.target)
         written.run_stop(interval, True, "target reached")
         written.close()
-        lines = path.read_text().splitlines()
-    return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+        return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
 
 
 TABLES = {
