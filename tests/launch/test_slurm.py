@@ -270,16 +270,3 @@ def test_a_node_that_is_dead_before_slurm_has_missed_it_is_named_and_left_out(tm
         assert job.started_on() == ["n1 n2", "n1 n3"]
         assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
         job.require_whole(3)
-
-
-# Preflight
-
-
-@pytest.mark.nightly
-def test_preflight_finds_a_bad_node_and_the_job_goes_on_without(submit, tmp_path):
-    path = planted(tmp_path, "n2", "sleep 1000")
-    job = submit(*SHORT, PATH=path, PREFLIGHT="--slow 0.02 --wait 20")
-    assert "preflight: n2: has not come within 20 s; is it up" in job.wait()
-    assert "preflight: bad nodes n2" in (job.results / "faults.txt").read_text()
-    assert job.started_on() == ["n1 n2", "n1 n3"]
-    job.require_whole(3)
