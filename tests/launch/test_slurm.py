@@ -1,7 +1,6 @@
 """launch/slurm.sbatch on a Slurm cluster of three nodes, real daemons on one machine: what it runs and recovers.
 
-The faults are real, too: ranks and whole nodes are killed, a data set is damaged. What makes a
-node unfit is planted from outside, by a stand-in for the node's python that comes first in PATH.
+The faults are real, too: ranks and whole nodes are killed, a node is drained, a data set is damaged.
 """
 
 import json
@@ -101,16 +100,6 @@ def submit(cluster, shapes_dir, tmp_path):
     cluster.until(lambda: not cluster.run("squeue", "-h"))
 
 
-def planted(folder: Path, node: str, command: str) -> str:
-    """A PATH on which python and torchrun ($real) run a shell command first, on one node only."""
-    (folder / "bin").mkdir()
-    for name, real in {"python": sys.executable, "torchrun": Path(sys.executable).parent / "torchrun"}.items():
-        lines = ("#!/bin/bash", f"real={real}", f"[[ $SLURMD_NODENAME != {node} ]] || {command}", 'exec $real "$@"')
-        (folder / "bin" / name).write_text("\n".join(lines) + "\n")
-        (folder / "bin" / name).chmod(0o755)
-    return f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-
 # Runs
 
 
@@ -157,13 +146,17 @@ def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
 
 @pytest.mark.nightly
 def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shapes_dir):
-    """Node n2 has another disk under the same path."""
-    disk, other = tmp_path / "disk", tmp_path / "other"
-    disk.mkdir()
-    other.mkdir()
+    """On node n2, python and torchrun see another disk under the same path."""
+    disk, other, stand_ins = tmp_path / "disk", tmp_path / "other", tmp_path / "bin"
+    for folder in (disk, other, stand_ins):
+        folder.mkdir()
+    for name, real in {"python": sys.executable, "torchrun": Path(sys.executable).parent / "torchrun"}.items():
+        mounted = f'exec unshare -m bash -c \'mount --bind {other} {disk}; exec "$@"\' - {real} "$@"'
+        lines = ("#!/bin/bash", f"[[ $SLURMD_NODENAME != n2 ]] || {mounted}", f'exec {real} "$@"')
+        (stand_ins / name).write_text("\n".join(lines) + "\n")
+        (stand_ins / name).chmod(0o755)
     env = {"STAGE": f"{shapes_dir} {disk / 'set'}", "VERIFY": str(disk / "set")}
-    mounted = f'exec unshare -m bash -c \'mount --bind {other} {disk}; exec "$@"\' - $real "$@"'
-    env["PATH"] = planted(tmp_path, "n2", mounted)
+    env["PATH"] = f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = submit(*SHORT, *data_overrides(disk / "set"), **env)
     job.wait()
     assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
