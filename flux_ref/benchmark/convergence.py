@@ -19,11 +19,8 @@ from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
-HEADER = (
-    *("global_batch", "lr", "warmup_steps", "samples", "runs"),
-    *("val_loss_min", "val_loss_p25", "val_loss_median", "val_loss_p75", "val_loss_max"),
-)
-QUARTILES = ("p25", "median", "p75")
+QUARTILES = ("val_loss_p25", "val_loss_median", "val_loss_p75")
+HEADER = ("global_batch", "lr", "warmup_steps", "samples", "runs", "val_loss_min", *QUARTILES, "val_loss_max")
 CURVES = ("low", "median", "high", "spread")
 PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
 LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
@@ -88,7 +85,7 @@ def pooled(rows: list[dict[str, float]], source: str) -> Band:
     points = []
     for samples, same in sorted(at.items()):
         runs = sum(row["runs"] for row in same)
-        p25, median, p75 = (sum(row[f"val_loss_{q}"] * row["runs"] for row in same) / runs for q in QUARTILES)
+        p25, median, p75 = (sum(row[name] * row["runs"] for row in same) / runs for name in QUARTILES)
         ends = min(row["val_loss_min"] for row in same), max(row["val_loss_max"] for row in same)
         points.append((samples, ends[0], median, ends[1], p75 - p25))
     return Band(source, *zip(*points))

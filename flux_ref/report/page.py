@@ -19,8 +19,8 @@ p{margin:6px 0}.soft,figcaption,th{color:var(--c-soft)}
 th{font-weight:500;text-align:left}tr:first-child th{vertical-align:bottom}
 th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);vertical-align:top;overflow-wrap:break-word}
 td:first-child{min-width:150px;overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}
-td.n:last-child,th.n:last-child{padding-right:0}
+.n td+td,.n th+th{text-align:right;white-space:nowrap;padding-left:8px}
+.n td:last-child,.n th:last-child{padding-right:0}
 tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
 svg text{font-family:system-ui,sans-serif!important}
@@ -59,10 +59,10 @@ def _text(value: object) -> str:
     return html.escape(printable(value))
 
 
-def _table(head: Iterable[tuple[str, bool]], rows: Iterable[str]) -> str:
-    """head: (text, whether it is over numbers)."""
-    cells = "".join(f"<th{' class=n' * numeric}>{_text(name)}</th>" for name, numeric in head)
-    return f"<div class=scroll><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
+def _table(head: Iterable[str], rows: Iterable[str], kind: str = "n") -> str:
+    """kind: "n" for a table of numbers, whose columns stand to the right."""
+    cells = "".join(f"<th>{_text(name)}</th>" for name in head)
+    return f"<div class=scroll><table class={kind}><tr>{cells}</tr>{''.join(rows)}</table></div>"
 
 
 def _label(system: System) -> str:
@@ -78,23 +78,22 @@ def _verdict(system: System) -> str:
 def _comparison(systems: list[System]) -> str:
     rows = []
     for system in systems:
-        cells = "".join(f"<td class=n>{_text(value)}</td>" for value in score.overview(system).values())
+        cells = "".join(f"<td>{_text(value)}</td>" for value in score.overview(system).values())
         rows.append(f"<tr><td>{_label(system)}</td><td>{_verdict(system)}</td>{cells}</tr>")
-    return _table([("system", False), ("", False), *((heading, True) for heading in score.overview(systems[0]))], rows)
+    return _table(["system", "", *score.overview(systems[0])], rows)
 
 
 def _system(system: System) -> str:
-    head = [("run", False), *((heading, True) for heading, *_ in RUN_COLUMNS), ("seed", True)]
     rows = []
     for run in system.runs:
         values = [*(show(getattr(run, name), form) for *_, name, form in RUN_COLUMNS), run.log.value("seed")]
-        cells = "".join(f"<td class=n>{_text(value)[:20]}</td>" for value in values)
+        cells = "".join(f"<td>{_text(value)[:20]}</td>" for value in values)
         rows.append(f"<tr{' class=out' * bool(run.faults)}><td>{_text(run.name)}</td>{cells}</tr>")
-        for fault in run.faults:
-            rows.append(f"<tr class=out><td colspan={len(head)}><span class=bad>{_text(fault)}</span></td></tr>")
+        rows += [f"<tr><td class=bad colspan={len(values) + 1}>{_text(fault)}</td></tr>" for fault in run.faults]
+    table = _table(["run", *(heading for heading, *_ in RUN_COLUMNS), "seed"], rows)
     reasons = "".join(f"<p class=bad>{_text(reason)}</p>" for reason in system.reasons)
     lines = "".join(f"<p>{_text(line)}</p>" for line in (*system.notes, *score.checks(system)))
-    return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{_table(head, rows)}"
+    return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{table}"
 
 
 def _compared(systems: list[System], tables: list[dict[str, object]]) -> str:
@@ -104,4 +103,4 @@ def _compared(systems: list[System], tables: list[dict[str, object]]) -> str:
         differs = " class=differs" if len({str(table[key]) for table in tables if key in table}) > 1 else ""
         cells = "".join(f"<td{differs}>{_text(str(table.get(key, '-'))[:200])}</td>" for table in tables)
         rows.append(f"<tr><th>{_text(key)}</th>{cells}</tr>")
-    return _table([("", False), *((system.name, False) for system in systems)], rows)
+    return _table(["", *(system.name for system in systems)], rows, kind="words")

@@ -299,7 +299,7 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
     assert [words.count("olympic mean: ") for words in (text, page)] == [1, 1]
     assert re.search("^mixed +- +1024 +10/10( +-){4}$", text, re.M)
-    assert page.count("<td class=n>-</td>") == 5 + 2  # of the mixed one, and the devices of the valid one
+    assert page.count("<td>-</td>") == 5 + 2  # of the mixed one, and the devices of the valid one
 
 
 def test_reference_points_decide(tmp_path):
