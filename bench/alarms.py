@@ -48,18 +48,13 @@ def judged(by_batch: dict[int, dict[str, list[Curve]]]) -> list[dict]:
     systems = []
     for batch, runs in sorted(by_batch.items()):
         public = convergence.public_band(batch)
-        for name, curves_of_system in runs.items():
-            others = band_of(batch, [curve for other, more in runs.items() if other != name for curve in more])
-            figures = {"system": name, "global_batch": batch, "runs": len(curves_of_system)}
-            figures["warned"] = warned(curves_of_system, public)
-            figures["warned_by_others"] = warned(curves_of_system, others) if others else None
+        for name, own in runs.items():
+            rest = [curve for other, more in runs.items() if other != name for curve in more]
+            rows = band.quartile_rows((batch, math.nan, math.nan), rest)
+            figures = {"system": name, "global_batch": batch, "runs": len(own), "warned": warned(own, public)}
+            figures["warned_by_others"] = warned(own, convergence.pooled(rows, "the other systems")) if rows else None
             systems.append(figures)
     return systems
-
-
-def band_of(batch: int, runs: list[Curve]) -> convergence.Band | None:
-    rows = band.quartile_rows((batch, math.nan, math.nan), runs)
-    return convergence.pooled(rows, "the other systems") if rows else None
 
 
 def warned(runs: list[Curve], band: convergence.Band | None) -> int:
@@ -76,9 +71,8 @@ def table(report: dict) -> str:
         counts = f"{system['global_batch']:>6}{system['runs']:>6}{system['warned']:>8}{by_others:>23}"
         lines.append(f"{system['system']:<42}{counts}")
     runs, warnings = (sum(system[key] for system in systems) for key in ("runs", "warned"))
-    by_others = f"{sum(system['warned_by_others'] for system in compared)} of {sum(s['runs'] for s in compared)}"
-    lines.append(f"{'all':<48}{runs:>6}{warnings:>8}{by_others:>23}")
-    return "\n".join(lines)
+    by_others, of_them = (sum(system[key] for system in compared) for key in ("warned_by_others", "runs"))
+    return "\n".join([*lines, f"{'all':<48}{runs:>6}{warnings:>8}{f'{by_others} of {of_them}':>23}"])
 
 
 if __name__ == "__main__":

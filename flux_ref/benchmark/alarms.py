@@ -39,7 +39,7 @@ def of_losses(curve: list[tuple[int, float]], band: Band | None) -> list[Alarm]:
     alarms: list[Alarm] = []
     before: set[str] = set()
     for n in range(1, len(curve) + 1):
-        now = [alarm for check in (_outside, _rising, _late) if (alarm := check(curve[:n], band))]
+        now = [alarm for check in (_outside, _rising_or_late) if (alarm := check(curve[:n], band))]
         repeated_notes = {alarm.kind for alarm in alarms if alarm.level == "note"}
         alarms += [alarm for alarm in now if alarm.kind not in before | repeated_notes]
         before = {alarm.kind for alarm in now}
@@ -72,22 +72,17 @@ def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     return None
 
 
-def _rising(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
-    if band is not None:  # a band tells a rise from bad luck
-        return None
-    best = min(loss for _, loss in curve)
-    recent = [loss for _, loss in curve[-CONFIRM:]]
-    if len(curve) > CONFIRM and min(recent) > RISE * best:
-        return Alarm(curve[-1][0], "rising", f"validation loss {recent[-1]:.4f} after {best:.4f}: training diverges")
+def _rising_or_late(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
+    """A band tells a rise from bad luck, so that a rise is looked for without a band only."""
+    samples, newest = curve[-1]
+    if band is None:
+        best = min(loss for _, loss in curve)
+        if len(curve) > CONFIRM and min(loss for _, loss in curve[-CONFIRM:]) > RISE * best:
+            return Alarm(samples, "rising", f"validation loss {newest:.4f} after {best:.4f}: training diverges")
+    elif samples > band.samples[-1]:
+        end = f"the slowest of {band.source} ended at {band.samples[-1]:,} samples, with {band.median[-1]:.4f}"
+        return Alarm(samples, "late", end)
     return None
-
-
-def _late(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
-    samples = curve[-1][0]
-    if band is None or samples <= band.samples[-1]:
-        return None
-    end = f"the slowest of {band.source} ended at {band.samples[-1]:,} samples, with {band.median[-1]:.4f}"
-    return Alarm(samples, "late", end)
 
 
 class RateWatch:

@@ -5,7 +5,6 @@ public_curves.csv holds quartiles of the losses in the 160 result files of MLPer
 loss by about 0.001.
 """
 
-import bisect
 import csv
 import math
 from collections import defaultdict
@@ -20,11 +19,8 @@ from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
-HEADER = (
-    *("global_batch", "lr", "warmup_steps", "samples", "runs"),
-    *("val_loss_min", "val_loss_p25", "val_loss_median", "val_loss_p75", "val_loss_max"),
-)
-QUARTILES = ("p25", "median", "p75")
+QUARTILES = ("val_loss_p25", "val_loss_median", "val_loss_p75")
+HEADER = ("global_batch", "lr", "warmup_steps", "samples", "runs", "val_loss_min", *QUARTILES, "val_loss_max")
 CURVES = ("low", "median", "high", "spread")
 PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
 LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
@@ -53,20 +49,22 @@ def public_band(global_batch: int) -> Band | None:
 
 def band(path: Path, global_batch: int, source: str) -> Band | None:
     """The band of a batch in a file like public_curves.csv. Raises: Refusal."""
-    rows = _rows(path)
-    batches = sorted({int(row["global_batch"]) for row in rows})
-    if not batches or not batches[0] <= global_batch <= batches[-1]:
+    by_batch: dict[float, list[dict]] = defaultdict(list)
+    for row in _rows(path):
+        by_batch[row["global_batch"]].append(row)
+    below = max((batch for batch in by_batch if batch <= global_batch), default=0)
+    above = min((batch for batch in by_batch if batch >= global_batch), default=0)
+    if not below or not above:
         return None
-    i = bisect.bisect_left(batches, global_batch)
-    if batches[i] == global_batch:
-        return pooled([row for row in rows if row["global_batch"] == global_batch], f"{source} at batch {global_batch}")
-    below, above = (pooled([row for row in rows if row["global_batch"] == b], "") for b in batches[i - 1 : i + 1])
-    share = math.log(global_batch / batches[i - 1]) / math.log(batches[i] / batches[i - 1])
-    grid = [samples for samples in above.samples if samples >= below.samples[0]]
-    curves = {
-        curve: tuple((1 - share) * below.at(x, curve) + share * above.at(x, curve) for x in grid) for curve in CURVES
-    }
-    return Band(f"{source} between batches {batches[i - 1]} and {batches[i]}", tuple(grid), **curves)
+    if below == above:
+        return pooled(by_batch[below], f"{source} at batch {global_batch}")
+    low, high = pooled(by_batch[below], ""), pooled(by_batch[above], "")
+    share = math.log(global_batch / below) / math.log(above / below)
+    grid = [samples for samples in high.samples if samples >= low.samples[0]]
+    curves = {}
+    for name in CURVES:
+        curves[name] = tuple((1 - share) * low.at(samples, name) + share * high.at(samples, name) for samples in grid)
+    return Band(f"{source} between batches {below:.0f} and {above:.0f}", tuple(grid), **curves)
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
@@ -87,7 +85,7 @@ def pooled(rows: list[dict[str, float]], source: str) -> Band:
     points = []
     for samples, same in sorted(at.items()):
         runs = sum(row["runs"] for row in same)
-        p25, median, p75 = (sum(row[f"val_loss_{q}"] * row["runs"] for row in same) / runs for q in QUARTILES)
+        p25, median, p75 = (sum(row[name] * row["runs"] for row in same) / runs for name in QUARTILES)
         ends = min(row["val_loss_min"] for row in same), max(row["val_loss_max"] for row in same)
         points.append((samples, ends[0], median, ends[1], p75 - p25))
     return Band(source, *zip(*points))

@@ -82,13 +82,13 @@ def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> obje
     for key in figures:
         if key not in types:
             raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
-    for key in types:
+    values = {}
+    for key, key_type in types.items():
         if key not in figures:
             raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
-    figures = {key: toml_file.typed(f"{table}.{key}", figures[key], types[key]) for key in types}
-    for key, value in figures.items():
+        value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
         if key.endswith("_share") and not 0.001 <= value <= 1:
             raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")
-        if types[key] is not str and not (0 < value < math.inf or (value == 0 and key in MAY_BE_ZERO)):
+        if key_type is not str and not (0 < value < math.inf or (value == 0 and key in MAY_BE_ZERO)):
             raise Refusal(f"{table}.{key}={value!r} is not a positive number")
-    return kind(**figures)
+    return kind(**values)

@@ -116,10 +116,7 @@ def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
         "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
         "lowest_numerical_precision_in_attn": compute,
         "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
-        "tensor_parallelism": 1,
-        "pipeline_parallelism": 1,
-        "context_parallelism": 1,
-        "expert_parallelism": 1,
+        **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
         "micro_batch_size": micro,
         "config_filename": f"{cfg.name}.toml",
     }

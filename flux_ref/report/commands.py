@@ -19,7 +19,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
 from flux_ref.report import result_files, result_log, score
 from flux_ref.report.result_log import printable
-from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, Run, System, show
+from flux_ref.report.score import RUN_COLUMNS, Run, System, show
 from flux_ref.run.attempt import attempt
 from flux_ref.run.json_option import give, json_option, text_beside
 
@@ -87,7 +87,8 @@ def describe(system: System) -> str:
     model = system.machine.get("accelerator_model_name")
     parts += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
     parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    lines = [*_wrapped(f"{system.name}: {verdict(system)}", ""), *_wrapped(", ".join(parts))]
+    verdict = "not a valid result" if system.reasons else "valid result"
+    lines = [*_wrapped(f"{system.name}: {verdict}", ""), *_wrapped(", ".join(parts))]
     lines.append(f"  {'run':<21}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS))
     for run in system.runs:
         values = (f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
@@ -106,17 +107,13 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
     )
 
 
-def verdict(system: System) -> str:
-    return "not a valid result" if system.reasons else "valid result"
-
-
 def summary(systems: list[System]) -> str:
     """A line for each system."""
-    lines = [f"{'system':<23}" + "".join(f"{heading:>{width}}" for heading, width in SYSTEM_COLUMNS)]
-    for system in systems:
-        values = (f"{value:>{width}}" for value, (_, width) in zip(score.overview(system), SYSTEM_COLUMNS))
-        lines.append(f"{_tail(system.name, 22):<23}{''.join(values)}")
-    return "\n".join(map(printable, lines))
+    rows = [score.overview(system) for system in systems]
+    table = [{heading: heading for heading in rows[0]}, *rows]
+    names = ["system", *(_tail(system.name, 17) for system in systems)]
+    cells = ["".join(f"{row[heading]:>{max(8, len(heading) + 1)}}" for heading in row) for row in table]
+    return "\n".join(printable(f"{name:<18}{line}") for name, line in zip(names, cells))
 
 
 def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:
@@ -148,7 +145,7 @@ def _system(system: System) -> dict[str, object]:
         "convergence_message": check and check.message,
         "reference_samples": check and check.reference_mean,
         "least_samples": check and check.least_mean,
-        "settings": {key: _plain(system.value(key)) for key in score.SHARED},
+        "settings": {key: system.value(key) for key in score.SHARED},
         "runs": [_run(run) for run in system.runs],
     }
 
@@ -159,11 +156,6 @@ def _run(run: Run) -> dict[str, object]:
         "file": str(run.log.path),
         "counts": not run.faults,
         **{name: getattr(run, name) for name in names},
-        "seed": _plain(run.log.value("seed")),
+        "seed": run.log.value("seed"),
         "validation": run.val_curve,
     }
-
-
-def _plain(value: object) -> object:
-    """A value from a foreign log, as text if JSON has no type for it."""
-    return value if isinstance(value, (str, bool)) or result_log.number(value) is not None else str(value)

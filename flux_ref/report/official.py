@@ -108,8 +108,8 @@ def _seeds(paths: list[str], ruleset: str) -> list[str]:
 def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> Convergence:
     from mlperf_logging.rcp_checker import rcp_checker  # brings scipy
 
-    with _captured() as records, contextlib.ExitStack() as stack:
-        file = stack.enter_context(points.open(encoding="utf-8")) if points else None
+    own_points = points.open(encoding="utf-8") if points else contextlib.nullcontext()
+    with _captured() as records, own_points as file:
         try:  # set_scaling=False would remove /scaling.json
             passed, message, factor = rcp_checker.check_directory(
                 str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True

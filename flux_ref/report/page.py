@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from flux_ref.report import charts, score
 from flux_ref.report.charts import COLOURS
 from flux_ref.report.result_log import printable
-from flux_ref.report.score import RUN_COLUMNS, SYSTEM_COLUMNS, System, show
+from flux_ref.report.score import RUN_COLUMNS, System, show
 
 TITLE = "FLUX.1 training benchmark"
 STYLE = """
@@ -19,17 +19,15 @@ p{margin:6px 0}.soft,figcaption,th{color:var(--c-soft)}
 th{font-weight:500;text-align:left}tr:first-child th{vertical-align:bottom}
 th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);vertical-align:top;overflow-wrap:break-word}
 td:first-child{min-width:150px;overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap;padding-left:8px}
-td.n:last-child,th.n:last-child{padding-right:0}
+.n td+td,.n th+th{text-align:right;white-space:nowrap;padding-left:8px}
+.n td:last-child,.n th:last-child{padding-right:0}
 tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
 svg text{font-family:system-ui,sans-serif!important}
 .pill{border-radius:9px;padding:1px 9px;font-size:13px;font-weight:600;white-space:nowrap;border:1px solid currentColor}
 .good{color:var(--c-good)}.bad{color:var(--c-bad)}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
-summary{cursor:pointer;color:var(--c-soft);margin:8px 0}
 """
-OPENED = 4  # systems up to which the runs are shown at once
 
 
 def page(systems: list[System], basis: str) -> str:
@@ -40,7 +38,7 @@ def page(systems: list[System], basis: str) -> str:
         caption = f"<figcaption>{_text(chart.caption)}</figcaption>"
         parts.append(f"<figure><h3>{_text(chart.title)}</h3>{charts.svg(chart)}{caption}</figure>")
     parts.append("<h2>Runs and official checks</h2>")
-    parts += [_system(system, len(systems) <= OPENED) for system in systems]
+    parts += map(_system, systems)
     parts += ["<h2>Configuration</h2>", _compared(systems, [system.settings for system in systems])]
     parts += ["<h2>Environment</h2>", _compared(systems, [system.machine for system in systems])]
     return (
@@ -61,10 +59,10 @@ def _text(value: object) -> str:
     return html.escape(printable(value))
 
 
-def _table(head: Iterable[tuple[str, bool]], rows: Iterable[str]) -> str:
-    """head: (text, whether it is over numbers)."""
-    cells = "".join(f"<th{' class=n' * numeric}>{_text(name)}</th>" for name, numeric in head)
-    return f"<div class=scroll><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
+def _table(head: Iterable[str], rows: Iterable[str], kind: str = "n") -> str:
+    """kind: "n" for a table of numbers, whose columns stand to the right."""
+    cells = "".join(f"<th>{_text(name)}</th>" for name in head)
+    return f"<div class=scroll><table class={kind}><tr>{cells}</tr>{''.join(rows)}</table></div>"
 
 
 def _label(system: System) -> str:
@@ -80,21 +78,19 @@ def _verdict(system: System) -> str:
 def _comparison(systems: list[System]) -> str:
     rows = []
     for system in systems:
-        cells = "".join(f"<td class=n>{_text(value)}</td>" for value in score.overview(system))
+        cells = "".join(f"<td>{_text(value)}</td>" for value in score.overview(system).values())
         rows.append(f"<tr><td>{_label(system)}</td><td>{_verdict(system)}</td>{cells}</tr>")
-    return _table([("system", False), ("", False), *((heading, True) for heading, _ in SYSTEM_COLUMNS)], rows)
+    return _table(["system", "", *score.overview(systems[0])], rows)
 
 
-def _system(system: System, opened: bool) -> str:
-    head = [("run", False), *((heading, True) for heading, *_ in RUN_COLUMNS), ("seed", True)]
+def _system(system: System) -> str:
     rows = []
     for run in system.runs:
         values = [*(show(getattr(run, name), form) for *_, name, form in RUN_COLUMNS), run.log.value("seed")]
-        cells = "".join(f"<td class=n>{_text(value)[:20]}</td>" for value in values)
+        cells = "".join(f"<td>{_text(value)[:20]}</td>" for value in values)
         rows.append(f"<tr{' class=out' * bool(run.faults)}><td>{_text(run.name)}</td>{cells}</tr>")
-        for fault in run.faults:
-            rows.append(f"<tr class=out><td colspan={len(head)}><span class=bad>{_text(fault)}</span></td></tr>")
-    table = f"<details{' open' * opened}><summary>runs</summary>{_table(head, rows)}</details>"
+        rows += [f"<tr><td class=bad colspan={len(values) + 1}>{_text(fault)}</td></tr>" for fault in run.faults]
+    table = _table(["run", *(heading for heading, *_ in RUN_COLUMNS), "seed"], rows)
     reasons = "".join(f"<p class=bad>{_text(reason)}</p>" for reason in system.reasons)
     lines = "".join(f"<p>{_text(line)}</p>" for line in (*system.notes, *score.checks(system)))
     return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{table}"
@@ -107,4 +103,4 @@ def _compared(systems: list[System], tables: list[dict[str, object]]) -> str:
         differs = " class=differs" if len({str(table[key]) for table in tables if key in table}) > 1 else ""
         cells = "".join(f"<td{differs}>{_text(str(table.get(key, '-'))[:200])}</td>" for table in tables)
         rows.append(f"<tr><th>{_text(key)}</th>{cells}</tr>")
-    return _table([("", False), *((system.name, False) for system in systems)], rows)
+    return _table(["", *(system.name for system in systems)], rows, kind="words")

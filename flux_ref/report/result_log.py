@@ -76,30 +76,25 @@ def read(path: Path) -> ResultLog:
     return log
 
 
-def _take(log: ResultLog, number: int, line: str, damaged: list[str]) -> None:
+def _take(log: ResultLog, line_number: int, line: str, damaged: list[str]) -> None:
     log.lines.append(line)
-    log.numbers.append(number)
+    log.numbers.append(line_number)
     text = line.rpartition(TOKEN)[2].strip()
     if not text:
-        damaged.append(f"line {number} has an entry that is empty or longer than {LINE_LIMIT:,} characters")
+        damaged.append(f"line {line_number} has an entry that is empty or longer than {LINE_LIMIT:,} characters")
         return
     entry, rest = _object(text)
     if not isinstance(entry.get("key"), str):
-        damaged.append(f"line {number} has an entry that is cut off or damaged")
+        damaged.append(f"line {line_number} has an entry that is cut off or damaged")
         return
     if rest:
-        damaged.append(f"line {number} goes on after its entry with {rest[:20]!r}")
-    try:
-        time_ms = float(entry.get("time_ms"))
-    except (TypeError, ValueError, OverflowError):
+        damaged.append(f"line {line_number} goes on after its entry with {rest[:20]!r}")
+    time_ms = number(entry.get("time_ms"))
+    if time_ms is None:
         time_ms = math.nan
-    if not abs(time_ms) < MOST:
-        time_ms = math.nan
-        damaged.append(f"line {number} has time_ms={str(entry.get('time_ms'))[:20]}, which is no time")
-    metadata = entry.get("metadata")
-    log.events.append(
-        Event(number, time_ms, entry["key"], entry.get("value"), metadata if isinstance(metadata, dict) else {})
-    )
+        damaged.append(f"line {line_number} has time_ms={str(entry.get('time_ms'))[:20]}, which is no time")
+    metadata = entry["metadata"] if isinstance(entry.get("metadata"), dict) else {}
+    log.events.append(Event(line_number, time_ms, entry["key"], entry.get("value"), metadata))
 
 
 def _object(text: str) -> tuple[dict, str]:

@@ -28,11 +28,6 @@ RUN_COLUMNS = (
     ("eval s", 8, "evaluation_s", ",.0f"),
     ("init s", 7, "init_s", ",.0f"),
 )
-# The table of systems: (heading, width on a terminal); the values are those of `overview`.
-SYSTEM_COLUMNS = (
-    *(("devices", 8), ("batch", 6), ("runs", 6), ("olympic", 8), ("score", 8)),
-    *(("samples/s", 10), ("per device", 11)),
-)
 
 
 @dataclass(eq=False)
@@ -153,6 +148,7 @@ class System:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     olympic_mean_minutes: float | None = None  # not normalised
+    score_minutes: float | None = None  # the official result: the olympic mean times the factor, if the result is valid
     place: int = 0  # among the systems of a report
 
     @property
@@ -164,13 +160,6 @@ class System:
         """Factor that lengthens the score of runs that converged faster than the reference; None without a pass."""
         check = self.verdicts.convergence
         return check.factor if check and check.passed and not self.mixtures else None
-
-    @property
-    def score_minutes(self) -> float | None:
-        """The official result: the olympic mean times the factor; None if the result is not valid."""
-        if self.olympic_mean_minutes is None or self.reasons:
-            return None
-        return self.olympic_mean_minutes * (self.factor or 1.0)
 
     @property
     def samples_to_converge(self) -> float | None:
@@ -225,6 +214,8 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     if len(runs) == RUNS and failed <= 1 and not system.mixtures:
         system.olympic_mean_minutes = olympic_mean([run.minutes for run in system.counted], failed)
     system.reasons = list(_reasons(system, failed))
+    if system.olympic_mean_minutes is not None and not system.reasons:
+        system.score_minutes = system.olympic_mean_minutes * (system.factor or 1.0)
     if failed == 1 and len(runs) > 1:
         run = next(run for run in runs if run.faults or run.minutes is None)
         system.notes.append(f"{run.name} counts as the worst of the runs: {run.faults[0]}")
@@ -293,11 +284,15 @@ def show(value: float | None, form: str = ",.2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def overview(system: System) -> list[str]:
-    """The values of SYSTEM_COLUMNS."""
+def overview(system: System) -> dict[str, str]:
+    """A row of the table of systems, by heading."""
     count, speed = result_files.accelerators(system.machine), system.mean("samples_per_s")
-    return [
-        *(show(count, ","), str(system.value("global_batch_size")), f"{len(system.counted)}/{len(system.runs)}"),
-        *(show(system.olympic_mean_minutes), show(system.score_minutes), show(speed, ",.0f")),
-        show(speed / count if speed and count else None, ",.1f"),
-    ]
+    return {
+        "devices": show(count, ","),
+        "batch": str(system.value("global_batch_size")),
+        "runs": f"{len(system.counted)}/{len(system.runs)}",
+        "olympic": show(system.olympic_mean_minutes),
+        "score": show(system.score_minutes),
+        "samples/s": show(speed, ",.0f"),
+        "per device": show(speed / count if speed and count else None, ",.1f"),
+    }

@@ -1,7 +1,7 @@
 """Tables for ports, made from the code at the benchmark's shape.
 
     python -m flux_ref.tables         all tables, as docs/tables.md holds them
-    python -m flux_ref.tables NAME    one table: parameters, operations, activations, communication or log
+    python -m flux_ref.tables NAME    one table: parameters, operations, communication or log
 
 The command needs no device and allocates no weights. Exit codes: 0 done, 2 refused.
 """
@@ -9,6 +9,7 @@ The command needs no device and allocates no weights. Exit codes: 0 done, 2 refu
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -26,10 +27,11 @@ from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
-RANKS, NODE = (8, 64, 512), 8
+NODE = 8  # ranks
+MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 DTYPE, REDUCE = BENCHMARK.parallel.dtype, BENCHMARK.parallel.reduce_dtype
-ITEM = DTYPES[DTYPE].itemsize
+ITEM, REDUCED_ITEM = DTYPES[DTYPE].itemsize, DTYPES[REDUCE].itemsize  # bytes
 MB, GB, GFLOP = 1e6, 1e9, 1e9
 
 
@@ -41,121 +43,94 @@ def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def parameters() -> str:
-    """Every parameter. Equal parameters of blocks of one kind share a row."""
-    model, decay = BENCHMARK.model, BENCHMARK.optim.weight_decay
-    shapes, parts = parameter_table(model), diffusers_names.diffusers_parts(model)
-    folded: dict[str, list[str]] = {}
-    for name in shapes:
-        folded.setdefault(_fold(name), []).append(name)
+    """Every parameter. A row stands for the parameters of one name in all blocks of a kind."""
+    shapes, parts = parameter_table(BENCHMARK.model), diffusers_names.diffusers_parts(BENCHMARK.model)
+    total, decay = sum(map(prod, shapes.values())), BENCHMARK.optim.weight_decay
+    counts = Counter(map(_fold, shapes))
     rows = []
-    for fold, names in folded.items():
-        shape = shapes[names[0]]
-        assert all(shapes[name] == shape for name in names), fold
-        kind, width = initialiser(names[0], shape)
-        start = f"{kind} {width:.4g}" if width else kind
-        module, _, leaf = fold.replace("*", "0").rpartition(".")
+    for name, shape in shapes.items():
+        if re.search(r"blocks\.[1-9]", name):  # is equal to block 0's
+            continue
+        kind, width = initialiser(name, shape)
+        module, _, leaf = name.rpartition(".")
         is_fp8 = leaf == "weight" and fp8.CONVERTED.fullmatch(module) is not None
-        size, theirs = " x ".join(map(str, shape)), _diffusers(parts[names[0]])
-        rows.append([f"`{fold}`", len(names), size, "fp32", start, decay, "yes" if is_fp8 else "no", 0, theirs])
-    total = sum(map(prod, shapes.values()))
-    header = "name | >tensors | shape | dtype | start | decay | FP8 | shard axis | in diffusers"
+        theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))
+        theirs += " (halves exchanged)" if parts[name][0].first else ""
+        start, size = f"{kind} {width:.4g}" if width else kind, " x ".join(map(str, shape))
+        rows.append([f"`{_fold(name)}`", counts[_fold(name)], size, start, "yes" if is_fp8 else "no", theirs])
     return f"""{len(shapes)} tensors, {total:,} parameters; * stands for the number of a block.
 
-- dtype: of the master weight, its moments and its gradient shards. Products read the weight in {DTYPE} or FP8.
+- Each master weight, its moments and its gradient shards are fp32. Products read the weight in {DTYPE} or FP8.
+- Each parameter decays by {decay}. Its axis 0 is split over the ranks of a replica, as torch.chunk does.
+- shape: a weight is (outputs, inputs).
 - start: "normal s" has the standard deviation s, "uniform w" lies between -w and w. An initial value is a function of
   (seed, name, element).
-- shape: a weight is (outputs, inputs).
-- shard axis: this axis is split over the ranks of a replica, as torch.chunk does.
 
-{markdown(header, rows)}"""
+{markdown("name | >tensors | shape | start | FP8 | in diffusers", rows)}"""
 
 
 def _fold(name: str) -> str:
     return re.sub(r"(blocks)\.\d+\.", r"\1.*.", name)
 
 
-def _diffusers(parts: list[diffusers_names.Part]) -> str:
-    names = dict.fromkeys(_fold(part.name) for part in parts)
-    swapped = " (halves exchanged)" if parts[0].first else ""
-    return ", ".join(f"`{name}`" for name in names) + swapped
-
-
 def operations() -> str:
-    """Every operation of the net: its arithmetic and its traffic."""
+    """Every operation of the net: its arithmetic, its traffic, and the values of forward that backward reads."""
     listed = flops.operations(BENCHMARK.model)
     units = dict.fromkeys(("forward", "backward"), GFLOP)
-    units |= dict.fromkeys(("forward_moved", "backward_moved", "forward_weights", "backward_weights"), MB / ITEM)
-    rows, totals = [], []
+    moved = ("forward_moved", "backward_moved", "forward_weights", "backward_weights", "kept")
+    units |= dict.fromkeys(moved, MB / ITEM)
+    rows = []
     for op in listed:
-        figures = (f"{getattr(op, field) / unit:.4g}" for field, unit in units.items())
-        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures])
-    for field, unit in units.items():
-        totals.append(f"{sum(op.times * getattr(op, field) for op in listed) / unit:,.1f}")
-    rows.append(["all, times their number", "", "", *totals])
+        figures = [f"{getattr(op, field) / unit:.4g}" for field, unit in units.items()]
+        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures, op.keeps])
+    totals = {field: sum(op.times * getattr(op, field) for op in listed) for field in units}
+    rows.append(["all, times their number", "", "", *(f"{totals[field] / units[field]:,.1f}" for field in units), ""])
     header = (
         "operation | >number | >rows | >forward GFLOP | >backward GFLOP | >forward MB | >backward MB"
-        " | >forward weights MB | >backward weights MB"
+        " | >forward weights MB | >backward weights MB | >kept MB | what is kept"
     )
-    tflop = flops.per_sample(BENCHMARK.model) / 1e12
-    return f"""{tflop:.4g} TFLOP per training sample. GFLOP and MB count one sample and one occurrence of the operation.
-MB of weights count one pass, for any number of samples. Bytes are those of one kernel per operation in {DTYPE}: it
-reads each input once and writes each output once. flux_ref/benchmark/flops.py lists what is left out.
+    return f"""{flops.per_sample(BENCHMARK.model) / 1e12:.4g} TFLOP per training sample.
+
+- GFLOP and MB count one sample and one occurrence of the operation. MB of weights count one pass, for any number of
+  samples.
+- Bytes are those of one kernel per operation in {DTYPE}: it reads each input once and writes each output once.
+  flux_ref/benchmark/flops.py lists what is left out.
+- Kept is what backward reads of forward's values, if no value is kept twice and none is computed again:
+  {ITEM * totals["kept"] / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
+  per block. Eager steps also keep values inside of norms. `python -m flux_ref.plan` counts both, and recomputation.
 
 {markdown(header, rows)}"""
 
 
-def activations() -> str:
-    """The values of forward that backward reads."""
-    kept = [op for op in flops.operations(BENCHMARK.model) if op.kept]
-    rows = [
-        [f"{op.part}: {op.name}", op.keeps, op.times, f"{op.rows} x {op.kept // op.rows}", f"{ITEM * op.kept / MB:.4g}"]
-        for op in kept
-    ]
-    for part in dict.fromkeys(op.part for op in kept):
-        size = sum(ITEM * op.times * op.kept for op in kept if op.part == part)
-        rows.append([f"all {part}", "", "", "", f"{size / MB:,.1f}"])
-    size = sum(ITEM * op.times * op.kept for op in kept)
-    return f"""{size / GB:.3g} GB per sample of a micro-batch in {DTYPE}, if each operation is one kernel,
-no value is kept twice and none is computed again.
-
-torch.compile keeps the output of attention once more per block. Eager steps also keep values inside of norms.
-`python -m flux_ref.plan` counts both, and recomputation.
-
-{markdown("operation | keeps | >number | shape per sample | >MB", rows)}"""
-
-
 def communication() -> str:
     """The bytes that a rank sends in a step."""
+    keeping = config_file.replace(BENCHMARK, parallel__reshard_after_forward=False)
     rows = []
-    for ranks in RANKS:
-        for replicate in (0, 1) if ranks > NODE else (0,):
-            replicas = replicate or max(1, ranks // NODE)
-            layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), ranks, replicas)
-            keeping = config_file.replace(BENCHMARK, parallel__reshard_after_forward=False)
-            sent, kept = (closed_forms.sent(cfg, layout, micros=1) for cfg in (BENCHMARK, keeping))
-            figures = (sent["all_gather"], kept["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
-            how = f"{layout.replicas} x {layout.shards}"
-            padding = sum(unit.padded - unit.whole for unit in layout.units)
-            rows.append([ranks, how, f"{padding:,}", *(f"{figure / GB:.2f}" for figure in figures)])
+    for replicas, shards in MESHES:
+        layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), replicas * shards, replicas)
+        sent, kept = (closed_forms.sent(cfg, layout, micros=1) for cfg in (BENCHMARK, keeping))
+        figures = (sent["all_gather"], kept["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
+        padding = sum(unit.padded - unit.whole for unit in layout.units)
+        mesh = f"{replicas} x {shards}"
+        rows.append([replicas * shards, mesh, f"{padding:,}", *(f"{figure / GB:.2f}" for figure in figures)])
     header = (
         "ranks | replicas x shards | >padding | >all-gather | >all-gather, weights kept | >reduce-scatter"
         " | >all-reduce of replicas"
     )
-    gathered, reduced = ITEM, DTYPES[REDUCE].itemsize
     return f"""GB that a rank sends in rings per optimizer step of one micro-batch. It receives as much.
 
 - n: ranks that hold one copy of the weights together; r: copies; m: micro-batches of a step.
 - W: elements of all parameters, with the padding that makes the n shards of each parameter equal.
 - E: elements of the parameters outside of blocks, padded in the same way.
-- Each element is gathered in {gathered} bytes (parallel.dtype={DTYPE}) and reduced in {reduced}
+- Each element is gathered in {ITEM} bytes (parallel.dtype={DTYPE}) and reduced in {REDUCED_ITEM}
   (parallel.reduce_dtype={REDUCE}; bf16 takes 2).
 
 | collective | when | bytes |
 | --- | --- | --- |
-| all-gather | forward and backward of each region, once outside of them | m * {gathered} * (2 W - E) * (n - 1) / n |
-| the same with parallel.reshard_after_forward=false | forward | m * {gathered} * W * (n - 1) / n |
-| reduce-scatter | backward of each region, each micro-batch | m * {reduced} * W * (n - 1) / n |
-| all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {reduced} * W / n * (r - 1) / r |
+| all-gather | forward and backward of each region, once outside of them | m * {ITEM} * (2 W - E) * (n - 1) / n |
+| the same with parallel.reshard_after_forward=false | forward | m * {ITEM} * W * (n - 1) / n |
+| reduce-scatter | backward of each region, each micro-batch | m * {REDUCED_ITEM} * W * (n - 1) / n |
+| all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {REDUCED_ITEM} * W / n * (r - 1) / r |
 | all-reduce of the gradient norm | once | one fp32 number |
 
 With parallel.replicate=0 each node of {NODE} ranks holds a copy. Beyond one node, the second row shows
@@ -167,17 +142,16 @@ parallel.replicate=1.
 def log() -> str:
     """The benchmark's log: its keys in their order, by ruleset."""
     logs = {ruleset: _events(ruleset) for ruleset in RULESETS}
-    longest = max(logs.values(), key=len)
     keys = {ruleset: [event["key"] for event in events] for ruleset, events in logs.items()}
-    for listed in keys.values():  # only then can one table show all rulesets
-        assert listed == [event["key"] for event in longest if event["key"] in listed]
     rows = []
-    for event in longest:
+    for event in logs[RULESETS[-1]]:
         extra = ", ".join(name for name in event["metadata"] if name not in ("file", "lineno"))
         value = "" if event["value"] is None else f"`{json.dumps(event['value'])}`"
         marks = ["yes" if event["key"] in keys[ruleset] else "" for ruleset in RULESETS]
         rows.append([f"`{event['key']}`", event["event_type"], value, extra, *marks])
-    return f"""The lines of a run in their order, with the values of {BENCHMARK.name} on {RANKS[0]} ranks.
+    for i, ruleset in enumerate(RULESETS, 4):  # the rows that a ruleset marks are its lines, in their order
+        assert [row[0] for row in rows if row[i]] == [f"`{key}`" for key in keys[ruleset]]
+    return f"""The lines of a run in their order, with the values of {BENCHMARK.name} on {NODE} ranks.
 
 - The lines from block_start to eval_stop repeat.
 - cache_clear is logged only with data.evict=true.
@@ -196,21 +170,19 @@ def _events(ruleset: str) -> list[dict]:
         written = BenchmarkLog(path)
         written.cache_clear()
         written.init_start()
-        written.describe(cfg, RANKS[0], TRAIN_SAMPLES, VAL_SAMPLES)
+        written.describe(cfg, NODE, TRAIN_SAMPLES, VAL_SAMPLES)
         written.run_start()
         written.block_start(0)
         written.eval_start(interval)
         written.eval_stop(interval, cfg.eval.target)
         written.run_stop(interval, True, "target reached")
         written.close()
-        lines = path.read_text().splitlines()
-    return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+        return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
 
 
 TABLES = {
     "parameters": ("Parameters", parameters),
-    "operations": ("Operations and bytes", operations),
-    "activations": ("Activations kept for backward", activations),
+    "operations": ("Operations, bytes and kept activations", operations),
     "communication": ("Communication", communication),
     "log": ("Keys of the benchmark's log", log),
 }

@@ -144,21 +144,8 @@ def test_half_speed_for_good_is_told_once_however_the_rate_scatters():
     assert not wrong
 
 
-def beside_other_load(seed: int) -> list[float]:
-    """Rates of a tiny run: 90 logged steps, a ramp, then dips to 1/4 to 3/4 that last 2 to 15 steps."""
-    noise, rates = random.Random(seed), []
-    ramp, first = noise.randint(1, 12), noise.uniform(0.5, 1.6)
-    while len(rates) < 90:
-        quick = [300.0] * noise.randint(3, 20)
-        rates += quick + [300 / noise.uniform(1.3, 4)] * noise.randint(2, 15)
-    starts = [first + (1 - first) * min(1, i / ramp) for i in range(90)]
-    return [rate * start * noise.gauss(1, 0.05) for rate, start in zip(rates, starts)]
-
-
-def test_a_tiny_run_beside_other_load_gets_no_warning():
-    """Ten simulated runs and a real one, whose rate fell from 427 to 290 samples/s as another program began."""
-    levels = [told(beside_other_load(seed), shared_cpu=True) for seed in range(10)]
-    assert all(found in ([], ["note"]) for found in levels) and ["note"] in levels
+def test_a_tiny_run_beside_other_load_gets_a_note():
+    """A real run, whose rate fell from 427 to 290 samples/s as another program began."""
     real = records(ROOT / "tests/benchmark/beside_other_load.jsonl", figures=("samples_per_s", "data_wait"))
     assert len(real) == 90 and [alarm.level for alarm in of_rates(real, shared_cpu=True)] == ["note"]
 

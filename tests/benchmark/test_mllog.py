@@ -61,17 +61,6 @@ def test_official_checker_refuses_a_run_that_missed_the_target(tmp_path, cfg):
     assert not check(tmp_path / "result_0.txt", "6.0.0")[0]
 
 
-def test_values_are_the_configs(tmp_path, cfg):
-    """Nothing is hard-coded; the seed is a number and logged once."""
-    events = write_log(tmp_path / "log", config_file.replace(cfg, mllog__submission_org="Some Org"))
-    values = values_of(events)
-    assert values["seed"] == 7 and [event["key"] for event in events].count("seed") == 1
-    assert values["submission_org"] == "Some Org"
-    assert values["gradient_accumulation_steps"] == 2304 // 8 // 8
-    assert values["opt_base_learning_rate"] == cfg.optim.lr
-    assert values["opt_learning_rate_warmup_steps"] == cfg.optim.warmup_steps
-
-
 def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):
     """Each case: values of the config; precision in linears, attention and communication."""
     cases = (
@@ -87,10 +76,10 @@ def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):
     assert check(path, "6.1.0")[0], "FP8 is disclosed"
 
 
-def test_order_and_outcome(tmp_path, cfg):
-    """Init before run, blocks and evaluations alternate, status and reason at the end."""
-    events = write_log(tmp_path / "log", cfg, success=False)
-    keys = [event["key"] for event in events]
+def test_order_values_and_outcome(tmp_path, cfg):
+    """Init before run, blocks and evaluations alternate, status and reason at the end. The values are the config's."""
+    events = write_log(tmp_path / "log", config_file.replace(cfg, mllog__submission_org="Some Org"), success=False)
+    keys, values = [event["key"] for event in events], values_of(events)
     landmarks = ["cache_clear", "init_start", "submission_benchmark", "seed", "init_stop", "run_start"]
     rest = ["block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop"] * 2 + ["run_stop"]
     assert [key for key in keys if key in landmarks + rest] == landmarks + rest
@@ -99,3 +88,7 @@ def test_order_and_outcome(tmp_path, cfg):
     # The convergence checker finds lines by substring: such a word in another line's metadata would mislead it.
     words = ("eval_accuracy", "global_batch_size", "train_samples")
     assert not [event for event in events for word in words if word in json.dumps(event["metadata"])]
+    assert values["seed"] == 7 and values["submission_org"] == "Some Org"
+    assert values["gradient_accumulation_steps"] == 2304 // 8 // 8
+    assert values["opt_base_learning_rate"] == cfg.optim.lr
+    assert values["opt_learning_rate_warmup_steps"] == cfg.optim.warmup_steps

@@ -52,14 +52,6 @@ class MadeLog:
         entry[2] |= metadata
         return self
 
-    def drop(self, key: str, metadata: str = "") -> "MadeLog":
-        """Leave out all entries of a key, or one word of the metadata of its last."""
-        if metadata:
-            del [entry for entry in self.entries if entry[0] == key][-1][2][metadata]
-        else:
-            self.entries = [entry for entry in self.entries if entry[0] != key]
-        return self
-
     def lines(self, prefix: str = " 0: ") -> list[str]:
         names = ("key", "value", "metadata", "event_type", "time_ms")
         return [f"{prefix}:::MLLOG {json.dumps(dict(zip(names, entry)))}" for entry in self.entries]

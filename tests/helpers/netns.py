@@ -2,7 +2,7 @@
 
     with Hosts(2) as hosts:
         job = hosts.start(0, ["torchrun", ...], log)      a process on host 0
-        hosts.cut(1)                                      pull its cable, and hosts.mend(1)
+        hosts.cut(1)                                      pull its cable
 
 Each host has the address hosts.address(i) on its interface eth0, and shares files with all others.
 """
@@ -71,9 +71,6 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Nothing goes to or from a host any more; nobody is told."""
         ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
-
-    def mend(self, host: int) -> None:
-        ip("-n", self.switch, "link", "set", f"port{host}", "master", "bridge")
 
     def alive(self, host: int) -> list[int]:
         """The processes on a host."""

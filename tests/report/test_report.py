@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import shutil
-import subprocess
 import sys
 import time
 
@@ -83,18 +82,6 @@ def test_valid_system(results):
         check = system.verdicts.convergence
         assert (check.passed, check.message, check.factor) == verdict
         assert system.samples_to_converge == sum(sorted(samples)[1:-1]) / 8
-
-
-def test_faster_than_the_reference_is_normalised(tmp_path):
-    """Within what is accepted, the score is the time the reference's convergence would have taken."""
-    folder = tmp_path / "fast"
-    for i in range(10):
-        MadeLog(i, evaluations=31, rate=1600).write(folder / f"result_{i}.txt")
-    system = judged(folder)
-    mean = 31 * made_logs.INTERVAL
-    assert system.verdicts.convergence.least_mean < mean < system.verdicts.convergence.reference_mean
-    factor = system.verdicts.convergence.reference_mean / mean
-    assert system.score_minutes == pytest.approx(system.olympic_mean_minutes * factor) and factor > 1.01
 
 
 def test_throughput_by_closed_form(tmp_path):
@@ -186,14 +173,10 @@ def test_what_lies_around_entries_changes_nothing(tmp_path):
         figures = ("faults", "minutes", "val_curve", "evaluation_s", "samples")
         wrong += [(name, figure) for figure in figures if getattr(run, figure) != getattr(plain, figure)]
     assert plain.faults == [] and not wrong
-
-
-def test_names_beyond_ascii(tmp_path):
     path = MadeLog(submission_org="Universität").write(tmp_path / "result_0.txt")
-    path.write_text(path.read_text().replace("\\u00e4", "ä"), encoding="utf-8")
-    assert result_log.read(path).value("submission_org") == "Universität"
-    path.write_text(path.read_text(), encoding="latin-1")
-    assert result_log.read(path).value("submission_org") == "Universität"
+    for encoding in ("utf-8", "latin-1"):
+        path.write_text(path.read_text(encoding="utf-8").replace("\\u00e4", "ä"), encoding=encoding)
+        assert result_log.read(path).value("submission_org") == "Universität"
 
 
 def edit(path, change):
@@ -227,7 +210,6 @@ def appended(content):
 BROKEN = {
     "missing key": (without("opt_name"), "Required EXACTLY_ONE occurrence of 'opt_name' but found 0"),
     "a huge entry": (appended(b':::MLLOG {"key": "' + b"y" * 20_000_000 + b'"}\n'), "longer than 16,384 characters"),
-    "far along": (appended(b"x" * 16_380 + b':::MLLOG {"key": "a"}\n'), "longer than 16"),
     "wrong value": (replaced('"opt_name", "value": "adamw"', '"opt_name", "value": "lion"'), "opt_name=lion in line"),
     "missed the target": (replaced("0.5855", "0.5865"), "no evaluation reached the target"),
     "aborted": (replaced('"status": "success"', '"status": "aborted"'), "run_stop has status 'aborted'"),
@@ -267,33 +249,19 @@ def test_broken_logs_are_explained(capsys, tmp_path, undrawn):
     assert not wrong
 
 
-def test_one_broken_log_of_ten(tmp_path):
-    """The other nine keep their figures, and it counts as the worst."""
-    for name in ("missing key", "a huge entry"):
-        folder = tmp_path / name
-        made_logs.system(folder)
-        minutes, _ = by_hand(folder)
-        BROKEN[name][0](folder / "result_3.txt")
-        system = judged(folder)
-        assert [run.name for run in system.runs if run.faults] == ["result_3.txt"]
-        del minutes[3]
-        assert [run.minutes for run in system.counted] == pytest.approx(minutes)
-        assert system.olympic_mean_minutes == pytest.approx(sum(sorted(minutes)[1:]) / 8)
-        assert (system.reasons == []) == (name == "missing key")  # the official seed check reads no damaged log
-
-
 def test_one_run_may_fail_and_counts_as_the_worst(results):
-    failed = ["result_5.txt", "result_6.txt"]
-    kept = sorted(run.minutes for run in judged(results).runs if run.name != failed[0])
-    for name in failed:
-        log = MadeLog(int(name[7]), evaluations=2).change("eval_accuracy", 0.7, -1)
-        log.change("run_stop", status="aborted").write(results / name)
+    """The other nine keep their figures. A second one is too many."""
+    minutes, _ = by_hand(results)
+    for i, name in ((3, "missing key"), (6, "aborted")):
+        BROKEN[name][0](results / f"result_{i}.txt")
         system = judged(results)
-        if name == failed[0]:
-            assert system.reasons == [] and "result_5.txt counts as the worst" in system.notes[0]
-            assert system.olympic_mean_minutes == pytest.approx(sum(kept[1:]) / 8)
+        if i == 3:
+            kept = minutes[:3] + minutes[4:]
+            assert system.reasons == [] and "result_3.txt counts as the worst" in system.notes[0]
+            assert [run.minutes for run in system.counted] == pytest.approx(kept)
+            assert system.olympic_mean_minutes == pytest.approx(sum(sorted(kept)[1:]) / 8)
     assert system.olympic_mean_minutes is None and system.score_minutes is None
-    assert any("2 runs failed, 1 may: result_5.txt, result_6.txt" in reason for reason in system.reasons)
+    assert any("2 runs failed, 1 may: result_3.txt, result_6.txt" in reason for reason in system.reasons)
 
 
 DOES_NOT_BELONG = [
@@ -301,8 +269,6 @@ DOES_NOT_BELONG = [
     (lambda log: log.change("seed", 5, file=[]), "the official seed checker stopped: TypeError"),
     (lambda log: log.change("submission_division", ["open"]), "mixed submission_division"),
     (lambda log: log.change("global_batch_size", 2048), "mixed global_batch_size: 1024 in result_0.txt ..., 2048"),
-    (lambda log: log.change("submission_platform", "8xOTHER"), "mixed submission_platform"),
-    (lambda log: log.change("submission_org", "Another"), "mixed submission_org"),
 ]
 
 
@@ -328,34 +294,34 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     means = ("olympic_mean_minutes", "normalisation_factor", "score_minutes", "mean_minutes", "stdev_minutes")
     means += ("samples_to_converge", "samples_per_s", "samples_per_s_without_evaluation")
     assert [mixed[key] for key in means] == [None] * 8 and None not in [valid[key] for key in means]
+    assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
     assert code == report.INVALID and "mixed submission_org" in " ".join(mixed["reasons"])
     assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
-    assert text.count("olympic mean: ") == text.count("spread: ") == 1
-    (line,) = re.findall("^mixed +- +1024 +10/10 +(.*)", text, re.M)
-    assert line.split() == ["-"] * 4
-    assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
-    (row,) = re.findall(r"<tr><td><span class=key[^>]*></span>mixed</td>(.*?)</tr>", page)
-    assert re.findall(r"<td class=n>(.*?)</td>", row)[2:] == ["10/10", "-", "-", "-", "-"]
-    assert page.count("olympic mean: ") == page.count("spread: ") == 1
+    assert [words.count("olympic mean: ") for words in (text, page)] == [1, 1]
+    assert re.search("^mixed +- +1024 +10/10( +-){4}$", text, re.M)
+    assert page.count("<td>-</td>") == 5 + 2  # of the mixed one, and the devices of the valid one
 
 
-def test_open_division_has_no_convergence_check(tmp_path):
-    made_logs.system(tmp_path, 3, submission_division="open")
-    system = judged(tmp_path)
-    assert system.verdicts.convergence is None and system.verdicts.seeds == []
-
-
-def test_own_points_replace_the_official_ones(tmp_path):
-    results = tmp_path / "results"
-    made_logs.system(results, 3)
+def test_reference_points_decide(tmp_path):
+    """Within what is accepted, the score is the time the reference's convergence would have taken."""
+    folder = tmp_path / "fast"
+    for i in range(10):
+        MadeLog(i, evaluations=31, rate=1600).write(folder / f"result_{i}.txt")
+    system, mean = judged(folder), 31 * made_logs.INTERVAL
+    check = system.verdicts.convergence
+    assert check.least_mean < mean < check.reference_mean and check.passed
+    factor = check.reference_mean / mean
+    assert system.score_minutes == pytest.approx(system.olympic_mean_minutes * factor) and factor > 1.01
     knobs = {"opt_base_learning_rate": 1e-4, "opt_learning_rate_warmup_steps": 0}
     entry = {"Benchmark": "flux1", "BS": 1024, "Hyperparams": knobs}
     entry["samples to converge"] = [20_000_000 + 1000 * i for i in range(20)]
     points = tmp_path / "points.json"
     points.write_text(json.dumps({"mine": entry}))
-    found = judged(results, points=points).verdicts.convergence
-    assert not found.passed and found.reference_mean == 20_000_000 + 1000 * 9.5
-    assert judged(results).verdicts.convergence.passed
+    check = judged(folder, points=points).verdicts.convergence
+    assert not check.passed and check.reference_mean == 20_000_000 + 1000 * 9.5
+    made_logs.system(tmp_path / "open", 3, submission_division="open")
+    verdicts = judged(tmp_path / "open").verdicts
+    assert verdicts.convergence is None and verdicts.seeds == []
 
 
 def test_no_rule_file_named_by_a_log_is_run(tmp_path):
@@ -403,28 +369,20 @@ def test_a_tree_holds_systems(tmp_path):
 
 
 def test_our_runs_side_by_side(tmp_path):
-    """Equal but for the seed: one system. Another batch: another system."""
-    for seed in range(3):
-        own_run(tmp_path / f"seed_{seed}", seed)
+    """Equal but for the seed: one system. Another batch: another system. What launch/ gathers counts once."""
+    for i in range(3):
+        own_run(tmp_path / f"run_{i}", i)
+        shutil.copy(tmp_path / f"run_{i}" / "result_0.txt", tmp_path / f"result_{i}.txt")
     own_run(tmp_path / "other", 0, train__global_batch=24)
-    groups = result_files.find([str(tmp_path)])
-    assert {group.name: len(group.files) for group in groups} == {"other": 1, tmp_path.name: 3}
-    logs = [result_log.read(path) for path in next(group.files for group in groups if len(group.files) == 3)]
-    names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
-    assert names == [f"seed_{seed}/result_0.txt" for seed in range(3)]
-    found = result_files.machine(groups[0].files[0], result_log.read(groups[0].files[0]).system)
-    assert result_files.accelerators(found) == 2
-
-
-def test_what_launch_gathers_counts_once(tmp_path):
-    for run in range(2):
-        own_run(tmp_path / f"run_{run}", run)
-        shutil.copy(tmp_path / f"run_{run}" / "result_0.txt", tmp_path / f"result_{run}.txt")
-    (group,) = result_files.find([str(tmp_path)])
-    assert [path.parent.name for path in group.files] == ["run_0", "run_1"]
-    with (tmp_path / "result_1.txt").open("a") as file:
+    with (tmp_path / "result_2.txt").open("a") as file:
         file.write("another run's\n")
-    assert sum(len(group.files) for group in result_files.find([str(tmp_path)])) == 3
+    groups = {(group.name, len(group.files)): group for group in result_files.find([str(tmp_path)])}
+    assert groups.keys() == {("other", 1), (tmp_path.name, 1), (tmp_path.name, 3)}
+    group = groups[tmp_path.name, 3]
+    logs = [result_log.read(path) for path in group.files]
+    names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
+    assert names == [f"run_{i}/result_0.txt" for i in range(3)]
+    assert result_files.accelerators(result_files.machine(group.files[0], logs[0].system)) == 2
 
 
 def test_report_of_our_runs(capsys, tmp_path, undrawn):
@@ -548,12 +506,10 @@ def test_charts_show_the_figures_at_their_places(results):
         assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
 
 
-def test_command_needs_neither_torch_nor_matplotlib(tmp_path):
+def test_only_the_page_needs_matplotlib():
     """A laptop with the logs is enough for scores, table and JSON."""
-    code = (
-        "import sys; from flux_ref.report import commands; code = commands.main(sys.argv[1:]);"
-        " assert not {'torch', 'torchvision', 'matplotlib'} & set(sys.modules); sys.exit(code)"
-    )
-    command = [sys.executable, "-c", code, str(MadeLog().write(tmp_path / "result_0.txt"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == report.INVALID and not done.stderr
+    files = [path for path in (ROOT / "flux_ref/report").glob("*.py") if path.stem not in ("charts", "page")]
+    bad = [
+        path for path in files if re.search(r"^(from|import) .*\b(matplotlib|charts|page)\b", path.read_text(), re.M)
+    ]
+    assert bad == [] and len(files) > 5
