@@ -18,7 +18,7 @@ from peer_net import to_diffusers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flux_ref import config_file, sharding
+from flux_ref import config, config_file, sharding
 from flux_ref.config import ModelConfig
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.model import parameter_table
@@ -112,7 +112,7 @@ def counted(source: weight_files.Source) -> list[int]:
     return counts
 
 
-def require_filled(net: nn.Module, path: Path, cfg: Config, want: dict[str, Tensor]) -> None:
+def require_filled(net: nn.Module, path: Path, cfg: config.Config, want: dict[str, Tensor]) -> None:
     """Load a rank's net: it gets its own rows in fp32, and reads no others."""
     parameters = sharding.named_parameters(net)
     for parameter in parameters.values():
