@@ -26,7 +26,7 @@ from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.plan import footprint, step_time
-from flux_ref.plan.figures import Footprint
+from flux_ref.plan.footprint import Footprint
 from flux_ref.plan.step_time import Machine
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options

@@ -10,12 +10,12 @@ import math
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 from flux_ref import config_file
 from flux_ref.benchmark import hardware
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.errors import Refusal
-from flux_ref.plan.figures import Plan
 from flux_ref.run import json_option
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
@@ -51,11 +51,12 @@ def run(argv: list[str]) -> int:
     from flux_ref.plan import making  # brings torch
 
     plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
-    json_option.show(table(plan), asdict(plan) | {"assumed": asdict(assumed), "overrides": overrides}, args.json)
+    figures = vars(plan) | {"moment": asdict(plan.moment), "times": asdict(plan.times), "assumed": asdict(assumed)}
+    json_option.show(table(plan), figures | {"overrides": overrides}, args.json)
     return 0
 
 
-def table(plan: Plan) -> str:
+def table(plan: SimpleNamespace) -> str:
     """The plan for a terminal of 80 columns."""
     times, total = plan.times, plan.moment.total
     lines = [

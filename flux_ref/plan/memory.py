@@ -4,16 +4,29 @@ communication.py says how the weights are split into shards, footprint.py what t
 hold the fullest moment.
 """
 
+from dataclasses import dataclass
 from math import prod
 
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.plan.figures import Footprint, Moment
+from flux_ref.plan.footprint import Footprint
 
 MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds at one moment, by part."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
 
 
 def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:

@@ -13,11 +13,33 @@ from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.plan.figures import Footprint, Times, Work
+from flux_ref.plan.footprint import Footprint, Work
 
 # Per weight: the optimizer reads and writes the weight and its moments, and reads the gradient, as the norm does.
 OPTIMIZER_BYTES = 2 * BYTES_PER_PARAMETER + 2 * 4
 MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of one optimizer step, and what a rank sends in it."""
+
+    step: float
+    compute: float  # forward, backward and the optimizer, if nothing waited for communication
+    optimizer: float
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
+
+    @property
+    def communication(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which compute waits for communication."""
+        return self.step - self.compute
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.model import Flux
 from flux_ref.plan import commands, footprint, making, memory, step_time
-from flux_ref.plan.figures import Footprint, Plan, Product, Work
+from flux_ref.plan.footprint import Footprint, Product, Work
 from flux_ref.plan.step_time import Machine
 from flux_ref.step import Health, State, train_step
 
@@ -353,7 +354,7 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
 ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
 
 
-def made(**values: object) -> Plan:
+def made(**values: object) -> SimpleNamespace:
     cfg = config_file.replace(SMALL, **values)
     return making.make(cfg, "h200", 4, GPU, ASSUMED)
 
@@ -388,7 +389,7 @@ def test_command_refuses():
     assert [(words, message) for words, message in told if words not in message] == []
 
 
-def said(found: Plan) -> str:
+def said(found: SimpleNamespace) -> str:
     return " ".join(found.warnings)
 
 
@@ -411,7 +412,7 @@ def test_warnings():
 
 def test_warnings_of_convergence_come_from_the_reference():
     cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
-    stub = replace(made(), largest_rows=1)
+    stub = made()
     words = " ".join(making.warnings(cfg, stub, GPU))
     assert "is no reference convergence point" in words and "optim.lr=0.01" in words
 
