@@ -1,6 +1,6 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
-import math
+from bisect import bisect_left
 from math import ceil
 from types import SimpleNamespace
 
@@ -92,17 +92,11 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
         moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
         return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    gpu, step = machine.gpu, 1
-    if cfg.fp8.recipe != "off":  # see config_rules.validate_world
-        tokens = math.gcd(cfg.model.text_tokens, cfg.model.image_tokens)
-        step = 16 // math.gcd(tokens, 16)
-    low, high = 0, LARGEST // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-    while low and not fits(low * step, exact=True):
-        low -= max(1, low // 32)
-    return max(0, low) * step
+    gpu = machine.gpu
+    largest = bisect_left(range(1, LARGEST + 1), True, key=lambda candidate: not fits(candidate))
+    while largest and not fits(largest, exact=True):
+        largest -= max(1, largest // 32)
+    return max(0, largest)
 
 
 def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
@@ -118,9 +112,6 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
         share = padding / (count + padding)
         words = f"{padding:,} of {count + padding:,} rows are padding, {share:.0%} of its time"
         lines.append(f"validation: {words}; eval.batch decides")
-    idle = plan.gpus - ceil(count / cfg.eval.batch)
-    if idle > 0:
-        lines.append(f"validation: {idle} of {plan.gpus} ranks get no sample; lower eval.batch")
     if plan.gpus % gpu.node and plan.gpus > gpu.node:
         lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
     if plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":

@@ -378,9 +378,9 @@ def test_command_refuses():
     cases = [
         ([str(MICRO)], "the following arguments are required: --gpus"),
         ([*ARGS[:-1], "h20"], "did you mean h200?"),
-        ([*ARGS, "--price-per-gpu-hour", "nan"], "not negative"),
-        ([*ARGS, "--gpus", "x"], "invalid int"),
-        ([*ARGS, "--gpus", "1000000000"], "--gpus=1000000000: give a number from 1 to 16384"),
+        ([*ARGS, "--price-per-gpu-hour", "nan"], "'nan': give a number from 0"),
+        ([*ARGS, "--gpus", "x"], "--gpus: 'x': give a whole number"),
+        ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
         ([*schnell, "--fp8.recipe=dynamic"], "needs FP8 matrix units"),
@@ -399,7 +399,6 @@ def test_warnings():
     found = made(data__val_count=45, eval__batch=8)
     assert "validation: 19 of 64 rows are padding, 30% of its time" in said(found)
     assert "initialisation" not in said(found) and "memory" not in said(found)
-    assert "validation: 1 of 4 ranks get no sample" in said(made(data__val_count=45, eval__batch=15))
     slow = replace(ASSUMED, draws_per_s=1.0)
     assert "the closed division allows 30" in said(making.make(SMALL, "h200", 4, GPU, slow))
     tiny = replace(GPU, memory_gb=4.0001)
