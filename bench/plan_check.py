@@ -11,11 +11,13 @@ Exit codes: 0 done, 2 refused.
 """
 
 import csv
+import json
 import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 from flux_ref import config, config_file
 from flux_ref.benchmark import hardware
@@ -24,7 +26,7 @@ from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.plan import footprint, step_time
-from flux_ref.plan.figures import Footprint
+from flux_ref.plan.footprint import Footprint
 from flux_ref.plan.step_time import Machine
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
@@ -32,92 +34,62 @@ from flux_ref.speed import fp8
 
 PUBLIC = Path(__file__).with_name("public_systems.csv")
 TUNED = ("gemm_share", "memory_share")
-
-
-@dataclass(frozen=True)
-class System:
-    """One public result."""
-
-    round: str
-    system: str
-    gpu: str
-    gpus: int
-    tensor_parallel: int
-    precision: str
-    global_batch: int
-    runs: int
-    step_s: float
-    evaluation_s: float
-    samples: int
-    minutes: float
-    init_s: int
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether it is alike enough to learn from."""
-        return self.tensor_parallel == 1 and self.precision == "fp8"
-
-    @property
-    def rows(self) -> int:
-        return self.global_batch // self.gpus
+TEXTS = ("round", "system", "gpu", "precision")  # columns that are no numbers
 
 
 @dataclass(frozen=True)
 class Case:
-    """A system with all that its time depends on but the shares."""
+    """A public system with all that its planned time depends on but the shares."""
 
-    system: System
+    public: SimpleNamespace  # a row of public_systems.csv
     cfg: Config
     layout: Layout
     footprints: dict[str, Footprint]
     gpu: Gpu
 
-    def machine(self, assumed: Assumed) -> Machine:
-        return Machine(self.gpu, assumed, self.system.gpus)
-
     def step_s(self, assumed: Assumed) -> float:
-        machine, rows = self.machine(assumed), self.system.rows
-        return step_time.step(self.cfg, self.layout, self.footprints, machine, rows).step
+        return step_time.step(*self._arguments(assumed)).step
 
     def evaluation_s(self, assumed: Assumed) -> float:
-        machine, rows = self.machine(assumed), self.system.rows
-        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, rows, VAL_SAMPLES)
+        return step_time.evaluation(*self._arguments(assumed), VAL_SAMPLES)
+
+    def _arguments(self, assumed: Assumed) -> tuple:
+        machine = Machine(self.gpu, assumed, self.public.gpus)
+        return self.cfg, self.layout, self.footprints, machine, self.public.rows
 
 
-def systems() -> list[System]:
-    lines = (line for line in PUBLIC.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    types = System.__annotations__
-    return [System(**{key: types[key](value) for key, value in row.items()}) for row in csv.DictReader(lines)]
+def systems() -> list[SimpleNamespace]:
+    """The rows of the table. is_fitted: whether a system is alike enough to learn from."""
+    lines = [line for line in PUBLIC.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    found = []
+    for row in csv.DictReader(lines):
+        public = SimpleNamespace(**{key: value if key in TEXTS else json.loads(value) for key, value in row.items()})
+        public.rows = public.global_batch // public.gpus
+        public.is_fitted = public.tensor_parallel == 1 and public.precision == "fp8"
+        found.append(public)
+    return found
 
 
 def cases() -> list[Case]:
     """All systems, traced; takes half a minute."""
-    traced: dict[tuple, dict[str, Footprint]] = {}
-    layouts: dict[tuple, Layout] = {}
-    found = []
-    for system in systems():
-        gpu, _ = hardware.load(system.gpu)
-        cfg = _config(system)
+    traced, found = {}, []
+    for public in systems():
+        gpu, _ = hardware.load(public.gpu)
+        cfg = config_file.replace(
+            config.Config(name="public"),
+            train__global_batch=public.global_batch,
+            parallel__compile=True,
+            parallel__reshard_after_forward=False,
+            parallel__reduce_dtype="bf16",
+            fp8__recipe="dynamic" if public.precision == "fp8" else "off",
+            eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),
+        )
         # FP8 formats have equal sizes, so that layouts are all that cards differ in.
-        key = (system.rows, cfg.fp8.recipe, fp8.arithmetic(gpu.arch).row_times_column)
+        key = (public.rows, public.precision, fp8.arithmetic(gpu.arch).row_times_column)
         if key not in traced:
-            traced[key] = footprint.trace(cfg, gpu.arch, system.rows)
-        if (system.gpus, gpu.node) not in layouts:
-            layouts[system.gpus, gpu.node] = footprint.layout(cfg, system.gpus, gpu.node)
-        found.append(Case(system, cfg, layouts[system.gpus, gpu.node], traced[key], gpu))
+            traced[key] = footprint.trace(cfg, gpu.arch, public.rows)
+        found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu))
     return found
-
-
-def _config(system: System) -> Config:
-    return config_file.replace(
-        config.Config(name="public"),
-        train__global_batch=system.global_batch,
-        parallel__compile=True,
-        parallel__reshard_after_forward=False,
-        parallel__reduce_dtype="bf16",
-        fp8__recipe="dynamic" if system.precision == "fp8" else "off",
-        eval__batch=min(32, math.ceil(VAL_SAMPLES / system.gpus)),
-    )
 
 
 def fit(found: list[Case], assumed: Assumed) -> Assumed:
@@ -127,15 +99,12 @@ def fit(found: list[Case], assumed: Assumed) -> Assumed:
     """
     kinds: dict[str, list[Case]] = {}
     for case in found:
-        if case.system.is_fitted:
-            kinds.setdefault(case.system.gpu, []).append(case)
+        if case.public.is_fitted:
+            kinds.setdefault(case.public.gpu, []).append(case)
 
     def loss(shares: tuple[float, ...]) -> float:
-        own = replace(assumed, **dict(zip(TUNED, shares)))
-        errors = (
-            mean(abs(math.log(case.step_s(own) / case.system.step_s)) for case in kind) for kind in kinds.values()
-        )
-        return sum(errors)
+        tried = replace(assumed, **dict(zip(TUNED, shares)))
+        return sum(mean(abs(math.log(_error(case, tried) + 1)) for case in kind) for kind in kinds.values())
 
     best, width = (0.5, 0.5), 0.16
     least = loss(best)
@@ -150,16 +119,21 @@ def fit(found: list[Case], assumed: Assumed) -> Assumed:
     return replace(assumed, **{name: round(share, 2) for name, share in zip(TUNED, best)})
 
 
+def _error(case: Case, assumed: Assumed) -> float:
+    """Of the planned step, relative to the public one."""
+    return case.step_s(assumed) / case.public.step_s - 1
+
+
 def table(found: list[Case]) -> str:
     """The errors of the plan, a line per system."""
     _, assumed = hardware.load("h200")
-    kinds = {case.system.gpu for case in found}
-    blind = {kind: fit([case for case in found if case.system.gpu != kind], assumed) for kind in kinds}
+    kinds = {case.public.gpu for case in found}
+    blind = {kind: fit([case for case in found if case.public.gpu != kind], assumed) for kind in kinds}
     lines = [f"{'system':<32}{'step: public':>13}{'plan':>8}{'error':>7}{'unseen':>8}{'eval':>6}{'run':>6}"]
-    lines += [_line(case, assumed, blind[case.system.gpu]) for case in found]
-    fitted = [case for case in found if case.system.is_fitted]
-    errors = [abs(case.step_s(assumed) / case.system.step_s - 1) for case in fitted]
-    unseen = [abs(case.step_s(blind[case.system.gpu]) / case.system.step_s - 1) for case in fitted]
+    lines += [_line(case, assumed, blind[case.public.gpu]) for case in found]
+    fitted = [case for case in found if case.public.is_fitted]
+    errors = [abs(_error(case, assumed)) for case in fitted]
+    unseen = [abs(_error(case, blind[case.public.gpu])) for case in fitted]
     values = ", ".join(f"{name}={getattr(assumed, name):g}" for name in TUNED)
     lines += [
         f"fitted: {len(TUNED)} parameters, {values}, to {len(fitted)} of {len(found)} steps",
@@ -174,16 +148,16 @@ def table(found: list[Case]) -> str:
 
 
 def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
-    public, own = case.system, case.step_s(assumed)
+    public, step_s = case.public, case.step_s(assumed)
     name = f"{public.gpus} {public.gpu} {public.system.split('/')[0]}"[:26]
     name += " TP" if public.tensor_parallel > 1 else "" if public.precision == "fp8" else f" {public.precision}"
-    line = f"{name:<32}{public.step_s * 1e3:>10.0f} ms{own * 1e3:>8.0f}{own / public.step_s - 1:>+7.0%}"
-    line += f"{case.step_s(blind) / public.step_s - 1:>+8.0%}"
+    line = f"{name:<32}{public.step_s * 1e3:>10.0f} ms{step_s * 1e3:>8.0f}"
+    line += f"{_error(case, assumed):>+7.0%}{_error(case, blind):>+8.0%}"
     if not public.samples:
         return line
     evaluation = case.evaluation_s(assumed)
     evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
-    minutes = (public.samples / public.global_batch * own + evaluations * evaluation) / 60
+    minutes = (public.samples / public.global_batch * step_s + evaluations * evaluation) / 60
     return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
 
 

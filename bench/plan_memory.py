@@ -26,7 +26,7 @@ from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.plan import footprint, memory
-from flux_ref.plan.figures import Moment
+from flux_ref.plan.memory import Moment
 from flux_ref.run import cli, json_option
 from flux_ref.run.options import Options
 from flux_ref.step import State

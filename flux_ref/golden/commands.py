@@ -9,7 +9,6 @@ port may be off. `check` names the first value that differs. Exit codes: 0 all a
 compared.
 """
 
-import importlib
 import json
 import tempfile
 from dataclasses import asdict
@@ -32,23 +31,25 @@ FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 def check(folder: Path, dump: Path | None) -> int:
     """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal."""
     golden = Golden(folder)
-    if dump is None:
-        record = importlib.import_module("flux_ref.golden.record").record  # imports the whole training code
-        recorded = record(config_file.load(folder / CONFIG), golden.given())
-        with tempfile.TemporaryDirectory() as temporary:
-            path = Path(temporary) / VALUES
-            path.write_bytes(save({name: value.array for name, value in recorded.items()}))
-            return 1 if any(report(golden, TensorFile(path))) else 0
-    file = TensorFile(dump)
-    if not file.entries.keys() & {value.name for value in golden.values}:
-        raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {folder / INDEX}; see there")
-    differ, _, _ = report(golden, file)
-    return 1 if differ else 0
+    if dump:
+        file = TensorFile(dump)
+        if not file.entries.keys() & {value.name for value in golden.values}:
+            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {folder / INDEX}; see there")
+        differ, _, _ = report(golden, file)
+        return 1 if differ else 0
+    from flux_ref.golden import record  # brings the whole training code
+
+    recorded = record.record(config_file.load(folder / CONFIG), golden.given())
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / VALUES
+        path.write_bytes(save({name: value.array for name, value in recorded.items()}))
+        return 1 if any(report(golden, TensorFile(path))) else 0
 
 
 def write(folder: Path) -> int:
     """Record all values anew, the given ones too. Returns the exit code. Raises: Refusal."""
-    record = importlib.import_module("flux_ref.golden.record")
+    from flux_ref.golden import record
+
     cfg = config_file.load(folder / CONFIG)
     recorded = record.record(cfg, record.inputs(cfg))
     entries = []

@@ -1,7 +1,6 @@
 """Comparing a dump with the golden values: where it differs, by how much, and what it holds instead."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -51,32 +50,27 @@ def compare(golden: Golden, value: Value, dump: TensorFile) -> list[str]:
     wrong = differs(yours, want, value.atol, value.rtol)
     if not wrong.any():
         return []
-    describe = _distance if want.dtype.kind == "f" else _count
-    return [*describe(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)]
-
-
-def _count(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
-    at = np.unravel_index(np.argmax(wrong), wrong.shape)
-    return [f"{wrong.sum()} of {wrong.size} differ, first at {_place(at)}: yours {yours[at]}, golden {want[at]}"]
+    return [*_distance(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)]
 
 
 def _distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
-    distance = np.abs(yours - want)
+    """How many elements differ, where and how far."""
+    is_float = want.dtype.kind == "f"
+    distance = np.abs(yours - want) if is_float else wrong
     at = np.unravel_index(np.argmax(distance), distance.shape)
+    place, count = [int(i) for i in at], f"{wrong.sum()} of {wrong.size} differ"
+    if not is_float:
+        return [f"{count}, first at {place}: yours {yours[at]}, golden {want[at]}"]
     tolerance = f"{value.atol:.1e}" if value.atol else f"{value.rtol:.1e} of each" if value.rtol else "0"
     lines = [
-        f"max |difference| {distance[at]:.3g} at {_place(at)}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
+        f"max |difference| {distance[at]:.3g} at {place}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
         f"relative to the largest magnitude {distance[at] / max(np.abs(want).max(), 1e-300):.3g};"
-        f" {wrong.sum()} of {wrong.size} differ; tolerance {tolerance} ({value.why})",
+        f" {count}; tolerance {tolerance} ({value.why})",
     ]
     if value.name.endswith("norms"):
         names = [name for name, off in zip(golden.parameters, wrong) if off]
         lines.append(f"parameters that differ, in the order of backward: {_some(names[::-1])}")
     return lines
-
-
-def _place(at: tuple) -> str:
-    return str([int(i) for i in at])
 
 
 def resemblances(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> Iterator[str]:
@@ -113,45 +107,21 @@ def report(golden: Golden, dump: TensorFile) -> tuple[list[str], list[str], list
     differences = [(value, lines) for value in compared if (lines := compare(golden, value, dump))]
     print(f"{len(compared)} places compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     if differences:
-        _print_first(golden, compared, differences, missing)
-    for title, names in (("missing", _grouped(missing, golden)), ("unknown", [printable(name) for name in unknown])):
+        first, lines = differences[0]
+        before = compared[: compared.index(first)]
+        print(f"\nfirst difference: {first.name}\n  {first.meaning}; {first.shape} {first.dtype}")
+        print("".join(f"  {line}\n" for line in lines), end="")
+        last = f"all values before it agree, the last of them is {before[-1].name}" if before else ""
+        print(f"  {last or 'no value before it was compared'}")
+        if causes := places.place(first.name).causes:
+            print("  known causes:\n" + "".join(f"    - {cause}\n" for cause in causes), end="")
+        print(f"  of the {len(compared) - len(before) - 1} values after it, {len(differences) - 1} differ")
+    for title, names in (("missing", missing), ("unknown", unknown)):
         if names:
-            print(f"\n{title}:\n" + textwrap.fill(", ".join(names), 118, initial_indent="  ", subsequent_indent="  "))
+            print(f"\n{title}:\n" + textwrap.fill(_some(names), 118, initial_indent="  ", subsequent_indent="  "))
     return [value.name for value, _ in differences], missing, unknown
-
-
-def _print_first(
-    golden: Golden, compared: list[Value], differences: list[tuple[Value, list[str]]], missing: list[str]
-) -> None:
-    first, lines = differences[0]
-    before = compared[: compared.index(first)]
-    print(f"\nfirst difference: {first.name}\n  {first.meaning}; {first.shape} {first.dtype}")
-    print("".join(f"  {line}\n" for line in lines), end="")
-    if before:
-        print(f"  all values before it agree, the last of them is {before[-1].name}")
-        gap = golden.values[golden.values.index(before[-1]) : golden.values.index(first)]
-        if between := [value.name for value in gap if value.name in missing]:
-            print(f"  between these two, missing: {_some(between)}")
-    else:
-        print("  no value before it was compared")
-    if causes := places.place(first.name).causes:
-        print("  known causes:\n" + "".join(f"    - {cause}\n" for cause in causes), end="")
-    print(f"  of the {len(compared) - len(before) - 1} values after it, {len(differences) - 1} differ")
 
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(map(printable, names[:NAMES_SHOWN])) + rest
-
-
-def _grouped(missing: list[str], golden: Golden) -> list[str]:
-    """The missing names. A section that is missing as a whole becomes one entry."""
-    sizes = Counter(_section(value.name) for value in golden.values if not value.given)
-    absent = Counter(map(_section, missing))
-    whole = {section for section in absent if absent[section] == sizes[section] > 1}
-    shown = (f"{_section(name)}.* ({sizes[_section(name)]})" if _section(name) in whole else name for name in missing)
-    return list(dict.fromkeys(shown))
-
-
-def _section(name: str) -> str:
-    return name.partition(".")[0]

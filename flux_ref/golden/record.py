@@ -8,7 +8,7 @@ values come in order of computation.
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,7 +104,7 @@ def record(cfg: Config, given: dict[str, np.ndarray]) -> dict[str, Recorded]:
         _training(values, cfg, world, given)
         _validation(values, cfg, world, given)
         _bf16(values, config_file.replace(cfg, parallel__dtype="bf16"), world, given)
-    _fp8(values, given)
+        _fp8(values, given)
     return {name: plain(value) for name, value in values.items()}
 
 
@@ -161,7 +161,7 @@ def _draws(values: Values, cfg: Config) -> None:
 
 def _init(values: Values, cfg: Config, world: World) -> None:
     """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
-    initial = _local(sharding.named_parameters(sharding.build(cfg, world, cfg.train.seed)))
+    initial = _local(sharding.build(cfg, world, cfg.train.seed))
     for name in ("img_in.weight", "time_in.in_layer.weight", "double_blocks.0.img_attn.qkv.weight"):
         values[f"init.{name}"] = initial[name][:4]
     values["init.norms"] = _norms(initial)
@@ -171,13 +171,14 @@ def _initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> S
     """The state of a run that starts from the given weights."""
     net = sharding.build(cfg, world, None)
     with torch.no_grad():
-        for name, local in _local(sharding.named_parameters(net)).items():
+        for name, local in _local(net).items():
             local.copy_(torch.from_numpy(given[f"weights.{name}"]))
     return State.of(net, cfg, world)
 
 
-def _local(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().to_local() for name, parameter in parameters.items()}
+def _local(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters, which share memory with the net."""
+    return {name: parameter.detach().to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
 def _norms(tensors: dict[str, Tensor]) -> Tensor:
@@ -188,26 +189,10 @@ def _norms(tensors: dict[str, Tensor]) -> Tensor:
 def _training(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Three optimizer steps. All values of the first one are recorded."""
     state, health = _initial_state(cfg, world, given), Health(CPU)
-    start = {name: tensor.clone() for name, tensor in _local(sharding.named_parameters(state.net)).items()}
+    start = {name: tensor.clone() for name, tensor in _local(state.net).items()}
     train_set = data.TrainSet(cfg, 0, 1, pin=False)
     train_set.open()
-    batch, feed = data.allocate(cfg.model, cfg.train.global_batch), train_set.feed(0)
-    try:
-        for number in range(1, STEPS + 1):
-            feed.copy_into(batch)
-            if number == 1:
-                values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
-            state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
-            with _recorded_backward(values, state) if number == 1 else nullcontext():
-                loss, norm = step.train_step(state, batch, health, cfg)
-            _after_step(values, f"step{number}", state, loss, norm, start)
-    finally:
-        feed.close()
-
-
-@contextmanager
-def _recorded_backward(values: Values, state: State) -> Iterator[None]:
-    """In this block, the forward pass, the loss and the gradients of a step are recorded."""
+    batch = data.allocate(cfg.model, cfg.train.global_batch)
 
     def record_gradients(*_: object) -> None:
         values["loss"] = values["losses"].mean()
@@ -215,25 +200,36 @@ def _recorded_backward(values: Values, state: State) -> Iterator[None]:
         values.update({f"grad.{name}": gradients[name].clone() for name in reversed(WHOLE)})
         values["grad.norms"] = _norms(gradients)
 
-    with recording(values, state.net), wrapped(state.opt, "step", before=record_gradients):
-        yield
+    with closing(train_set.feed(0)) as feed:
+        for number in range(1, STEPS + 1):
+            feed.copy_into(batch)
+            state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
+            with ExitStack() as stack:
+                if number == 1:
+                    values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+                    stack.enter_context(recording(values, state.net))
+                    stack.enter_context(wrapped(state.opt, "step", before=record_gradients))
+                loss, norm = step.train_step(state, batch, health, cfg)
+            _after_step(values, number, state, loss, norm, start)
 
 
 def _gradients(net: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
-def _after_step(values: Values, name: str, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]) -> None:
+def _after_step(
+    values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]
+) -> None:
     result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
-    if name in ("step1", f"step{STEPS}"):
+    if number in (1, STEPS):
         for moment, tensors in state.opt.moments().items():
             by_name = dict(zip(start, tensors))
-            result |= {f"{moment}.{parameter}": by_name[parameter] for parameter in WHOLE if name == "step1"}
+            result |= {f"{moment}.{parameter}": by_name[parameter] for parameter in WHOLE if number == 1}
             result[f"{moment}.norms"] = _norms(by_name)
-        weights = _local(sharding.named_parameters(state.net))
+        weights = _local(state.net)
         result |= {f"weights.{parameter}": weights[parameter] for parameter in WHOLE}
         result["update_norms"] = _norms({parameter: weights[parameter] - start[parameter] for parameter in start})
-    values.update({f"{name}.{place}": value.clone() for place, value in result.items()})
+    values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
 
 
 def _validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
@@ -296,11 +292,9 @@ def _fp8(values: Values, given: dict[str, np.ndarray]) -> None:
 
     cfg = Fp8Config(recipe="delayed", history=3, margin=1)
     net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8.arithmetic("cpu")))
-    amaxes = torch.from_numpy(given["fp8.delayed.amax"])
-    with one_process():
-        state, scales = fp8.Fp8State(net, cfg, CPU), []
-        for amax in amaxes:
-            torch._foreach_copy_(state.amaxes, list(amax.unbind()))
-            state.update()
-            scales.append(torch.stack(state.scales))
+    state, scales = fp8.Fp8State(net, cfg, CPU), []
+    for amax in torch.from_numpy(given["fp8.delayed.amax"]):
+        torch._foreach_copy_(state.amaxes, list(amax.unbind()))
+        state.update()
+        scales.append(torch.stack(state.scales))
     values["fp8.delayed.scale"] = torch.stack(scales)

@@ -6,19 +6,17 @@ Exit codes: 0 done, 2 refused.
 """
 
 import argparse
-import math
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 from flux_ref import config_file
 from flux_ref.benchmark import hardware
 from flux_ref.benchmark.facts import TARGET
-from flux_ref.errors import Refusal
-from flux_ref.plan.figures import Plan
 from flux_ref.run import json_option
 from flux_ref.run.attempt import attempt
-from flux_ref.run.options import Options
+from flux_ref.run.options import Options, between
 
 GB = 1e9
 MOST_GPUS = 16_384  # a plan lists all ranks
@@ -31,17 +29,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Options("python -m flux_ref.plan", __doc__)
     add = parser.add_argument
     add("config", metavar="CONFIG")
-    add("--gpus", type=int, required=True, metavar="N")
+    add("--gpus", type=between(1, MOST_GPUS), required=True, metavar="N")
     add("--gpu", required=True, metavar="NAME", help="a card of flux_ref/benchmark/hardware.toml or of --hardware")
-    add("--price-per-gpu-hour", type=float, default=0.0, metavar="PRICE")
+    add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0, metavar="PRICE")
     add("--hardware", type=Path, metavar="FILE", help="figures of your own; they take the place of the table's")
     json_option.json_option(parser)
-    args, overrides = parser.parse_known_args(argv)
-    if not 1 <= args.gpus <= MOST_GPUS:
-        raise Refusal(f"--gpus={args.gpus}: give a number from 1 to {MOST_GPUS}")
-    if not 0 <= args.price_per_gpu_hour < math.inf:
-        raise Refusal(f"--price-per-gpu-hour={args.price_per_gpu_hour}: give a number that is not negative")
-    return args, overrides
+    return parser.parse_known_args(argv)
 
 
 def run(argv: list[str]) -> int:
@@ -51,11 +44,12 @@ def run(argv: list[str]) -> int:
     from flux_ref.plan import making  # brings torch
 
     plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
-    json_option.show(table(plan), asdict(plan) | {"assumed": asdict(assumed), "overrides": overrides}, args.json)
+    figures = vars(plan) | {"moment": asdict(plan.moment), "times": asdict(plan.times), "assumed": asdict(assumed)}
+    json_option.show(table(plan), figures | {"overrides": overrides}, args.json)
     return 0
 
 
-def table(plan: Plan) -> str:
+def table(plan: SimpleNamespace) -> str:
     """The plan for a terminal of 80 columns."""
     times, total = plan.times, plan.moment.total
     lines = [

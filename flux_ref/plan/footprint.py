@@ -9,7 +9,9 @@ eager RMSNorm is one operation and keeps less.
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -29,11 +31,38 @@ from flux_ref.benchmark.communication import Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
-from flux_ref.plan.figures import Footprint, Product, Work
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8, regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
+
+
+class Product(NamedTuple):
+    """A matrix product or attention."""
+
+    flop: float
+    moved: float  # bytes that it reads and writes
+    is_fp8: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass computes: its products, and the bytes that everything else reads and writes."""
+
+    moved: float
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one region, or the ends of the net, needs for one micro-batch."""
+
+    saved: float  # stays from forward until backward; includes the output
+    forward: float  # most memory in forward, above the inputs
+    backward: float  # most memory in backward, above all that is saved; includes gradients of unsharded weights
+    evaluate: float  # most memory without gradients, above the inputs
+    forward_work: Work
+    backward_work: Work
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
@@ -105,17 +134,9 @@ class Live(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.moved = 0
+        self.products: list[Product] = []
         self._sizes: dict[int, int] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was moved and multiplied."""
-        self.moved, self.products = 0, []
-
-    @property
-    def work(self) -> Work:
-        return Work(self.moved, tuple(self.products))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -139,12 +160,12 @@ class Live(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
-    def above(self, task: Callable[[], object]) -> tuple[object, int, int]:
-        """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile)."""
+    def above(self, task: Callable[[], object]) -> tuple[object, int, int, Work]:
+        """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile, its work)."""
         before = self.peak = self.now
+        self.moved, self.products = 0, []
         result = task()
-        most = self.peak - before
-        return result, self.now - before, most
+        return result, self.now - before, self.peak - before, Work(self.moved, tuple(self.products))
 
 
 def is_product(func) -> bool:
@@ -176,15 +197,11 @@ def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
     """Eager: once without gradients, then forward and backward."""
     with Live() as live:
         with torch.no_grad():
-            _, _, evaluate = live.above(lambda: forward(*inputs))
-        live.restart()
-        outputs, saved, most_forward = live.above(lambda: forward(*inputs))
-        forward_work = live.work
-        outputs = _tensors(outputs)
+            _, _, evaluate, _ = live.above(lambda: forward(*inputs))
+        outputs, saved, most_forward, forward_work = live.above(lambda: _tensors(forward(*inputs)))
         gradients = [torch.ones_like(output) for output in outputs]
-        live.restart()
-        _, _, most_backward = live.above(lambda: torch.autograd.backward(outputs, gradients))
-        return Footprint(saved, most_forward, most_backward, evaluate, forward_work, live.work)
+        _, _, most_backward, backward_work = live.above(lambda: torch.autograd.backward(outputs, gradients))
+        return Footprint(saved, most_forward, most_backward, evaluate, forward_work, backward_work)
 
 
 class _Through(nn.Module):
@@ -222,69 +239,60 @@ def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
             decompositions=select_decomp_table(),
         )
         compiled(dict(region.named_parameters()), *inputs)
-    forward, backward = map(Fused, graphs)
+    (kept, most_forward, forward_work), (_, most_backward, backward_work) = map(_fused, graphs)
     with Live() as live, torch.no_grad():
-        _, _, unfused = live.above(lambda: region(*inputs))
-    return Footprint(forward.kept, forward.most, backward.most, min(unfused, forward.most), forward.work, backward.work)
+        _, _, unfused, _ = live.above(lambda: region(*inputs))
+    return Footprint(kept, most_forward, most_backward, min(unfused, most_forward), forward_work, backward_work)
 
 
-class Fused:
+def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
     """How a traced graph uses memory if all that lies between products is fused into what consumes it.
 
-    Real tensors are the graph's inputs and outputs, and what products read and write. kept: bytes of the outputs that
-    are no inputs; most: the largest sum of real tensors above the inputs, what was saved for backward being freed once
-    it is used.
+    Real tensors are the graph's inputs and outputs, and what products read and write. Returns the bytes of the outputs
+    that are no inputs; the largest sum of real tensors above the inputs, what was saved for backward being freed once
+    it is used; and the graph's work.
     """
-
-    def __init__(self, graph: torch.fx.Graph):
-        nodes = [node for node in graph.nodes if node.op != "output"]
-        outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
-        real = {node for product in filter(_multiplies, nodes) for node in (product, *product.all_input_nodes)}
-        real.update(outputs, (node for node in nodes if node.op == "placeholder"))
-        self.sizes: dict[int, int] = {}  # of storages
-        self.first: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        moved, products = 0, []
-        sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
-        for moment, node in enumerate(nodes):
-            read = set().union(*(sources[other] for other in node.all_input_nodes))
-            storages = _storages(node)
-            sources[node] = set(storages) if node in real else read
-            if node not in real:
-                continue
-            new = storages.keys() - self.sizes.keys()
-            self.sizes |= storages
-            self.first |= dict.fromkeys(new, moment)
-            self.last |= dict.fromkeys(read | storages.keys(), moment)
-            if _multiplies(node):
-                products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
-            elif new and node.op != "placeholder":
-                moved += sum(self.sizes[key] for key in read | new)
-        self.work = Work(moved, tuple(products))
-        inputs = {key for node in nodes if node.op == "placeholder" for key in _storages(node)}
-        kept = {key for node in outputs for key in _storages(node)}
-        self.kept = sum(self.sizes[key] for key in kept - inputs)
-        # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
-        belongs = [n for n in nodes if n.op == "placeholder" and n.name.startswith(("primals", "tangents"))]
-        self.most = self._most(kept | {key for node in belongs for key in _storages(node)}, inputs, len(nodes))
-
-    def _most(self, stay: set[int], inputs: set[int], end: int) -> int:
-        change = [0] * (end + 1)
-        for key, size in self.sizes.items():
-            if key not in inputs:
-                change[self.first[key]] += size
-            if key not in stay:
-                change[self.last[key] + 1] -= size
-        return max(accumulate(change))
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    given = [node for node in nodes if node.op == "placeholder"]
+    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
+    real = {*outputs, *given}
+    real.update(node for product in filter(_multiplies, nodes) for node in (product, *product.all_input_nodes))
+    sizes, first, last = {}, {}, {}  # of storages: bytes, and the moments of their first and last use
+    moved, products = 0, []
+    sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
+    for moment, node in enumerate(nodes):
+        read = set().union(*(sources[other] for other in node.all_input_nodes))
+        storages = _storages([node])
+        sources[node] = set(storages) if node in real else read
+        if node not in real:
+            continue
+        new = storages.keys() - sizes.keys()
+        sizes |= storages
+        first |= dict.fromkeys(new, moment)
+        last |= dict.fromkeys(read | storages.keys(), moment)
+        if _multiplies(node):
+            products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
+        elif new and node.op != "placeholder":
+            moved += sum(sizes[key] for key in read | new)
+    inputs, kept = _storages(given).keys(), _storages(outputs).keys()
+    # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
+    stay = kept | _storages(node for node in given if node.name.startswith(("primals", "tangents"))).keys()
+    change = [0] * (len(nodes) + 1)
+    for key, size in sizes.items():
+        if key not in inputs:
+            change[first[key]] += size
+        if key not in stay:
+            change[last[key] + 1] -= size
+    return sum(sizes[key] for key in kept - inputs), max(accumulate(change)), Work(moved, tuple(products))
 
 
 def _values(nodes: Iterable[torch.fx.Node]) -> list[Tensor]:
     return [leaf for node in nodes for leaf in _tensors(node.meta.get("val"))]
 
 
-def _storages(node: torch.fx.Node) -> dict[int, int]:
-    """{identity: bytes} of the storages behind a node's value."""
-    storages = (tensor.untyped_storage() for tensor in _values([node]))
+def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:
+    """{identity: bytes} of the storages behind the values of nodes."""
+    storages = (tensor.untyped_storage() for tensor in _values(nodes))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 

@@ -1,7 +1,8 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
-import math
+from bisect import bisect_left
 from math import ceil
+from types import SimpleNamespace
 
 from flux_ref import config, config_rules, schedule
 from flux_ref.benchmark import convergence, flops
@@ -14,7 +15,8 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan import footprint, memory, step_time
-from flux_ref.plan.figures import Footprint, Moment, Plan
+from flux_ref.plan.footprint import Footprint
+from flux_ref.plan.memory import Moment
 from flux_ref.plan.step_time import Machine
 
 GB = 1e9
@@ -22,8 +24,11 @@ INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is tried
 
 
-def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: float = 0.0) -> Plan:
-    """Raises: Refusal if the config does not fit the number of GPUs."""
+def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: float = 0.0) -> SimpleNamespace:
+    """Everything that is printed, by name: sizes in bytes, times in seconds. Unknown figures are None.
+
+    Raises: Refusal if the config does not fit the number of GPUs.
+    """
     config_rules.validate_world(cfg, gpus)
     if cfg.fp8.recipe != "off" and not gpu.fp8_tflops:
         raise Refusal(f"fp8.recipe={cfg.fp8.recipe} needs FP8 matrix units, {name} has none; set fp8.recipe=off")
@@ -40,11 +45,11 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     train = samples and samples / rate + evaluations * evaluation
     checkpoint, sample = BYTES_PER_PARAMETER * layout.parameters, shards.layout(cfg.model).stride
     nodes, held = ceil(gpus / gpu.node), sum(unit.shard for unit in layout.units)
-    plan = Plan(
+    plan = SimpleNamespace(
         config=cfg.name,
         gpu=name,
         gpus=gpus,
-        rows=rows,
+        rows=rows,  # micro-batch
         shards=layout.shards,
         replicas=layout.replicas,
         moment=moment,
@@ -61,14 +66,13 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         train=train,
         cost=train and price * gpus * train / 3600,
         disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + val_count),
-        read_per_node=sample * rate / nodes,
+        read_per_node=sample * rate / nodes,  # bytes per second
         checkpoint=checkpoint,
         checkpoint_copy=BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
         checkpoint_write=checkpoint / (nodes * assumed.storage_gb_s * GB),
         init=held / assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
-        warnings=[],
     )
-    plan.warnings.extend(warnings(cfg, plan, gpu))
+    plan.warnings = warnings(cfg, plan, gpu)
     return plan
 
 
@@ -88,20 +92,14 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
         moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
         return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    gpu, step = machine.gpu, 1
-    if cfg.fp8.recipe != "off":  # see config_rules.validate_world
-        tokens = math.gcd(cfg.model.text_tokens, cfg.model.image_tokens)
-        step = 16 // math.gcd(tokens, 16)
-    low, high = 0, LARGEST // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-    while low and not fits(low * step, exact=True):
-        low -= max(1, low // 32)
-    return max(0, low) * step
+    gpu = machine.gpu
+    largest = bisect_left(range(1, LARGEST + 1), True, key=lambda candidate: not fits(candidate))
+    while largest and not fits(largest, exact=True):
+        largest -= max(1, largest // 32)
+    return max(0, largest)
 
 
-def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
+def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
     """What is worth a second look, one line each."""
     lines = []
     if plan.total > plan.card:
@@ -114,9 +112,6 @@ def warnings(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
         share = padding / (count + padding)
         words = f"{padding:,} of {count + padding:,} rows are padding, {share:.0%} of its time"
         lines.append(f"validation: {words}; eval.batch decides")
-    idle = plan.gpus - ceil(count / cfg.eval.batch)
-    if idle > 0:
-        lines.append(f"validation: {idle} of {plan.gpus} ranks get no sample; lower eval.batch")
     if plan.gpus % gpu.node and plan.gpus > gpu.node:
         lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
     if plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":

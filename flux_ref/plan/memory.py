@@ -4,39 +4,60 @@ communication.py says how the weights are split into shards, footprint.py what t
 hold the fullest moment.
 """
 
+from dataclasses import dataclass
 from math import prod
 
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.plan.figures import Footprint, Moment
+from flux_ref.plan.footprint import Footprint
 
 MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
 
-def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:
-    """Everything worth looking at in a step and a validation batch, in order. rows: those of the footprints."""
-    return _Step(cfg, layout, footprints, gpus, rows).run()
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds at one moment, by part."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
 
 
 def fullest(moments: list[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.total)
 
 
+def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:
+    """Everything worth looking at in a step and a validation batch, in order. rows: those of the footprints."""
+    step = _Step(cfg, layout, footprints, gpus, rows)
+    count = len(step.regions)
+    for i in range(count):
+        step.forward(i)
+    for i in reversed(range(count)):
+        step.backward(i)
+        step.reduce(i)
+    step.note("the optimizer", gradients=step.gradients(layout.units))
+    step.validate(cfg.eval.batch / rows)
+    return step.moments
+
+
 class _Step:
     """One training step and one validation batch, region by region."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int):
-        self.cfg, self.layout, self.footprints, self.rows = cfg, layout, footprints, rows
+        self.cfg, self.layout, self.footprints = cfg, layout, footprints
         *self.regions, self.root = layout.units
         self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.kept = not cfg.parallel.reshard_after_forward
         self.in_flight = 2 if cfg.parallel.separate_reduce_scatter else 1  # inputs of reductions, at most
-        self.saved = [footprints[unit.kind].saved for unit in self.regions]
-        self.ends = footprints["ends"].saved
+        self.saved = [footprints["ends"].saved, *(footprints[unit.kind].saved for unit in self.regions)]
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
         self.stream = rows * tokens * cfg.model.hidden * self.gathered  # its gradient, between two regions
         self.moments: list[Moment] = []
@@ -47,66 +68,65 @@ class _Step:
             "buffers": sample * (cfg.train.global_batch // gpus + cfg.eval.batch),
         }
 
-    def run(self) -> list[Moment]:
-        for i in range(len(self.regions)):
-            self._forward(i)
-        for i in reversed(range(len(self.regions))):
-            self._backward(i)
-            self._reduce(i)
-        self._note("the optimizer", gradients=self._gradients(self.layout.units))
-        self._validate()
-        return self.moments
-
-    def _forward(self, i: int) -> None:
+    def forward(self, i: int) -> None:
         ahead = range(i, min(len(self.regions), i + 1 + self.cfg.parallel.forward_prefetch))
-        self._note(
+        self.note(
             f"forward of region {i + 1}",
-            gradients=self._gradients(()),
+            gradients=self.gradients(()),
             gathered=self._gathered(range(i + 1) if self.kept else [i]) + sum(map(self._flat, ahead)),
-            activations=self.ends + sum(self.saved[:i]),
-            working=self._at(i).forward,
+            activations=sum(self.saved[: i + 1]),
+            working=self.footprints[self.regions[i].kind].forward,
         )
 
-    def _backward(self, i: int) -> None:
+    def backward(self, i: int) -> None:
         """While the region before is gathered, and the regions behind are reduced."""
         waiting = self.regions[i + 1 : i + 1 + self.in_flight]
-        self._note(
+        self.note(
             f"backward of region {i + 1}",
-            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting),
+            gradients=self.gradients(self.regions[i + 1 :]) + self._unreduced(waiting),
             gathered=self._gathered(range(i + 1)) if self.kept else self._gathered([i]) + self._flat(i - 1),
-            activations=self.ends + sum(self.saved[: i + 1]),
-            working=self._at(i).backward + self.stream,
+            activations=sum(self.saved[: i + 2]),
+            working=self.footprints[self.regions[i].kind].backward + self.stream,
         )
 
-    def _reduce(self, i: int) -> None:
+    def reduce(self, i: int) -> None:
         """The region's weights and activations are free; its gradients are copied for reduction."""
         waiting = self.regions[i : i + self.in_flight]
         # The gradients are freed before the result is made.
         reducing = max(self.gathered * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
-        self._note(
+        self.note(
             f"reduction of region {i + 1}",
-            gradients=self._gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + reducing,
+            gradients=self.gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + reducing,
             gathered=self._gathered(range(i)) if self.kept else self._gathered([]) + self._flat(i - 1),
-            activations=self.ends + sum(self.saved[:i]),
+            activations=sum(self.saved[: i + 1]),
             working=self.stream,
         )
 
-    def _validate(self) -> None:
-        factor = self.cfg.eval.batch / self.rows
-        largest = max(range(len(self.regions)), key=lambda i: factor * self._at(i).evaluate + self._flat(i))
-        everywhere = range(len(self.regions)) if self.kept else [largest]
-        self._note(
+    def validate(self, factor: float) -> None:
+        """factor: samples of a validation batch over those of the footprints."""
+        needs = [factor * self.footprints[unit.kind].evaluate for unit in self.regions]
+        largest = max(range(len(needs)), key=lambda i: needs[i] + self._flat(i))
+        everywhere = range(len(needs)) if self.kept else [largest]
+        self.note(
             "validation",
             gathered=self._gathered(everywhere) + self._flat(largest),
-            working=factor * (self._at(largest).evaluate + self.footprints["ends"].evaluate),
+            working=needs[largest] + factor * self.footprints["ends"].evaluate,
         )
 
-    def _note(self, name: str, gathered: float = 0.0, working: float = 0.0, **parts: float) -> None:
+    def note(self, name: str, gathered: float = 0.0, working: float = 0.0, **parts: float) -> None:
         parts |= {"gathered weights": gathered, "working set": working}
         self.moments.append(Moment(name, self.always | parts))
 
-    def _at(self, i: int) -> Footprint:
-        return self.footprints[self.regions[i].kind]
+    def gradients(self, done) -> float:
+        """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
+        reduced, rest = self._shards(done), self._shards(self.layout.units) - self._shards(done)
+        replicated = self.layout.replicas > 1
+        size = MASTER * reduced
+        if replicated and self.reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
+            size += self.reduced * reduced
+        if self.accumulates:  # from the micro-batches before; replicas are summed with the last one only
+            size += (self.reduced if replicated else MASTER) * rest
+        return size
 
     def _shards(self, units) -> int:
         return sum(unit.padded // self.layout.shards for unit in units)
@@ -122,14 +142,3 @@ class _Step:
     def _unreduced(self, units) -> float:
         """Inputs of reductions, and the root's gradients, which are reduced last."""
         return self.reduced * sum(unit.padded for unit in units) + self.gathered * self.root.whole
-
-    def _gradients(self, done) -> float:
-        """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
-        reduced, rest = self._shards(done), self._shards(self.layout.units) - self._shards(done)
-        replicated = self.layout.replicas > 1
-        size = MASTER * reduced
-        if replicated and self.reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
-            size += self.reduced * reduced
-        if self.accumulates:  # from the micro-batches before; replicas are summed with the last one only
-            size += (self.reduced if replicated else MASTER) * rest
-        return size

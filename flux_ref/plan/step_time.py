@@ -13,11 +13,33 @@ from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.plan.figures import Footprint, Times, Work
+from flux_ref.plan.footprint import Footprint, Work
 
 # Per weight: the optimizer reads and writes the weight and its moments, and reads the gradient, as the norm does.
 OPTIMIZER_BYTES = 2 * BYTES_PER_PARAMETER + 2 * 4
 MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of one optimizer step, and what a rank sends in it."""
+
+    step: float
+    compute: float  # forward, backward and the optimizer, if nothing waited for communication
+    optimizer: float
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
+
+    @property
+    def communication(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which compute waits for communication."""
+        return self.step - self.compute
 
 
 @dataclass(frozen=True)
@@ -57,37 +79,22 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + (ranks - 1) * self.assumed.hop_us * MICRO
 
 
-class Lanes:
-    """The moments at which compute and three kinds of collectives are next free."""
-
-    def __init__(self):
-        self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
-
-    def put(self, lane: str, seconds: float, *after: float) -> float:
-        """Begin when the lane is free and all of `after` have passed; returns the end."""
-        self.free[lane] = max(self.free[lane], *after, 0.0) + seconds
-        return self.free[lane]
-
-
 def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows."""
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
     pace = _Pace(cfg, layout, footprints, machine)
-    lanes = Lanes()
     for micro in range(micros):
-        _micro_batch(cfg, pace, lanes, last=micro == micros - 1)
-    end = max(lanes.free.values())
+        pace.micro_batch(last=micro == micros - 1)
     optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
     optimizer += 2 * machine.ring(0, machine.gpus)  # the gradient norm, a sum over all
     passes = micros * sum(pace.forward(unit) + pace.backward(unit) for unit in layout.units)
+    *regions, root = layout.units
     gathers = micros * (1 if pace.kept else 2)
-    regions, root = layout.units[:-1], layout.units[-1]
-    gathering = micros * pace.gather(root) + gathers * sum(map(pace.gather, regions))
     return Times(
-        step=end + optimizer,
+        step=max(pace.free.values()) + optimizer,
         compute=passes + optimizer,
         optimizer=optimizer,
-        all_gather=gathering,
+        all_gather=micros * pace.gather(root) + gathers * sum(map(pace.gather, regions)),
         reduce_scatter=micros * sum(map(pace.scatter, layout.units)),
         all_reduce=sum(map(pace.sum_replicas, layout.units)),
         sent=sent(cfg, layout, micros),
@@ -95,12 +102,13 @@ def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine:
 
 
 class _Pace:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step. free: the moments at which compute and each kind of collective are next free."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine):
         self.layout, self.machine = layout, machine
         self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
-        self.kept = not cfg.parallel.reshard_after_forward
+        self.kept, self.separate = not cfg.parallel.reshard_after_forward, cfg.parallel.separate_reduce_scatter
+        self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
         self.computing = {
             kind: (machine.seconds(region.forward_work), machine.seconds(region.backward_work))
             for kind, region in footprints.items()
@@ -126,37 +134,43 @@ class _Pace:
         shards = self.layout.shards
         return 2 * self.machine.ring(self.reduced * unit.padded / shards, self.layout.replicas, stride=shards)
 
+    def put(self, lane: str, seconds: float, after: float = 0.0) -> float:
+        """Begin when the lane is free and `after` has passed; returns the end."""
+        self.free[lane] = max(self.free[lane], after) + seconds
+        return self.free[lane]
 
-def _micro_batch(cfg: Config, pace: _Pace, lanes: Lanes, last: bool) -> None:
-    """Forward and backward; replicas are summed with the last micro-batch only.
+    def micro_batch(self, last: bool) -> None:
+        """Forward and backward; replicas are summed with the last micro-batch only.
 
-    The next region is gathered while one computes. Gathers and reductions share a communicator unless
-    parallel.separate_reduce_scatter; backward may be ahead of the reductions by as many regions as there are buffers.
-    """
-    *regions, root = pace.layout.units
-    buffers = 2 if cfg.parallel.separate_reduce_scatter else 1
-    begun = lanes.put("compute", pace.forward(root), lanes.put("all_gather", pace.gather(root)))
-    for unit in regions:
-        ready = lanes.put("all_gather", pace.gather(unit), begun)
-        begun = max(lanes.free["compute"], ready)
-        lanes.put("compute", pace.forward(unit), ready)
-    begun = lanes.free["compute"]
-    lanes.put("compute", pace.backward(root))
-    shared = "reduce_scatter" if cfg.parallel.separate_reduce_scatter else "all_gather"
-    ready = 0.0 if pace.kept else lanes.put("all_gather", pace.gather(regions[-1]), begun)
-    ends: list[float] = []  # of reductions
-    for i in reversed(range(len(regions))):
-        begun = max(lanes.free["compute"], ready, ends[-1 - buffers] if len(ends) > buffers else 0.0)
-        if not pace.kept and i:
-            ready = lanes.put("all_gather", pace.gather(regions[i - 1]), begun)
-        done = lanes.put("compute", pace.backward(regions[i]), begun)
-        ends.append(lanes.put(shared, pace.scatter(regions[i]), done))
+        The next region is gathered while one computes. Gathers and reductions share a communicator unless
+        parallel.separate_reduce_scatter; backward may be ahead of the reductions by as many regions as there are
+        buffers.
+        """
+        *regions, root = self.layout.units
+        begun = self.put("compute", self.forward(root), self.put("all_gather", self.gather(root)))
+        for unit in regions:
+            ready = self.put("all_gather", self.gather(unit), begun)
+            begun = max(self.free["compute"], ready)
+            self.put("compute", self.forward(unit), ready)
+        begun = self.free["compute"]
+        self.put("compute", self.backward(root))
+        ready = 0.0 if self.kept else self.put("all_gather", self.gather(regions[-1]), begun)
+        buffers = 2 if self.separate else 1
+        ends: list[float] = []  # of reductions
+        for i in reversed(range(len(regions))):
+            begun = max(self.free["compute"], ready, ends[-1 - buffers] if len(ends) > buffers else 0.0)
+            if not self.kept and i:
+                ready = self.put("all_gather", self.gather(regions[i - 1]), begun)
+            ends.append(self._reduce(regions[i], self.put("compute", self.backward(regions[i]), begun), last))
+        self._reduce(root, self.free["compute"], last)
+        self.free["all_gather"] = max(self.free["all_gather"], self.free["compute"])  # none before the next forward
+
+    def _reduce(self, unit: Unit, after: float, last: bool) -> float:
+        """Returns when the gradients of a unit are reduced inside a replica."""
+        end = self.put("reduce_scatter" if self.separate else "all_gather", self.scatter(unit), after)
         if last:
-            lanes.put("all_reduce", pace.sum_replicas(regions[i]), ends[-1])
-    end = lanes.put(shared, pace.scatter(root), lanes.free["compute"])
-    if last:
-        lanes.put("all_reduce", pace.sum_replicas(root), end)
-    lanes.free["all_gather"] = max(lanes.free["all_gather"], lanes.free["compute"])  # none before the next forward
+            self.put("all_reduce", self.sum_replicas(unit), end)
+        return end
 
 
 def evaluation(
@@ -167,6 +181,4 @@ def evaluation(
     pace = _Pace(cfg, layout, footprints, machine)
     compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
     gathering = sum(map(pace.gather, layout.units))
-    if pace.kept:
-        return batches * compute + gathering
-    return batches * max(compute, gathering)
+    return batches * compute + gathering if pace.kept else batches * max(compute, gathering)

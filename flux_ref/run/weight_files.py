@@ -2,8 +2,9 @@
 
 import json
 import os
-import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,47 +19,42 @@ from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
 from flux_ref.sharding import local_rows, named_parameters
 
-PREFIX = "model.diffusion_model."  # some tools put it before BFL's names
 DIFFUSERS_STEM = "diffusion_pytorch_model"  # of the names of diffusers' files
-COUNT = re.compile("[0-9]{1,18}")
+TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 KINDS = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 
 
 class Tensors:
     """The tensors of some safetensors files by name. Rows are read when they are asked for; none are kept."""
 
-    def __init__(self, where: Path, files: list[Path]):
+    def __init__(self, files: list[Path]):
         """Raises: Refusal for a file that is not a whole safetensors file, or has tensors of another dtype."""
-        self.where, self.files, self.shapes, self.metadata = where, {}, {}, {}
+        self.files, self.shapes, self.metadata = {}, {}, {}
         for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self.metadata |= file.metadata() or {}
-                    for name in file.keys():  # noqa: SIM118
-                        part = file.get_slice(name)
-                        if part.get_dtype() not in safetensors_io.DTYPES:
-                            wanted = ", ".join(safetensors_io.DTYPES)
-                            raise Refusal(f"weights {path}: {name} is {part.get_dtype()}, want {wanted}")
-                        self.files[name], self.shapes[name] = path, tuple(part.get_shape())
-            except (OSError, SafetensorError) as error:
-                raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
-
-    @property
-    def info(self) -> dict[str, str]:
-        """The metadata. Counters that are no numbers are left out: other tools may write anything there."""
-        return {
-            key: text for key, text in self.metadata.items() if key not in ("step", "samples") or COUNT.fullmatch(text)
-        }
+            with _opened(path) as file:
+                self.metadata |= file.metadata() or {}
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    if part.get_dtype() not in safetensors_io.DTYPES:
+                        wanted = ", ".join(safetensors_io.DTYPES)
+                        raise Refusal(f"weights {path}: {name} is {part.get_dtype()}, want {wanted}")
+                    self.files[name], self.shapes[name] = path, tuple(part.get_shape())
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a tensor, in the file's dtype. Raises: Refusal."""
-        try:
-            with safe_open(self.files[name], framework="pt") as file:  # a mapping that stays open would fill memory
-                rows = file.get_slice(name)[first : first + count]
-        except (OSError, SafetensorError) as error:
-            raise Refusal(f"weights {self.files[name]}: {' '.join(str(error).split())}") from None
+        with _opened(self.files[name]) as file:  # a mapping that stays open would fill memory
+            rows = file.get_slice(name)[first : first + count]
         safetensors_io.Moved.total += rows.nbytes
         return rows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
 
 
 @dataclass(frozen=True)
@@ -67,17 +63,14 @@ class Source:
 
     kind:  "checkpoint", "BFL" or "diffusers".
     parts: for each parameter, the rows of `tensors` that make it up, one below the other.
-    info:  what is known of the training: step, samples, name, config, ... where the files say so.
+    info:  what flux_ref wrote of the training: step, samples, name, config, ...
     """
 
     kind: str
+    where: Path
     tensors: Tensors | checkpoint_files.Checkpoint
     parts: dict[str, list[Part]]
-    info: dict = field(default_factory=dict)
-
-    @property
-    def where(self) -> Path:
-        return self.tensors.folder if isinstance(self.tensors, checkpoint_files.Checkpoint) else self.tensors.where
+    info: dict
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a parameter, on the host, in the dtype of the files.
@@ -105,22 +98,19 @@ def find(path: Path, step: int | None = None) -> Path:
 
     step: the checkpoint of this step of a run. None: the run's newest.
     """
-    is_run = (path / "config.toml").is_file() or checkpoint_files.folder_of(path).is_dir()
-    if step is not None and not is_run:
-        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
-    if is_run:
+    if (path / "config.toml").is_file() or checkpoint_files.folder_of(path).is_dir():  # a run
         checkpoints = {checkpoint_files.step_of(folder): folder for folder in checkpoint_files.found(path)}
         wanted = max(checkpoints, default=None) if step is None else step
-        if wanted not in checkpoints:
-            which = "" if step is None else f" of step {step}"
-            steps = ", ".join(map(str, sorted(checkpoints))) or "none"
-            raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
-        return checkpoints[wanted]
-    if checkpoint_files.is_checkpoint(path) or path.is_file():
-        return path
+        if wanted in checkpoints:
+            return checkpoints[wanted]
+        which = "" if step is None else f" of step {step}"
+        steps = ", ".join(map(str, sorted(checkpoints))) or "none"
+        raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
+    if step is not None:
+        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
     if (path / "transformer").is_dir():
         return path / "transformer"
-    if path.is_dir() and list(path.glob("*.safetensors")):
+    if checkpoint_files.is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
         return path
     raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
 
@@ -147,18 +137,17 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}
         safetensors_io.require_fit(shapes, want, f"checkpoint {path}")
-        return Source("checkpoint", checkpoint, whole_parts(table, "model."), checkpoint.info)
+        return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), checkpoint.info)
     if path.is_dir():
         diffusers_names.require_diffusers(model)
         _require_config(path / "config.json", model)
-    tensors = Tensors(path, _files(path))
+    tensors = Tensors(_files(path))
+    info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     if "x_embedder.weight" in tensors.shapes:
         safetensors_io.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
-        return Source("diffusers", tensors, diffusers_names.diffusers_parts(model), tensors.info)
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
-    want = {prefix + name: shape for name, shape in table.items()}
-    safetensors_io.require_fit(tensors.shapes, want, f"weights {path}")
-    return Source("BFL", tensors, whole_parts(table, prefix), tensors.info)
+        return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
+    safetensors_io.require_fit(tensors.shapes, table, f"weights {path}")
+    return Source("BFL", path, tensors, whole_parts(table), info)
 
 
 def _files(path: Path) -> list[Path]:

@@ -5,14 +5,15 @@
     python -m flux_ref.weights import flux1-schnell.safetensors OUT            a checkpoint
     python -m flux_ref.weights inspect PATH [--verify]
 
-A source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout (also
-with the prefix model.diffusion_model.) or diffusers' transformer folder. --config=FILE gives the sizes of the model.
-Without it, a run and a checkpoint know the sizes; other weights have FLUX.1-schnell's.
+A source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout or
+diffusers' transformer folder. --config=FILE gives the sizes of the model. Without it, a run and a checkpoint know the
+sizes; other weights have FLUX.1-schnell's.
 """
 
 import argparse
 from pathlib import Path
 
+from flux_ref.errors import Refusal
 from flux_ref.run import weight_files
 from flux_ref.run.attempt import attempt
 from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
@@ -39,6 +40,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.command != "inspect" and args.out.exists():
+        raise Refusal(f"{args.out} exists; remove it or choose another name")
     path = weight_files.find(args.source, args.checkpoint)
     cfg = weight_files.config_of(path, args.config)
     source = weight_files.open_source(path, cfg.model)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -10,15 +9,13 @@ from torch import Tensor
 
 from flux_ref import config
 from flux_ref.config import Config, ModelConfig
-from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.model import parameter_table
 from flux_ref.run.progress import progress
-from flux_ref.run.weight_files import DIFFUSERS_STEM, Source, whole_parts
+from flux_ref.run.weight_files import DIFFUSERS_STEM, TRAINER, Source, whole_parts
 
-MOST_FILE_BYTES = 10e9  # diffusers splits what is larger
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}
 PIECE_BYTES = 64 << 20  # read and written at a time, in fp32
 
@@ -29,50 +26,19 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     layout: "bfl" or "diffusers". dtype: "fp32" or "bf16", rounded to nearest even.
     Memory holds a few pieces of PIECE_BYTES, never a whole model. Raises: Refusal.
     """
-    trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
-    metadata = {"format": "pt", "trained_by": "flux_ref", **trained} if trained else {"format": "pt"}
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
-    with _new(out) as partial:
+    trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
+    metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
+    with whole(out) as partial:
         if layout == "bfl":
             table = parameter_table(model)
             _write(partial, table, whole_parts(table), source, dtype, metadata)
-        else:
-            partial.mkdir()
-            _write_diffusers(partial, model, source, dtype, metadata)
-
-
-@contextmanager
-def _new(out: Path) -> Iterator[Path]:
-    """The place to write `out`, which must not exist yet. Raises: Refusal."""
-    if out.exists():
-        raise Refusal(f"{out} exists; remove it or choose another name")
-    if not out.parent.is_dir():
-        raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
-    with whole(out) as partial:
-        yield partial
-
-
-def _write_diffusers(folder: Path, model: ModelConfig, source: Source, dtype: str, metadata: dict[str, str]) -> None:
-    table, parts = diffusers_names.diffusers_table(model), diffusers_names.bfl_parts(model)
-    itemsize = safetensors_io.DTYPES[SAFETENSORS_NAMES[dtype]].itemsize
-    files, size = [{}], 0
-    for name, shape in table.items():
-        size += prod(shape) * itemsize
-        if files[-1] and size > MOST_FILE_BYTES:
-            files.append({})
-            size = prod(shape) * itemsize
-        files[-1][name] = shape
-    ends = [f"-{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)] if len(files) > 1 else [""]
-    weight_map = {}
-    for end, shapes in zip(ends, files):
-        _write(folder / f"{DIFFUSERS_STEM}{end}.safetensors", shapes, parts, source, dtype, metadata)
-        weight_map |= dict.fromkeys(shapes, f"{DIFFUSERS_STEM}{end}.safetensors")
-    if len(files) > 1:
-        total = {"total_size": sum(prod(shape) for shape in table.values()) * itemsize}
-        index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
-        write_whole(folder / f"{DIFFUSERS_STEM}.safetensors.index.json", index)
-    write_whole(folder / "config.json", json.dumps(diffusers_names.diffusers_config(model), indent=2))
+            return
+        partial.mkdir()
+        table, parts = diffusers_names.diffusers_table(model), diffusers_names.bfl_parts(model)
+        _write(partial / f"{DIFFUSERS_STEM}.safetensors", table, parts, source, dtype, metadata)
+        write_whole(partial / "config.json", json.dumps(diffusers_names.diffusers_config(model), indent=2))
 
 
 def _write(
@@ -106,7 +72,7 @@ def import_(source: Source, cfg: Config, out: Path) -> None:
     table = {f"model.{name}": shape for name, shape in parameters.items()}
     parts = {f"model.{name}": rows for name, rows in whole_parts(parameters).items()}
     info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
-    with _new(out) as partial:
+    with whole(out) as partial:
         partial.mkdir()
         name = "rank_00000.safetensors"
         entry, begins = _write(partial / name, table, parts, source, "fp32", {"format": "pt"})

@@ -31,12 +31,12 @@ def test_the_report_fits_a_terminal(monkeypatch, capsys):
 
     class Case(SimpleNamespace):
         def step_s(self, assumed):
-            return self.system.step_s * (1 + assumed.gemm_share)
+            return self.public.step_s * (1 + assumed.gemm_share)
 
         def evaluation_s(self, assumed):
-            return self.system.evaluation_s * (2 - assumed.memory_share)
+            return self.public.evaluation_s * (2 - assumed.memory_share)
 
-    monkeypatch.setattr(plan_check, "cases", lambda: [Case(system=system) for system in plan_check.systems()])
+    monkeypatch.setattr(plan_check, "cases", lambda: [Case(public=public) for public in plan_check.systems()])
     assert plan_check.main([]) == 0
     shown = capsys.readouterr().out
     assert shown.count(" ms") == 21 and max(map(len, shown.splitlines())) <= 80

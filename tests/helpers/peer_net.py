@@ -8,6 +8,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from flux_ref.config import ModelConfig
+from flux_ref.formats.diffusers_names import diffusers_config
 from flux_ref.model import Flux
 
 FULL_WIDTH = ModelConfig(double_blocks=1, single_blocks=1, latent_height=4, latent_width=6, text_tokens=9)
@@ -84,20 +85,14 @@ def random_inputs(cfg: ModelConfig, batch: int = 2, seed: int = 1) -> dict[str, 
 
 def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
     """diffusers' Flux with the weights of net, and its forward as a function of INPUTS."""
-    cfg = net.cfg
     with torch.device("meta"):
-        twin = FluxTransformer2DModel(
-            in_channels=cfg.packed_channels,
-            num_layers=cfg.double_blocks,
-            num_single_layers=cfg.single_blocks,
-            attention_head_dim=cfg.head_dim,
-            num_attention_heads=cfg.heads,
-            joint_attention_dim=cfg.t5_dim,
-            pooled_projection_dim=cfg.clip_dim,
-            guidance_embeds=False,
-            axes_dims_rope=cfg.rope_axes,
-        )
-    twin.load_state_dict(to_diffusers(net.state_dict(), cfg.hidden), strict=True, assign=True)
+        twin = FluxTransformer2DModel.from_config(diffusers_config(net.cfg))
+    twin.load_state_dict(to_diffusers(net.state_dict(), net.cfg.hidden), strict=True, assign=True)
+    return twin, diffusers_forward(twin, net.cfg)
+
+
+def diffusers_forward(twin: nn.Module, cfg: ModelConfig) -> Callable[..., Tensor]:
+    """The forward of diffusers' Flux as a function of INPUTS."""
     rows, columns = cfg.latent_height // 2, cfg.latent_width // 2
     img_ids = torch.tensor([(0.0, row, column) for row in range(rows) for column in range(columns)])
 
@@ -112,7 +107,7 @@ def diffusers_twin(net: Flux) -> tuple[nn.Module, Callable[..., Tensor]]:
             return_dict=False,
         )[0]
 
-    return twin, forward
+    return forward
 
 
 def by_name(net: Flux) -> Callable[..., Tensor]:

@@ -5,6 +5,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.model import Flux
 from flux_ref.plan import commands, footprint, making, memory, step_time
-from flux_ref.plan.figures import Footprint, Plan, Product, Work
+from flux_ref.plan.footprint import Footprint, Product, Work
 from flux_ref.plan.step_time import Machine
 from flux_ref.step import Health, State, train_step
 
@@ -353,7 +354,7 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
 ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
 
 
-def made(**values: object) -> Plan:
+def made(**values: object) -> SimpleNamespace:
     cfg = config_file.replace(SMALL, **values)
     return making.make(cfg, "h200", 4, GPU, ASSUMED)
 
@@ -377,9 +378,9 @@ def test_command_refuses():
     cases = [
         ([str(MICRO)], "the following arguments are required: --gpus"),
         ([*ARGS[:-1], "h20"], "did you mean h200?"),
-        ([*ARGS, "--price-per-gpu-hour", "nan"], "not negative"),
-        ([*ARGS, "--gpus", "x"], "invalid int"),
-        ([*ARGS, "--gpus", "1000000000"], "--gpus=1000000000: give a number from 1 to 16384"),
+        ([*ARGS, "--price-per-gpu-hour", "nan"], "'nan': give a number from 0"),
+        ([*ARGS, "--gpus", "x"], "--gpus: 'x': give a whole number"),
+        ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
         ([*schnell, "--fp8.recipe=dynamic"], "needs FP8 matrix units"),
@@ -388,7 +389,7 @@ def test_command_refuses():
     assert [(words, message) for words, message in told if words not in message] == []
 
 
-def said(found: Plan) -> str:
+def said(found: SimpleNamespace) -> str:
     return " ".join(found.warnings)
 
 
@@ -398,7 +399,6 @@ def test_warnings():
     found = made(data__val_count=45, eval__batch=8)
     assert "validation: 19 of 64 rows are padding, 30% of its time" in said(found)
     assert "initialisation" not in said(found) and "memory" not in said(found)
-    assert "validation: 1 of 4 ranks get no sample" in said(made(data__val_count=45, eval__batch=15))
     slow = replace(ASSUMED, draws_per_s=1.0)
     assert "the closed division allows 30" in said(making.make(SMALL, "h200", 4, GPU, slow))
     tiny = replace(GPU, memory_gb=4.0001)
@@ -411,7 +411,7 @@ def test_warnings():
 
 def test_warnings_of_convergence_come_from_the_reference():
     cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
-    stub = replace(made(), largest_rows=1)
+    stub = made()
     words = " ".join(making.warnings(cfg, stub, GPU))
     assert "is no reference convergence point" in words and "optim.lr=0.01" in words
 
