@@ -43,9 +43,9 @@ def whole(shapes_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(shapes_dir) -> Path:
+def two_ranks(tmp_path_factory) -> Path:
     """The folder of a LONG run by 2 ranks that made its data: data, run and records. Tests must not change it."""
-    folder = shapes_dir.parent / "two_ranks"
+    folder = tmp_path_factory.mktemp("two_ranks")
     code, said = killing.launch(folder, folder / "data")
     assert code == 0, said[-4000:]
     return folder
