@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,11 +21,14 @@ from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import HEAD_BYTES, Checkpoint, Rows
+from flux_ref.formats.checkpoint_files import HEAD_BYTES, Rows
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
 from flux_ref.step import State
+
+if TYPE_CHECKING:
+    from flux_ref.formats.checkpoint_reader import Checkpoint
 
 
 def rows_of(state: State) -> dict[str, Rows]:
@@ -71,7 +75,7 @@ class Saver:
         world: World,
         data_sizes: dict[str, int],
         say: Callable[[str], None],
-        resumed: Checkpoint | None = None,
+        resumed: "Checkpoint | None" = None,
     ):
         """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
 
@@ -199,7 +203,7 @@ class Saver:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
 
-def resume(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
+def resume(path: Path, state: State, data_sizes: dict[str, int]) -> "Checkpoint":
     """Fill the weights from a checkpoint of the same run. Collective. Raises: Refusal.
 
     `load_progress` fills the rest after the warm-up, which clears moments and FP8 history.
@@ -210,8 +214,10 @@ def resume(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
     return saved
 
 
-def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
+def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> "Checkpoint":
     """A checkpoint from which a state can go on. data_sizes: as for `Saver`. Raises: Refusal."""
+    from flux_ref.formats.checkpoint_reader import Checkpoint  # most runs go on from no checkpoint
+
     saved = Checkpoint(path)
     shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
     if not any(key.startswith("optimizer.") for key in shapes):
@@ -227,7 +233,7 @@ def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint
     return saved
 
 
-def load_progress(saved: Checkpoint, state: State) -> None:
+def load_progress(saved: "Checkpoint", state: State) -> None:
     """Fill the moments and the FP8 history, and set the counters. Collective. Raises: Refusal."""
     with ranks.agreed():
         _load(saved, state, "optimizer.")
@@ -237,7 +243,7 @@ def load_progress(saved: Checkpoint, state: State) -> None:
     state.opt.set_steps(state.step)
 
 
-def _load(saved: Checkpoint, state: State, prefix: str) -> None:
+def _load(saved: "Checkpoint", state: State, prefix: str) -> None:
     """Each rank reads only its own rows."""
     with torch.no_grad():
         for key, rows in rows_of(state).items():

@@ -17,6 +17,7 @@ import torch
 from flux_ref import config, config_file
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.run import cli
 from flux_ref.toy import make
 
@@ -112,7 +113,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint, by name."""
-    saved = checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
+    saved = Checkpoint(checkpoint_files.found(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 

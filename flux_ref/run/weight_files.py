@@ -14,6 +14,7 @@ from flux_ref import config_file, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
 from flux_ref.sharding import local_rows, named_parameters
@@ -71,13 +72,13 @@ class Source:
     """
 
     kind: str
-    tensors: Tensors | checkpoint_files.Checkpoint
+    tensors: Tensors | Checkpoint
     parts: dict[str, list[Part]]
     info: dict = field(default_factory=dict)
 
     @property
     def where(self) -> Path:
-        return self.tensors.folder if isinstance(self.tensors, checkpoint_files.Checkpoint) else self.tensors.where
+        return self.tensors.folder if isinstance(self.tensors, Checkpoint) else self.tensors.where
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a parameter, on the host, in the dtype of the files.
@@ -131,7 +132,7 @@ def config_of(path: Path, given: str | None) -> Config:
     given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
     """
     if given is None and checkpoint_files.is_checkpoint(path):
-        info = checkpoint_files.Checkpoint(path).info
+        info = Checkpoint(path).info
         return config_file.from_flat(info["name"], info["config"])
     return config_file.load(given) if given else Config(name="schnell")
 
@@ -143,7 +144,7 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     """
     table = parameter_table(model)
     if checkpoint_files.is_checkpoint(path):
-        checkpoint = checkpoint_files.Checkpoint(path)
+        checkpoint = Checkpoint(path)
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}
         safetensors_io.require_fit(shapes, want, f"checkpoint {path}")

@@ -29,7 +29,7 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import Checkpoint
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import weight_files

@@ -24,6 +24,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.formats.checkpoint_files import Rows
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
@@ -197,7 +198,7 @@ def breaking(cfg: Config, world: World) -> dict:
     state, said, found = other_state(cfg, world), [], {}
     saver = Saver(cfg, world, FACTS, said.append)
     found["before"] = attempts(saver, state)
-    before = checkpoint_files.Checkpoint(checkpoint_files.found(saver.run)[-1])
+    before = Checkpoint(checkpoint_files.found(saver.run)[-1])
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size

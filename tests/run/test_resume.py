@@ -20,6 +20,7 @@ from run_files import column, event, events, lines, newest, require_equal_runs, 
 
 from flux_ref import config_file, data, rng
 from flux_ref.formats import checkpoint_files, shards
+from flux_ref.formats.checkpoint_reader import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 12
@@ -190,7 +191,7 @@ def test_a_run_that_broke_off_ends_like_one_that_did_not(broken_off, whole, shap
         assert f"resume  the run in this folder, from step {step} " in capsys.readouterr().out
         require_equal_runs(folder, whole)
         for path in checkpoint_files.found(whole):
-            pair = [checkpoint_files.Checkpoint(run / path.relative_to(whole)) for run in (folder, whole)]
+            pair = [Checkpoint(run / path.relative_to(whole)) for run in (folder, whole)]
             require_identical(*({key: saved.read(key) for key in saved.tensors} for saved in pair))
         assert json.loads((folder / "outcome.json").read_text())["step"] == 12
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats import checkpoint_files, checkpoint_reader, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import cli, weight_files
@@ -196,7 +197,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
     fixed = "--eval.noise=fixed"
     assert write_run(tmp_path / "run", shapes_dir, kept / kind, "--eval.at_start=true", fixed) == 0
-    saved = checkpoint_files.Checkpoint(weight_files.find(tmp_path / "run"))
+    saved = Checkpoint(weight_files.find(tmp_path / "run"))
     model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
     require_identical(model, rounded(kind, tensors_of(CFG.model)))
 
@@ -395,11 +396,12 @@ def test_inspect_says_what_is_there(kept, capsys):
 
 
 def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
-    for module in (safetensors_io, checkpoint_files):  # with large blocks one checksum covers weights and moments
+    # With large blocks one checksum covers weights and moments.
+    for module in (safetensors_io, checkpoint_files, checkpoint_reader):
         monkeypatch.setattr(module, "BLOCK", 4096, raising=False)
     run = tmp_path / "run"
     assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
-    saved = checkpoint_files.Checkpoint(weight_files.find(run))
+    saved = Checkpoint(weight_files.find(run))
     ((file, begin, *_),) = saved.tensors["optimizer.state.img_in.weight.exp_avg_sq"].chunks
     flip(saved.folder / file, begin)
     assert weights.main(["inspect", str(run)]) == 0
