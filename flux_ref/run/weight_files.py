@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flux_ref import config_file, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, fit, safetensors_io
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
@@ -93,7 +93,7 @@ class Source:
             row += part.rows
         if not pieces:
             return self.tensors.read(self.parts[name][0].name, 0, 0)
-        return safetensors_io.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
+        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
 
 
 def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, list[Part]]:
@@ -147,18 +147,18 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         checkpoint = Checkpoint(path)
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}
-        safetensors_io.require_fit(shapes, want, f"checkpoint {path}")
+        fit.require_fit(shapes, want, f"checkpoint {path}")
         return Source("checkpoint", checkpoint, whole_parts(table, "model."), checkpoint.info)
     if path.is_dir():
         diffusers_names.require_diffusers(model)
         _require_config(path / "config.json", model)
     tensors = Tensors(path, _files(path))
     if "x_embedder.weight" in tensors.shapes:
-        safetensors_io.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
+        fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
         return Source("diffusers", tensors, diffusers_names.diffusers_parts(model), tensors.info)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors.shapes) else ""
     want = {prefix + name: shape for name, shape in table.items()}
-    safetensors_io.require_fit(tensors.shapes, want, f"weights {path}")
+    fit.require_fit(tensors.shapes, want, f"weights {path}")
     return Source("BFL", tensors, whole_parts(table, prefix), tensors.info)
 
 

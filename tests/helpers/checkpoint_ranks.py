@@ -28,6 +28,7 @@ from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
+from flux_ref.run import resuming
 from flux_ref.step import State
 
 FACTS = {"train_samples": 50, "val_samples": 45}
@@ -129,8 +130,8 @@ def after_steps(state: State) -> dict[str, Tensor]:
 def restored(cfg: Config, world: World, folder: Path) -> State:
     """A state that goes on from a checkpoint."""
     state = other_state(cfg, world)
-    saved = checkpoint.resume(folder, state, FACTS)
-    checkpoint.load_progress(saved, state)
+    saved = resuming.load_weights(folder, state, FACTS)
+    resuming.load_progress(saved, state)
     return state
 
 
