@@ -23,7 +23,7 @@ from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
-from flux_ref.evaluate import validation_loss
+from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter, weight_files
@@ -31,6 +31,12 @@ from flux_ref.run.hang_watch import HangWatch
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
 from flux_ref.steps import Steps
+
+
+def table(result: Validation) -> str:
+    """The eight losses and their mean as text, one per line."""
+    rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
+    return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
 
 
 def step_number(text: str) -> int:
@@ -102,7 +108,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         samples = int(source.info.get("samples", 0))
         result = validation_loss(steps, val_set, samples, at=watch.at)
         say(f"{path} after {samples:,} training samples")
-        say(reporter.table(result))
+        say(table(result))
         record = {"weights": str(path), "samples": samples} | reporter.validation_record(result)
         if cfg.eval.permuted_captions:
             record["captions_permuted"] = validation_loss(

@@ -57,14 +57,19 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         state = initial_state(cfg, world, start.checkpoint, log)
-        resumed = checkpoint.resume(start.checkpoint, state, sizes) if start.checkpoint else None
+        resumed = None
+        if start.checkpoint:
+            from flux_ref.run import resuming
+
+            resumed = resuming.load_weights(start.checkpoint, state, sizes)
         own_steps = steps.Steps(state, cfg, world)
         stack.callback(own_steps.close)
-        saver = checkpoint.Saver(cfg, world, sizes, report.say, resumed) if cfg.checkpoint.save else None
+        saved_step = resumed and resumed.info["step"]
+        saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         own_steps.warm_up()
         if resumed:
-            checkpoint.load_progress(resumed, state)
+            resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
         if not start.is_new:
             report.resume(state.step, state.samples)

@@ -26,6 +26,7 @@ from flux_ref.checkpoint import Saver, rows_of
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import between
@@ -124,7 +125,7 @@ class Bench:
             self.saver.save(self.state, {})
             self.saver.finish()
             seconds.append(time.perf_counter() - begin)
-        newest = checkpoint_files.Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1])
+        newest = Checkpoint(checkpoint_files.found(config.run_dir(self.cfg))[-1])
         mb = sum(entry.bytes for entry in newest.files.values()) / 1e6
         median = statistics.median(seconds)
         left = {"threads": threading.active_count() - before[0], "open_files": open_files() - before[1]}

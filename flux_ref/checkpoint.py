@@ -1,4 +1,4 @@
-"""Saving a run and continuing it: what a checkpoint holds, who writes which rows, and which checkpoints stay.
+"""Saving a run: what a checkpoint holds, who writes which rows, and which checkpoints stay. run/resuming.py loads it.
 
 A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
 config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
@@ -19,8 +19,8 @@ import torch
 from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import HEAD_BYTES, Checkpoint, Rows
+from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_files import HEAD_BYTES, Rows
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
@@ -71,12 +71,12 @@ class Saver:
         world: World,
         data_sizes: dict[str, int],
         say: Callable[[str], None],
-        resumed: Checkpoint | None = None,
+        saved_step: int | None = None,
     ):
         """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
 
-        data_sizes: {"train_samples", "val_samples"}, for the manifest. resumed: the checkpoint that the run started
-        from, which is not saved again.
+        data_sizes: {"train_samples", "val_samples"}, for the manifest. saved_step: of the checkpoint that the run
+        started from, which is not saved again.
         """
         self.cfg, self.world, self.data_sizes, self.say = cfg, world, data_sizes, say
         self.run = config.run_dir(cfg)
@@ -84,7 +84,7 @@ class Saver:
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         self.host: dict[str, Rows] = {}
         self.thread: threading.Thread | None = None
-        self.step = resumed.info["step"] if resumed else None  # step of the newest save
+        self.step = saved_step  # of the newest save
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
 
@@ -197,50 +197,3 @@ class Saver:
             step = checkpoint_files.step_of(path)
             if not (interval and step and step % interval == 0):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
-
-
-def resume(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
-    """Fill the weights from a checkpoint of the same run. Collective. Raises: Refusal.
-
-    `load_progress` fills the rest after the warm-up, which clears moments and FP8 history.
-    """
-    with ranks.agreed():
-        saved = open_for(path, state, data_sizes)
-        _load(saved, state, "model.")
-    return saved
-
-
-def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
-    """A checkpoint from which a state can go on. data_sizes: as for `Saver`. Raises: Refusal."""
-    saved = Checkpoint(path)
-    shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
-    if not any(key.startswith("optimizer.") for key in shapes):
-        raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
-    wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items()}
-    safetensors_io.require_fit(shapes, wanted, f"checkpoint {path}")
-    for key, value in data_sizes.items():
-        if saved.info[key] != value:
-            raise Refusal(
-                f"checkpoint {path} comes from a data set of {saved.info[key]} {key.replace('_', ' ')}, this one has"
-                f" {value}: order and noise would change; give the data set of the run"
-            )
-    return saved
-
-
-def load_progress(saved: Checkpoint, state: State) -> None:
-    """Fill the moments and the FP8 history, and set the counters. Collective. Raises: Refusal."""
-    with ranks.agreed():
-        _load(saved, state, "optimizer.")
-        _load(saved, state, "fp8.")
-    state.fp8.set_scales()
-    state.step, state.samples = saved.info["step"], saved.info["samples"]
-    state.opt.set_steps(state.step)
-
-
-def _load(saved: Checkpoint, state: State, prefix: str) -> None:
-    """Each rank reads only its own rows."""
-    with torch.no_grad():
-        for key, rows in rows_of(state).items():
-            if key.startswith(prefix):
-                values = saved.read(key, rows.first, len(rows.local))
-                rows.local.copy_(safetensors_io.finite(values, key, saved.folder))

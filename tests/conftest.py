@@ -17,6 +17,7 @@ import torch
 from flux_ref import config, config_file
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.run import cli
 from flux_ref.toy import make
 
@@ -110,21 +111,9 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-@pytest.fixture(scope="session")
-def two_ranks(shared) -> Path:
-    """The folder of a LONG run by 2 ranks that made its data: data, run and records."""
-    import killing
-
-    def launch(folder: Path) -> None:
-        code, said = killing.launch(folder, folder / "data")
-        assert code == 0, said[-4000:]
-
-    return shared("two_ranks", launch)
-
-
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint, by name."""
-    saved = checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
+    saved = Checkpoint(checkpoint_files.found(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 

@@ -5,8 +5,7 @@
         manifest.json            counters and config; which file holds which rows; a checksum per MiB
 
 A folder gets this name only after every byte is on the disk. Folders with other names are ignored. Nothing is pickled.
-torch's HuggingFaceStorageReader opens such a folder, too. `Checkpoint` reads any rows of any tensor; it returns no byte
-before it has checked the byte's checksum.
+torch's HuggingFaceStorageReader opens such a folder, too. checkpoint_reader.py reads it.
 """
 
 import json
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flux_ref.errors import Refusal
 from flux_ref.formats.files import sync
-from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedFile, FileEntry, Moved, header
+from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedFile, FileEntry, header
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -103,18 +100,6 @@ class Manifest:
         content = {"format": FORMAT, "info": self.info, "files": files, "tensors": tensors}
         return json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())})
 
-    @classmethod
-    def parse(cls, text: str) -> "Manifest":
-        """Raises: Refusal for another version; ValueError, KeyError or TypeError for damage."""
-        content = json.loads(text)
-        checksum = content.pop("crc32")
-        if content["format"] != FORMAT:
-            raise Refusal(f"format version {content['format']!r}, this flux_ref reads {FORMAT}")
-        if zlib.crc32(json.dumps(content).encode()) != checksum:
-            raise ValueError("its checksum differs")
-        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        return cls(content["info"], files, {key: TensorEntry(**entry) for key, entry in content["tensors"].items()})
-
 
 def require_space(folder: Path, size: int) -> None:
     """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
@@ -167,74 +152,3 @@ def publish(partial: Path, final: Path, content: Manifest) -> None:
     sync(partial)
     partial.rename(final)
     sync(final.parent)
-
-
-class Checkpoint:
-    """A whole checkpoint, open for reading. It names damage where it meets damage, and returns no damaged bytes."""
-
-    def __init__(self, folder: Path):
-        """Raises: Refusal if the manifest is missing, damaged or of another version, or a file missing or cut short."""
-        self.folder = folder
-        path = folder / MANIFEST
-        try:
-            manifest = Manifest.parse(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise Refusal(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
-        except Refusal as error:
-            raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Refusal(f"checkpoint manifest {path} is damaged: {error}; use another checkpoint") from None
-        self.info, self.files, self.tensors = manifest.info, manifest.files, manifest.tensors
-        for name, entry in self.files.items():
-            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-            if size != entry.bytes:
-                fault = f"has {size} bytes, its manifest says {entry.bytes}" if size >= 0 else "is missing"
-                raise Refusal(f"checkpoint file {folder / name} {fault}; use another checkpoint")
-        self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
-
-    def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
-        """Rows first .. first + count of a tensor, on the host, in the dtype on disk. Raises: Refusal."""
-        entry = self.tensors[key]
-        count = entry.shape[0] - first if count is None else count
-        width = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
-        rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
-        content = rows.reshape(-1).view(torch.uint8).numpy()
-        for file, offset, start, length in entry.chunks:
-            low, high = max(first, start), min(first + count, start + length)
-            if low < high:
-                part = content[(low - first) * width : (high - first) * width]
-                self._read(file, offset + (low - start) * width, part)
-        return rows
-
-    def verify(self) -> None:
-        """Read everything. Raises: Refusal at the first damaged block."""
-        for name, entry in self.files.items():
-            for number in range(len(entry.crc32)):
-                self._block(name, number)
-
-    def _read(self, name: str, start: int, content: np.ndarray) -> None:
-        """Fill `content` with the bytes of a file from `start` on."""
-        end = start + len(content)
-        for number in range(start // BLOCK, -(-end // BLOCK)):
-            low, high = max(start, number * BLOCK), min(end, (number + 1) * BLOCK)
-            block = np.frombuffer(self._block(name, number), np.uint8)
-            content[low - start : high - start] = block[low - number * BLOCK : high - number * BLOCK]
-
-    def _block(self, name: str, number: int) -> bytes:
-        if name in self._cache and self._cache[name][0] == number:
-            return self._cache[name][1]
-        path, begin = self.folder / name, number * BLOCK
-        try:
-            with path.open("rb") as file:
-                file.seek(begin)
-                content = file.read(BLOCK)
-        except OSError as error:
-            raise Refusal(f"checkpoint file {path}: {error.strerror}") from None
-        if zlib.crc32(content) != self.files[name].crc32[number]:
-            raise Refusal(
-                f"checkpoint file {path} is damaged between bytes {begin} and {begin + len(content)}"
-                " (checksum differs); use another checkpoint"
-            )
-        Moved.total += len(content)
-        self._cache[name] = (number, content)
-        return content

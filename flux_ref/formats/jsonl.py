@@ -11,13 +11,10 @@ REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes o
 MOST = 1e100  # sums, squares and ratios of figures up to here are finite too
 
 
-def records(
-    path: Path, samples: float = math.inf, figures: tuple[str, ...] = (), skip_damaged: bool = False
-) -> list[dict]:
+def records(path: Path, samples=math.inf, figures: tuple[str, ...] = (), skip_damaged: bool = False) -> list[dict]:
     """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
-    skip_damaged: leave out every damaged line. Without it a damaged line raises a Refusal unless it is the last line:
-    a killed run may have left half a line.
+    A damaged line raises a Refusal unless it is the last line, which a killed run may have left, or skip_damaged.
     """
     lines, kept = path.read_bytes().split(b"\n") if path.is_file() else [], []
     for number, line in enumerate(lines, 1):
@@ -55,12 +52,9 @@ def _parsed(text: bytes) -> dict | None:
 
 def outcome(run: Path) -> str:
     """How a run ended, REACHED or ENDED; "" if it has not ended or was cut off. Raises: Refusal."""
-    path = run / "outcome.json"
-    if not path.exists():
-        return ""
-    ending = json_object(path).get("outcome")
-    if ending not in (REACHED, ENDED):
-        raise Refusal(f"{path} is damaged (its outcome is neither {REACHED!r} nor {ENDED!r}); mend it")
+    ending = json_object(run / "outcome.json").get("outcome", "")
+    if ending not in ("", REACHED, ENDED):
+        raise Refusal(f"{run}/outcome.json is damaged (its outcome is neither {REACHED!r} nor {ENDED!r}); mend it")
     return ending
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flux_ref.errors import Refusal
-
 BLOCK = 1 << 20  # bytes under one checksum
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -73,26 +71,3 @@ def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, st
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in begins.items()}
-
-
-def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
-    """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    missing, unexpected = sorted(want.keys() - found.keys()), sorted(found.keys() - want.keys())
-    misshaped = [
-        f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
-    if any(problems.values()):
-        lists = (
-            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for problem, names in problems.items()
-            if names
-        )
-        raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
-
-
-def finite(values: Tensor, name: str, where: str | Path) -> Tensor:
-    """The values. Raises: Refusal if any is NaN or infinite."""
-    if not values.isfinite().all():
-        raise Refusal(f"{where}: {name} holds NaN or infinite values; use another file")
-    return values

@@ -16,7 +16,6 @@ from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.run.alive import SIGNALS
 
 LINGER_S = 5.0
-LOOK_S = 1.0  # how soon a rank notices that its launcher has died
 
 
 def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -39,7 +38,7 @@ def _follow_launcher(name: str) -> None:
     # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.
     orphaned = launcher == 1 and first.exists() and not re.search(rb"python|torchrun", first.read_bytes())
     while os.getppid() == launcher and not orphaned:
-        time.sleep(LOOK_S)
+        time.sleep(1.0)
     print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
     os._exit(Fault.exit_code)
 

@@ -52,8 +52,7 @@ class HangWatch:
         try:
             while not self.closed.wait(self.period):
                 faulthandler.dump_traceback_later(DEAD_MAN * self.limit_s, exit=True, file=sys.__stderr__)
-                self._tell()
-                if self._still_s() > self.limit_s:
+                if self._tell() > self.limit_s:
                     self._judge()
         except (RuntimeError, OSError):  # the store lives in torchrun
             self._leave(
@@ -63,20 +62,18 @@ class HangWatch:
             )
         faulthandler.cancel_dump_traceback_later()
 
-    def _still_s(self) -> float:
-        return time.monotonic() - self.since
-
-    def _tell(self) -> None:
-        """Write the progress of this rank into the store."""
+    def _tell(self) -> float:
+        """Write the progress of this rank into the store. Returns the seconds since its last progress."""
         collectives = sum(ranks.collectives(group) for group in self.groups)
         moved = (self.marks, collectives, safetensors_io.Moved.total)
         if moved != self.moved:
             self.moved, self.since = moved, time.monotonic()
-        self.beat += 1
+        self.beat, still = self.beat + 1, time.monotonic() - self.since
         # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
-        last = ranks.last_collective() if self._still_s() > self.limit_s / 2 else ""
-        record = {"beat": self.beat, "still": self._still_s(), "collectives": collectives}
-        self.store.set(str(self.world.rank), json.dumps(record | {"last": last, "place": self.place}))
+        last = ranks.last_collective() if still > self.limit_s / 2 else ""
+        record = {"beat": self.beat, "still": still, "collectives": collectives, "last": last, "place": self.place}
+        self.store.set(str(self.world.rank), json.dumps(record))
+        return still
 
     def _heard(self) -> list[dict]:
         """The newest record of each rank. A rank without a record is still starting; nobody waits for it."""

@@ -216,9 +216,3 @@ def validation_record(result: Validation) -> dict[str, object]:
         "stderr": result.stderr,
         "stderr_per_timestep": result.stderrs,
     }
-
-
-def table(result: Validation) -> str:
-    """The eight losses and their mean as text, one per line."""
-    rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
-    return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from flux_ref import config_file, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, fit, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
 from flux_ref.sharding import local_rows, named_parameters
@@ -68,7 +69,7 @@ class Source:
 
     kind: str
     where: Path
-    tensors: Tensors | checkpoint_files.Checkpoint
+    tensors: Tensors | Checkpoint
     parts: dict[str, list[Part]]
     info: dict
 
@@ -85,7 +86,7 @@ class Source:
             row += part.rows
         if not pieces:
             return self.tensors.read(self.parts[name][0].name, 0, 0)
-        return safetensors_io.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
+        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
 
 
 def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, list[Part]]:
@@ -121,7 +122,7 @@ def config_of(path: Path, given: str | None) -> Config:
     given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
     """
     if given is None and checkpoint_files.is_checkpoint(path):
-        info = checkpoint_files.Checkpoint(path).info
+        info = Checkpoint(path).info
         return config_file.from_flat(info["name"], info["config"])
     return config_file.load(given) if given else Config(name="schnell")
 
@@ -133,10 +134,10 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     """
     table = parameter_table(model)
     if checkpoint_files.is_checkpoint(path):
-        checkpoint = checkpoint_files.Checkpoint(path)
+        checkpoint = Checkpoint(path)
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}
-        safetensors_io.require_fit(shapes, want, f"checkpoint {path}")
+        fit.require_fit(shapes, want, f"checkpoint {path}")
         return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), checkpoint.info)
     if path.is_dir():
         diffusers_names.require_diffusers(model)
@@ -144,9 +145,9 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     tensors = Tensors(_files(path))
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     if "x_embedder.weight" in tensors.shapes:
-        safetensors_io.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
+        fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
         return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
-    safetensors_io.require_fit(tensors.shapes, table, f"weights {path}")
+    fit.require_fit(tensors.shapes, table, f"weights {path}")
     return Source("BFL", path, tensors, whole_parts(table), info)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_ref import config
 from flux_ref.config import Config, ModelConfig
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.model import parameter_table
@@ -98,7 +99,7 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
         if key in source.info:
             lines.append(f"  {key:<9} {source.info[key]}")
     if verify:
-        if isinstance(source.tensors, checkpoint_files.Checkpoint):
+        if isinstance(source.tensors, Checkpoint):
             source.tensors.verify()
         for name, shape in progress(table.items(), desc="reading", unit=" tensors", leave=False):
             for _ in _pieces(source, [Part(name, 0, shape[0])], 4 * prod(shape[1:])):

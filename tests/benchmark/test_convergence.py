@@ -97,7 +97,7 @@ def test_runs_that_make_no_band(put, tmp_path, capsys):
     (bare / "config.toml").write_text("")
     cases = [
         ([put("cut off", outcome="")], "has not reached train.max_samples; leave it out"),
-        ([put("missed", overrides=TARGET)], "has not reached its target; leave it out"),  # it ended at train.max_samples
+        ([put("missed", overrides=TARGET)], "has not reached its target; leave it out"),
         ([put("stopped", "stopped by SIGTERM")], "outcome.json is damaged"),
         ([put("nan", losses="NaN")], "eval.jsonl line 2 is damaged (val_loss"),
         ([f"{good}/../good"], "is given twice; a run counts once"),

@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import Checkpoint, Manifest, TensorEntry
+from flux_ref.formats import checkpoint_files, checkpoint_reader, safetensors_io
+from flux_ref.formats.checkpoint_files import Manifest, TensorEntry
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.safetensors_io import BLOCK, CheckedFile, FileEntry
 from flux_ref.run import weight_files
 
@@ -79,7 +80,7 @@ def write_checkpoint(folder: Path, content: dict[str, torch.Tensor], parts: int 
 @pytest.fixture
 def small_blocks(monkeypatch) -> int:
     """Checksums over so few bytes that small tensors have many."""
-    for module in (safetensors_io, checkpoint_files):
+    for module in (safetensors_io, checkpoint_files, checkpoint_reader):
         monkeypatch.setattr(module, "BLOCK", 64)
     return 64
 

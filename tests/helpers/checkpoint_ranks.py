@@ -24,9 +24,11 @@ from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.formats.checkpoint_files import Rows
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
+from flux_ref.run import resuming
 from flux_ref.step import State
 
 FACTS = {"train_samples": 50, "val_samples": 45}
@@ -128,8 +130,8 @@ def after_steps(state: State) -> dict[str, Tensor]:
 def restored(cfg: Config, world: World, folder: Path) -> State:
     """A state that goes on from a checkpoint."""
     state = other_state(cfg, world)
-    saved = checkpoint.resume(folder, state, FACTS)
-    checkpoint.load_progress(saved, state)
+    saved = resuming.load_weights(folder, state, FACTS)
+    resuming.load_progress(saved, state)
     return state
 
 
@@ -197,7 +199,7 @@ def breaking(cfg: Config, world: World) -> dict:
     state, said, found = other_state(cfg, world), [], {}
     saver = Saver(cfg, world, FACTS, said.append)
     found["before"] = attempts(saver, state)
-    before = checkpoint_files.Checkpoint(checkpoint_files.found(saver.run)[-1])
+    before = Checkpoint(checkpoint_files.found(saver.run)[-1])
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size

@@ -26,6 +26,7 @@ from run_files import lines
 from flux_ref import steps
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.run import cli
 
 sys.path.insert(0, str(ROOT))
@@ -152,7 +153,7 @@ def verified(run: Path) -> list[int]:
     steps = []
     for path in checkpoint_files.found(run):
         try:
-            checkpoint_files.Checkpoint(path).verify()
+            Checkpoint(path).verify()
             steps.append(checkpoint_files.step_of(path))
         except (Refusal, OSError):
             assert not path.exists(), f"{path} is not whole"

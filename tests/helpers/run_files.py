@@ -6,6 +6,7 @@ from pathlib import Path
 from conftest import require_identical, trained
 
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.checkpoint_reader import Checkpoint
 
 WALL_CLOCK = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")  # these values depend on the run's speed
 
@@ -36,8 +37,8 @@ def event(folder: Path, key: str) -> dict:
     return found
 
 
-def newest(run: Path) -> checkpoint_files.Checkpoint:
-    return checkpoint_files.Checkpoint(checkpoint_files.found(run)[-1])
+def newest(run: Path) -> Checkpoint:
+    return Checkpoint(checkpoint_files.found(run)[-1])
 
 
 def saved_steps(run: Path) -> list[int]:

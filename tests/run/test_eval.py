@@ -1,9 +1,9 @@
-"""eval.py finds the very numbers that training logged, of a run, its checkpoints and what was exported from it; and its
-pictures and options."""
+"""eval.py finds the very numbers that training logged, of a run, its checkpoints and its exports; pictures; options."""
 
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,17 +63,7 @@ def evaluate(attempt, monkeypatch, tmp_path):
 # The number that training logged
 
 
-def test_each_checkpoint_gives_what_training_logged_then(run, evaluate):
-    for number, step in enumerate(STEPS):
-        record = evaluate(run, f"--checkpoint={step}", "--json")
-        assert figures(record) == logged(run)[number]
-        assert evaluate(record["weights"], "--json") == record  # also given as the folder
-    assert evaluate(run, "--json") == record  # the newest
-    assert record["weights"] == str(run / "checkpoints" / "step_000000005")
-
-
-def test_all_gives_a_record_per_checkpoint_and_the_curve(run, evaluate):
-    (run / "eval_all.png").unlink(missing_ok=True)
+def test_each_checkpoint_gives_what_training_logged_then_and_all_give_the_curve(run, evaluate):
     found = evaluate(run, "--all", "--json")
     assert [figures(record) for record in found["checkpoints"]] == logged(run)
     assert found["chart"] == str(run / "eval_all.png")
@@ -81,6 +71,10 @@ def test_all_gives_a_record_per_checkpoint_and_the_curve(run, evaluate):
         assert image.format == "PNG"
         dots = (np.asarray(image.convert("RGB")) == loss_chart.VAL).all(-1)
     assert dots.sum() > 3 * 40  # a dot for each, and lines between
+    assert evaluate(run, "--checkpoint=4", "--json") == found["checkpoints"][1]
+    record = evaluate(run, "--json")  # of the newest
+    assert evaluate(record["weights"], "--json") == record == found["checkpoints"][2]
+    assert record["weights"] == str(run / "checkpoints" / "step_000000005")
 
 
 def test_as_text_every_checkpoint_has_its_table(run, evaluate):
@@ -129,18 +123,14 @@ def exported(run, tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def test_exports_give_the_same_number(run, exported, evaluate, shapes_dir):
-    fixed = "--eval.noise=fixed"
-    want = evaluate(run, "--json", fixed)["val_loss"]
+def test_exports_give_the_same_number_and_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir):
+    options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir)]
+    want = evaluate(run, "--json", "--eval.noise=fixed")["val_loss"]
     for name in ("bfl fp32", "diffusers fp32", "checkpoint"):
-        record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), fixed)
+        record = evaluate(exported[name], *options, "--eval.noise=fixed")
         assert (record["val_loss"], record["weights"]) == (want, str(exported[name]))
-
-
-def test_exports_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir):
-    for name in ("bfl fp32", "diffusers fp32"):
-        record = evaluate(exported[name], "--json", f"--config={MICRO}", *data_overrides(shapes_dir))
-        assert figures(record) == logged(run)[-1]
+        if name != "checkpoint":
+            assert figures(evaluate(exported[name], *options)) == logged(run)[-1]
 
 
 def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(exported, evaluate, shapes_dir):
@@ -172,12 +162,6 @@ def embeddings(run: Path) -> list[str]:
     return [str(run), "--data.kind=embeddings", "--sample.count=2", "--sample.steps=2"]
 
 
-def size_of(path: Path) -> tuple[int, int]:
-    with Image.open(path) as image:
-        assert image.format == "PNG"
-        return image.size
-
-
 def test_without_an_autoencoder_pictures_are_false_colours_and_it_says_so(run, evaluate, monkeypatch):
     grids = []
     monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append((drawn, captions)))
@@ -188,24 +172,18 @@ def test_without_an_autoencoder_pictures_are_false_colours_and_it_says_so(run, e
     assert [picture.shape for picture in drawn] == [(3, 32, 48)] * 2 and len(set(captions)) == 2
 
 
-@pytest.fixture(scope="module")
-def autoencoder(tmp_path_factory) -> Path:
-    """A file of random weights, in full size."""
-    path = tmp_path_factory.mktemp("vae") / "ae.safetensors"
+def test_with_an_autoencoder_latents_are_decoded(run, evaluate, tmp_path, monkeypatch):
+    path, small = tmp_path / "ae.safetensors", vae.Sizes(base=32)
     torch.manual_seed(0)
-    save_file({name: tensor.bfloat16() for name, tensor in vae.Autoencoder().state_dict().items()}, path)
-    yield path
-    path.unlink()
-
-
-def test_with_an_autoencoder_latents_are_decoded(run, evaluate, autoencoder, monkeypatch):
+    save_file({name: tensor.bfloat16() for name, tensor in vae.Autoencoder(small).state_dict().items()}, path)
+    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=small))
     grids, latents, draw = [], [], euler.generate_latents
     monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append(drawn))
     monkeypatch.setattr(euler, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
-    text = evaluate(*embeddings(run), f"--vae={autoencoder}")
+    text = evaluate(*embeddings(run), f"--vae={path}")
     assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005.png"
     with torch.no_grad():
-        want = vae.load(autoencoder).decode(latents[0])
+        want = vae.load(path).decode(latents[0])
     np.testing.assert_allclose(np.stack(grids[0]), want, rtol=1e-4, atol=1e-4)
     assert want.std() > 0.01
 
@@ -217,7 +195,8 @@ def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate,
     assert f"pictures: {record['pictures']}" in evaluate(run, *drawing).splitlines()
     other = evaluate(exported["diffusers fp32"], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), *drawing)
     assert other["pictures"] == "eval_diffusers fp32.png"
-    assert size_of(Path(other["pictures"])) == size_of(Path(record["pictures"]))
+    with Image.open(other["pictures"]) as image:
+        assert image.format == "PNG"
     assert Path(other["pictures"]).read_bytes() == Path(record["pictures"]).read_bytes()  # of the same weights
 
 
@@ -251,22 +230,14 @@ REFUSED = [
 ]
 
 
-def test_an_option_that_means_nothing_is_refused_in_one_line(run, evaluate):
+def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_script, "validation_loss", None)
     for options, words in REFUSED:
         line = evaluate(run, *options, code=2)
         assert all(word in line for word in words), (options, line)
-
-
-def test_a_file_that_holds_no_weights_is_named_before_data_that_is_not_there(evaluate, tmp_path):
-    (tmp_path / "notes.txt").write_text("not weights")
+    (tmp_path / "notes.txt").write_text("not weights")  # named before data that is not there
     line = evaluate(tmp_path / "notes.txt", f"--config={MICRO}", "--data.val=nowhere/val", code=2)
     assert "weights " in line and "notes.txt" in line
-
-
-def test_what_pictures_need_is_looked_at_before_the_evaluation(run, evaluate, monkeypatch):
-    monkeypatch.setattr(eval_script, "validation_loss", None)
-    line = evaluate(*embeddings(run), "--vae=none.safetensors", code=2)
-    assert "autoencoder none.safetensors: " in line
 
 
 def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate):

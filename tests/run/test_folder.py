@@ -1,10 +1,7 @@
 """Whose a run's folder is, and from where a run in it goes on."""
 
-import contextlib
 import dataclasses
-import fcntl
 import itertools
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from conftest import MICRO
 from flux_ref import config, config_file, config_rules
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
+from flux_ref.formats.files import locked
 from flux_ref.run import folder as run_folder
 
 
@@ -131,28 +129,24 @@ def with_changed(cfg: Config, *keys: str) -> Config:
     return cfg
 
 
-def test_what_decides_samples_weights_or_losses_may_not_change_in_the_course_of_a_run(cfg):
+def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg):
     folder = put(cfg, "saved")
     before, replies = contents(folder), {}
-    for key in (key for key in config.TYPES if key not in config.MAY_DIFFER):
+    fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
+    for key in fixed:
         other = with_changed(cfg, key)
         values = f"{key}={config.flat(other)[key]!r}, there {config.flat(cfg)[key]!r}"
         replies[f"holds an unfinished run of another config: {values};"] = outcome(other)
     assert [want for want, found in replies.items() if want not in found] == []
+    found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
+    assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch" not in found
     assert contents(folder) == before
-
-
-def test_what_may_not_change_is_all_that_decides_samples_weights_or_losses():
-    fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
     assert fixed == {
         *(key for key in config.TYPES if key.split(".")[0] in ("model", "optim", "init", "fp8")),
         *("train.seed", "train.max_samples", "train.global_batch", "train.caption_drop"),
         *("eval.every_samples", "eval.at_start", "eval.target", "eval.noise"),
         *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
     }
-
-
-FOLDER_KEYS = ("run.dir", "run.overwrite", "run.resume")  # tested above
 
 
 def test_what_decides_nothing_may_change_and_is_written_down(cfg):
@@ -171,49 +165,19 @@ def test_what_decides_nothing_may_change_and_is_written_down(cfg):
     assert offenders == []
 
 
-def test_all_keys_that_differ_are_named(cfg):
-    put(cfg, "saved")
-    found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
-    assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch" not in found
-
-
 # Two jobs in one folder
 
 
-@contextlib.contextmanager
-def occupied(folder: Path):
-    """Another job holds the folder meanwhile."""
-    with (folder / run_folder.LOCK).open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write("process 123 on elsewhere\n")
-        lock.flush()
-        yield
-
-
-def test_a_second_job_in_a_folder_is_refused_and_told_who_has_it(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.3)
+def test_a_job_waits_for_one_that_is_just_ending_and_is_refused_if_it_goes_on(cfg, monkeypatch):
     folder = put(cfg, "saved")
     before = contents(folder)
-    with occupied(folder):
-        for own in (cfg, config_file.replace(cfg, run__overwrite=True)):
-            assert f"{folder} is in use by another job (process 123 on elsewhere)" in outcome(own)
+    (folder / run_folder.LOCK).write_text("process 123 on elsewhere\n")
+    other_job = locked(folder / run_folder.LOCK)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.3)
+    for own in (cfg, config_file.replace(cfg, run__overwrite=True)):
+        assert f"{folder} is in use by another job (process 123 on elsewhere)" in outcome(own)
     assert contents(folder) == before
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: other_job.close())
     assert outcome(cfg) == "from step_000000004"
-
-
-def test_a_job_waits_a_little_for_one_that_is_just_ending(cfg):
-    folder = put(cfg, "saved")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(occupied(folder))
-        timer = threading.Timer(0.4, stack.close)
-        timer.start()
-        assert outcome(cfg) == "from step_000000004"
-        timer.join()
-
-
-def test_a_job_that_was_refused_or_has_ended_frees_the_folder(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
-    put(cfg, "saved")
     assert A_RUN in outcome(config_file.replace(cfg, run__resume="never"))
-    assert outcome(cfg) == outcome(cfg) == "from step_000000004"
+    assert outcome(cfg) == "from step_000000004", "a job that has ended or was refused frees the folder"

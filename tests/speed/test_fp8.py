@@ -25,6 +25,7 @@ from flux_ref.data import TrainSet, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux, parameter_table
+from flux_ref.run import resuming
 from flux_ref.speed import fp8
 from flux_ref.speed.fp8 import Fp8Linear, Fp8State, arithmetic, scaled_mm
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
@@ -368,15 +369,15 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
     saver.save(state, {})
     saver.finish()
     steps(other, cfg, world, count=1)
-    saved = checkpoint.resume(checkpoint_files.found(tmp_path)[0], other, FACTS)
-    checkpoint.load_progress(saved, other)
+    saved = resuming.load_weights(checkpoint_files.found(tmp_path)[0], other, FACTS)
+    resuming.load_progress(saved, other)
     assert [float(scale) for scale in other.fp8.scales] == [float(scale) for scale in state.fp8.scales]
     assert steps(other, cfg, world, count=2) == steps(state, cfg, world, count=2)
     assert torch.equal(other.fp8.history, state.fp8.history)
     require_identical(whole(other.net), whole(state.net))
     off = config_file.replace(cfg, fp8__recipe="dynamic")
     with pytest.raises(Refusal, match=r"1 unexpected: fp8\.history"):
-        checkpoint.open_for(checkpoint_files.found(tmp_path)[0], lively_state(off, world), FACTS)
+        resuming.open_for(checkpoint_files.found(tmp_path)[0], lively_state(off, world), FACTS)
 
 
 def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
@@ -393,9 +394,9 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     assert torch.equal(state.fp8.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(base["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
-    saved = checkpoint.open_for(checkpoint_files.found(Path(found["run"]))[0], state, FACTS)
+    saved = resuming.open_for(checkpoint_files.found(Path(found["run"]))[0], state, FACTS)
     state.fp8.reset()
-    checkpoint.load_progress(saved, state)
+    resuming.load_progress(saved, state)
     assert torch.equal(state.fp8.history, base["histories"][0])
     assert torch.equal(torch.stack(state.fp8.scales), base["scales"][0])
     assert saved.tensors["fp8.history"].shape == [2 * 22, 3]

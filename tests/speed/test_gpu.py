@@ -8,6 +8,7 @@ from flux_ref import checkpoint, config_file, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.data import allocate, synthetic
 from flux_ref.formats import checkpoint_files
+from flux_ref.run import resuming
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
@@ -78,8 +79,8 @@ def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
         want = train(first, 3)
         saver.finish()
         second = state_with(seed=4)
-        saved = checkpoint.resume(checkpoint_files.found(tmp_path)[-1], second, {})
-        checkpoint.load_progress(saved, second)
+        saved = resuming.load_weights(checkpoint_files.found(tmp_path)[-1], second, {})
+        resuming.load_progress(saved, second)
         found = train(second, 3)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -21,6 +21,7 @@ from torch import Tensor
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
 from flux_ref.weights import commands as weights
@@ -70,7 +71,7 @@ def import_(source: Path, out: Path) -> Path:
 
 def kept(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint by BFL's names, in the dtype on disk."""
-    saved = checkpoint_files.Checkpoint(path)
+    saved = Checkpoint(path)
     return {key.removeprefix("model."): saved.read(key) for key in saved.tensors}
 
 
@@ -224,7 +225,7 @@ def test_files_say_what_trained_them_and_where_they_come_from(checkpoint, lively
     save_file(lively, public, {"samples": "many"})
     assert header_of(export(public, tmp_path / "of public")) == {"format": "pt"}, "trained elsewhere"
     path = import_(public, tmp_path / "ours")
-    info = checkpoint_files.Checkpoint(path).info
+    info = Checkpoint(path).info
     assert (info["from"], info["step"], info["samples"]) == (str(public), 0, 0)
     assert config_file.from_flat(info["name"], info["config"]).model == MODEL
     assert command("inspect", path, "--verify") == 0

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from flux_ref import config, config_file, sharding
 from flux_ref.config import ModelConfig
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats import checkpoint_files, checkpoint_reader, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
 from flux_ref.weights import commands as weights
@@ -145,7 +146,7 @@ def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, 
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
     fixed, source = "--eval.noise=fixed", kept / "f16.safetensors"
     assert write_run(tmp_path / "run", shapes_dir, source, "--eval.at_start=true", fixed) == 0
-    saved = checkpoint_files.Checkpoint(weight_files.find(tmp_path / "run"))
+    saved = Checkpoint(weight_files.find(tmp_path / "run"))
     model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
     require_identical(model, rounded("f16", tensors_of(CFG.model)))
 
@@ -326,11 +327,12 @@ def test_inspect_says_what_is_there(kept, capsys):
 
 
 def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
-    for module in (safetensors_io, checkpoint_files):  # with large blocks one checksum covers weights and moments
+    # With large blocks one checksum covers weights and moments.
+    for module in (safetensors_io, checkpoint_files, checkpoint_reader):
         monkeypatch.setattr(module, "BLOCK", 4096, raising=False)
     run = tmp_path / "run"
     assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
-    saved = checkpoint_files.Checkpoint(weight_files.find(run))
+    saved = Checkpoint(weight_files.find(run))
     ((file, begin, *_),) = saved.tensors["optimizer.state.img_in.weight.exp_avg_sq"].chunks
     flip(saved.folder / file, begin)
     assert weights.main(["inspect", str(run)]) == 0

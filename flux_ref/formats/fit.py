@@ -1,0 +1,30 @@
+"""Checks of tensors that were read from files."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from flux_ref.errors import Refusal
+
+
+def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
+    """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
+    missing, unexpected = sorted(want.keys() - found.keys()), sorted(found.keys() - want.keys())
+    misshaped = [
+        f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
+    if any(problems.values()):
+        lists = (
+            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for problem, names in problems.items()
+            if names
+        )
+        raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
+
+
+def finite(values: Tensor, name: str, where: str | Path) -> Tensor:
+    """The values. Raises: Refusal if any is NaN or infinite."""
+    if not values.isfinite().all():
+        raise Refusal(f"{where}: {name} holds NaN or infinite values; use another file")
+    return values
