@@ -51,21 +51,16 @@ def allocate(model: ModelConfig, rows: int, device: torch.device | str = "cpu", 
     }
 
 
-def numpy_rows(batch: Batch) -> Rows:
-    """The same memory as numpy arrays. bf16 values appear as their bits in uint16."""
-    return {
-        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for name, tensor in batch.items()
-    }
-
-
 class HostBatch:
-    """One reusable, pinned buffer. An asynchronous copy stores its completion event in `in_use`."""
+    """One reusable, pinned buffer. Its `rows` are the same memory for numpy: bf16 values as their bits in uint16."""
 
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
-        self.rows = numpy_rows(self.tensors)
-        self.in_use = None  # its `synchronize` returns once the buffer may be overwritten
+        self.rows: Rows = {
+            name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in self.tensors.items()
+        }
+        self.in_use = None  # of an asynchronous copy; its `synchronize` returns once the buffer may be overwritten
 
 
 @dataclass

@@ -141,11 +141,8 @@ class _Fp8Matmul(torch.autograd.Function):
         x8_MK = cast(x_MK, input_scale, arith.forward)
         w8_NK = cast(weight_NK, weight_scale, arith.forward)
         ctx.save_for_backward(x8_MK, weight_NK, input_scale, weight_scale, grad_scale)
-        ctx.grad_amax, ctx.arith, ctx.max_exponent = (
-            grad_amax,
-            arith,
-            max_exponent,
-        )  # grad_amax changes: cannot be saved
+        # grad_amax changes, so ctx cannot save it.
+        ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
         rule = arith.row_times_column
         return scaled_mm(x8_MK, w8_NK.t(), input_scale, weight_scale, rule, bias_N, x_MK.dtype, fast=True)
 
