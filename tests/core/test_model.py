@@ -26,31 +26,6 @@ from flux_ref.model import Flux
 
 MICRO_MODEL = config_file.load(MICRO).model
 
-BFL_SHAPES = {
-    "img_in.weight": (3072, 64),
-    "txt_in.weight": (3072, 4096),
-    "time_in.in_layer.weight": (3072, 256),
-    "time_in.out_layer.weight": (3072, 3072),
-    "vector_in.in_layer.weight": (3072, 768),
-    "vector_in.out_layer.bias": (3072,),
-    "double_blocks.0.img_mod.lin.weight": (18432, 3072),
-    "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
-    "double_blocks.0.img_attn.norm.query_norm.scale": (128,),
-    "double_blocks.0.img_attn.norm.key_norm.scale": (128,),
-    "double_blocks.0.img_attn.proj.weight": (3072, 3072),
-    "double_blocks.18.img_mlp.0.weight": (12288, 3072),
-    "double_blocks.18.img_mlp.2.weight": (3072, 12288),
-    "double_blocks.18.txt_mod.lin.bias": (18432,),
-    "double_blocks.18.txt_attn.qkv.bias": (9216,),
-    "double_blocks.18.txt_mlp.2.bias": (3072,),
-    "single_blocks.0.linear1.weight": (21504, 3072),
-    "single_blocks.0.linear2.weight": (3072, 15360),
-    "single_blocks.37.modulation.lin.weight": (9216, 3072),
-    "single_blocks.37.norm.key_norm.scale": (128,),
-    "final_layer.linear.weight": (64, 3072),
-    "final_layer.adaLN_modulation.1.weight": (6144, 3072),
-}
-
 # How weights start that are neither biases (zeros) nor Xavier-uniform; without the number of their block.
 STARTS = {
     "normal": ("time_in.in_layer", "time_in.out_layer", "vector_in.in_layer", "vector_in.out_layer"),
@@ -83,17 +58,11 @@ def bf16_parameters(net: Flux) -> Flux:
     return net
 
 
-def test_parameter_table_is_flux_1_schnell():
-    table = model.parameter_table(ModelConfig())
-    assert len(table) == 776
-    assert sum(math.prod(shape) for shape in table.values()) == 11_891_178_560
-    assert {name: table.get(name) for name in BFL_SHAPES} == BFL_SHAPES
-
-
 def test_every_parameter_has_a_counterpart_in_diffusers():
-    """At full size, on the meta device: same names after the map, same shapes, nothing left over."""
+    """Schnell at full size, on the meta device: same names after the map, same shapes, nothing left over."""
     cfg = ModelConfig()
     table = {name: torch.empty(shape, device="meta") for name, shape in model.parameter_table(cfg).items()}
+    assert (len(table), sum(tensor.numel() for tensor in table.values())) == (776, 11_891_178_560)
     with torch.device("meta"):
         twin = FluxTransformer2DModel()
     mapped = {name: tuple(tensor.shape) for name, tensor in to_diffusers(table, cfg.hidden).items()}
