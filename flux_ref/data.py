@@ -250,27 +250,24 @@ class ValSet:
         """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
         count = len(self.shards)
         texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
+        fill = partial(self._fill, texts, evaluation)
+        return Feed(self._plan(), self._expect, fill, self.buffers, self.cfg.data.workers)
 
-        def fill(rows: Rows, i: int, sample: int) -> None:
-            if sample < count:
-                rows["weight"][i] = 1.0
-                self._fill(rows, i, sample, int(texts[sample]), evaluation)
-            else:
-                for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
-                    values[i] = 0
-
-        def expect(samples: range) -> None:
-            self.shards.expect(sample for sample in samples if sample < count)
-
-        return Feed(self._plan(), expect, fill, self.buffers, self.cfg.data.workers)
+    def _expect(self, samples: range) -> None:
+        self.shards.expect(sample for sample in samples if sample < len(self.shards))
 
     def _plan(self) -> Iterator[range]:
         for k in range(self.batches):
             start = (k * self.size + self.rank) * self.cfg.eval.batch
             yield range(start, start + self.cfg.eval.batch)
 
-    def _fill(self, rows: Rows, i: int, sample: int, text: int, evaluation: int) -> None:
-        members = {name: rows[name][i] for name in shards.MEMBERS}
+    def _fill(self, texts: Sequence[int], evaluation: int, rows: Rows, i: int, sample: int) -> None:
+        if sample >= len(self.shards):
+            for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
+                values[i] = 0
+            return
+        rows["weight"][i] = 1.0
+        text, members = int(texts[sample]), {name: rows[name][i] for name in shards.MEMBERS}
         try:
             if text != sample:
                 self.shards.read(text, members)

@@ -4,9 +4,8 @@ A graph repeats recorded work on the memory that the work used: forward and back
 clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
 `opt.lr`, weights, moments, loss, norm, health and sums. Random draws come with the batch; a graph holds no generator.
 
-A batch is copied from pinned memory just before its step, on the same stream. The host enqueues the copy while the
-device still computes the step before. A second set of device buffers would only hide the transfer: 147 MB for 64
-samples of schnell, about 3 ms (calculated) in a step of more than a second.
+A batch is copied from pinned memory just before its step, on the same stream. A second set of device buffers would
+only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated) in a step of more than a second.
 """
 
 import gc
@@ -43,13 +42,6 @@ def mode(cfg: Config, device: torch.device) -> str:
     if reason and enabled == "on":
         raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
     return f"eager ({reason})" if reason else CAPTURED
-
-
-def require_same_mode(cfg: Config, world: World) -> None:
-    """Collective. Raises: Refusal if the mode differs between ranks, or if graph.enabled=on cannot be honoured."""
-    with ranks.agreed():
-        own = mode(cfg, world.device)
-    ranks.require_same(own, "the mode of steps")
 
 
 class Steps:
