@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     config_rules.validate_world(cfg, world.size)
-    ranks.require_same(config_file.dump(cfg), "config")
-    steps.require_same_mode(cfg, world)
+    with ranks.agreed():
+        mode = steps.mode(cfg, world.device)
+    ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
 

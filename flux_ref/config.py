@@ -6,7 +6,6 @@ config_file.py loads a config; config_rules.py says which values are refused. No
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +96,7 @@ class EvalConfig:
     batch: int = 32  # samples per forward on one rank
     noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
     band: str = "public"  # reference losses: "public", a CSV file of your own runs, or "" for none
-    permuted_captions: bool = (
-        False  # at the end and in eval.py: also the loss with captions exchanged among the samples
-    )
+    permuted_captions: bool = False  # at the end and in eval.py: also the loss with captions exchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +183,7 @@ class Config:
     mllog: MllogConfig = MllogConfig()
 
 
-class DtypeNames(NamedTuple):
-    """What others call a dtype."""
-
-    torch: str
-    log: str  # the benchmark's log
-
-
-DTYPE_NAMES = {"bf16": DtypeNames("bfloat16", "bfloat16"), "fp32": DtypeNames("float32", "fp32")}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}  # what torch calls each dtype
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
 # Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.

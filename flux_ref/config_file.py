@@ -47,7 +47,9 @@ def _parse_all(overrides: list[str]) -> dict[str, object]:
         if not text.startswith("--") or not eq:
             raise Refusal(f"argument {text!r} is not of the form --section.key=value")
         _check_key(key)
-        values[key] = _parse(key, value)
+        if key in SECTIONS:
+            raise Refusal(f"{text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
+        values[key] = toml_file.parse(key, value, TYPES[key])
     return values
 
 
@@ -86,16 +88,8 @@ def _first(section: str) -> str:
 
 
 def _check_key(key: str) -> None:
-    if key in TYPES or key in SECTIONS:
-        return
-    raise toml_file.unknown("key", key, TYPES, f"sections are {', '.join(SECTIONS)}")
-
-
-def _parse(key: str, text: str) -> object:
-    """The value of a command-line override."""
-    if key in SECTIONS:
-        raise Refusal(f"--{key}={text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
-    return toml_file.parse(key, text, TYPES[key])
+    if key not in TYPES and key not in SECTIONS:
+        raise toml_file.unknown("key", key, TYPES, f"sections are {', '.join(SECTIONS)}")
 
 
 def _build(name: str, values: dict[str, object]) -> Config:

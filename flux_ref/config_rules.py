@@ -49,20 +49,16 @@ def validate(cfg, values: dict[str, object]) -> None:
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg.model)
-    _validate_memory(cfg.parallel)
+    _validate_parallel(cfg.parallel)
     _validate_fp8(cfg)
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
     if cfg.data.kind != "shapes" and cfg.sample.captions:
-        raise Refusal(
-            "sample.captions needs data.kind=shapes, whose encoders are here; sample.count draws stored captions"
-        )
+        raise Refusal("sample.captions needs data.kind=shapes; sample.count draws stored captions")
     if cfg.data.kind == "shapes" and cfg.sample.vae:
-        raise Refusal(
-            f"sample.vae={cfg.sample.vae} decodes FLUX's latents; those of data.kind=shapes have a codec of their own"
-        )
+        raise Refusal(f"sample.vae={cfg.sample.vae} decodes FLUX's latents; data.kind=shapes has its own codec")
 
 
 def _validate_model(model) -> None:
@@ -76,20 +72,16 @@ def _validate_model(model) -> None:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
 
 
-def _validate_memory(cfg) -> None:
+def _validate_parallel(cfg) -> None:
     budget = cfg.activation_budget
     if budget > 1:
         raise Refusal(f"parallel.activation_budget={budget} is a share; use a value from 0 to 1")
     if budget < 1 and not cfg.compile:
-        raise Refusal(
-            f"parallel.activation_budget={budget} needs parallel.compile=true; without it, set parallel.recompute=block"
-        )
+        raise Refusal(f"parallel.activation_budget={budget} needs parallel.compile=true, or set parallel.recompute")
     if cfg.attention in ("cudnn", "flash") and cfg.dtype == "fp32":
         raise Refusal(f"parallel.attention={cfg.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto")
     if cfg.recompute != "none" and cfg.compile:
-        raise Refusal(
-            f"parallel.recompute={cfg.recompute} is for parallel.compile=false; with it, set parallel.activation_budget"
-        )
+        raise Refusal(f"parallel.recompute={cfg.recompute} needs parallel.compile=false, or set activation_budget")
 
 
 def _validate_fp8(cfg) -> None:

@@ -51,21 +51,16 @@ def allocate(model: ModelConfig, rows: int, device: torch.device | str = "cpu", 
     }
 
 
-def numpy_rows(batch: Batch) -> Rows:
-    """The same memory as numpy arrays. bf16 values appear as their bits in uint16."""
-    return {
-        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for name, tensor in batch.items()
-    }
-
-
 class HostBatch:
-    """One reusable, pinned buffer. An asynchronous copy stores its completion event in `in_use`."""
+    """One reusable, pinned buffer. Its `rows` are the same memory for numpy: bf16 values as their bits in uint16."""
 
     def __init__(self, model: ModelConfig, rows: int, pin: bool):
         self.tensors = allocate(model, rows, pin=pin)
-        self.rows = numpy_rows(self.tensors)
-        self.in_use = None  # its `synchronize` returns once the buffer may be overwritten
+        self.rows: Rows = {
+            name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in self.tensors.items()
+        }
+        self.in_use = None  # of an asynchronous copy; its `synchronize` returns once the buffer may be overwritten
 
 
 @dataclass
@@ -255,27 +250,24 @@ class ValSet:
         """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
         count = len(self.shards)
         texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
+        fill = partial(self._fill, texts, evaluation)
+        return Feed(self._plan(), self._expect, fill, self.buffers, self.cfg.data.workers)
 
-        def fill(rows: Rows, i: int, sample: int) -> None:
-            if sample < count:
-                rows["weight"][i] = 1.0
-                self._fill(rows, i, sample, int(texts[sample]), evaluation)
-            else:
-                for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
-                    values[i] = 0
-
-        def expect(samples: range) -> None:
-            self.shards.expect(sample for sample in samples if sample < count)
-
-        return Feed(self._plan(), expect, fill, self.buffers, self.cfg.data.workers)
+    def _expect(self, samples: range) -> None:
+        self.shards.expect(sample for sample in samples if sample < len(self.shards))
 
     def _plan(self) -> Iterator[range]:
         for k in range(self.batches):
             start = (k * self.size + self.rank) * self.cfg.eval.batch
             yield range(start, start + self.cfg.eval.batch)
 
-    def _fill(self, rows: Rows, i: int, sample: int, text: int, evaluation: int) -> None:
-        members = {name: rows[name][i] for name in shards.MEMBERS}
+    def _fill(self, texts: Sequence[int], evaluation: int, rows: Rows, i: int, sample: int) -> None:
+        if sample >= len(self.shards):
+            for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
+                values[i] = 0
+            return
+        rows["weight"][i] = 1.0
+        text, members = int(texts[sample]), {name: rows[name][i] for name in shards.MEMBERS}
         try:
             if text != sample:
                 self.shards.read(text, members)

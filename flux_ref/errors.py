@@ -6,30 +6,28 @@ alone: only this rank has the error, so this rank prints it. Otherwise all ranks
 from signal import Signals
 
 
-class Refusal(Exception):
+class Stop(Exception):
+    """The base class."""
+
+    def __init__(self, message: str, alone: bool = False):
+        super().__init__(message)
+        self.alone = alone
+
+
+class Refusal(Stop):
     """The request cannot be honoured. Nothing has been trained. The process exits with 2."""
 
     exit_code = 2
 
-    def __init__(self, message: str, alone: bool = False):
-        super().__init__(message)
-        self.alone = alone
 
-
-class Fault(Exception):
+class Fault(Stop):
     """Something broke while the run was under way. The process exits with 3."""
 
     exit_code = 3
 
-    def __init__(self, message: str, alone: bool = False):
-        super().__init__(message)
-        self.alone = alone
 
-
-class Interrupted(Exception):
+class Interrupted(Stop):
     """A signal has stopped the run. The process exits with 128 + the signal's number, as shells do."""
-
-    alone = False
 
     def __init__(self, signal: int):
         super().__init__(f"stopped by {Signals(signal).name}")

@@ -18,7 +18,7 @@ from flux_ref.ranks import World
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
 
-DTYPES = {name: getattr(torch, known.torch) for name, known in DTYPE_NAMES.items()}
+DTYPES = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 
 
 def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:

@@ -4,14 +4,12 @@ A graph repeats recorded work on the memory that the work used: forward and back
 clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
 `opt.lr`, weights, moments, loss, norm, health and sums. Random draws come with the batch; a graph holds no generator.
 
-A batch is copied from pinned memory just before its step, on the same stream. The host enqueues the copy while the
-device still computes the step before. A second set of device buffers would only hide the transfer: 147 MB for 64
-samples of schnell, about 3 ms (calculated) in a step of more than a second.
+A batch is copied from pinned memory just before its step, on the same stream. A second set of device buffers would
+only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated) in a step of more than a second.
 """
 
 import gc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +28,6 @@ CAPTURED = "captured"
 WARM_STEPS = 2  # before a capture: the first step allocates lazily, the second is like all later steps
 
 
-class Graph(Protocol):
-    """What `Recorder.capture` returns."""
-
-    def replay(self) -> None: ...
-    def reset(self) -> None: ...
-
-
 def mode(cfg: Config, device: torch.device) -> str:
     """How a device runs the steps of a run: CAPTURED, or "eager (REASON)".
 
@@ -53,13 +44,6 @@ def mode(cfg: Config, device: torch.device) -> str:
     return f"eager ({reason})" if reason else CAPTURED
 
 
-def require_same_mode(cfg: Config, world: World) -> None:
-    """Collective. Raises: Refusal if the mode differs between ranks, or if graph.enabled=on cannot be honoured."""
-    with ranks.agreed():
-        own = mode(cfg, world.device)
-    ranks.require_same(own, "the mode of steps")
-
-
 class Steps:
     """The training and the validation step of one net, with the buffers that the steps read and write.
 
@@ -70,7 +54,7 @@ class Steps:
         self.state, self.cfg = state, cfg
         captures = state.opt is not None and mode(cfg, world.device) == CAPTURED
         self.recorder = Recorder(world.device) if captures else None
-        self.graphs: dict[str, Graph] = {}
+        self.graphs = {}  # what the recorder returns, with `replay` and `reset`, by name
         rows = cfg.train.global_batch // world.size if state.opt else 0
         self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
@@ -144,17 +128,13 @@ class Steps:
             raise
 
     def _capture(self, name: str, work: Callable[[], None]) -> None:
-        self._settle()
-        self.graphs[name] = self.recorder.capture(work)
-
-    def _settle(self) -> None:
-        """Bring the net to the start of a step, and all ranks to a halt. sync: before the clock starts."""
-        net = self.state.net
-        sharding.reshard(net)
-        require_settled(net)
+        """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
+        sharding.reshard(self.state.net)
+        require_settled(self.state.net)
         gc.collect()  # what dies during a capture would be freed into it
         self.recorder.synchronize()
         ranks.gather_objects(None)  # no rank's collectives run into another's capture
+        self.graphs[name] = self.recorder.capture(work)
 
     def close(self, agreed: bool = False) -> None:
         """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.

@@ -10,7 +10,9 @@ from pathlib import Path
 from mlperf_logging.mllog import constants, mllog
 
 from flux_ref import schedule
-from flux_ref.config import DTYPE_NAMES, Config, micro_batch
+from flux_ref.config import Config, micro_batch
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 
 
 class BenchmarkLog:
@@ -111,7 +113,7 @@ class BenchmarkLog:
 
 def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
     """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
-    compute, reduce = DTYPE_NAMES[cfg.parallel.dtype].log, DTYPE_NAMES[cfg.parallel.reduce_dtype].log
+    compute, reduce = DTYPE_NAMES[cfg.parallel.dtype], DTYPE_NAMES[cfg.parallel.reduce_dtype]
     return {
         "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
         "lowest_numerical_precision_in_attn": compute,

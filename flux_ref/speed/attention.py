@@ -22,17 +22,11 @@ def attention_kernel(cfg: Config, device: torch.device) -> str:
         return "math"
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     is_fast = is_hopper and (torch.backends.cudnn.version() or 0) >= FAST_CUDNN
-    return "cudnn" if is_fast and _suits_cudnn(cfg) else "flash"
-
-
-def _suits_cudnn(cfg: Config) -> bool:
-    """Whether torch lets cuDNN compute a config's attention, with sound gradients.
-
-    torch refuses cuDNN in deterministic mode. From torch 2.15 on it also refuses tokens % 128 == 64, whose gradients
-    may be NaN. Heads smaller than the benchmark's are left to flash attention, which is known to take them.
-    """
+    # torch refuses cuDNN in deterministic mode. From torch 2.15 on it also refuses tokens % 128 == 64, whose gradients
+    # may be NaN. Heads smaller than the benchmark's are left to flash attention, which is known to take them.
     tokens = cfg.model.text_tokens + cfg.model.image_tokens
-    return cfg.model.head_dim >= 64 and tokens % 128 != 64 and not torch.are_deterministic_algorithms_enabled()
+    is_taken = cfg.model.head_dim >= 64 and tokens % 128 != 64 and not torch.are_deterministic_algorithms_enabled()
+    return "cudnn" if is_fast and is_taken else "flash"
 
 
 def allow_attention(*kernels: str) -> None:

@@ -12,9 +12,8 @@ needs neither state nor communication. It costs one more read of the weight per 
 Without gradients (validation, pictures) all scales are dynamic. The loss then depends on weights and data alone, and
 the history does not change.
 
-Another precision, such as MXFP8, needs a recipe in config_rules.CHOICES, its casts and products here (`_tensor_scale`,
-`cast`, `scaled_mm`), a line in `describe`, its name in benchmark/mllog.py, and its cost in plan/.
-Scales per block also change `Fp8Linear`, its autograd function, and which widths config_rules.py allows.
+Another precision, such as MXFP8, changes this file, the recipes and widths in config_rules.py, its name in
+benchmark/mllog.py, and its cost in plan/.
 
 port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
@@ -141,11 +140,8 @@ class _Fp8Matmul(torch.autograd.Function):
         x8_MK = cast(x_MK, input_scale, arith.forward)
         w8_NK = cast(weight_NK, weight_scale, arith.forward)
         ctx.save_for_backward(x8_MK, weight_NK, input_scale, weight_scale, grad_scale)
-        ctx.grad_amax, ctx.arith, ctx.max_exponent = (
-            grad_amax,
-            arith,
-            max_exponent,
-        )  # grad_amax changes: cannot be saved
+        # grad_amax changes, so ctx cannot save it.
+        ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
         rule = arith.row_times_column
         return scaled_mm(x8_MK, w8_NK.t(), input_scale, weight_scale, rule, bias_N, x_MK.dtype, fast=True)
 
@@ -312,9 +308,8 @@ def describe(cfg: Config) -> str:
     fp8, plain = cfg.fp8, cfg.parallel.dtype
     if fp8.recipe == "off":
         return f"{plain} in training and validation"
-    scaling = {
-        "dynamic": "dynamic scales",
-        "delayed": f"delayed scales ({fp8.algorithm} of {fp8.history}, the first {fp8.dynamic_steps} steps dynamic)",
-    }[fp8.recipe]
+    scaling = "dynamic scales"
+    if fp8.recipe == "delayed":
+        scaling = f"delayed scales ({fp8.algorithm} of {fp8.history}, the first {fp8.dynamic_steps} steps dynamic)"
     validation = "FP8 with dynamic scales" if fp8.eval else plain
     return f"{plain}, {count(cfg.model)} linears in FP8 with {scaling}; validation {validation}"

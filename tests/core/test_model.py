@@ -26,31 +26,6 @@ from flux_ref.model import Flux
 
 MICRO_MODEL = config_file.load(MICRO).model
 
-BFL_SHAPES = {
-    "img_in.weight": (3072, 64),
-    "txt_in.weight": (3072, 4096),
-    "time_in.in_layer.weight": (3072, 256),
-    "time_in.out_layer.weight": (3072, 3072),
-    "vector_in.in_layer.weight": (3072, 768),
-    "vector_in.out_layer.bias": (3072,),
-    "double_blocks.0.img_mod.lin.weight": (18432, 3072),
-    "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
-    "double_blocks.0.img_attn.norm.query_norm.scale": (128,),
-    "double_blocks.0.img_attn.norm.key_norm.scale": (128,),
-    "double_blocks.0.img_attn.proj.weight": (3072, 3072),
-    "double_blocks.18.img_mlp.0.weight": (12288, 3072),
-    "double_blocks.18.img_mlp.2.weight": (3072, 12288),
-    "double_blocks.18.txt_mod.lin.bias": (18432,),
-    "double_blocks.18.txt_attn.qkv.bias": (9216,),
-    "double_blocks.18.txt_mlp.2.bias": (3072,),
-    "single_blocks.0.linear1.weight": (21504, 3072),
-    "single_blocks.0.linear2.weight": (3072, 15360),
-    "single_blocks.37.modulation.lin.weight": (9216, 3072),
-    "single_blocks.37.norm.key_norm.scale": (128,),
-    "final_layer.linear.weight": (64, 3072),
-    "final_layer.adaLN_modulation.1.weight": (6144, 3072),
-}
-
 # How weights start that are neither biases (zeros) nor Xavier-uniform; without the number of their block.
 STARTS = {
     "normal": ("time_in.in_layer", "time_in.out_layer", "vector_in.in_layer", "vector_in.out_layer"),
@@ -83,17 +58,11 @@ def bf16_parameters(net: Flux) -> Flux:
     return net
 
 
-def test_parameter_table_is_flux_1_schnell():
-    table = model.parameter_table(ModelConfig())
-    assert len(table) == 776
-    assert sum(math.prod(shape) for shape in table.values()) == 11_891_178_560
-    assert {name: table.get(name) for name in BFL_SHAPES} == BFL_SHAPES
-
-
 def test_every_parameter_has_a_counterpart_in_diffusers():
-    """At full size, on the meta device: same names after the map, same shapes, nothing left over."""
+    """Schnell at full size, on the meta device: same names after the map, same shapes, nothing left over."""
     cfg = ModelConfig()
     table = {name: torch.empty(shape, device="meta") for name, shape in model.parameter_table(cfg).items()}
+    assert (len(table), sum(tensor.numel() for tensor in table.values())) == (776, 11_891_178_560)
     with torch.device("meta"):
         twin = FluxTransformer2DModel()
     mapped = {name: tuple(tensor.shape) for name, tensor in to_diffusers(table, cfg.hidden).items()}
@@ -111,6 +80,7 @@ def test_micro_model_agrees_with_diffusers():
     assert_parity(ours | to_diffusers(parameter_gradients, MICRO_MODEL.hidden), theirs)
 
 
+@pytest.mark.slow
 def test_full_width_blocks_agree_with_diffusers():
     """One double and one single block at 3072 features; the two models share their weights' memory."""
     net = random_net(FULL_WIDTH)
@@ -166,22 +136,17 @@ def test_text_sits_at_the_origin_and_image_tokens_at_row_and_column():
     torch.testing.assert_close(angle, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_time_waves_of_the_validation_times_are_exact(dtype):
+def test_time_waves_are_exact():
     """1000 * t in fp32 whatever t's dtype: 0.375 gives 375, where bf16 arithmetic would give 376."""
     t_B = torch.arange(8) / 8
-    waves_BW = model.time_waves(t_B.to(dtype))
-    assert waves_BW.dtype == torch.float32
     angle = (125.0 * torch.arange(8, dtype=torch.float64))[:, None] * 10_000 ** (-torch.arange(128).double() / 128)
-    torch.testing.assert_close(waves_BW.double(), torch.cat((angle.cos(), angle.sin()), 1), rtol=0, atol=2e-4)
-    torch.testing.assert_close(waves_BW[:, 0].double(), angle[:, 0].cos(), rtol=0, atol=1e-6)
-
-
-def test_time_waves_tell_times_apart_that_bf16_cannot():
-    first, second = model.time_waves(torch.tensor([0.7000, 0.7004]))
-    assert torch.tensor(0.7000).bfloat16() == torch.tensor(0.7004).bfloat16()
-    assert first[0].item() == pytest.approx(math.cos(700.0), abs=1e-4)
-    assert second[0].item() == pytest.approx(math.cos(700.4), abs=1e-4)
+    for dtype in (torch.float32, torch.bfloat16):
+        waves_BW = model.time_waves(t_B.to(dtype))
+        assert waves_BW.dtype == torch.float32
+        torch.testing.assert_close(waves_BW.double(), torch.cat((angle.cos(), angle.sin()), 1), rtol=0, atol=2e-4)
+        torch.testing.assert_close(waves_BW[:, 0].double(), angle[:, 0].cos(), rtol=0, atol=1e-6)
+    first, second = model.time_waves(torch.tensor([0.7000, 0.7004]))[:, 0].tolist()  # one time in bf16
+    assert (first, second) == (pytest.approx(math.cos(700.0), abs=1e-4), pytest.approx(math.cos(700.4), abs=1e-4))
 
 
 def test_rope_time_and_norms_stay_fp32_in_a_bf16_net(monkeypatch):
@@ -228,54 +193,17 @@ def test_rms_norm_has_eps_1e_6():
         torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype,rtol", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
-@pytest.mark.parametrize("size", [1e-3, 1.0])
-def test_modulate_reduces_in_fp32_with_eps_1e_6(size, dtype, rtol):
+def test_modulate_reduces_in_fp32_with_eps_1e_6():
     """A layer norm over 3072 features that ends within one rounding of the fp64 formula."""
-    generator = torch.Generator().manual_seed(0)
-    x_BSD = (size * (torch.randn(2, 5, 3072, generator=generator) + 1)).to(dtype)
-    x64 = x_BSD.double()
-    centred = x64 - x64.mean(-1, keepdim=True)
-    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    zero_B1D = torch.zeros(2, 1, 3072, dtype=dtype)
-    torch.testing.assert_close(model.modulate(x_BSD, zero_B1D, zero_B1D).double(), normed, rtol=rtol, atol=1e-5)
-    # shift 2, scale 3: (1 + 3) * normed + 2
-    shifted = model.modulate(x_BSD, zero_B1D + 2, zero_B1D + 3)
-    torch.testing.assert_close(shifted.double(), 4 * normed + 2, rtol=2 * rtol, atol=8 * rtol)
-
-
-def test_order_of_text_tokens_does_not_matter_to_the_image():
-    """All text sits at one position and attention is not causal."""
-    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
-    forward = by_name(net)
-    shuffled = inputs["txt"][:, torch.randperm(MICRO_MODEL.text_tokens, generator=torch.Generator().manual_seed(0))]
-    assert relative_error(forward(**inputs | {"txt": shuffled}), forward(**inputs)) < 1e-6
-
-
-def test_order_of_image_tokens_matters():
-    """The counterpart: image tokens carry positions, so turning them round is more than turning the output round."""
-    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
-    forward = by_name(net)
-    turned = forward(**inputs | {"img": inputs["img"].flip(1)}).flip(1)
-    assert relative_error(turned, forward(**inputs)) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["txt", "img"])
-def test_last_token_reaches_the_first_image_token(name):
-    """No mask: neither over the padding at the end of the text nor a causal one over the image."""
-    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL)
-    forward = by_name(net)
-    changed = inputs[name].clone()
-    changed[:, -1] += 1
-    difference = forward(**inputs | {name: changed})[:, 0] - forward(**inputs)[:, 0]
-    assert (difference.norm(dim=-1) > 1e-3).all()
-
-
-def test_samples_of_a_batch_do_not_touch():
-    net, inputs = random_net(MICRO_MODEL), random_inputs(MICRO_MODEL, batch=3)
-    forward = by_name(net)
-    alone = [forward(**{name: tensor[i : i + 1] for name, tensor in inputs.items()}) for i in range(3)]
-    assert relative_error(torch.cat(alone), forward(**inputs)) < 1e-6
+    normal = torch.randn(2, 5, 3072, generator=torch.Generator().manual_seed(0))
+    for size, (dtype, rtol) in itertools.product((1e-3, 1.0), ((torch.float32, 1e-5), (torch.bfloat16, 2**-7))):
+        x_BSD = (size * (normal + 1)).to(dtype)
+        centred = x_BSD.double() - x_BSD.double().mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        zero_B1D = torch.zeros(2, 1, 3072, dtype=dtype)
+        torch.testing.assert_close(model.modulate(x_BSD, zero_B1D, zero_B1D).double(), normed, rtol=rtol, atol=1e-5)
+        shifted = model.modulate(x_BSD, zero_B1D + 2, zero_B1D + 3)  # (1 + 3) * normed + 2
+        torch.testing.assert_close(shifted.double(), 4 * normed + 2, rtol=2 * rtol, atol=8 * rtol)
 
 
 def initialised(cfg: ModelConfig) -> Flux:
@@ -293,15 +221,10 @@ def initialised(cfg: ModelConfig) -> Flux:
     return net
 
 
-def test_output_is_zero_at_the_start():
-    inputs = random_inputs(MICRO_MODEL)
-    out = by_name(initialised(MICRO_MODEL))(**inputs)
-    assert torch.equal(out, torch.zeros_like(inputs["img"]))
-
-
-def test_blocks_are_the_identity_at_the_start():
+def test_blocks_are_the_identity_and_the_output_is_zero_at_the_start():
     """Zero gates: the streams leave every block as they came, whatever the conditioning."""
-    net = initialised(MICRO_MODEL)
+    net, inputs = initialised(MICRO_MODEL), random_inputs(MICRO_MODEL)
+    assert torch.equal(by_name(net)(**inputs), torch.zeros_like(inputs["img"]))
     generator = torch.Generator().manual_seed(0)
     shapes = ((MICRO_MODEL.image_tokens, 24), (MICRO_MODEL.text_tokens, 24), (24,))
     img_BND, txt_BTD, vec_BD = (torch.randn(2, *shape, generator=generator) for shape in shapes)

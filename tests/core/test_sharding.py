@@ -67,15 +67,14 @@ def require_close(found: dict, want: dict):
 # Initial weights and their shards
 
 
-def test_initial_weights_are_bit_identical_at_every_world_size(measured):
-    require_identical(measured[3]["initial"]["whole"], measured[1]["initial"]["whole"])
-
-
-def test_initial_weights_have_bfls_names_and_are_not_all_alike(measured, micro):
-    whole = measured[1]["initial"]["whole"]
+def test_initial_weights_are_bit_identical_at_every_world_size_and_each_rank_keeps_its_chunk(measured, micro):
+    whole, rows = measured[1]["initial"]["whole"], measured[3]["initial"]["rows"]
+    require_identical(measured[3]["initial"]["whole"], whole)
     assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == parameter_table(micro.model)
-    a, b = whole["double_blocks.0.img_attn.qkv.weight"], whole["double_blocks.1.img_attn.qkv.weight"]
-    assert a.std() > 0.1 and not torch.equal(a, b)
+    first, second = (whole[f"double_blocks.{block}.img_attn.qkv.weight"] for block in (0, 1))
+    assert first.std() > 0.1 and not torch.equal(first, second)
+    assert [of_rank["final_layer.linear.weight"] for of_rank in rows] == [22, 22, 20], "uneven"
+    require_chunks(rows, micro)
 
 
 def require_chunks(rows: list[dict[str, int]], micro: config.Config) -> None:
@@ -83,15 +82,6 @@ def require_chunks(rows: list[dict[str, int]], micro: config.Config) -> None:
     for name, shape in parameter_table(micro.model).items():
         chunks = [len(chunk) for chunk in torch.zeros(shape).chunk(len(rows))]
         assert [of_rank[name] for of_rank in rows] == chunks + [0] * (len(rows) - len(chunks)), name
-
-
-def test_each_rank_keeps_its_chunk_of_rows(measured, micro):
-    require_chunks(measured[3]["initial"]["rows"], micro)
-
-
-def test_uneven_shards_are_among_those_tested(measured):
-    rows = measured[3]["initial"]["rows"]
-    assert [of_rank["final_layer.linear.weight"] for of_rank in rows] == [22, 22, 20]
 
 
 @pytest.mark.slow
@@ -111,15 +101,12 @@ def test_hsdp_shards_over_neighbouring_ranks_and_replicates_across(measured, mic
 @pytest.mark.parametrize("size", SIZES)
 def test_training_equals_one_plain_process(measured, plain, size):
     """Also with gradient accumulation, in larger regions, and with weights that stay gathered."""
+    assert min(plain["norms"]) < rank_runs.CLIP < max(plain["norms"]), "clipping is tested on both sides"
     for name in rank_runs.SPLITS if size == 3 else ("base", "accumulated"):
         require_same_run(measured[size][name], plain)
         require_close(measured[size][name]["whole"], plain["whole"])
         assert measured[size][name]["names"] == list(plain["whole"])
     assert measured[size]["base"]["storage shared"]
-
-
-def test_clipping_is_tested_on_both_sides(plain):
-    assert min(plain["norms"]) < rank_runs.CLIP < max(plain["norms"])
 
 
 @pytest.mark.slow
@@ -195,38 +182,18 @@ def test_health_remembers_the_first_step_that_was_not_finite():
     assert Health(torch.device("cpu")).flags.tolist() == [0, NEVER, NEVER]
 
 
-def test_health_of_a_sound_run_is_spotless(measured):
+def test_every_rank_reports_what_is_wrong_on_the_last_rank(measured):
+    found = measured[3]["reporting"]
+    assert found["flags"][2][1] == 1 and found["flags"][0][1] == NEVER, "the bad batch spoiled no weight"
     assert measured[3]["base"]["flags"] == [STEPS, NEVER, NEVER]
-    assert measured[3]["reporting"]["fine"] == [""] * 3
-
-
-def test_health_flags_name_step_and_rank_of_a_bad_loss(measured):
-    losses = [flags[1] for flags in measured[3]["reporting"]["flags"]]
-    assert losses == [NEVER, NEVER, 1], "the bad batch was the last rank's, and it spoiled no weight"
-
-
-def test_every_rank_names_the_first_bad_step_and_its_rank(measured):
-    complaints = measured[3]["reporting"]["NaN at step 1"]
-    assert len(set(complaints)) == 1
-    assert "loss is not finite at step 1 on rank 2's data (positions 20 to 23 of the run)" in complaints[0]
-
-
-def test_an_infinite_norm_of_finite_losses_stops_every_rank(measured):
-    complaints = measured[3]["reporting"]["infinite norm"]
-    assert len(set(complaints)) == 1
-    assert "gradient norm is not finite at step 1" in complaints[0]
-
-
-def test_skipped_samples_of_all_ranks_are_counted_together(measured):
-    complaints = measured[3]["reporting"]["one bad sample per rank"]
-    assert len(set(complaints)) == 1
-    assert complaints[0].startswith("3 bad training samples, data.skip_bad=2 allows no more")
-    assert complaints[0].count("reason 0") == complaints[0].count("reason 2") == 1
-
-
-def test_a_bad_sample_that_several_ranks_met_counts_once(measured):
-    assert measured[3]["reporting"]["the same bad sample on every rank"] == [""] * 3
-
-
-def test_a_refusal_on_one_rank_is_raised_on_all(measured):
+    for what, words in {
+        "fine": "",
+        "NaN at step 1": "loss is not finite at step 1 on rank 2's data (positions 20 to 23 of the run)",
+        "infinite norm": "gradient norm is not finite at step 1",
+        "one bad sample per rank": "3 bad training samples, data.skip_bad=2 allows no more",
+        "the same bad sample on every rank": "",
+    }.items():
+        assert len(found[what]) == 3 and len(set(found[what])) == 1, what
+        assert words in found[what][0] and bool(words) == bool(found[what][0]), what
+    assert all(found["one bad sample per rank"][0].count(f"reason {rank}") == 1 for rank in range(3))
     assert measured[3]["refusing"] == ["rank 2: no such shard"] * 3

@@ -10,13 +10,13 @@ import killing
 import pytest
 import torch
 from conftest import MICRO, called, micro_run, refusal, script
-from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
+from graph_ranks import Log, StandInRecorder, everything, require_same_history
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
 
 from flux_ref import config_file, data, ranks, sharding, steps
 from flux_ref.errors import Fault
-from flux_ref.speed import fp8, graphs
+from flux_ref.speed import fp8, graphs, regions
 from flux_ref.step import NEVER, State, validation_step
 from flux_ref.steps import CAPTURED, Steps, mode, require_settled
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
-LONG = ("--train.max_samples=240", "--train.micro_batch=6")  # 20 steps of 2 micro-batches
 DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]
 
 
@@ -45,6 +44,13 @@ def noted(log, monkeypatch) -> Log:
     monkeypatch.setattr(sharding, "reshard", log("reshard", sharding.reshard))
     monkeypatch.setattr(ranks, "gather_objects", log("barrier", ranks.gather_objects))
     return log
+
+
+@pytest.fixture
+def leaving(noted, monkeypatch) -> Log:
+    """The log, with when the process group is left."""
+    monkeypatch.setattr(ranks, "stop", noted("stop", ranks.stop))
+    return noted
 
 
 @pytest.fixture
@@ -77,7 +83,7 @@ def made(monkeypatch) -> list[Steps]:
 
 def train(folder, data, *overrides: str) -> int:
     """The exit code of train.py, run inside this process."""
-    return called("train.py", *micro_run(data, folder, "--eval.batch=45", *overrides))
+    return called("train.py", *micro_run(data, folder, "--eval.batch=45", "--train.micro_batch=6", *overrides))
 
 
 # Whether to capture
@@ -120,34 +126,29 @@ def test_on_is_refused_where_graphs_cannot_be_captured(monkeypatch):
     assert "torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12" in chosen_refusal(CUDA)
 
 
-@pytest.mark.parametrize("name", graphs.ALLOCATOR)
-def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch, name):
+def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    for other in (*graphs.ALLOCATOR, graphs.REGISTER):
-        monkeypatch.delenv(other, raising=False)
-    graphs.guard_expandable()
-    assert graphs.REGISTER not in graphs.os.environ
-    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
-    monkeypatch.setenv(graphs.REGISTER, "1")
-    graphs.guard_expandable()
-    assert chosen(CUDA) == "eager (NCCL_GRAPH_REGISTER=1 does not go with expandable_segments; unset it)"
-    monkeypatch.delenv(graphs.REGISTER)
-    ranks.start(config_file.load(MICRO).parallel)
-    ranks.stop()
-    assert graphs.os.environ[graphs.REGISTER] == "0" and chosen(CUDA) == CAPTURED
-
-
-def test_train_refuses_what_it_cannot_honour_and_leaves_nothing(tmp_path, shapes_dir, capsys):
-    assert train(tmp_path / "run", shapes_dir, "--graph.enabled=on") == 2
-    assert "graph.enabled=on cannot be honoured: a device of type cpu" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    for name in graphs.ALLOCATOR:
+        for other in (*graphs.ALLOCATOR, graphs.REGISTER):
+            monkeypatch.delenv(other, raising=False)
+        graphs.guard_expandable()
+        assert graphs.REGISTER not in graphs.os.environ
+        monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+        monkeypatch.setenv(graphs.REGISTER, "1")
+        graphs.guard_expandable()
+        assert chosen(CUDA) == "eager (NCCL_GRAPH_REGISTER=1 does not go with expandable_segments; unset it)"
+        monkeypatch.delenv(graphs.REGISTER)
+        ranks.start(config_file.load(MICRO).parallel)
+        ranks.stop()
+        assert graphs.os.environ[graphs.REGISTER] == "0" and chosen(CUDA) == CAPTURED
 
 
 # The capture
 
 
 def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
-    steps = make()
+    steps = make(parallel__reshard_after_forward=False)
+    steps.validate(steps.sums.clone())  # leaves weights gathered; StandInRecorder.capture would notice
     noted.clear()
     steps.capture()
     assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
@@ -179,13 +180,6 @@ def test_gathered_weights_and_gradients_that_are_left_are_noticed(make):
         require_settled(steps.state.net)
 
 
-def test_weights_that_an_evaluation_has_gathered_are_sharded_before_a_capture(log, make):
-    steps = make(parallel__reshard_after_forward=False)
-    steps.validate(steps.sums.clone())
-    steps.capture()  # StandInRecorder.capture looks
-    assert log.count("capture train") == log.count("capture validate") == 1
-
-
 def test_a_capture_that_executes_the_step_is_noticed(log, make, monkeypatch):
     steps = make()
     record = StandInRecorder.capture
@@ -212,16 +206,6 @@ def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, mo
 
 
 # Replays
-
-
-def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
-    cfg = config_file.replace(micro, train__micro_batch=6, eval__batch=24)
-    found = history(cfg, world)
-    want = history(config_file.replace(cfg, graph__enabled="off"), world)
-    require_same_history(found, want)
-    assert log.count("replay train") == graph_ranks.STEPS
-    assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
-    assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
 
 
 @pytest.mark.slow
@@ -254,36 +238,17 @@ def test_an_evaluation_uses_the_weights_of_the_moment(log, make):
     assert torch.equal(after, alone) and not torch.equal(after, before)
 
 
-def test_tensors_that_move_after_the_capture_are_noticed_by_the_stand_in(log, make):
-    steps = make()
-    steps.capture()
-    steps.train_batch = {name: tensor.clone() for name, tensor in steps.train_batch.items()}
-    with pytest.raises(AssertionError, match="would still use the former tensors"):
-        steps.train()
+@pytest.fixture(scope="module")
+def eager(shapes_dir, tmp_path_factory):
+    """The folder of an eager run."""
+    folder = tmp_path_factory.mktemp("eager")
+    assert train(folder, shapes_dir, "--graph.enabled=off") == 0
+    return folder
 
 
-def test_a_run_by_graphs_is_the_eager_run(log, tmp_path, shapes_dir, capsys):
-    assert train(tmp_path / "captured", shapes_dir, *LONG) == 0
-    assert "  steps   captured\n" in capsys.readouterr().out
-    assert train(tmp_path / "eager", shapes_dir, *LONG, "--graph.enabled=off") == 0
-    assert "  steps   eager (graph.enabled=off)\n" in capsys.readouterr().out
-    assert log.count("replay train") == 20 and log.count("replay validate") == 7
-    require_equal_runs(tmp_path / "captured", tmp_path / "eager")
-
-
-def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(log, made, tmp_path, shapes_dir):
-    log.broken_at = 3
-    assert train(tmp_path / "run", shapes_dir, "--checkpoint.every_samples=24") == 3
-    log.broken_at = None
-    assert train(tmp_path / "run", shapes_dir) == 0
-    assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
-    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
-    assert train(tmp_path / "whole", shapes_dir, "--graph.enabled=off") == 0
-    require_equal_runs(tmp_path / "run", tmp_path / "whole")
-
-
-def test_batch_and_rate_are_in_place_before_each_replay(log, tmp_path, shapes_dir, monkeypatch):
-    filled, rates = [], []
+def test_a_run_by_graphs_is_the_eager_run(eager, leaving, tmp_path, shapes_dir, monkeypatch, capsys):
+    """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
+    log, filled, rates = leaving, [], []
     copy_into, replay = data.Feed.copy_into, graph_ranks.StandInGraph.replay
     monkeypatch.setattr(data.Feed, "copy_into", lambda feed, static: (log.append("fill"), copy_into(feed, static))[1])
 
@@ -294,30 +259,25 @@ def test_batch_and_rate_are_in_place_before_each_replay(log, tmp_path, shapes_di
         replay(captured)
 
     monkeypatch.setattr(graph_ranks.StandInGraph, "replay", looking)
-    assert train(tmp_path / "run", shapes_dir) == 0
+    assert train(tmp_path / "captured", shapes_dir) == 0
+    assert "  steps   captured\n" in capsys.readouterr().out
     assert filled == ["fill"] * 5 and rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
+    assert log.count("replay train") == 5 and log.count("replay validate") == 2
+    assert log[-7:] == [*DROPPING, "barrier", "stop"] and log.count("reset") == 2
+    require_equal_runs(tmp_path / "captured", eager)
+
+
+def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(eager, log, made, tmp_path, shapes_dir):
+    log.broken_at = 3
+    assert train(tmp_path / "run", shapes_dir, "--checkpoint.every_samples=24") == 3
+    log.broken_at = None
+    assert train(tmp_path / "run", shapes_dir) == 0
+    assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
+    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
+    require_equal_runs(tmp_path / "run", eager)
 
 
 # The end
-
-
-@pytest.fixture
-def leaving(noted, monkeypatch) -> Log:
-    """The log, with when the process group is left."""
-    monkeypatch.setattr(ranks, "stop", noted("stop", ranks.stop))
-    return noted
-
-
-def test_graphs_are_dropped_by_all_ranks_before_the_group_is_left(leaving, tmp_path, shapes_dir):
-    assert train(tmp_path / "run", shapes_dir) == 0
-    assert leaving[-7:] == [*DROPPING, "barrier", "stop"] and leaving.count("reset") == 2
-
-
-def test_graphs_are_dropped_without_waiting_for_others_when_a_step_breaks(leaving, tmp_path, shapes_dir, capsys):
-    leaving.broken_at = 2
-    assert train(tmp_path / "run", shapes_dir) == 3
-    assert "an error of the device" in capsys.readouterr().err
-    assert leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2
 
 
 def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
@@ -327,18 +287,23 @@ def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes
     assert leaving[-6:] == [*DROPPING, "stop"]
 
 
-def test_a_device_that_is_gone_does_not_hide_what_broke_the_run(
-    leaving, made, tmp_path, shapes_dir, monkeypatch, capsys
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_when_a_step_breaks_graphs_are_dropped_without_waiting_for_others(
+    leaving, made, tmp_path, shapes_dir, monkeypatch, capsys, is_gone
 ):
-    def gone(recorder: StandInRecorder) -> None:
+    """A device that is gone does not hide what broke the run."""
+
+    def fail(recorder: StandInRecorder) -> None:
         if leaving.broken_at == leaving.count("replay train"):
             raise RuntimeError("an illegal memory access")
 
     leaving.broken_at = 2
-    monkeypatch.setattr(StandInRecorder, "synchronize", gone)
+    if is_gone:
+        monkeypatch.setattr(StandInRecorder, "synchronize", fail)
     assert train(tmp_path / "run", shapes_dir) == 3
     assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
     assert [steps.graphs for steps in made] == [{}]
+    assert is_gone or (leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2)
 
 
 def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
@@ -376,12 +341,9 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
     steps.close()
 
 
-def test_once_steps_are_closed_other_code_may_be_compiled(make, monkeypatch):
+def test_once_steps_are_closed_other_code_may_be_compiled(make):
     steps = make()
     steps.cfg = config_file.replace(steps.cfg, parallel__compile=True)
-    try:
-        torch.compiler.set_stance("fail_on_recompile")
-        steps.close()
-        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
-    finally:
-        torch.compiler.set_stance("default")
+    regions.forbid_recompilation()
+    steps.close()
+    assert torch._dynamo.eval_frame._stance.stance == "default"

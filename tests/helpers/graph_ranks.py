@@ -1,15 +1,12 @@
-"""Trains with evaluations in between, eagerly and by graphs, for test_graph and test_gpu_graph.
+"""Trains with evaluations in between, eagerly and by graphs, for test_steps and test_gpu_graph.
 
-    torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT        both ways
-    python tests/helpers/graph_ranks.py break STEP -- ARGUMENTS  train.py, broken off by an exception before a step
+    torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT
 
 On the CPU stand-ins take the place of graphs: they run the captured work anew, under the limits of a graph.
 """
 
-import gc
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +22,6 @@ from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
 from flux_ref.steps import Steps, require_settled
-
-import train  # isort: skip
 
 STEPS, EVALUATE_EVERY = 20, 5
 
@@ -153,8 +148,8 @@ def require_same_history(found: dict, want: dict) -> None:
     require_identical(found["after the capture"], found["before the capture"])
 
 
-def both(data: Path, out: Path) -> int:
-    cfg = config_file.replace(config_file.load(MICRO, data_overrides(data)), eval__batch=24, graph__enabled="off")
+def main(data: str, out: str) -> int:
+    cfg = config_file.replace(config_file.load(MICRO, data_overrides(Path(data))), eval__batch=24, graph__enabled="off")
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":
@@ -163,31 +158,9 @@ def both(data: Path, out: Path) -> int:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
     found = {"eager": history(cfg, world), "captured": history(config_file.replace(cfg, graph__enabled="on"), world)}
-    torch.save(found, out / f"rank_{world.rank}.pt")
+    torch.save(found, Path(out) / f"rank_{world.rank}.pt")
     ranks.stop()
     return 0
-
-
-def broken(step: int, argv: list[str]) -> int:
-    """Run train.py and raise in the place of a step; the time of it is the last line on the terminal."""
-    run_step = Steps.train
-
-    def breaking(steps: Steps) -> tuple[Tensor, Tensor]:
-        if steps.state.step == step:
-            print(f"broken at {time.time()}", flush=True)
-            raise RuntimeError("an error amid training")
-        return run_step(steps)
-
-    Steps.train = breaking
-    code = cli.run("train.py", "", train.main, argv)
-    gc.collect()
-    return code
-
-
-def main(*argv: str) -> int:
-    if argv[0] == "break":
-        return broken(int(argv[1]), list(argv[3:]))
-    return both(*map(Path, argv))
 
 
 if __name__ == "__main__":

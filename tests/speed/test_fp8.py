@@ -83,40 +83,32 @@ def test_a_linear_and_its_gradients_are_close_to_fp64():
     assert wrong == []
 
 
-def test_gradients_keep_the_range_of_e5m2():
-    """Rows of a gradient that are 2**25 smaller than others are as exact as those."""
-    linear, grad = linear_of(), randn(32, 64)
-    grad[16:] *= 2**-25
-    _, x_grad, *_ = passed(linear, randn(32, 96), grad)
-    want = grad.double() @ linear.weight.detach().double()
-    assert relative_error(x_grad[16:], want[16:]) < 0.07
-
-
-def test_layouts_change_no_bit():
+def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a_bit():
     """sm89 wants row times column, sm100 takes all."""
-    x, grad = randn(32, 96), randn(32, 64)
-    assert all(map(torch.equal, passed(linear_of("sm89"), x, grad), passed(linear_of("sm100"), x, grad)))
-
-
-def test_delayed_scales_that_equal_the_dynamic_ones_change_no_bit():
-    x, grad, results = randn(16, 96), randn(16, 64), []
-    for is_delayed in (False, True):
-        linear = linear_of(recipe="delayed")
+    x, grad, results = randn(32, 96), randn(32, 64), []
+    for arch, is_delayed in (("sm89", False), ("sm100", False), ("cpu", True)):
+        linear = linear_of(arch, recipe="delayed")
         linear.input_scale.copy_(448 / x.abs().max().float())
         linear.grad_scale.copy_(57344 / grad.abs().max().float())
         linear.is_delayed = is_delayed
         results.append(passed(linear, x, grad))
         assert linear.input_amax == x.abs().max() and linear.grad_amax == grad.abs().max()
-    assert all(map(torch.equal, *results))
+    assert all(torch.equal(tensor, same) for result in results[1:] for tensor, same in zip(results[0], result))
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_shows_under_dynamic_scales():
+def test_hard_values_under_dynamic_scales():
+    """Zeros stay zeros, NaN and infinity show, and rows of a gradient that are 2**25 smaller are as exact as others."""
     zeros = passed(linear_of(bias=False), torch.zeros(16, 96).bfloat16(), torch.zeros(16, 64).bfloat16())
     assert not any(tensor.any() for tensor in zeros)
     for bad in (math.nan, math.inf):
         x = randn(16, 96)
         x[3, 5] = bad
         assert not linear_of()(x).isfinite().all()
+    linear, grad = linear_of(), randn(32, 64)
+    grad[16:] *= 2**-25
+    _, x_grad, *_ = passed(linear, randn(32, 96), grad)
+    want = grad.double() @ linear.weight.detach().double()
+    assert relative_error(x_grad[16:], want[16:]) < 0.07
 
 
 def test_what_a_gpu_would_refuse_is_refused():
@@ -138,7 +130,7 @@ def test_what_a_gpu_would_refuse_is_refused():
             scaled_mm(left, right, one, one, row_times_column=True)
 
 
-def test_every_device_with_fp8_has_its_formats_and_layouts():
+def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
     want = {arch: (*FNUZ, False) for arch in ("gfx940", "gfx941", "gfx942")}
     want |= {arch: (E4M3, E5M2, True) for arch in ("sm89", "sm90", "sm120", "cpu")}
     want |= {arch: (E4M3, E5M2, False) for arch in ("sm100", "sm103", "gfx950", "gfx1201")}
@@ -146,11 +138,7 @@ def test_every_device_with_fp8_has_its_formats_and_layouts():
     for arch in ("sm80", "sm86", "gfx90a", "gfx1100", "sm75"):
         with pytest.raises(Refusal, match=f"{arch} does not; set fp8.recipe=off"):
             arithmetic(arch)
-
-
-def test_an_architecture_is_what_the_device_says(monkeypatch):
     devices = {
-        "sm90": (None, {"major": 9, "minor": 0}),
         "sm103": (None, {"major": 10, "minor": 3}),
         "gfx942": ("6.4", {"major": 9, "minor": 4, "gcnArchName": "gfx942:sramecc+:xnack-"}),
     }
@@ -213,16 +201,15 @@ def state_of_two_linears(cfg: Fp8Config, arch: str = "cpu") -> Fp8State:
     return Fp8State(nn.ModuleList(Fp8Linear(nn.Linear(16, 16), cfg, arithmetic(arch)) for _ in range(2)), cfg, CPU)
 
 
-@pytest.mark.parametrize("arch", ["cpu", "gfx942"])
-def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(arch, world):
+def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(world):
     """In place and without waiting, so that a captured graph may hold an update."""
     rng, hard = random.Random(0), (0.0, math.nan, math.inf, 1e-30, 3e38)
-    for values in (
-        {},
-        {"history": 1},
-        {"history": 3},
-        {"history": 4, "algorithm": "most_recent"},
-        {"history": 3, "margin": 2, "max_scale_exponent": 20},
+    for arch, values in (
+        ("cpu", {}),
+        ("gfx942", {"history": 1}),
+        ("cpu", {"history": 3}),
+        ("cpu", {"history": 4, "algorithm": "most_recent"}),
+        ("gfx942", {"history": 3, "margin": 2, "max_scale_exponent": 20}),
     ):
         cfg = Fp8Config(recipe="delayed", **values)
         state = state_of_two_linears(cfg, arch)
@@ -287,20 +274,13 @@ def gradients(net: Flux, state: Fp8State) -> dict[str, Tensor]:
 SHALLOW = {"model__double_blocks": 1, "model__single_blocks": 1}
 
 
-def test_tracing_or_recomputing_a_block_changes_no_bit():
+def test_recomputing_a_block_changes_no_bit():
     want = gradients(*converted_net(**SHALLOW))
     saving = converted_net(**SHALLOW)
     for block in (*saving[0].double_blocks, *saving[0].single_blocks):
         forward = block.forward
         block.forward = lambda *args, forward=forward: recompute(forward, *args, use_reentrant=False)
     require_identical(gradients(*saving), want)
-    torch._dynamo.reset()
-    traced = converted_net(**SHALLOW)
-    block = traced[0].single_blocks[0]
-    block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    require_identical(gradients(*traced), want)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    torch._dynamo.reset()
 
 
 def test_without_gradients_scales_are_dynamic_and_nothing_is_noted_and_bf16_may_be_asked_for():
@@ -318,27 +298,21 @@ def test_without_gradients_scales_are_dynamic_and_nothing_is_noted_and_bf16_may_
 
 
 def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
-    """A cast turns infinity into the largest value, so loss and gradients stay finite."""
-    cfg = fp8_config()
+    """A cast turns infinity into the largest value, so loss and gradients stay finite. Also over micro-batches."""
+    cfg = fp8_config(train__micro_batch=3)
     state, weights, norms = lively_state(cfg, world), [], []
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
+            amaxes = state.fp8.history[0::2, 0].clone()  # of inputs
             linear = next(iter(fp8_linears(state.net).values()))
             linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
         steps(state, cfg, world, count=1, norms=norms)
         weights.append(whole(state.net))
-    assert [math.isfinite(norm) for norm in norms] == [True, True, False, False]
-    require_identical(weights[3], weights[1])
-
-
-def test_a_step_notes_the_largest_of_its_micro_batches(world):
-    amaxes = []
-    for micro_batch in (0, 3):
-        state = lively_state(cfg := fp8_config(train__micro_batch=micro_batch), world)
-        steps(state, cfg, world, count=1)
-        amaxes.append(state.fp8.history[0::2, 0])  # of inputs
-    assert amaxes[0].all()
-    torch.testing.assert_close(*amaxes, rtol=0.02, atol=0)
+    assert [math.isfinite(norm) for norm in norms] == [True, False, False]
+    require_identical(weights[2], weights[0])
+    other = lively_state(fp8_config(), world)
+    steps(other, fp8_config(), world, count=1)
+    torch.testing.assert_close(amaxes, other.fp8.history[0::2, 0], rtol=0.02, atol=0)
 
 
 def test_a_warm_up_and_a_validation_leave_no_trace(world):

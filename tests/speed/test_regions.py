@@ -8,6 +8,7 @@ from flux_ref import config, config_file, ranks, schedule
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
+from flux_ref.model import SingleBlock
 from flux_ref.speed import regions
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
@@ -39,50 +40,39 @@ def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     return losses, sums.tolist()
 
 
-def test_recomputing_and_prefetching_change_no_bit(world):
-    differing = []
+def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_block_once_more(world, monkeypatch):
+    calls, differing, forward = [], [], SingleBlock.forward
+    monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
     for blocks in (1, 2):
         want = steps(world, micro(parallel__region_blocks=blocks))
-        for key, value in (("recompute", "block"), ("recompute", "region"), ("forward_prefetch", 2)):
+        assert len(calls) == 3 * 4  # blocks times passes: of three training steps and one validation step
+        for key, value, passes in (("recompute", "block", 7), ("recompute", "region", 7), ("forward_prefetch", 2, 4)):
+            calls.clear()
             cfg = micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value})
             differing += [] if steps(world, cfg) == want else [(blocks, key, value)]
+            assert len(calls) == 3 * passes, (key, value)
+        calls.clear()
     assert differing == []
 
 
-def test_recomputing_calls_every_block_once_more(world):
-    def calls_of_blocks(**values: object) -> int:
-        cfg, calls = micro(**values), []
-        state = State.build(cfg, world, seed=3)
-        for region in (*state.net.double_blocks, *state.net.single_blocks):
-            for block in region.blocks:
-                block.forward = (lambda forward: lambda *args: calls.append(0) or forward(*args))(block.forward)
-        train_step(state, synthetic(cfg.model, cfg.train.global_batch), Health(world.device), cfg)
-        return len(calls)
-
-    plain = calls_of_blocks()
-    assert calls_of_blocks(parallel__recompute="block") == calls_of_blocks(parallel__recompute="region") == 2 * plain
-
-
-def test_what_this_torch_lacks_is_refused(world, monkeypatch):
+def test_what_this_torch_or_machine_lacks_is_refused(world, monkeypatch):
     cfg = micro(parallel__separate_reduce_scatter=True)
     if hasattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group"):
         assert steps(world, cfg) == steps(world, micro())
         monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group")
     with pytest.raises(Refusal, match=r"parallel\.separate_reduce_scatter=true needs torch 2.13, this is .*; set"):
         State.build(cfg, world, seed=0)
-
-
-def test_a_cpu_without_a_compiler_is_refused(world, monkeypatch):
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
     with pytest.raises(Refusal, match=r"parallel\.compile=true needs a C\+\+ compiler .* set parallel\.compile=false"):
         State.build(micro(parallel__compile=True), world, seed=0)
 
 
-def test_ways_to_save_memory_that_exclude_each_other_are_refused():
+def test_what_excludes_each_other_is_refused():
     for values, message in (
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
         ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
         ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
+        ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):
         with pytest.raises(Refusal, match=message):
             micro(**values)
