@@ -192,22 +192,16 @@ def plan(files: dict[str, File], sums: dict[str, str], stocks: list[dict[str, st
 
     Raises: Refusal if nodes hold different copies of a file.
     """
-    streams: list[list[Transfer]] = [[] for _ in range(STREAMS)]
-    load, reads = [0] * STREAMS, [0] * len(stocks)  # bytes
+    transfers = []
     for file in sorted(files.values(), key=lambda file: -file.bytes):
         holders = [node for node, whole in enumerate(stocks) if file.name in whole]
         known = {sums.get(file.name), *(stocks[node][file.name] for node in holders)} - {None}
         if len(known) > 1:
             raise Refusal(f"the copies of {file.name} on nodes {holders} are not all right; remove them there")
-        lacking = [node for node in range(len(stocks)) if node not in holders]
-        if lacking:
-            reader = min(lacking, key=lambda node: reads[node])
-            chain = sorted(lacking, key=lambda node: (node - reader) % len(stocks))
-            stream = load.index(min(load))
-            streams[stream].append(Transfer(file, min(known, default=None), tuple(chain)))
-            load[stream] += file.bytes
-            reads[reader] += file.bytes
-    return [stream for stream in streams if stream]
+        if lacking := [node for node in range(len(stocks)) if node not in holders]:
+            first = len(transfers) % len(lacking)  # nodes take turns in reading
+            transfers.append(Transfer(file, min(known, default=None), (*lacking[first:], *lacking[:first])))
+    return [transfers[stream::STREAMS] for stream in range(min(STREAMS, len(transfers)))]
 
 
 class Stream(threading.Thread):

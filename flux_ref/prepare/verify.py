@@ -4,7 +4,7 @@ DIR holds shards of the layout in shards.py, or train/, val/ and empty_encodings
 of training; its values must be plausible. Then come totals, repeated keys and the SHA-256 of every file. The first pass
 that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the manifest;
 nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run does.
-Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked, 3 the check broke.
+Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked.
 """
 
 import argparse
@@ -190,8 +190,9 @@ def _check_keys(reports: list[Report], problems: Problems) -> None:
     first: dict[tuple[str, str], str] = {}
     for report in reports:
         for position, key in report.keys:
+            split = report.split if key.isdecimal() else ""
             place = f"{report.path}, sample {position}, key {key}"
-            other = first.setdefault((report.split * key.isdecimal(), key), place)
+            other = first.setdefault((split, key), place)
             if other != place:
                 problems.add("repeated key", place, f"so is the key of {other}")
 
@@ -246,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The subcommand; returns the exit code. Raises: Refusal; Fault; OSError; KeyboardInterrupt."""
+    """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     began, problems = time.monotonic(), Problems()
     cfg = options.config(args.config)
     layout, folders = shards.layout(cfg.model), _folders(args.dir, problems)
