@@ -276,17 +276,15 @@ def refused(args: list[str], capsys, code: int = 2) -> str:
 
 
 T5_CUTS, CLIP_CUTS = "a large dog stands in the water at night " * 2, "the grass " * 60
-GREY_16 = Image.fromarray(np.asarray(drawn(90, 80, 4).convert("L")).astype(np.uint16) * 257)
-ANIMATION = {"save_all": True, "append_images": [drawn(100, 90, 9)]}
 PICTURES = {  # caption, content
     "01.png": ("a red cat sits on the grass", saved(drawn(300, 200, 1))),
     "02.jpg": ("a blue dog", saved(drawn(200, 300, 2), "JPEG")),
     "03_grey.png": ("a photo of water", saved(drawn(100, 100, 3).convert("L"))),
-    "04_grey16.png": ("night", saved(GREY_16)),
+    "04.png": ("night", saved(drawn(90, 80, 4))),
     "05_rgba.png": (T5_CUTS, saved(drawn(256, 256, 5).convert("RGBA").rotate(30))),
     "06_cmyk.jpg": ("a small green cat", saved(drawn(120, 110, 6).convert("CMYK"), "JPEG")),
     "07.jpg": (CLIP_CUTS, saved(drawn(140, 100, 7), "JPEG")),
-    "08.gif": ("zebra", saved(drawn(100, 90, 8), "GIF", **ANIMATION)),  # in no vocabulary
+    "08.gif": ("zebra", saved(drawn(100, 90, 8), "GIF")),  # in no vocabulary
     "09_is_a_jpeg.png": ("a dog", saved(drawn(150, 140, 10), "JPEG")),
     "10.WEBP": ('a\tcat, "quoted", and l\'été 猫', saved(drawn(160, 150, 11), "WEBP")),
     "11_palette.png": ("in the water", saved(drawn(100, 100, 12).quantize(16))),
@@ -351,7 +349,7 @@ def test_bad_samples_are_listed_and_counted_and_the_good_fill_shards_without_gap
     assert header == "path\treason"
     assert dict(line.split("\t") for line in lines) == reasons and len(lines) == len(reasons)
     assert f"{len(CAPTIONS)} samples" in printed and f"{len(reasons)} rejected" in printed
-    assert all(f"'{reason}': {count}" in printed for reason, count in Counter(reasons.values()).items())
+    assert all(f"{count} {reason}" in printed for reason, count in Counter(reasons.values()).items())
     metas = [meta for meta, _ in encoded(output / "train")]
     assert [meta.key for meta in metas] == [f"train_{i:08d}" for i in range(12)]
     assert {meta.timestep for meta in metas} == {None}

@@ -254,22 +254,17 @@ sys.exit(commands.main(["mlcommons", *sys.argv[1:]]))
 """
 
 
-def conversion(source: Path, output: Path, *args: object) -> Job:
-    """The command in a process of its own, which writes slowly."""
-    program = output.with_name("program.py")
-    program.write_text(PROGRAM)
-    args = ("--input", source, "--output", output, "--split", "train", *args)
-    return Job(output.with_name("log"), program, *args, ranks=0)
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_conversion_that_is_killed_goes_on_with_the_missing_shards(kills, public, output):
     many, growing, reached = rows(120), output / "train.partial", []
     write_arrow(public / "many" / "data-0.arrow", many[:71], (30, 1, 40))
     write_arrow(public / "many" / "data-1.arrow", many[71:], (49,))
-    options = ("--expect-samples", "any", "--per-shard", 2, "--config", MICRO)
+    program = output.with_name("program.py")
+    program.write_text(PROGRAM)
+    args = ("--input", public / "many", "--output", output, "--split", "train", "--config", MICRO)
+    args = (*args, "--expect-samples", "any", "--per-shard", 2)
     for kill in range(kills):
-        with conversion(public / "many", output, *options) as job:
+        with Job(output.with_name("log"), program, *args, ranks=0) as job:
             done = len(list(growing.glob("*.tar")))
             assert job.until(lambda done=done: len(list(growing.glob("*.tar"))) > done + 1)
             assert "in use by another job" in refusal(public / "many", output, per_shard=2)
