@@ -558,7 +558,7 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
-def test_a_job_does_not_go_on_with_other_input(stopped, tmp_path, capsys):
+def test_a_job_does_not_go_on_with_other_input_once_there_is_a_shard(stopped, tmp_path, capsys):
     before = contents(tmp_path / "out")
     other = save_t5(tmp_path / "t5_copy")
     write(tmp_path / "in" / "00.png", b"")
@@ -569,11 +569,7 @@ def test_a_job_does_not_go_on_with_other_input(stopped, tmp_path, capsys):
     ):
         line = refused([*stopped, *args], capsys)
         assert "was begun otherwise" in line and words in line and contents(tmp_path / "out") == before
-
-
-def test_a_job_without_a_shard_begins_anew_with_other_input(stopped, tmp_path):
     (tmp_path / "out" / "train.partial" / "shard_000000.tar").unlink()
-    (tmp_path / "in" / "00.png").write_bytes(b"")
     assert prepare.main(stopped) == 0
     assert "00.png\tno caption" in (tmp_path / "out" / "train_rejected.tsv").read_text()
 
