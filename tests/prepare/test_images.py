@@ -153,12 +153,7 @@ def cut(content: bytes, part: float = 0.5) -> bytes:
     return content[: int(len(content) * part)]
 
 
-def damaged(content: bytes) -> bytes:
-    """Other bytes in the middle."""
-    middle = len(content) // 2
-    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 40]) + content[middle + 40 :]
-
-
+WHOLE = saved(drawn(300, 200))
 BAD = {  # content, reason
     "empty.png": (b"", "not an image"),
     "text.png": (b"this is no picture\n" * 20, "not an image"),
@@ -170,10 +165,10 @@ BAD = {  # content, reason
     "huge_bomb.png": (claiming(60_000, 30_000), "too many pixels"),
     "ribbon.png": (saved(Image.new("1", (64, 400_000))), "too long and narrow"),
     "cut.jpg": (cut(saved(drawn(300, 200), "JPEG")), "damaged image"),
-    "cut.png": (cut(saved(drawn(300, 200))), "damaged image"),
+    "cut.png": (cut(WHOLE), "damaged image"),
     "cut.webp": (cut(saved(drawn(300, 200), "WEBP")), "damaged image"),
-    "damaged.png": (damaged(saved(drawn(300, 200))), "damaged image"),
-    "head.png": (saved(drawn(300, 200))[:40], "not an image"),
+    "damaged.png": (WHOLE[:20_000] + bytes(40) + WHOLE[20_040:], "damaged image"),
+    "head.png": (WHOLE[:40], "not an image"),
 }
 
 
