@@ -124,7 +124,8 @@ def _make(args: argparse.Namespace) -> int:
             rejected = [row for _, rows in checked for row in rows]
             count = sum(candidates for candidates, _ in checked) - len(rejected)
             report, reasons = args.output / f"{args.split}_rejected.tsv", Counter(why for *_, why in rejected)
-            summary = f"{len(rejected)} rejected {dict(reasons.most_common())}, see {report}"
+            counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
+            summary = f"{len(rejected)} rejected ({counts or 'none'}), see {report}"
             with ranks.agreed():
                 if world.rank == 0:
                     _report(rejected, report)

@@ -1,4 +1,4 @@
-"""A pool of threads that count their progress and stop on Ctrl-C. Reading, hashing and writing hold no lock."""
+"""Threads that count their progress and stop on Ctrl-C. Reading, hashing and writing release Python's lock."""
 
 import threading
 from collections.abc import Callable

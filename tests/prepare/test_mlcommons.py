@@ -211,17 +211,14 @@ def test_what_datasets_saves_is_taken(public, output):
         require_converted(output, want, split)
 
 
-def test_empty_encodings_become_bf16_bits_without_a_batch_axis_once(public, output):
+def test_empty_encodings_become_bf16_bits_without_a_batch_axis_and_are_needed_once(public, output):
     convert(public / "coco_preprocessed", output, "val")
     want = shards.read_empty(public / "empty_encodings", LAYOUT)
     for member in ("t5", "clip"):
         found = np.load(output / "empty_encodings" / f"{member}_empty.npy")
-        assert found.dtype == np.uint16 and found.shape == LAYOUT.shapes[member]
-        assert np.array_equal(found, want[member])
-    before = {path: path.stat().st_mtime_ns for path in (output / "empty_encodings").iterdir()}
+        assert found.dtype == np.uint16 and np.array_equal(found, want[member])
     shutil.rmtree(public / "empty_encodings")
     convert(public / "cc12m_preprocessed", output)
-    assert before == {path: path.stat().st_mtime_ns for path in (output / "empty_encodings").iterdir()}
 
 
 # The command
@@ -254,22 +251,17 @@ sys.exit(commands.main(["mlcommons", *sys.argv[1:]]))
 """
 
 
-def conversion(source: Path, output: Path, *args: object) -> Job:
-    """The command in a process of its own, which writes slowly."""
-    program = output.with_name("program.py")
-    program.write_text(PROGRAM)
-    args = ("--input", source, "--output", output, "--split", "train", *args)
-    return Job(output.with_name("log"), program, *args, ranks=0)
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_conversion_that_is_killed_goes_on_with_the_missing_shards(kills, public, output):
     many, growing, reached = rows(120), output / "train.partial", []
     write_arrow(public / "many" / "data-0.arrow", many[:71], (30, 1, 40))
     write_arrow(public / "many" / "data-1.arrow", many[71:], (49,))
-    options = ("--expect-samples", "any", "--per-shard", 2, "--config", MICRO)
+    program = output.with_name("program.py")
+    program.write_text(PROGRAM)
+    args = ("--input", public / "many", "--output", output, "--split", "train", "--config", MICRO)
+    args = (*args, "--expect-samples", "any", "--per-shard", 2)
     for kill in range(kills):
-        with conversion(public / "many", output, *options) as job:
+        with Job(output.with_name("log"), program, *args, ranks=0) as job:
             done = len(list(growing.glob("*.tar")))
             assert job.until(lambda done=done: len(list(growing.glob("*.tar"))) > done + 1)
             assert "in use by another job" in refusal(public / "many", output, per_shard=2)
@@ -313,34 +305,25 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
 # What is refused before anything is written
 
 
-@pytest.fixture
-def begun(train, output) -> Path:
-    """The folder of a conversion of which one shard is missing."""
+def test_a_conversion_goes_on_with_its_own_plan_only(train, output):
     convert(train, output)
-    (output / "train").rename(output / "train.partial")
-    (output / "train.partial" / "shard_000003.tar").unlink()
-    return output / "train.partial"
-
-
-def test_a_conversion_goes_on_with_its_own_plan_only(begun, train, output):
-    before = contents(begun)
-    message = refusal(train, output, per_shard=5)
-    assert str(begun) in message and "per_shard was 4, is 5; remove" in message
-    write_arrow(train / "data-00001-of-00002.arrow", rows()[11:], (12,))
+    begun, second = (output / "train").rename(output / "train.partial"), train / "data-00001-of-00002.arrow"
+    (begun / "shard_000003.tar").unlink()
+    before, content = contents(begun), second.read_bytes()
+    assert f"{begun} was begun otherwise: per_shard was 4, is 5; remove" in refusal(train, output, per_shard=5)
+    write_arrow(second, rows()[11:], (12,))
     assert "data-00001-of-00002.arrow was [" in (message := refusal(train, output)) and ", 13], is [" in message
-    write_arrow(train / "data-00001-of-00002.arrow", rows()[10:], (13,))
+    second.write_bytes(content)
     write_state(train, ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"])
     assert "another order" in refusal(train, output)
     write_state(train, ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"])
     assert contents(begun) == before
-    convert(train, output)
-    require_converted(output, rows())
-
-
-def test_shards_without_their_plan_are_not_taken_up(begun, train, output):
     for plan in ("", "{", "[]", '{"split": "train"}'):
         (begun / "plan.json").write_text(plan)
         assert f"{begun} was begun otherwise: its plan.json is damaged" in refusal(train, output)
+    (begun / "plan.json").write_bytes(before["plan.json"])
+    convert(train, output)
+    require_converted(output, rows())
 
 
 def test_a_finished_set_is_refused_and_one_that_was_not_renamed_is_renamed(train, output):
@@ -436,7 +419,6 @@ def test_what_is_no_npy_of_the_right_kind_is_refused_with_its_place(train, outpu
         write_arrow(path, [rows()[0] | {"t5_encodings": blob}, *rows()[11:]], (13,))
         message = refused(train, output)
         assert f"{path}, row 0: t5_encodings (" in message and "uint16 (9, 28) in C order" in message
-        assert b"NUMPY" not in (blob or b"")[:50] or str(blob[:40].strip())[2:-1] in message
 
 
 def test_what_is_wrong_behind_the_first_row_is_found_while_it_is_converted(train):
