@@ -11,10 +11,10 @@ REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes o
 MOST = 1e100  # sums, squares and ratios of figures up to here are finite too
 
 
-def records(path: Path, samples=math.inf, figures: tuple[str, ...] = (), skip_damaged: bool = False) -> list[dict]:
+def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()) -> list[dict]:
     """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
-    A damaged line raises a Refusal unless it is the last line, which a killed run may have left, or skip_damaged.
+    A damaged line raises a Refusal unless it is the last line: a killed run may have left half a line.
     """
     lines, kept = path.read_bytes().split(b"\n") if path.is_file() else [], []
     for number, line in enumerate(lines, 1):
@@ -22,7 +22,7 @@ def records(path: Path, samples=math.inf, figures: tuple[str, ...] = (), skip_da
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
         if not lacks and record["samples"] >= 0:
             kept.append(record)
-        elif not skip_damaged and number < len(lines):
+        elif number < len(lines):
             why = f"{lacks[0]} is no finite number" if record and lacks else "no record of a run"
             raise Refusal(f"{path} line {number} is damaged ({why}); mend it or set run.dir to another folder")
     return [record for record in kept if record["samples"] <= samples]

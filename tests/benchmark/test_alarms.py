@@ -64,21 +64,14 @@ def test_a_loss_below_all_is_as_suspect():
     assert kinds([(262_144, 0.4)], band) == ["low"] and kinds([(262_144, 0.62)], band) == []
 
 
-def test_what_comes_again_is_told_again():
+def test_evaluations_that_stray():
+    """One that strays far is told, and told again when it comes again; one that strays a little is not, two are."""
     band = convergence.public_band(1024)
-    curve = public_curve(1024, "median")
-    for i in (8, 20):
-        curve[i] = (curve[i][0], curve[i][1] + 0.02)
-    assert [alarm.samples for alarm in of_losses(curve, band)] == [curve[8][0], curve[20][0]]
-
-
-def test_one_evaluation_that_strays_a_little_is_none():
-    band = convergence.public_band(1024)
-    curve = public_curve(1024, "median")
-    curve[20] = (curve[20][0], curve[20][1] + 0.005)
-    assert kinds(curve, band) == []
-    curve[21] = (curve[21][0], curve[21][1] + 0.005)
-    assert kinds(curve, band) == ["high"]
+    for lift, places, told_at in ((0.02, (8, 20), [8, 20]), (0.005, (20,), []), (0.005, (20, 21), [21])):
+        curve = public_curve(1024, "median")
+        for i in places:
+            curve[i] = (curve[i][0], curve[i][1] + lift)
+        assert [(a.kind, a.samples) for a in of_losses(curve, band)] == [("high", curve[i][0]) for i in told_at]
 
 
 def test_what_needs_no_band_and_what_comes_after_the_slowest_run():

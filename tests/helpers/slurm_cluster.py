@@ -99,7 +99,9 @@ class Cluster:
         ]
         (self.folder / "slurm.conf").write_text("\n".join(sorted(lines, key=lambda line: "Partition" in line)) + "\n")
         try:
-            self._start("munged", "--foreground", "--force", f"--key-file={key}", *self._munge_files())
+            munge = f"{self.folder}/munge"
+            files = (f"--{kind}-file={munge}.{kind}" for kind in ("key", "pid", "log", "seed"))
+            self._start("munged", "--foreground", "--force", f"--socket={munge}.socket", *files)
             self.until(lambda: (self.folder / "munge.socket").exists())
             self._start("slurmctld", "-D")
             for node in self.nodes:
@@ -109,10 +111,6 @@ class Cluster:
             self.__exit__()
             raise
         return self
-
-    def _munge_files(self) -> list[str]:
-        names = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
-        return [f"--{option}={self.folder / name}" for option, name in names.items()]
 
     def _start(self, name: str, *args: str, key: str = "") -> None:
         with (self.folder / f"{key or name}.out").open("ab") as output:

@@ -82,13 +82,6 @@ def test_bash_and_shellcheck_have_nothing_to_say():
     assert [process.stdout + process.stderr for process in done if process.returncode] == []
 
 
-def test_every_variable_has_a_reason():
-    """Each paragraph that sets one begins with a comment."""
-    paragraphs = [text for path in sorted((LAUNCH / "env").glob("*.sh")) for text in path.read_text().split("\n\n")]
-    assert [text for text in paragraphs if not text.startswith("# ")] == []
-    assert [text for text in paragraphs if text.count("export") > 1 and "# export" not in text] == []
-
-
 def test_the_readme_names_every_variable_of_the_script():
     script = (LAUNCH / "slurm.sbatch").read_text()
     documented = set(re.findall(r"^#   ([A-Z_]+)=", script, re.M))

@@ -98,17 +98,13 @@ def test_throughput_by_closed_form(tmp_path):
 
 def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
     """One before run_start is a warm-up; a second value for the same samples is another rank's."""
-    log = MadeLog(3, evaluations=5)
-    at = [entry[0] for entry in log.entries].index("run_start")
-    early = [list(entry) for entry in log.entries if entry[0] in ("eval_start", "eval_stop", "eval_accuracy")][:3]
-    for entry in early:
-        entry[4] = log.entries[at][4] - (5000 if entry[0] == "eval_start" else 1000)
-        entry[1] = 0.3 if entry[0] == "eval_accuracy" else None
-    log.entries[at:at] = early
-    again = [list(entry) for entry in log.entries if entry[0] == "eval_accuracy"][2]
     plain = score.measure(result_log.read(MadeLog(3, evaluations=5).write(tmp_path / "plain.txt")))
-    again[1] = 0.1
-    log.entries.insert(len(log.entries) - 1, again)
+    log = MadeLog(3, evaluations=5)
+    evaluations = [entry for entry in log.entries if entry[0] in ("eval_start", "eval_accuracy", "eval_stop")]
+    start = [entry[0] for entry in log.entries].index("run_start")
+    log.entries[start:start] = [[key, 0.3, metadata, kind, 0] for key, _, metadata, kind, _ in evaluations[:3]]
+    key, _, *rest = evaluations[4]
+    log.entries.insert(len(log.entries) - 1, [key, 0.1, *rest])
     found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
     assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
 
@@ -440,8 +436,7 @@ class Page(html.parser.HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
+        self.handle_startendtag(tag, attributes)
         if tag not in self.VOID:
             self.open.append(tag)
 

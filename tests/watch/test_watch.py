@@ -79,16 +79,6 @@ def test_states_and_durations(put):
     assert "starting" in shown(put("new", 0))
 
 
-def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
-    folder = put("run", 1_000_000)
-    stop = ':::MLLOG {"key": "run_stop", "metadata": {"reason": "loss is not \\"finite\\""}}\n'
-    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_start"}\n' + stop)
-    assert 'ended: loss is not "finite"' in shown(folder)
-    with (folder / "result_0.txt").open("a") as log:
-        log.write(':::MLLOG {"key": "init_start"}\n')
-    assert "training, " in shown(folder)
-
-
 def test_alarms_are_told(put):
     text = shown(put("bad", 2_000_000, factor=1.05))
     assert "● warning at 524,288 samples: validation loss" in text
@@ -124,7 +114,7 @@ def test_the_end_of_the_curve_is_at_its_place(put):
 
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 DAMAGE = [
-    *((name, None) for name in ("metrics.jsonl", "eval.jsonl", "result_0.txt", "environment.json", "outcome.json")),
+    *((name, None) for name in ("result_0.txt", "environment.json", "outcome.json")),  # a folder of this name
     *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
     *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
     *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
@@ -149,12 +139,17 @@ def test_damage_is_one_line_with_the_files_name(put, tmp_path, capsys):
     assert watch.main([str(path.parent)] * 20) == 2 and "at most 8" in capsys.readouterr().err
 
 
-def test_a_run_that_ended_after_its_first_evaluation(put):
+def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
+    """After its first evaluation, while it wrote the second."""
     folder = put("run", 0)
     (folder / "eval.jsonl").write_text(json.dumps(ALIVE | {"samples": 0}) + "\n" + '{"sam')
-    (folder / "result_0.txt").write_text(':::MLLOG {"key": "run_stop", "metadata": {"reason": "SIGTERM"}}\n')
+    stop = ':::MLLOG {"key": "run_stop", "metadata": {"reason": "loss is not \\"finite\\""}}\n'
+    (folder / "result_0.txt").write_text(':::MLLOG {"key": "init_start"}\n' + stop)
     text = shown(folder)
-    assert "ended: SIGTERM" in text and "validation 0.6000 at 0" in text and "│●" in text
+    assert 'ended: loss is not "finite"' in text and "validation 0.6000 at 0" in text and "│●" in text
+    with (folder / "result_0.txt").open("a") as log:
+        log.write(':::MLLOG {"key": "init_start"}\n')
+    assert "starting" in shown(folder)
 
 
 def test_a_stdout_that_cannot_take_the_panel(put):
