@@ -12,6 +12,7 @@ import time
 
 import made_logs
 import pytest
+import yaml
 from conftest import MICRO, ROOT
 from made_logs import MadeLog
 
@@ -20,6 +21,12 @@ from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.report import charts, official, result_files, result_log, score
 from flux_ref.report import commands as report
+
+
+@pytest.fixture(autouse=True)
+def quick_rules(monkeypatch):
+    """mlperf-logging reads its rules anew for every log. libyaml takes a tenth of the time."""
+    monkeypatch.setattr(yaml, "BaseLoader", getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 @pytest.fixture
