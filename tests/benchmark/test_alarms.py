@@ -71,7 +71,8 @@ def test_evaluations_that_stray():
         curve = public_curve(1024, "median")
         for i in places:
             curve[i] = (curve[i][0], curve[i][1] + lift)
-        assert [(a.kind, a.samples) for a in of_losses(curve, band)] == [("high", curve[i][0]) for i in told_at]
+        told = [(alarm.kind, alarm.samples) for alarm in of_losses(curve, band)]
+        assert told == [("high", curve[i][0]) for i in told_at]
 
 
 def test_what_needs_no_band_and_what_comes_after_the_slowest_run():
