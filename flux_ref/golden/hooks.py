@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +82,8 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def wrapped(owner: object, name: str, before: Callable | None = None, after: Callable | None = None) -> Iterator[None]:
-    """In this block, each call of owner.name also calls before(*arguments) and after(result, *arguments)."""
+def wrapped(owner: object, name: str, before: Callable | None = None, after: Callable | None = None):
+    """A context in which each call of owner.name also calls before(*arguments) and after(result, *arguments)."""
     original = getattr(owner, name)
 
     def call(*args: object) -> object:
@@ -94,8 +94,4 @@ def wrapped(owner: object, name: str, before: Callable | None = None, after: Cal
             after(result, *args)
         return result
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return patch.object(owner, name, call)

@@ -12,7 +12,7 @@ import numpy as np
 
 from flux_ref import rng
 
-TABLE = Path(__file__).with_name("places.toml")
+TABLE = Path(__file__).with_name("places.toml")  # {pattern: place}; the first pattern that matches a name counts
 WORDS = (  # seed, stream, sample, epoch, first word
     (0, rng.ORDER, 0, 0, 0),
     (25952, rng.NOISE, 1_099_775, 23, 0),
@@ -48,7 +48,6 @@ class Place:
 
 
 def _load() -> dict[str, Place]:
-    """{pattern: place} of places.toml. The first pattern that matches a name counts."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     kinds, shared = {name: Kind(*row) for name, row in table["kinds"].items()}, table["causes"]
     return {
@@ -61,11 +60,8 @@ PLACES = _load()
 
 
 def place(name: str) -> Place:
-    """The place of a value. Raises: KeyError for a name without a place."""
-    for pattern, known in PLACES.items():
-        if re.fullmatch(pattern, name):
-            return known
-    raise KeyError(name)
+    """The place of a value. Raises: StopIteration for a name without a place."""
+    return next(known for pattern, known in PLACES.items() if re.fullmatch(pattern, name))
 
 
 def meaning(name: str) -> str:

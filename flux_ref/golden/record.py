@@ -110,11 +110,10 @@ def record(cfg: Config, given: dict[str, np.ndarray]) -> dict[str, Recorded]:
 
 def plain(value: Tensor | np.ndarray) -> Recorded:
     """A value as a file holds it: bf16 becomes fp32, which is exact."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    if isinstance(value, Tensor):
-        value = value.detach()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    contiguous = np.array(value, order="C")  # safetensors writes the memory as it lies
+    tensor = torch.as_tensor(value).detach()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    array = (tensor.float() if dtype == "bfloat16" else tensor).numpy()
+    contiguous = np.array(array, order="C")  # safetensors writes the memory as it lies
     return Recorded({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}.get(dtype, dtype), contiguous)
 
 

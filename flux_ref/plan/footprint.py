@@ -86,7 +86,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
                 inputs = (streams if kind == "double" else streams[0], vec, net.rope)
                 compiled = cfg.parallel.compile
                 footprints[f"{kind} {length}"] = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
-        footprints["ends"] = _ends(_net(cfg, arch, 1), cfg, rows)
+        footprints["ends"] = _ends(_net(cfg, arch, 0), cfg, rows)
     return footprints
 
 
@@ -112,7 +112,7 @@ def layout(cfg: Config, gpus: int, node: int) -> Layout:
 def _net(cfg: Config, arch: str, length: int) -> Flux:
     """A net in the compute dtype with one region of each kind, of so many blocks."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[cfg.parallel.dtype])
+    torch.set_default_dtype(DTYPES[cfg.parallel.dtype])  # fake tensors cannot be cast in place
     try:
         net = Flux(dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length))
     finally:
@@ -123,7 +123,7 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
         for name, module in list(net.named_modules()):
             if fp8.CONVERTED.fullmatch(name):
                 net.set_submodule(name, fp8.Fp8Linear(module, dynamic, arith))
-    parallel = dataclasses.replace(cfg.parallel, region_blocks=length)
+    parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
     net.double_blocks = regions.regions(net.double_blocks, parallel)
     net.single_blocks = regions.regions(net.single_blocks, parallel)
     return net
@@ -168,9 +168,9 @@ class Live(TorchDispatchMode):
         return result, self.now - before, self.peak - before, Work(self.moved, tuple(self.products))
 
 
-def is_product(func) -> bool:
+def is_product(func: object) -> bool:
     """Whether an operation is a matrix product or attention."""
-    name = func._schema.name.split("::")[-1]
+    name = func._schema.name.split("::")[-1] if isinstance(func, torch._ops.OpOverload) else ""
     return name in PRODUCTS or "scaled_dot_product" in name
 
 
@@ -204,16 +204,8 @@ def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
         return Footprint(saved, most_forward, most_backward, evaluate, forward_work, backward_work)
 
 
-class _Through(nn.Module):
-    """In the place of a region."""
-
-    def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
-        return streams
-
-
 def _ends(net: Flux, cfg: Config, rows: int) -> Footprint:
-    """Of the net without its regions, and the loss; never compiled."""
-    net.double_blocks, net.single_blocks = nn.ModuleList([_Through()]), nn.ModuleList([_Through()])
+    """Of a net without blocks, and the loss; never compiled."""
     batch = {name: torch.zeros((rows, *shape), dtype=dtype) for name, (shape, dtype) in fields(cfg.model).items()}
     return _run(lambda: flow.losses(net, batch, DTYPES[cfg.parallel.dtype]).sum())
 
@@ -256,7 +248,7 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
     given = [node for node in nodes if node.op == "placeholder"]
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
     real = {*outputs, *given}
-    real.update(node for product in filter(_multiplies, nodes) for node in (product, *product.all_input_nodes))
+    real.update(node for product in nodes if is_product(product.target) for node in (product, *product.all_input_nodes))
     sizes, first, last = {}, {}, {}  # of storages: bytes, and the moments of their first and last use
     moved, products = 0, []
     sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
@@ -270,7 +262,7 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
         sizes |= storages
         first |= dict.fromkeys(new, moment)
         last |= dict.fromkeys(read | storages.keys(), moment)
-        if _multiplies(node):
+        if is_product(node.target):
             products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
         elif new and node.op != "placeholder":
             moved += sum(sizes[key] for key in read | new)
@@ -294,7 +286,3 @@ def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:
     """{identity: bytes} of the storages behind the values of nodes."""
     storages = (tensor.untyped_storage() for tensor in _values(nodes))
     return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def _multiplies(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_product(node.target)

@@ -25,15 +25,6 @@ SMALL = config_file.load(MICRO)
 # Products
 
 
-def test_products_are_those_of_schnell():
-    found = ceiling.products(MODEL, micro_batch=8)
-    assert {size for p in found for size in (p.n, p.k)} - {2048, 4096} == {3072, 9216, 12288, 15360, 21504}
-    forward = {p.layer: (p.m, p.k, p.n, p.per_step) for p in found if p.kind == "forward"}
-    assert forward["img_qkv"] == forward["txt_qkv"] == (2048, 3072, 9216, 19)
-    assert forward["linear1"] == (4096, 3072, 21504, 38) and forward["linear2"] == (4096, 15360, 3072, 38)
-    assert len(forward) == 10 and len(found) == 30
-
-
 def test_products_are_all_of_a_block_that_sees_tokens():
     """Against the weights themselves: 2 operations per weight and token, three times."""
     for model in (MODEL, SMALL.model):
@@ -77,33 +68,6 @@ def test_mean_weighs_products_by_their_use(monkeypatch):
     assert 0.5 < found["share_of_step"] < 1
 
 
-class Device:
-    """A stand-in for torch.cuda, whose properties have the name for the architecture where that is AMD's word."""
-
-    def __init__(self, name, version=(0, 0), architecture=""):
-        self.name, (self.major, self.minor), self.gcnArchName = name, version, architecture or name
-        self.hip = "7.0" if architecture else None
-
-    def get_device_properties(self, device):
-        return self
-
-
-def test_fp8_is_measured_where_it_exists(monkeypatch):
-    for device, kind in (
-        (Device("H200", (9, 0)), torch.float8_e4m3fn),
-        (Device("L40", (8, 9)), torch.float8_e4m3fn),
-        (Device("A100", (8, 0)), None),
-        (Device("MI300X", (9, 4), "gfx942:sramecc+"), torch.float8_e4m3fnuz),
-        (Device("MI355X", (9, 5), "gfx950"), torch.float8_e4m3fn),
-        (Device("MI250X", (9, 0), "gfx90a"), None),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "get_device_module", lambda _, device=device: device)
-            patch.setattr(torch.version, "hip", device.hip)
-            found = ceiling.fp8_kinds(torch.device("cuda"))
-        assert found[0] == kind if kind else "has no FP8 matrix products" in found, device.name
-
-
 def test_the_ceilings_report_is_whole(tmp_path, capsys):
     report = report_of(ceiling, tmp_path, "--micro-batches", "1,2")
     assert [found["micro_batch"] for found in report["ceilings"]] == [1, 2]
@@ -121,7 +85,6 @@ KERNELS = {
     "gemm": (
         "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
         "Cijk_Alik_Bljk_BBS_BH_MT256x256x64_MI16x16x16x1",
         "triton_tem_fused_addmm_3",
@@ -131,7 +94,6 @@ KERNELS = {
     "attention": (
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128_4x1x1",
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
-        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80",
         "bwd_kernel_dk_dv",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
@@ -145,7 +107,6 @@ KERNELS = {
     ),
     "copy": (
         "Memcpy HtoD (Pinned -> Device)",
-        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
         "void at::native::CatArrayBatchedCopy_contig<at::native::OpaqueType<2u>, unsigned int, 3, 128, 1>",
         "void split_with_sizes_copy_out_contiguous_no_cast_kernel",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",

@@ -132,27 +132,15 @@ def test_a_port_in_fp64_passes(kept, monkeypatch, tmp_path, capsys):
     assert result.code == 0, result.text
 
 
-def test_more_threads_pass(kept, tmp_path, capsys):
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        dump = recorded(kept)
-    finally:
-        torch.set_num_threads(before)
-    result = checked(dump, tmp_path, capsys)
-    assert result.code == 0, result.text
-
-
-def test_a_part_passes_and_the_rest_is_listed(kept, ours, tmp_path, capsys):
+def test_a_part_passes_and_the_rest_is_listed(ours, tmp_path, capsys):
+    """Long lists are cut. Names from a port's file are printable."""
     part = {name: ours[name] for name in ("prediction", "loss", "rope")}
-    result = checked(part | {"my_own": np.zeros(3, np.float32)}, tmp_path, capsys)
+    result = checked(part | {"\x1b[31m\n" + "x" * 500: ours["vec"]}, tmp_path, capsys)
     assert result.code == 0
     assert result.text.startswith("3 places compared, 0 differ, ")
-    assert (
-        re.search(r"missing:\n  draws\.\* \(16\), init\.\* \(4\), batch\.\* \(7\), latent, x_t, ", result.text)
-        and "unknown:\n  my_own" in result.text
-    )
+    assert re.search(r"missing:\n  draws.words.0, draws.words.1, [^;]* and \d+ more\n", result.text)
     assert "weights.img_in.bias" not in result.text.replace("step1.weights.img_in.bias", ""), "inputs are never missing"
+    assert "\x1b" not in result.text and "unknown:\n  \\x1b[31m\\nxxx" in result.text and "x" * 101 not in result.text
 
 
 def test_unsigned_words_may_come_as_signed_ones(ours, tmp_path, capsys):
@@ -206,7 +194,6 @@ def test_how_far_and_which_parameters(kept, ours, tmp_path, capsys):
         "2e-5", "2e-05"
     )
     assert "all values before it agree, the last of them is vec" in result.text
-    assert "between these two, missing: double_blocks.0.img_mod.lin, " in result.text
 
 
 def test_what_comes_after_the_first_is_counted_only(ours, tmp_path, capsys):
@@ -224,15 +211,11 @@ ALIKE = [  # a golden value, how a port's differs, what the check says of it
     ("prediction", lambda x: np.where(x > 1, np.nan, x).astype(np.float32), "elements are not finite"),
     ("losses", lambda x: 28 * x, "yours is 28 x golden"),
     ("img", lambda x: x.reshape(2, 15, 7, 2, 2).swapaxes(2, 4).reshape(2, 15, 28), "another order along axis 2"),
-    ("rope", lambda x: np.roll(x, 11, 0), "another order along axis 0"),
     ("rope", lambda x: x[:1], "its shape is [1, 4, 2], want [26, 4, 2]"),
     ("double_blocks.0.attention", lambda x: x.reshape(2, 24, 26).swapaxes(1, 2), "in another order\n"),
     ("step1.weights.img_in.weight", lambda x: x.T, "shape is [28, 24], want [24, 28] (it is the transposed)"),
-    ("weights.img_in.weight", lambda x: x.T, "(it is the transposed)"),
     ("double_blocks.1.img", None, "yours is the golden value of double_blocks.0.img"),
     ("draws.order.0", np.argsort, "of 50 differ, first at [0]: yours"),
-    ("draws.drop", lambda x: ~x, "50 of 50 differ, first at [0]: yours"),
-    ("draws.words.1", lambda x: x[::-1].copy(), "8 of 8 differ"),
     ("draws.words.1", lambda x: x - np.uint64(1), "8 of 8 differ"),
     ("batch.t", lambda x: x + np.float32(1e-6), "tolerance 0 (no rounding"),
     ("loss", lambda x: x / 0, "1 of its 1 elements are not finite"),
@@ -284,18 +267,6 @@ def test_a_damaged_or_foreign_dump_is_one_line(ours, tmp_path, capsys):
         assert text in err and "\x1b" not in err, (path, err)
 
 
-def test_a_shape_of_more_axes_than_numpy_has_is_one_difference(ours, tmp_path, capsys):
-    tensor = torch.from_numpy(ours["rope"]).reshape([1] * 97 + [26, 4, 2])
-    safetensors.torch.save_file({"rope": tensor}, tmp_path / "dump")
-    assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 1
-    assert "its shape is [1, 1, " in capsys.readouterr().out
-
-
-def test_unknown_names_are_printable(ours, tmp_path, capsys):
-    result = checked({"rope": ours["rope"], "\x1b[31m\n" + "x" * 500: ours["vec"]}, tmp_path, capsys)
-    assert "\x1b" not in result.text and "\\x1b[31m\\nxxx" in result.text and "x" * 101 not in result.text
-
-
 def golden_copy(tmp_path) -> Path:
     (tmp_path / "golden").mkdir()
     for name in (VALUES, INDEX, CONFIG):
@@ -306,13 +277,10 @@ def golden_copy(tmp_path) -> Path:
 DAMAGE = [  # file, how its content changes (None: it is gone), words of the message
     (VALUES, lambda data: data[:-1] + bytes([data[-1] ^ 1]), "is not the file that"),
     (VALUES, lambda data: data[:-1], "is not a whole safetensors file"),
-    (VALUES, None, "no such file"),
     (INDEX, None, "No such file"),
     (INDEX, lambda data: data[:-9], "is no index of golden values"),
-    (INDEX, lambda data: b"[]", "is no index of golden values"),
     (INDEX, lambda data: b"[" * 100_000, "is no index of golden values"),
     (INDEX, lambda data: data.replace(b'"atol"', b'"a"'), "is no index of golden values"),
-    (INDEX, lambda data: data.replace(b'"sha256"', b'"md5"'), "is no index of golden"),
     (CONFIG, lambda data: data + b"model.size = 3", "unknown key model.size"),
 ]
 

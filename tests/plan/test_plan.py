@@ -1,6 +1,5 @@
 """Plans: memory against closed forms and runs, communication against counted collectives, and what is said of them."""
 
-import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -11,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MICRO, ROOT, refusal
+from fake_world import fake_world
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import plan_memory
-from flux_ref import config, config_file, ranks, sharding
+from flux_ref import config, config_file, sharding
 from flux_ref.benchmark import communication, hardware
 from flux_ref.data import allocate
 from flux_ref.model import Flux
@@ -37,18 +36,6 @@ def wide(**values: object) -> config.Config:
     return config_file.replace(SMALL, **(WIDE | values))
 
 
-@contextlib.contextmanager
-def fake_world(cfg, gpus: int, node: int):
-    """Rank 0 of a group whose other ranks do not exist: collectives return at once."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
-    try:
-        nodes = [str(rank // node) for rank in range(gpus)]
-        mesh = ranks.make_mesh("cpu", gpus, ranks.replica_count(cfg.parallel.replicate, nodes))
-        yield ranks.World(0, gpus, torch.device("cpu"), mesh, nodes)
-    finally:
-        ranks.stop()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
     """Equal configs have equal footprints; many tests ask for the same."""
@@ -64,7 +51,7 @@ def test_the_layout_is_that_of_fsdp2():
     """Parameters of each unit, what they are padded to, and what rank 0 holds; on the meta device."""
     for gpus, node, blocks in ((1, 8, 1), (2, 8, 2), (3, 8, 1), (5, 8, 2), (8, 8, 1), (12, 4, 1)):
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
-        with fake_world(cfg, gpus, node) as world, torch.device("meta"):
+        with fake_world(gpus, node=node) as world, torch.device("meta"):
             net = sharding.shard(Flux(cfg.model), cfg.parallel, world)
             regions = [*net.double_blocks, *net.single_blocks]
             inside = {id(parameter) for region in regions for parameter in region.parameters()}
@@ -95,28 +82,6 @@ def test_weights_and_moments_are_those_of_the_layout():
 
 
 # Footprints
-
-
-def test_saved_bytes_are_what_autograd_saves():
-    """A second count: the storages that pass through saved_tensors_hooks, and the output."""
-    cfg = wide()
-    with footprint.FakeTensorMode():
-        net = footprint._net(cfg, "cpu", 1)
-        block = net.single_blocks[0]
-        tokens = cfg.model.text_tokens + cfg.model.image_tokens
-        x, vec = (torch.zeros(2, *size, dtype=torch.bfloat16, requires_grad=True) for size in ((tokens, 192), (192,)))
-        given = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), x, vec, net.rope)}
-        saved = {}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            saved.update({storage._cdata: storage.nbytes()} if storage._cdata not in given else {})
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = block(x, vec, net.rope)
-        want = sum(saved.values()) + out.nbytes
-    assert footprint.trace(cfg, "cpu", 2)["single 1"].saved == pytest.approx(want, rel=1e-3)
 
 
 @pytest.mark.slow  # a compiler traces
@@ -178,7 +143,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with fake_world(cfg, gpus, node) as world, profiling as profiler:
+    with fake_world(gpus, node=node) as world, profiling as profiler:
         state, health = State.of(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
         state.opt.moments()
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
@@ -198,17 +163,6 @@ def test_memory_of_a_step_without_peers():
 def test_memory_of_more_steps_without_peers():
     compared = {name: step_without_peers(name) for name in CASES}
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
-
-
-def test_activations_rise_in_forward_and_fall_in_backward():
-    cfg, gpus = wide(train__global_batch=32), 4
-    layout, traced = footprint.layout(cfg, gpus, 8), footprint.trace(cfg, "cpu", 8)
-    found = {m.name: m.parts["activations"] for m in memory.moments(cfg, layout, traced, gpus, 8)}
-    kept = traced["ends"].saved
-    for i, unit in enumerate(layout.units[:-1], start=1):
-        assert found[f"forward of region {i}"] == found[f"reduction of region {i}"] == kept
-        kept += traced[unit.kind].saved
-        assert found[f"backward of region {i}"] == kept
 
 
 REAL = {  # the others are nightly
@@ -251,7 +205,7 @@ def test_communication_is_what_a_step_asks_for():
     for gpus, node, micros, kept in ((3, 8, 1, False), (4, 8, 2, True), (8, 4, 2, False), (8, 4, 2, True)):
         values = {"train__global_batch": gpus * micros, "parallel__reduce_dtype": "bf16" if kept else "fp32"}
         cfg = wide(train__micro_batch=1, parallel__reshard_after_forward=not kept, **values)
-        with fake_world(cfg, gpus, node) as world:
+        with fake_world(gpus, node=node) as world:
             state, batch = State.of(sharding.build(cfg, world, seed=None), cfg, world), allocate(cfg.model, micros)
             with Counted() as counted:
                 train_step(state, batch, Health(world.device), cfg)
@@ -319,19 +273,15 @@ def test_own_figures_lie_over_the_table(tmp_path):
 
 WRONG_HARDWARE = [
     ("h20", "", "did you mean h200?"),
-    ("mi300", "", "did you mean mi300x?"),
     ("zzz", "", "a100, h100"),
     ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
     ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
     ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a positive number"),
     ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
-    ("h200", "gpu.h200.memory_gb = '1'", "gpu.h200.memory_gb='1'"),
-    ("h200", "assumed.link_share = true", "assumed.link_share=True"),
     ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is a share"),
     ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
     ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
     ("h200", "gpu.h200 = 1", "not a table"),
-    ("h200", "gpu = 1", "not a table"),
     ("h200", "= 1", "not valid TOML"),
 ]
 
@@ -354,11 +304,6 @@ def test_every_gpu_of_the_table_loads_and_names_its_source():
 ARGS = [str(MICRO), "--gpus", "4", "--gpu", "h200"]
 
 
-def made(**values: object) -> SimpleNamespace:
-    cfg = config_file.replace(SMALL, **values)
-    return making.make(cfg, "h200", 4, GPU, ASSUMED)
-
-
 def test_command_writes_all_it_prints(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert commands.main([*ARGS, "--json", str(path), "--eval.batch=4"]) == 0
@@ -379,7 +324,6 @@ def test_command_refuses():
         ([str(MICRO)], "the following arguments are required: --gpus"),
         ([*ARGS[:-1], "h20"], "did you mean h200?"),
         ([*ARGS, "--price-per-gpu-hour", "nan"], "'nan': give a number from 0"),
-        ([*ARGS, "--gpus", "x"], "--gpus: 'x': give a whole number"),
         ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
@@ -389,31 +333,27 @@ def test_command_refuses():
     assert [(words, message) for words, message in told if words not in message] == []
 
 
-def said(found: SimpleNamespace) -> str:
-    return " ".join(found.warnings)
-
-
 def test_warnings():
-    sound = wide(data__val_count=48, eval__batch=4, train__global_batch=64)
-    assert not making.make(sound, "h200", 4, GPU, replace(ASSUMED, hop_us=0.0)).warnings
-    found = made(data__val_count=45, eval__batch=8)
-    assert "validation: 19 of 64 rows are padding, 30% of its time" in said(found)
-    assert "initialisation" not in said(found) and "memory" not in said(found)
-    slow = replace(ASSUMED, draws_per_s=1.0)
-    assert "the closed division allows 30" in said(making.make(SMALL, "h200", 4, GPU, slow))
-    tiny = replace(GPU, memory_gb=4.0001)
-    assert "do not fit 4.0001 GB; no micro-batch fits" in said(making.make(SMALL, "h200", 4, tiny, ASSUMED))
-    far = replace(GPU, scale_up_gb_s=1e-3)
-    assert "communication" in said(making.make(SMALL, "h200", 4, far, ASSUMED))
-    cfg = config_file.replace(SMALL, parallel__replicate=1)
-    assert "12 GPUs are no whole nodes of 8" in said(making.make(cfg, "h200", 12, GPU, ASSUMED))
+    sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
+    cfg = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
+    waiting = replace(sound.times, step=2 * sound.times.compute)
+    for changes, words in (
+        ({}, "validation: 19 of 64 rows are padding, 30% of its time"),
+        ({"init": 1e4}, "the closed division allows 30"),
+        ({"total": 5e12, "largest_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
+        ({"total": 5e12, "largest_rows": 7}, "do not fit 141 GB; micro-batches of 7 fit"),
+        ({"times": waiting}, "communication: 50% of the step waits for it"),
+        ({"gpus": 12}, "12 GPUs are no whole nodes of 8"),
+    ):
+        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes), GPU)
+        assert any(words in line for line in lines), (words, lines)
+    assert not [line for line in sound.warnings if "communication" not in line]
 
 
 def test_warnings_of_convergence_come_from_the_reference():
     cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
-    stub = made()
-    words = " ".join(making.warnings(cfg, stub, GPU))
-    assert "is no reference convergence point" in words and "optim.lr=0.01" in words
+    words = " ".join(making.warnings(cfg, making.make(SMALL, "h200", 4, GPU, ASSUMED), GPU))
+    assert "train.global_batch=8192 is no reference convergence point" in words and "optim.lr=0.01" in words
 
 
 def test_largest_micro_batch_is_the_last_that_fits():
