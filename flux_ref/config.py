@@ -152,7 +152,7 @@ class SampleConfig:
     captions: tuple[str, ...] = ()  # eval.py: draw these captions instead
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
-    vae: str = ""  # ae.safetensors that decodes latents; "": a preview in false colours (shapes need no file)
+    vae: str = ""  # ae.safetensors that decodes latents; shapes need no file
     shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
 
 

@@ -43,10 +43,6 @@ def step_of(checkpoint: Path) -> int:
     return int(NAME.fullmatch(checkpoint.name)[1])
 
 
-def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or bool(path.is_dir() and NAME.fullmatch(path.name))
-
-
 def clean(run: Path) -> None:
     """Remove what interrupted saves and deletions have left."""
     for path in folder_of(run).glob(".step_*"):

@@ -177,13 +177,10 @@ class Shard:
 
 
 class ShardSet:
-    """A data set as one sequence of samples, in the order of its shards.
-
-    Making it looks at names and sizes alone. `open` reads the first samples.
-    """
+    """A data set as one sequence of samples, in the order of its shards."""
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
-        """split: "train" or "val", for a folder that holds both in Energon's way.
+        """Look at names and sizes alone. split: "train" or "val", for a folder that holds both in Energon's way.
 
         Raises: Refusal for a missing or empty folder and for a shard that is truncated or foreign.
         """
@@ -226,10 +223,10 @@ class ShardSet:
 
     def expect(self, indices: Iterable[int]) -> None:
         """Tell the operating system which samples come next: disks and network file systems like long queues."""
-        for index in indices if hasattr(os, "posix_fadvise") else ():
-            shard, position = self._find(index)
-            stride = self.layout.stride
-            with contextlib.suppress(OSError):  # a hint; not every file system takes it
+        stride = self.layout.stride
+        with contextlib.suppress(OSError, AttributeError):  # a hint; not every system takes it
+            for index in indices:
+                shard, position = self._find(index)
                 os.posix_fadvise(shard.descriptor, position * stride, stride, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
@@ -246,10 +243,8 @@ def paths_of(folder: Path, split: str) -> list[Path]:
         from flux_ref.formats import energon  # few folders need it, and yaml
 
         return energon.shards_of(folder, split)
-    paths = sorted(folder.glob("*.tar"))
-    if not paths:
-        hint = f"; did you mean {folder / split}?" if list(folder.glob(f"{split}/*.tar")) else ""
-        raise Refusal(f"data folder {folder} holds no *.tar shard{hint}")
+    if not (paths := sorted(folder.glob("*.tar"))):
+        raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
 
 
@@ -277,8 +272,8 @@ def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
 
 def _not_finite(bits: np.ndarray) -> bool:
     """Whether all exponent bits of any bf16 are set: infinite or NaN."""
-    # Two maxima cost less than a mask. As unsigned numbers the negative ones among them are the largest of all, as
-    # signed ones the positive.
+    # Two maxima cost less than a mask. The negative ones among them are the largest unsigned numbers of all, the
+    # positive ones the largest signed numbers.
     return bits.max() >= 0xFF80 or bits.view(np.int16).max() >= 0x7F80
 
 
@@ -308,11 +303,8 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         except Exception as error:  # numpy's parser raises a dozen kinds
             raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
         if array.shape not in (shape, (1, *shape)) or array.dtype not in (np.float16, np.float32, np.uint16):
-            raise Refusal(
-                f"empty encoding {path} is {array.dtype} {array.shape}; want float16, float32 or uint16 {shape}"
-            )
-        is_bits = array.dtype == np.uint16
-        bits = encodings[name] = (array if is_bits else to_bf16_bits(array)).reshape(shape)
-        if _not_finite(bits) or not (is_bits or np.isfinite(array).all()):
+            raise Refusal(f"empty encoding {path} is {array.dtype} {array.shape}; want uint16 or float {shape}")
+        bits = encodings[name] = (array if array.dtype == np.uint16 else to_bf16_bits(array)).reshape(shape)
+        if _not_finite(bits) or not np.isfinite(array).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
     return encodings

@@ -45,5 +45,4 @@ class Alive:
         self.sent = largest, dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def close(self) -> None:
-        """Stop watching for hanging ranks."""
         self.watch.close()

@@ -99,8 +99,7 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
         _remove(folder)
         return None
     if not (folder / "config.toml").exists():
-        strange = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-        if strange:
+        if strange := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
             raise Refusal(f"{folder} holds {strange[0]} but no run; set run.dir to another folder")
         if cfg.run.resume == "must":
             raise Refusal(f"{folder} holds no run to continue; set run.dir to one or run.resume=auto")
@@ -119,9 +118,8 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 def _require_same(cfg: Config, folder: Path) -> None:
     """Raises: Refusal that names the keys with other values than the run's. config.MAY_DIFFER lists the exceptions."""
     own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
-    differ = [f"{key}={own[key]!r}, there {ran[key]!r}" for key in own if own[key] != ran[key]]
-    differ = [text for text in differ if text.split("=")[0] not in config.MAY_DIFFER]
-    if differ:
+    keys = [key for key in own if own[key] != ran[key] and key not in config.MAY_DIFFER]
+    if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
         raise Refusal(
             f"{folder} holds an unfinished run of another config: {'; '.join(differ)};"
             " give the same values, another run.dir or run.overwrite=true"

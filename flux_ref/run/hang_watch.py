@@ -45,7 +45,6 @@ class HangWatch:
         self.place, self.marks = place, self.marks + 1
 
     def close(self) -> None:
-        """Stop watching: the work is done."""
         self.closed.set()
 
     def _run(self) -> None:

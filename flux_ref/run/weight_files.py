@@ -94,6 +94,13 @@ def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str
     return {name: [Part(prefix + name, 0, shape[0])] for name, shape in table.items()}
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or has the name of one."""
+    return (path / checkpoint_files.MANIFEST).is_file() or (
+        path.is_dir() and bool(checkpoint_files.NAME.fullmatch(path.name))
+    )
+
+
 def find(path: Path, step: int | None = None) -> Path:
     """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
 
@@ -111,7 +118,7 @@ def find(path: Path, step: int | None = None) -> Path:
         raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
     if (path / "transformer").is_dir():
         return path / "transformer"
-    if checkpoint_files.is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
+    if is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
         return path
     raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
 
@@ -121,7 +128,7 @@ def config_of(path: Path, given: str | None) -> Config:
 
     given: a config file. None: a checkpoint's own config, and FLUX.1-schnell's for other weights.
     """
-    if given is None and checkpoint_files.is_checkpoint(path):
+    if given is None and is_checkpoint(path):
         info = Checkpoint(path).info
         return config_file.from_flat(info["name"], info["config"])
     return config_file.load(given) if given else Config(name="schnell")
@@ -133,7 +140,7 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     Raises: Refusal that lists what is missing, unexpected or misshaped.
     """
     table = parameter_table(model)
-    if checkpoint_files.is_checkpoint(path):
+    if is_checkpoint(path):
         checkpoint = Checkpoint(path)
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flux_ref import latents, ranks, rng, sharding
 from flux_ref.config import Config
 from flux_ref.data import Rows, ValSet
+from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.sampling import grid, vae
@@ -55,31 +56,24 @@ class Artist:
         report_place: called before each sampling step with its name.
         """
         cfg = self.cfg
-        texts = (
-            encode_captions(cfg.sample.captions, cfg)
-            if cfg.sample.captions
-            else stored_captions(val_set, cfg.sample.count)
-        )
+        given = encode_captions(cfg.sample.captions, cfg)
+        texts = given or stored_captions(val_set, cfg.sample.count)
         with regions.uncompiled(cfg.parallel):
             z_BCYX = generate_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, report_place)
         if self.world.rank == 0:
             grid.save(self.decode(z_BCYX), [caption for caption, _ in texts], path)
-        lacks = not cfg.sample.captions and len(texts) < cfg.sample.count
-        few = f" ({len(texts)} captions differ, sample.count={cfg.sample.count})" if lacks else ""
-        is_preview = cfg.data.kind != "shapes" and not cfg.sample.vae
-        note = " (latents in false colours, not pictures: give --sample.vae=ae.safetensors)" if is_preview else ""
-        return f"pictures: {path}{few}{note}"
+        return f"pictures: {path}"
 
 
 def decoder(cfg: Config) -> Decoder:
     """A function from latents (B, C, Y, X) to pictures (3, H, W) in [-1, 1].
 
-    The autoencoder moves to the device of the first latents. Raises: Refusal for a bad file in cfg.sample.vae.
+    The autoencoder moves to the device of the first latents. Raises: Refusal for a bad cfg.sample.vae.
     """
     if cfg.data.kind == "shapes":
         return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
     if not cfg.sample.vae:
-        return lambda z_BCYX: list(preview(z_BCYX.cpu()).numpy())
+        raise Refusal(f"pictures of data.kind={cfg.data.kind} need an autoencoder: give --sample.vae=ae.safetensors")
     autoencoder = vae.load(Path(cfg.sample.vae))
 
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
@@ -88,22 +82,6 @@ def decoder(cfg: Config) -> Decoder:
             return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
 
     return decode
-
-
-def preview(z_BCYX: Tensor) -> Tensor:
-    """Latents in false colours: (B, 3, 8 * Y, 8 * X), mostly in [-1, 1].
-
-    Red, green and blue are the three directions in which these latents differ most. Shapes can be seen; colours mean
-    nothing.
-    """
-    z_NC = z_BCYX.movedim(1, -1).flatten(0, -2).double()
-    z_NC = z_NC - z_NC.mean(0)
-    directions_CR = torch.linalg.eigh(z_NC.T @ z_NC).eigenvectors[:, -3:].flip(1)
-    directions_CR = directions_CR * directions_CR.sum(0).sign()  # eigenvectors have no sign of their own
-    rgb_NR = z_NC @ directions_CR
-    rgb_NR = (rgb_NR / (2 * rgb_NR.std(0)).clamp_min(1e-12)).clamp(-1, 1)
-    rgb_BRYX = rgb_NR.unflatten(0, (len(z_BCYX), *z_BCYX.shape[2:])).movedim(-1, 1).float()
-    return torch.nn.functional.interpolate(rgb_BRYX, scale_factor=8)
 
 
 def generate_latents(
@@ -138,11 +116,10 @@ def generate_latents(
     return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
 
-def _stack(texts: list[Rows], device: torch.device) -> tuple[Tensor, Tensor]:
-    def stacked(name: str) -> Tensor:
-        return torch.from_numpy(np.stack([text[name] for text in texts])).view(torch.bfloat16).to(device)
-
-    return stacked("t5"), stacked("clip")
+def _stack(texts: list[Rows], device: torch.device) -> list[Tensor]:
+    """[t5_BTE, clip_BV]"""
+    stacked = (np.stack([text[name] for text in texts]) for name in ("t5", "clip"))
+    return [torch.from_numpy(bits).view(torch.bfloat16).to(device) for bits in stacked]
 
 
 def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:

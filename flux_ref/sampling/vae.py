@@ -22,7 +22,6 @@ from flux_ref.formats import fit
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
 GROUPS, NORM_EPS = 32, 1e-6
-FILE_DTYPES = ("F32", "BF16")  # safetensors' names
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class Autoencoder(nn.Module):
 
 
 def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
-    """The autoencoder of a file, in fp32 and without gradients. The file may be fp32 or bf16.
+    """The autoencoder of a file, in fp32 and without gradients.
 
     Tensors are read one by one, so memory never holds the weights twice.
     Raises: Refusal if the file is not the autoencoder's, is damaged or holds a number that is not finite.
@@ -200,14 +199,9 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if any(".down_blocks." in name for name in shapes):
-                raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
             fit.require_fit(shapes, want, f"autoencoder {path}")
             net.to_empty(device=device)
             for name, parameter in net.named_parameters():
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in FILE_DTYPES:
-                    raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {' or '.join(FILE_DTYPES)}")
                 parameter.copy_(fit.finite(file.get_tensor(name), name, f"autoencoder {path}"))
     except (OSError, SafetensorError) as error:
         raise Refusal(f"autoencoder {path}: {error}") from None

@@ -29,10 +29,10 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import Checkpoint
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import weight_files
+from flux_ref.run import resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.step import State
 from flux_ref.weights import exports
@@ -243,7 +243,7 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
     save_now(saver, state)
     inode = checkpoint_files.found(tmp_path)[0].stat().st_ino
     save_now(saver, state)
-    resumed = Saver(cfg, world, FACTS, said.append, Checkpoint(checkpoint_files.found(tmp_path)[0]))
+    resumed = Saver(cfg, world, FACTS, said.append, state.step)
     save_now(resumed, state)  # nothing has been trained since
     assert len(said) == 2 and checkpoint_files.found(tmp_path)[0].stat().st_ino == inode
 
@@ -442,7 +442,7 @@ def test_another_models_checkpoint_is_refused(world, saved, tmp_path):
     for values, words in MISFITS:
         state = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
         before = checkpoint_ranks.contents(state)
-        text = refusal(checkpoint.open_for, saved, state, FACTS)
+        text = refusal(resuming.open_for, saved, state, FACTS)
         assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
         require_identical(checkpoint_ranks.contents(state), before)
 
@@ -482,9 +482,9 @@ def test_weights_alone_are_no_run_to_go_on_from(world, saved, tmp_path):
 def test_a_data_set_of_another_size_is_refused(world, saved, tmp_path):
     state = checkpoint_ranks.other_state(narrow_config(tmp_path), world)
     for key, size in FACTS.items():
-        text = refusal(checkpoint.open_for, saved, state, FACTS | {key: 51})
+        text = refusal(resuming.open_for, saved, state, FACTS | {key: 51})
         assert f"{saved} comes from a data set of {size} {key.replace('_', ' ')}, this one has 51" in text
-    checkpoint.open_for(saved, state, FACTS)
+    resuming.open_for(saved, state, FACTS)
 
 
 @pytest.mark.slow

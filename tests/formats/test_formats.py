@@ -68,7 +68,7 @@ def numbers(folder: Path, layout, split: str = "train") -> list[int]:
 
 
 def test_energons_splits_are_honoured_in_their_order_and_braces_expanded(root, layout):
-    assert f"did you mean {root / 'train'}?" in refusal(numbers, root, layout)
+    assert "the folder above the one you mean" in refusal(numbers, root, layout)
     describe(root, PARTS)
     assert numbers(root, layout, "train") == list(range(COUNT))
     assert numbers(root, layout, "val") == [100, 101, 102]
