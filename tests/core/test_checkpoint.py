@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from math import ceil, prod
 from pathlib import Path
+from unittest import mock
 
 import checkpoint_ranks
 import pytest
@@ -271,6 +272,13 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
                 for_good = {step for step in steps if nth and step and step % (interval * nth) == 0}
                 assert saved_steps(run) == sorted({*steps[-keep:], *for_good}), (values, steps)
         assert not list(checkpoint_files.folder_of(run).glob(".*"))
+
+
+def test_older_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path, monkeypatch):
+    saver, said = saver_of(narrow_config(tmp_path), world)
+    monkeypatch.setattr(Saver, "_prune", mock.Mock(side_effect=PermissionError(13, "Not permitted")))
+    save_now(saver, checkpoint_ranks.lively_state(saver.cfg, world))
+    assert said[1:] == ["older checkpoints are not deleted: [Errno 13] Not permitted; training goes on"]
 
 
 # Saves that fail
