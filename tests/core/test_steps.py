@@ -6,7 +6,6 @@ What only a device can show is in test_gpu_graph.py.
 from types import SimpleNamespace
 
 import graph_ranks
-import killing
 import pytest
 import torch
 from conftest import MICRO, called, micro_run, refusal, script
@@ -180,17 +179,7 @@ def test_gathered_weights_and_gradients_that_are_left_are_noticed(make):
         require_settled(steps.state.net)
 
 
-def test_a_capture_that_executes_the_step_is_noticed(log, make, monkeypatch):
-    steps = make()
-    record = StandInRecorder.capture
-    monkeypatch.setattr(StandInRecorder, "capture", lambda recorder, work: (record(recorder, work), work())[0])
-    with pytest.raises(Fault, match="has executed it"):
-        steps.capture()
-    assert not steps.graphs and log[-3:] == ["reset", "collect", "synchronize"]
-
-
-def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, monkeypatch):
-    steps = make()
+def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, monkeypatch):
     record = StandInRecorder.capture
 
     def failing(recorder: StandInRecorder, work):
@@ -198,11 +187,19 @@ def test_a_second_capture_that_fails_takes_the_first_graph_with_it(log, make, mo
             raise Fault("a step cannot be captured")
         return record(recorder, work)
 
-    monkeypatch.setattr(StandInRecorder, "capture", failing)
-    with pytest.raises(Fault, match="cannot be captured"):
-        steps.capture()
-    assert log[-4:] == ["synchronize", "reset", "collect", "synchronize"]
-    assert not steps.graphs and steps.recorder is None
+    def executing(recorder: StandInRecorder, work):
+        graph = record(recorder, work)
+        work()
+        return graph
+
+    for capture, words, resets in ((failing, "cannot be captured", 1), (executing, "has executed it", 2)):
+        steps = make()
+        log.clear()
+        monkeypatch.setattr(StandInRecorder, "capture", capture)
+        with pytest.raises(Fault, match=words):
+            steps.capture()
+        assert log[-3 - resets :] == ["synchronize", *["reset"] * resets, "collect", "synchronize"]
+        assert not steps.graphs and steps.recorder is None
 
 
 # Replays
@@ -278,13 +275,6 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(eage
 
 
 # The end
-
-
-def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
-    for (module, name), stand_in in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
-        monkeypatch.setattr(module, name, stand_in)
-    assert train(tmp_path / "run", shapes_dir) == 143
-    assert leaving[-6:] == [*DROPPING, "stop"]
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
