@@ -10,7 +10,7 @@ from test_layering import COMMANDS, COMPUTED, FILES, TRAINING, lines, room
 from flux_ref.run import folder
 
 README = (ROOT / "README.md").read_text()
-ROWS = re.findall(r"(?m)^\| ((?:`[a-z_]+(?:\.py|/)`(?:, )?)+) \|", README.split("## The rooms")[1].split("\n## ")[0])
+ROWS = re.findall(r"(?m)^\| ((?:`[a-z_]+(?:\.py|/)`(?:, )?)+) \|", README.split("## The files")[1].split("\n## ")[0])
 ROOMS = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row)]
 
 
