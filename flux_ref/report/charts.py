@@ -17,8 +17,10 @@ from matplotlib.ticker import MaxNLocator
 
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.facts import TARGET
+from flux_ref.formats import jsonl
 from flux_ref.report.result_log import number
 from flux_ref.report.score import RUNS, System
+from flux_ref.schedule import TIMESTEPS
 
 # name: (light, dark). The colours "0" to "7" tell systems apart.
 COLOURS = {
@@ -60,6 +62,7 @@ def of_systems(systems: list[System]) -> list[Chart]:
     for system in systems:
         batches.setdefault(int(number(system.value("global_batch_size")) or 0), []).append(system)
     charts = [losses(batch, group) for batch, group in sorted(batches.items())]
+    charts += [timesteps(system) for system in systems]
     charts += [times(systems), samples(systems), throughputs(systems)]
     return [chart for chart in charts if chart]
 
@@ -106,6 +109,27 @@ def losses(batch: int, group: list[System]) -> Chart | None:
         axes.set_xlabel("training samples")
 
     return Chart(f"Validation loss at global batch {batch:,}", caption, draw)
+
+
+def timesteps(system: System) -> Chart | None:
+    """The losses at the eight timesteps of a system's first run, from the eval.jsonl beside its log."""
+    curves = []
+    for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
+        losses = record.get("val_loss_per_timestep")
+        if isinstance(losses, list) and len(losses) == TIMESTEPS and all(map(jsonl.is_number, losses)):
+            curves.append((record["samples"], losses))
+    if not curves:
+        return None
+
+    def draw(axes: Axes) -> None:
+        seen, losses = zip(*curves)
+        for k, values in enumerate(zip(*losses)):
+            axes.plot(seen, values, color=LIGHT[str(k)], label=f"t = {k}/{TIMESTEPS}")
+        axes.set_xlim(left=0)
+        axes.set_xlabel("training samples")
+
+    caption = "First run of the system; t = 0 is data, t = 1 is noise."
+    return Chart(f"Validation loss per timestep: {system.name}", caption, draw)
 
 
 def rows(

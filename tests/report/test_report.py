@@ -456,6 +456,20 @@ def test_page_is_closed_and_safe(capsys, tmp_path):
     assert not [name for name, _ in parsed.attributes if name in ("src", "href") or name.startswith("on")]
 
 
+def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
+    from matplotlib.figure import Figure
+
+    made_logs.system(tmp_path / "own", 1)
+    system = judged(tmp_path / "own")
+    good = [{"samples": n, "val_loss_per_timestep": [n + k / 8 for k in range(8)]} for n in (100, 200)]
+    bad = [{"samples": 300, "val_loss_per_timestep": losses} for losses in ("x", [1.0], [None] * 8)]
+    (tmp_path / "own" / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*good, *bad]))
+    axes = Figure().add_subplot()
+    charts.timesteps(system).draw(axes)
+    assert [line.get_label() for line in axes.lines] == [f"t = {k}/8" for k in range(8)]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[100 + k / 8, 200 + k / 8] for k in range(8)]
+
+
 def test_charts_show_the_figures_at_their_places(results):
     """What is drawn, read back from matplotlib's axes: curves, band, target, dots, bars, ticks."""
     from matplotlib.figure import Figure
