@@ -16,7 +16,7 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
 
     A damaged line raises a Refusal unless it is the last line: a killed run may have left half a line.
     """
-    lines, kept = path.read_bytes().split(b"\n") if path.is_file() else [], []
+    lines, kept = path.read_bytes().split(b"\n") if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         record = _parsed(line) or {}
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
@@ -52,8 +52,10 @@ def _parsed(text: bytes) -> dict | None:
 
 def outcome(run: Path) -> str:
     """How a run ended, REACHED or ENDED; "" if it has not ended or was cut off. Raises: Refusal."""
-    ending = json_object(run / "outcome.json").get("outcome", "")
-    if ending not in ("", REACHED, ENDED):
+    if not (run / "outcome.json").exists():
+        return ""
+    ending = json_object(run / "outcome.json").get("outcome")
+    if ending not in (REACHED, ENDED):
         raise Refusal(f"{run}/outcome.json is damaged (its outcome is neither {REACHED!r} nor {ENDED!r}); mend it")
     return ending
 

@@ -1,5 +1,6 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
+import contextlib
 import os
 import re
 import signal
@@ -34,9 +35,11 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
 
 def _follow_launcher(name: str) -> None:
     """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
-    launcher, first = os.getppid(), Path("/proc/1/cmdline")
+    launcher, program = os.getppid(), b"python"
+    with contextlib.suppress(OSError):
+        program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
     # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.
-    orphaned = launcher == 1 and first.exists() and not re.search(rb"python|torchrun", first.read_bytes())
+    orphaned = launcher == 1 and not re.search(rb"python|torchrun", program)
     while os.getppid() == launcher and not orphaned:
         time.sleep(1.0)
     print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)

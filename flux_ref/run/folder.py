@@ -55,16 +55,15 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     """`claimed` on rank 0. restarted: torchrun repeats its command after a failure."""
     folder, is_new = config.run_dir(cfg), False
     is_made = not folder.exists()
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
-    except OSError as error:
-        raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
     try:
-        checkpoint = _checkpoint(cfg, folder, restarted)
-        checkpoint_files.clean(folder)
-        own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
-        write_whole(folder / "config.toml", config_file.dump(own))
+        with _writing(folder):
+            checkpoint = _checkpoint(cfg, folder, restarted)
+            checkpoint_files.clean(folder)
+            own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
+            write_whole(folder / "config.toml", config_file.dump(own))
         is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
         yield Start(is_new, checkpoint)
     except Refusal:
@@ -77,6 +76,15 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
         raise
     finally:
         lock.close()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises: Refusal in place of an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
 
 
 def _lock(folder: Path) -> IO:

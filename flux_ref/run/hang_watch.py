@@ -54,11 +54,10 @@ class HangWatch:
                 if self._tell() > self.limit_s:
                     self._judge()
         except (RuntimeError, OSError):  # the store lives in torchrun
-            self._leave(
-                f"{self.name}: rank {self.world.rank} on {os.uname().nodename} no longer reaches the launcher's store,"
-                " which is on the first node",
-                speaks=os.environ.get("LOCAL_RANK", "0") == "0",  # one rank per node: no other message may reach it
-            )
+            where = f"{self.name}: rank {self.world.rank} on {os.uname().nodename}"
+            first = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank per node: no other message may reach it
+            if not self.closed.is_set():  # at the end of a run the groups and the store go while this thread works
+                self._leave(f"{where} no longer reaches the launcher's store, which is on the first node", speaks=first)
         faulthandler.cancel_dump_traceback_later()
 
     def _tell(self) -> float:

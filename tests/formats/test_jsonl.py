@@ -61,11 +61,16 @@ def test_a_damaged_line_is_refused_unless_it_is_the_last(tmp_path):
             jsonl.records(path, figures=("loss",))
 
 
+def test_a_folder_in_place_of_the_file_is_no_empty_file(tmp_path):
+    with pytest.raises(OSError, match=str(tmp_path)):
+        jsonl.records(tmp_path)
+
+
 def test_an_outcome_is_one_of_two(tmp_path):
     assert jsonl.outcome(tmp_path) == ""
     (tmp_path / "outcome.json").write_text('{"outcome": "target reached"}')
     assert jsonl.outcome(tmp_path) == "target reached"
-    for text in ('["x"]', "3", '{"outcome": "run.hang_s"}', '{"outcome": null}', "\0"):
+    for text in ('["x"]', "3", "{}", '{"outcome": ""}', '{"outcome": "run.hang_s"}', '{"outcome": null}', "\0"):
         (tmp_path / "outcome.json").write_text(text)
         with pytest.raises(Refusal, match=r"outcome.json is damaged"):
             jsonl.outcome(tmp_path)

@@ -1,7 +1,9 @@
 """Whose a run's folder is, and from where a run in it goes on."""
 
 import dataclasses
+import errno
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +108,18 @@ def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg):
     put(cfg, "saved")
     for values in ({}, {"run__overwrite": True}, *({"run__resume": name} for name in RESUMES)):
         assert outcome(config_file.replace(cfg, **values), restarted=True) == "from step_000000004"
+
+
+def test_a_full_disk_is_refused_with_the_key_and_leaves_nothing(cfg, monkeypatch):
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "write_whole", full)
+    folder = config.run_dir(cfg)
+    with pytest.raises(Refusal, match=rf"run.dir={folder} cannot be made or written: No space left on device; set"):
+        with run_folder.claim(cfg, restarted=False):
+            pass
+    assert not folder.exists()
 
 
 def changed(key: str, value: object) -> object:
