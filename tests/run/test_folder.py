@@ -116,9 +116,9 @@ def test_a_full_disk_is_refused_with_the_key_and_leaves_nothing(cfg, monkeypatch
 
     monkeypatch.setattr(run_folder, "write_whole", full)
     folder = config.run_dir(cfg)
-    with pytest.raises(Refusal, match=rf"run.dir={folder} cannot be made or written: No space left on device; set"):
-        with run_folder.claim(cfg, restarted=False):
-            pass
+    line = rf"run.dir={folder} cannot be made or written: No space left on device; set run.dir"
+    with pytest.raises(Refusal, match=line), run_folder.claim(cfg, restarted=False):
+        pass
     assert not folder.exists()
 
 
