@@ -27,13 +27,13 @@ def shards_of(folder: Path, split: str) -> list[Path]:
         raise Refusal(f"{listing} lists no shards for {split!r} ({reason}); prepare the folder again") from None
     if samples := [name for name in excluded if not name.endswith(".tar")]:
         raise Refusal(f"{listing} excludes the sample {samples[0]}; flux_ref can leave out whole shards only")
-    paths = [folder / name for name in names if name not in excluded]
-    for path in paths:
-        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+    paths = [Path(name) for name in names if name not in excluded]
+    for path in paths:  # a shard itself may be a link to elsewhere, as in Hugging Face's cache
+        if ".." in path.parts or path.is_absolute() or not (folder / path).is_file():
             raise Refusal(f"{listing} lists {path}, which is not a file in {folder}; prepare the folder again")
     if not paths:
         raise Refusal(f"{listing} lists no shards for {split!r}; prepare the folder again")
-    return paths
+    return [folder / path for path in paths]
 
 
 def _expanded(patterns: list[str]) -> list[str]:

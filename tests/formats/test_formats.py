@@ -12,6 +12,7 @@ from run_files import what_counts
 from shard_damage import opened
 
 from flux_ref import config_file
+from flux_ref.config import ModelConfig
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS, ShardSet
@@ -77,6 +78,18 @@ def test_energons_splits_are_honoured_in_their_order_and_braces_expanded(root, l
     assert numbers(root, layout) == [0, 1, 2, 6]
     describe(root, {"train": ["train/shard_000002.tar", "train/shard_000000.tar"]})
     assert numbers(root, layout) == [6, 0, 1, 2]
+
+
+def test_energons_shards_may_be_links_as_in_hugging_faces_cache(root, layout, tmp_path_factory):
+    describe(root, PARTS)
+    blobs = tmp_path_factory.mktemp("blobs")
+    for path in (root / "train").iterdir():
+        path.symlink_to(path.rename(blobs / path.name))
+    assert numbers(root, layout, "train") == list(range(COUNT))
+
+
+def test_the_stride_of_the_benchmarks_samples_is_the_public_one():
+    assert shards.layout(ModelConfig()).stride == 2_169_344
 
 
 def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout):
