@@ -13,10 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,9 +43,14 @@ class Node:
         leads, wait = self.number == 0, timedelta(seconds=self.wait_s)
         try:
             socket.getaddrinfo(host, port)  # c10d would try an unknown name again and again
-            self.store = dist.TCPStore(host, int(port), is_master=leads, wait_for_workers=False, timeout=wait)
+            open_store = partial(dist.TCPStore, host, int(port), is_master=leads, wait_for_workers=False, timeout=wait)
+            self.store = within(self.wait_s, open_store)
         except (RuntimeError, OSError, UnicodeError) as error:
-            why = str(error).splitlines()[0]
+            silent = f"does not answer within {self.wait_s:g} s"
+            if self.number and isinstance(error, TimeoutError):
+                name, what = args.nodes[0], f"{args.address} listens but {silent}; has another program that port?"
+                raise Fault(f"{name}: {what}\npreflight: bad nodes: {name}") from None
+            why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
 
@@ -142,6 +150,20 @@ def ring(nodes: list[int]) -> list[list[list[int]]]:
     pairs = [list(pair) for pair in zip(nodes, nodes[1:] + nodes[:1])]
     odd = [[pairs.pop()]] if len(nodes) % 2 else []
     return [pairs[::2], pairs[1::2], *odd]
+
+
+def within(wait_s: float, task: Callable[[], object]) -> object:
+    """What a task returns or raises. Raises: TimeoutError if it hangs, as c10d does on a listener that is no store."""
+    future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(wait_s)
 
 
 def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:

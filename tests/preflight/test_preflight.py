@@ -77,6 +77,15 @@ def test_judging_without_a_clear_majority():
     assert complaints(nodes, args)[-1] == "bad nodes: b"
 
 
+def test_a_silent_node_is_bad(monkeypatch, capsys):
+    nodes = {node: {"gpus": 1} for node in range(4)}
+    del nodes[2]
+    given = {"__init__": lambda *_: None, "roll": lambda *_: nodes, "end": lambda *_: None}
+    monkeypatch.setattr(preflight, "Leader", type("Leader", (), given))
+    assert commands.check(commands.parse(["--nodes=a,b,c,d", "--node=0", "--address=h:1"])) == 3
+    assert capsys.readouterr().out.splitlines()[-1] == "preflight: bad nodes: c"
+
+
 def test_pairs_of_neighbours_find_the_slow_node(monkeypatch):
     """A pair is as slow as its slower node."""
 
@@ -186,16 +195,16 @@ def test_slurm_numbers_the_nodes(monkeypatch):
 
 
 class Nodes:
-    """Processes that play the nodes n0, n1, ..."""
+    """Processes that play the nodes n0, n1, ... but those left out."""
 
-    def __init__(self, count: int, *argv: str):
+    def __init__(self, count: int, *argv: str, absent: tuple[int, ...] = ()):
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{one.getsockname()[1]}"
         names = ",".join(f"n{number}" for number in range(count))
         command = [sys.executable, "-m", "flux_ref.preflight", f"--nodes={names}", f"--address={address}", *argv]
         options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        commands = {number: [*command, f"--node={number}"] for number in range(count)}
+        commands = {number: [*command, f"--node={number}"] for number in set(range(count)) - set(absent)}
         self.processes = {number: subprocess.Popen(argv, **options) for number, argv in commands.items()}
 
     def wait(self) -> tuple[dict[int, int], dict[int, str]]:
@@ -211,6 +220,26 @@ def test_two_nodes_are_fit():
     *rows, last = said[0].splitlines()
     assert [row.split(": ")[0] for row in rows] == ["n0", "n1"] and last == "preflight: 2 nodes are fit"
     assert all("1 x CPU" in row and "GB/s between" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_come_is_named_and_the_others_go_home():
+    codes, said = Nodes(3, "--wait=15", absent=(1,)).wait()
+    assert codes == {0: 3, 2: 0} and said[2] == ""
+    first, last = said[0].splitlines()
+    assert first.startswith("preflight: n1: has not come within 15 s; ") and last == "preflight: bad nodes: n1"
+
+
+@pytest.mark.slow
+def test_a_listener_that_is_no_store_is_not_waited_for_longer_than_asked():
+    """In a process of its own, as c10d goes on waiting in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        command = [sys.executable, "-m", "flux_ref.preflight", "--nodes=n0,n1", "--wait=1", "--node=1"]
+        done = subprocess.run([*command, f"--address={address}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    silent = f"preflight: n0: {address} listens but does not answer within 1 s; has another program that port?"
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines() == [silent, "preflight: bad nodes: n0"]
 
 
 def test_a_first_node_that_does_not_answer_is_named_and_an_address_that_makes_no_sense_is_refused(monkeypatch, capsys):
