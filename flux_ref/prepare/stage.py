@@ -43,6 +43,7 @@ from flux_ref.run.progress import progress
 
 STREAMS = 8
 CHUNK = 16 << 20  # bytes; a stream holds one
+CHUNKS_IN_CACHE = 16  # of a file that is being written
 HIDDEN = ".stage"
 FAILED = "stage/failed"  # key of the reason, in the store that all nodes share
 POLL_S = 0.2  # between two looks at it
@@ -157,9 +158,7 @@ class Disk:
             raise Fault(f"{file.name} is damaged: its sha256 is {digest}, want {transfer.sha256}")
         output.flush()
         os.utime(output.fileno(), ns=(file.mtime_ns, file.mtime_ns))
-        os.fsync(output.fileno())
-        # Terabytes that are read next in training, in another order, would push all else out of memory.
-        os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        settle(output)
         with self.lock:
             print("\n" + json.dumps([*astuple(file), digest]), end="", file=self.journal, flush=True)
             os.fsync(self.journal.fileno())
@@ -185,6 +184,14 @@ def fill(chunk: memoryview, source: IO, file: File) -> None:
     status = os.fstat(source.fileno())
     if chunk or (status.st_size, status.st_mtime_ns) != (file.bytes, file.mtime_ns):
         raise Fault(f"{source.name} changed while it was copied; start again once it is at rest")
+
+
+def settle(output: IO) -> None:
+    """Wait until what was written is on the disk, and drop it from the operating system's cache."""
+    output.flush()
+    os.fsync(output.fileno())
+    # Terabytes that are read next in training, in another order, would push all else out of memory.
+    os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def plan(files: dict[str, File], sums: dict[str, str], stocks: list[dict[str, str]]) -> list[list[Transfer]]:
@@ -221,8 +228,8 @@ class Stream(threading.Thread):
                 what = f"copying {transfer.file.name} to {self.disk.dst}"
                 self._move(transfer, buffer)
             dist.barrier(group=self.group)  # a node that is done waits, to notice that another node was lost
-        except OSError as error:
-            self.failure = Fault(f"{what}: {error}")
+        except (OSError, MemoryError) as error:
+            self.failure = Fault(f"{what}: {str(error) or 'out of memory'}")
         except Exception as error:
             self.failure = error
 
@@ -243,6 +250,8 @@ class Stream(threading.Thread):
                 sending = [dist.isend(chunk, node, group=self.group) for node in transfer.chain[place + 1 :][:1]]
                 digest.update(view)
                 output.write(view)
+                if (offset // CHUNK + 1) % CHUNKS_IN_CACHE == 0:
+                    settle(output)
                 for work in sending:
                     work.wait()
                 self.passed += len(view)
@@ -260,10 +269,12 @@ def move(streams: list[Stream]) -> None:
             working = any(stream.is_alive() for stream in streams)
             bar.update(sum(stream.passed for stream in streams) - bar.n)
             failure = next((stream.failure for stream in streams if stream.failure), None)
-            if isinstance(failure, Fault) and not ranks.is_single():
-                store.compare_set(FAILED, "", f"node {rank} ({socket.gethostname()}): {failure}")
+            is_defect = failure is not None and not isinstance(failure, (Fault, RuntimeError))
+            if (is_defect or isinstance(failure, Fault)) and not ranks.is_single():  # RuntimeErrors are a neighbour's
+                text = repr(failure) if is_defect else failure
+                store.compare_set(FAILED, "", f"node {rank} ({socket.gethostname()}): {text}")
                 time.sleep(3 * POLL_S)  # for the others to read it before this process and perhaps the store end
-            if store.check([FAILED]):
+            if store.check([FAILED]) and not is_defect:  # a defect is shown with its traceback
                 raise Fault(store.get(FAILED).decode())
             if failure:
                 raise failure

@@ -261,7 +261,9 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):
     for path in (src / "train").glob("*.tar"):
         partial, final = begun / "train" / path.name, tmp_path / "dst" / "train" / path.name
         renamed = found.index(["os.rename", str(partial), str(final)])
-        synced = max(at for at in range(renamed) if found[at] == ["fsync", str(partial)])
+        syncs = [at for at in range(renamed) if found[at] == ["fsync", str(partial)]]
+        assert len(syncs) == 1 + -(-path.stat().st_size // CHUNK) // 16, "the cache is emptied now and then"
+        synced = max(syncs)
         assert ["fsync", str(journal)] in found[synced:renamed], "the line follows the bytes, the name the line"
         assert ["fsync", str(final.parent)] in found[renamed:]
 
@@ -361,11 +363,22 @@ def fill_up(path: str, offset: int | None) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def exhaust(path: str, offset: int | None) -> None:
+    if offset and os.environ["RANK"] == "1":
+        raise MemoryError
+
+
+def err(path: str, offset: int | None) -> None:
+    if offset and os.environ["RANK"] == "1":
+        raise ValueError("a defect")
+
+
 def test_what_breaks_on_one_node_ends_all_with_one_line_and_goes_on_later(src, tmp_path):
     wrong = []
     for hook, line in (
         (rewrite, rf"node [01] \(\S+\): {src}/train/shard_000009.tar changed while it was copied; start again .*"),
         (shorten, rf"node [01] \(\S+\): {src}/train/shard_000009.tar changed while it was copied; start again .*"),
+        (exhaust, r"node 1 \(\S+\): copying \S+ to \S+/1: out of memory"),
         (fill_up, r"node 1 \(\S+\): copying val/shard_000000.tar to \S+/1: .*No space left on device.*"),
     ):
         dsts = [tmp_path / hook.__name__ / str(rank) for rank in range(2)]
@@ -375,6 +388,13 @@ def test_what_breaks_on_one_node_ends_all_with_one_line_and_goes_on_later(src, t
         staged(src, *dsts)
         require_staged(src, *dsts)
     assert wrong == []
+
+
+def test_a_defect_on_one_node_is_told_to_the_others_and_shown_there(src, tmp_path):
+    nodes = Nodes(src, tmp_path / "0", tmp_path / "1", hook=err)
+    assert nodes.codes() == [3, 3]
+    line, *there = nodes.said
+    assert re.fullmatch(r"stage: node 1 \(\S+\): ValueError\('a defect'\)", line) and "Traceback" in there[0]
 
 
 def test_a_manifest_is_copied_and_a_byte_that_it_does_not_allow_is_noticed_on_all_nodes(src, tmp_path):
