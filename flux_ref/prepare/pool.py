@@ -24,8 +24,8 @@ def run(task: Callable, items: list, workers: int, bar: tqdm) -> list:
             bar.update(count)
 
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(task, item, advance) for item in items]
         try:
+            futures = [pool.submit(task, item, advance) for item in items]
             for future in as_completed(futures):
                 future.result()
         finally:
