@@ -179,7 +179,11 @@ class Archives:
 def source(text: str) -> Folder | Archives:
     """What --input names. Raises: Refusal."""
     path = Path(text)
-    tars = sorted(path.glob("*.tar")) if path.is_dir() else [Path(name) for name in braceexpand(text)]
+    try:
+        named = [text] if path.exists() else list(braceexpand(text))
+    except ValueError as error:
+        raise Refusal(f"--input {text}: {error}; want a folder or tars such as x-{{000..137}}.tar") from None
+    tars = sorted(path.glob("*.tar")) if path.is_dir() else [Path(name) for name in named]
     for tar in tars:
         if tar.suffix != ".tar" or not tar.is_file():
             raise Refusal(f"--input: {tar} is no file; want a folder or tars such as x-{{000..137}}.tar")
