@@ -30,7 +30,7 @@ from tqdm import tqdm
 from flux_ref import ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import files, shard_writer, shards
+from flux_ref.formats import files, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, npy_blob, shard_path
 from flux_ref.prepare import encoders, jobs, options, raw_images
 from flux_ref.prepare.encoders import Encoders
@@ -117,7 +117,7 @@ def _make(args: argparse.Namespace) -> int:
         with ranks.agreed():
             if world.rank == 0:
                 claim.enter_context(jobs.claimed(final, _plan(args, model, listed)))
-                _write_empty(args.output / "empty_encodings", nets.empty, shards.layout(model))
+                _write_empty(final, nets.empty, shards.layout(model))
         with ThreadPoolExecutor(args.workers) as pool:
             job = Job(args, model, world, jobs.growing(final), source.parts(listed), pool)
             checked = _check(job)
@@ -148,10 +148,11 @@ def _plan(args: argparse.Namespace, model: ModelConfig, listed: raw_images.Files
     return {"options": given | shards.layout(model).shapes | stats, "files": listed}
 
 
-def _write_empty(folder: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:
+def _write_empty(final: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:
     """Write empty_encodings beside the set. Raises: Refusal if those of other encoders are there."""
+    folder = final.with_name("empty_encodings")
     if not folder.exists():
-        return shard_writer.write_empty(folder, encodings)
+        jobs.write_empty(final, encodings)
     for name, bits in shards.read_empty(folder, layout).items():
         there, ours = shards.from_bf16_bits(bits), shards.from_bf16_bits(encodings[name])
         if np.linalg.norm(there - ours) > OTHER_ENCODERS * np.linalg.norm(ours):

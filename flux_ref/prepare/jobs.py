@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer
 
@@ -76,3 +78,15 @@ def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
     starts = enumerate(range(0, count, per_shard))
     shards = {number: range(start, min(start + per_shard, count)) for number, start in starts}
     return {number: r for number, r in shards.items() if not shard_writer.shard_path(growing(final), number).exists()}
+
+
+def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
+    """Write empty_encodings beside the set that this process has claimed, unless another job does so meanwhile."""
+    own, shared = growing(final) / ".empty_encodings.partial", final.with_name("empty_encodings")
+    shard_writer.write_empty(own, encodings)
+    try:
+        own.rename(shared)
+    except OSError:
+        files.remove(own)
+        if not shared.exists():
+            raise

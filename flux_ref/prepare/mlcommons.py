@@ -15,9 +15,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from flux_ref.benchmark import facts
 from flux_ref.errors import Refusal
-from flux_ref.formats import shard_writer, shards
+from flux_ref.formats import shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path
 from flux_ref.formats.shards import NPY_HEADER, Layout
 from flux_ref.prepare import jobs, options, pool
@@ -126,6 +128,20 @@ def _samples(
         first += count
 
 
+def _empty(args: argparse.Namespace, layout: Layout) -> dict[str, np.ndarray] | None:
+    """The encodings of the empty caption, unless OUTPUT has them or validation lacks them. Raises: Refusal."""
+    made, source = (folder / "empty_encodings" for folder in (args.output, args.input.resolve().parent))
+    if made.exists():
+        shards.read_empty(made, layout)
+        return None
+    if source.exists():
+        return shards.read_empty(source, layout)
+    if args.split == "train":
+        raise Refusal(f"{source} does not exist, and training needs it; put empty_encodings beside --input")
+    print(f"note: {source} does not exist; training will need it")
+    return None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", type=Path, required=True, help="folder of state.json and data-*.arrow, beside empty_encodings")
@@ -142,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
     Finished shards are kept whatever happens. Raises: Refusal; OSError.
     """
-    split, final, empty = args.split, args.output / args.split, args.output / "empty_encodings"
+    split, final = args.split, args.output / args.split
     layout = shards.layout(options.config(args.config).model)
     jobs.require_new(final)
     rows = _inspect(args.input, split, layout)
@@ -152,12 +168,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.input} holds {count} samples, the {split} split should have {expect or 'some'}; download what is"
             f" missing" + (f", or give --expect-samples {count}" if count else "")
         )
-    encodings = shards.read_empty(empty if empty.exists() else args.input.resolve().parent / empty.name, layout)
+    encodings = _empty(args, layout)
     given = {"split": split, "per_shard": args.per_shard, "shapes": layout.shapes}
     listed = [[path.name, path.stat().st_size, rows[path]] for path in rows]
     with jobs.claimed(final, {"options": given, "files": listed}):
-        if not empty.exists():
-            shard_writer.write_empty(empty, encodings)
+        if encodings:
+            jobs.write_empty(final, encodings)
         missing = jobs.missing(final, count, args.per_shard)
         done = count - sum(map(len, missing.values()))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:

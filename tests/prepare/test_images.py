@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -181,6 +182,17 @@ def test_what_cannot_be_used_is_rejected():
         reasons[name] = str(rejected.value)
     assert reasons == {name: reason for name, (_, reason) in BAD.items()}
     assert pixels(BAD["slim.png"][0], min_side=63).shape == (3, 256, 256)
+
+
+def test_no_damage_to_a_file_raises_anything_else():
+    random = np.random.default_rng(0)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        content = np.frombuffer(saved(drawn(80, 70), kind), np.uint8)
+        for _ in range(20):
+            broken = content[: random.integers(1, len(content) + 1)].copy()
+            broken[random.integers(0, len(broken), 4)] = random.integers(0, 256, 4)
+            with contextlib.suppress(Rejected):
+                assert pixels(broken.tobytes(), 16, 16).shape == (3, 16, 16)
 
 
 # Encoders
@@ -456,6 +468,7 @@ def test_damage_to_an_archive_loses_only_what_it_hits(tmp_path):
     assert last == (f"{tmp_path}/b.tar", damage) and kept[:3] == good[:3] and set(kept[:-1]) <= set(good)
     for content in (b"not a tar" * 1000, b""):
         assert read(write(tmp_path / "c.tar", content)) == [(f"{tmp_path}/c.tar", damage)]
+    assert read(whole.rename(tmp_path / "a{1..2}.tar"))[:8] == good, "braces in the name of a file that is there"
     twice = [(name, members[name]) for name in ("0.png", "0.txt", "0.txt", "1.png", "1.txt")]
     assert read(write_archive(tmp_path / "d.tar", twice)) == [*good[:2], (f"{tmp_path}/d.tar", damage)]
 
@@ -489,6 +502,7 @@ def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     assert "absent is no file; want" in refused(make(nets, tmp_path / "absent", tmp_path / "out"), capsys)
     assert "x-1.tar is no file" in refused(make(nets, tmp_path / "x-{1..3}.tar", tmp_path / "out"), capsys)
+    assert "want a folder or tars" in refused(make(nets, tmp_path / "x-{1..3.tar", tmp_path / "out"), capsys)
     assert "lies in --input" in refused(make(nets, tmp_path / "in", tmp_path / "in" / "out"), capsys)
     assert not (tmp_path / "out").exists() and not any((tmp_path / "in").iterdir())
     assert "no sample can be used: 0 rejected" in refused(make(nets, tmp_path / "in", tmp_path / "out"), capsys)
@@ -590,6 +604,7 @@ def test_only_some_pictures_are_decoded_ahead(monkeypatch):
         job = images.Job(Namespace(batch=3, workers=2), None, None, None, None, pool)
         for i, sample in enumerate(job.loaded(taken.append(number) or number for number in range(40))):
             assert sample == i and len(taken) <= i + 2 * 3 + 1
+    assert i == 39 and taken == list(range(40))
 
 
 # What encoders are refused
@@ -650,17 +665,20 @@ def test_bf16_text_encoders_differ_by_rounding_only(nets):
         assert 0 < relative_error(ours, theirs) < 0.05
 
 
-def test_sets_of_other_encoders_do_not_share_an_output(nets, tmp_path):
+def test_sets_of_other_encoders_do_not_share_an_output(tmp_path, monkeypatch):
     layout, draw = LAYOUT, np.random.default_rng(0)
     values = {name: draw.standard_normal(layout.shapes[name]) for name in ("t5", "clip")}
 
     def write(noise: float) -> None:
         noisy = {name: array + noise * draw.standard_normal(array.shape) for name, array in values.items()}
         bits = {name: shards.to_bf16_bits(array) for name, array in noisy.items()}
-        images._write_empty(tmp_path / "empty_encodings", bits, layout)
+        images._write_empty(tmp_path / "train", bits, layout)
 
     write(0)
     before = contents(tmp_path)
     write(0.01)
     assert "empty_encodings was made with another t5" in refusal(write, 1)
+    with monkeypatch.context() as patch:  # as if the other job wrote after this one had looked
+        patch.setattr(Path, "exists", Mock(side_effect=[False, True]))
+        assert "empty_encodings was made with another t5" in refusal(write, 1)
     assert contents(tmp_path) == before

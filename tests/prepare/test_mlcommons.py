@@ -221,6 +221,33 @@ def test_empty_encodings_become_bf16_bits_without_a_batch_axis_and_are_needed_on
     convert(public / "cc12m_preprocessed", output)
 
 
+def test_training_needs_empty_encodings_but_validation_does_not(public, output, capsys):
+    shutil.rmtree(public / "empty_encodings")
+    words = f"{public}/empty_encodings does not exist"
+    assert f"{words}, and training needs it; put" in refused(public / "cc12m_preprocessed", output)
+    convert(public / "coco_preprocessed", output, "val")
+    require_converted(output, rows(16, "val", seed=1), "val")
+    assert f"note: {words}" in capsys.readouterr().out and not (output / "empty_encodings").exists()
+
+
+def test_two_conversions_into_one_folder_do_not_meet(public, output, monkeypatch):
+    """The second one begins and ends while the first one writes empty_encodings."""
+    save, begun = np.save, []
+
+    def saved(*args: object) -> None:
+        begun.append(args)
+        if len(begun) == 1:
+            convert(public / "coco_preprocessed", output, "val")
+        save(*args)
+
+    monkeypatch.setattr(np, "save", saved)
+    convert(public / "cc12m_preprocessed", output)
+    require_converted(output, rows())
+    require_converted(output, rows(16, "val", seed=1), "val")
+    assert sorted(path.name for path in output.iterdir()) == ["empty_encodings", "train", "val"]
+    shards.read_empty(output / "empty_encodings", LAYOUT)
+
+
 # The command
 
 
