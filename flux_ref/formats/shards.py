@@ -299,14 +299,12 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         path, shape = Path(folder) / f"{name}_empty.npy", layout.shapes[name]
         try:
             with path.open("rb") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
+                npy = np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:  # numpy's parser raises a dozen kinds
             raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
-        if array.shape not in (shape, (1, *shape)) or array.dtype not in (np.float16, np.float32, np.uint16):
-            raise Refusal(
-                f"empty encoding {path} is {array.dtype} {array.shape}; want uint16, float16 or float32 {shape}"
-            )
-        bits = encodings[name] = (array if array.dtype == np.uint16 else to_bf16_bits(array)).reshape(shape)
-        if _not_finite(bits) or not np.isfinite(array).all():
+        if npy.shape not in (shape, (1, *shape)) or npy.dtype not in (np.float16, np.float32, np.uint16):
+            raise Refusal(f"empty encoding {path} is {npy.dtype} {npy.shape}; want uint16, float16 or float32 {shape}")
+        bits = encodings[name] = (npy if npy.dtype == np.uint16 else to_bf16_bits(npy)).reshape(shape)
+        if _not_finite(bits) or not np.isfinite(npy).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
     return encodings
