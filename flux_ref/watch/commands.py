@@ -45,7 +45,7 @@ class Look:
     folder: Path
     cfg: Config
     band: Band | None
-    environment: dict  # of environment.json
+    environment: dict  # of environment.json: ranks, nodes, device
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
@@ -73,8 +73,7 @@ class Look:
 
     @property
     def alarms(self) -> list[Alarm]:
-        is_cpu, nodes = self.environment.get("device") == "cpu", self.environment.get("nodes", [])
-        shared_cpu = is_cpu and len(set(nodes)) < 2
+        shared_cpu = self.environment["device"] == "cpu" and len(set(self.environment["nodes"])) < 2
         return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, shared_cpu)
 
     @property
@@ -93,7 +92,13 @@ class Look:
 
 def look(folder: Path) -> Look:
     """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file."""
-    cfg, environment = config_file.of_run(folder), json_object(folder / "environment.json")
+    cfg, path = config_file.of_run(folder), folder / "environment.json"
+    environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
+    if type(environment["ranks"]) is not int or not 0 < environment["ranks"] < 1e9:
+        raise Refusal(f"{path} is damaged (ranks is no number above 0); mend it")
+    if not isinstance(environment["nodes"], list):
+        raise Refusal(f"{path} is damaged (nodes is no list); mend it")
+    environment |= {"nodes": [*map(str, environment["nodes"])], "device": str(environment["device"])}
     steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
     written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
     ending = outcome(folder) or broken_off(folder / "result_0.txt")
@@ -110,7 +115,10 @@ def broken_off(log: Path) -> str:
         text = file.read().decode(errors="replace")
     last_start = text.rpartition('"key": "init_start"')[2]
     stop = re.search(r'"key": "run_stop".*"reason": ("(?:[^"\\]|\\.)*")', last_start)
-    return f"ended: {json.loads(stop[1])}"[:40] if stop else ""
+    try:
+        return f"ended: {json.loads(stop[1])}"[:40] if stop else ""
+    except ValueError:
+        raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
 
 
 def duration(seconds: float) -> str:
@@ -168,8 +176,8 @@ def about(run: Look, mark: str, width: int) -> list[str]:
     lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour)]
     lines += [f"  {bar:─<{bar_width}}  {count}", losses]
     if last:
-        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment.get("ranks", 1) / 1e12
-        gpu = hardware.of_device(run.environment.get("device", ""))
+        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
+        gpu = hardware.of_device(run.environment["device"])
         mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
         lines.append(
             f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"

@@ -112,14 +112,23 @@ def test_the_end_of_the_curve_is_at_its_place(put):
         assert any(abs(column - x) <= 0.5 and abs(row - y) <= 0.5 for x, y in found)
 
 
+def test_a_device_or_a_node_of_another_type_is_taken_as_text(put):
+    folder = put("run", 1_000_000)
+    (folder / "environment.json").write_text('{"ranks": 1, "device": 5, "nodes": [{}]}')
+    assert "1,600 samples/s" in shown(folder)
+
+
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 DAMAGE = [
     *((name, None) for name in ("result_0.txt", "environment.json", "outcome.json")),  # a folder of this name
     *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
+    *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
+    *(("environment.json", b'{"nodes": %s}' % nodes) for nodes in (b"null", b"1")),
     *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
     *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
     ("eval.jsonl", b'{"samples": 4096}\n'),
     *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
+    ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "a\\q"}}\n'),
     *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
 ]
 
