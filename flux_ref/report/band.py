@@ -28,6 +28,8 @@ def of_runs(folders: list[Path]) -> list[dict[str, object]]:
             goal = "its target" if cfg.eval.target else "train.max_samples"
             raise Refusal(f"{folder} has not reached {goal}; leave it out, because a band is made of whole runs")
         evaluations = records(folder / "eval.jsonl", figures=("val_loss",))
+        if not evaluations:
+            raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
         recipe = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
         curves[recipe].append([(record["samples"], record["val_loss"]) for record in evaluations])
     return [row for recipe, same in sorted(curves.items()) for row in quartile_rows(recipe, same)]

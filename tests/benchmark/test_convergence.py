@@ -95,11 +95,13 @@ def test_runs_that_make_no_band(put, tmp_path, capsys):
     """Each refusal is one line, and nothing is printed."""
     good, bare = put("good"), put("bare")
     (bare / "config.toml").write_text("")
+    (silent := put("silent") / "eval.jsonl").unlink()
     cases = [
         ([put("cut off", outcome="")], "has not reached train.max_samples; leave it out"),
         ([put("missed", overrides=TARGET)], "has not reached its target; leave it out"),
         ([put("stopped", "stopped by SIGTERM")], "outcome.json is damaged"),
         ([put("nan", losses="NaN")], "eval.jsonl line 2 is damaged (val_loss"),
+        ([silent.parent], "silent has no eval.jsonl with an evaluation"),
         ([f"{good}/../good"], "is given twice; a run counts once"),
         ([bare], "config.toml lacks"),
         ([tmp_path], "holds no run"),
