@@ -17,7 +17,7 @@ from flux_ref import config_rules
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
-from flux_ref.report import result_files, result_log, score
+from flux_ref.report import official, result_files, result_log, score
 from flux_ref.report.result_log import printable
 from flux_ref.report.score import RUN_COLUMNS, Run, System, show
 from flux_ref.run.attempt import attempt
@@ -55,6 +55,8 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
         args.out.mkdir(parents=True, exist_ok=True)
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
     basis += printable(args.points or "official")
+    if args.points:
+        official.require_points(args.points)
     groups, systems = result_files.find(args.paths), []
     print("\n".join(_wrapped(basis, "")))
     for place, group in enumerate(groups):

@@ -8,6 +8,7 @@ import filecmp
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def find(arguments: list[str]) -> list[Group]:
     """The systems in files and folder trees. Raises: Refusal if an argument holds no result file."""
     files: dict[Path, Path] = {}  # by the real path, so that a file given twice counts once
     for argument in arguments:
+        if not argument:
+            raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
         results = [path] if path.is_file() else sorted(path.rglob("result_*"))
         results = [result for result in results if result == path or _is_result(result)]
@@ -70,13 +73,19 @@ def _number(path: Path) -> tuple:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name."""
-    common = Path(os.path.commonpath(folders))
-    names = []
+    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name.
+
+    Folders that would get the same name keep their DULL parts.
+    """
+    common, names = Path(os.path.commonpath(folders)), {}
     for folder in folders:
         telling = [part for part in folder.relative_to(common).parts if part not in DULL]
-        names.append("/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder))
-    return [printable(name) for name in names]
+        names[folder] = "/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder)
+    counts = Counter(names.values())
+    for folder, name in names.items():
+        if counts[name] > 1:
+            names[folder] = str(folder if folder == common else folder.relative_to(common))
+    return [printable(names[folder]) for folder in folders]
 
 
 def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:

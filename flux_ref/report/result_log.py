@@ -12,6 +12,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,9 +60,9 @@ def read(path: Path) -> ResultLog:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
-            for number, line in enumerate(io.TextIOWrapper(stream, encoding="latin-1"), 1):
+            for number, line in enumerate(_lines(io.TextIOWrapper(stream, encoding="latin-1")), 1):
                 if TOKEN in line:
-                    _take(log, number, line if len(line) < LINE_LIMIT else f"{TOKEN}\n", damaged)
+                    _take(log, number, line, damaged)
                 elif SYSTEM_TOKEN in line and not log.system:
                     log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
                 elif (told := INTRODUCTION.fullmatch(line.rstrip())) and not log.events:
@@ -74,6 +75,23 @@ def read(path: Path) -> ResultLog:
     if not log.events and not log.problems:
         log.problems.append("holds no :::MLLOG entry" if path.stat().st_size else "is empty")
     return log
+
+
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+    """The lines of a text. A line above the limit becomes the token if it holds the token, else an empty line.
+
+    Memory never holds such a line: a few packed bytes can be a line of many gigabytes.
+    """
+    while piece := text.readline(LINE_LIMIT):
+        if len(piece) < LINE_LIMIT:
+            yield piece
+            continue
+        has_token, end = TOKEN in piece, piece
+        while piece and not piece.endswith("\n"):
+            piece = text.readline(LINE_LIMIT)
+            end = end[-len(TOKEN) :] + piece  # the token may lie across two pieces
+            has_token = has_token or TOKEN in end
+        yield f"{TOKEN}\n" if has_token else "\n"
 
 
 def _take(log: ResultLog, line_number: int, line: str, damaged: list[str]) -> None:

@@ -7,8 +7,10 @@ import json
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import time
+import tracemalloc
 
 import made_logs
 import pytest
@@ -174,6 +176,22 @@ def test_what_lies_around_entries_changes_nothing(tmp_path):
     for encoding in ("utf-8", "latin-1"):
         path.write_text(path.read_text(encoding="utf-8").replace("\\u00e4", "ä"), encoding=encoding)
         assert result_log.read(path).value("submission_org") == "Universität"
+
+
+def test_a_huge_line_takes_no_memory(tmp_path):
+    """A small packed file can hold a line of any length. The token may lie anywhere, also across two pieces."""
+    head, entry = b"x" * 20_000_000, b':::MLLOG {"key": "seed", "value": 1, "time_ms": 1}\n'
+    path = tmp_path / "result_0.txt.gz"
+    path.write_bytes(gzip.compress(head + b"\n" + entry + head, compresslevel=1))
+    tracemalloc.start()
+    log, (_, peak) = result_log.read(path), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [event.line for event in log.events] == [2] and not log.problems and peak < 5e6
+    for before in (0, 1, result_log.LINE_LIMIT - 4, 3 * result_log.LINE_LIMIT):
+        path.write_bytes(gzip.compress(b"a\n" + b"x" * before + entry[:-1] + head[:100_000] + b"\n" + entry))
+        log = result_log.read(path)
+        assert [event.line for event in log.events] == [3] and log.numbers == [2, 3], before
+        assert "line 2 has an entry that is empty or longer" in log.problems[0], before
 
 
 def without(key):
@@ -357,6 +375,11 @@ def test_a_tree_holds_systems(tmp_path):
     assert [path.name for path in groups[0].files] == ["result_2.txt", "result_9.txt.gz", "result_10.txt"]
     again = result_files.find([str(tmp_path), str(tmp_path / "A"), str(groups[0].files[0])])
     assert [len(group.files) for group in again] == [3, 3, 3]  # a file given twice is one run
+    MadeLog(3).write(tmp_path / "A/one/result_0.txt")
+    MadeLog(3).write(tmp_path / "A/result_0.txt")
+    MadeLog(3).write(tmp_path / "A/A/result_0.txt")
+    names = {group.name for group in result_files.find([str(tmp_path / "A")])}
+    assert names == {"results/one/flux1", "two", "one", str(tmp_path / "A"), "A"}
 
 
 def test_our_runs_side_by_side(tmp_path):
@@ -399,7 +422,12 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "result_0.txt").write_bytes(b"\x00" * 100)
     (tmp_path / "file").write_text("mine")
+    for name, points in (("text", "{"), ("bare", "{}"), ("list", "[1]"), ("other", '{"a": {"Benchmark": "bert"}}')):
+        (tmp_path / name).write_text(points)
     cases = [
+        *(([results, f"--points={name}"], f"{name} is no file of ref") for name in ("text", "bare", "list", "other")),
+        (["empty", "--points=text"], "text is no file of reference"),  # before the first log is read
+        ([results, ""], "an empty path is no result file"),
         (["nothing"], "nothing holds no result_*.txt"),
         (["empty"], "empty holds no result_*.txt"),
         (["result_0.txt"], "no log could be read"),
@@ -510,10 +538,12 @@ def test_charts_show_the_figures_at_their_places(results):
         assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
 
 
-def test_only_the_page_needs_matplotlib():
+def test_command_needs_neither_torch_nor_matplotlib(tmp_path):
     """A laptop with the logs is enough for scores, table and JSON."""
-    files = [path for path in (ROOT / "flux_ref/report").glob("*.py") if path.stem not in ("charts", "page")]
-    bad = [
-        path for path in files if re.search(r"^(from|import) .*\b(matplotlib|charts|page)\b", path.read_text(), re.M)
-    ]
-    assert bad == [] and len(files) > 5
+    code = (
+        "import sys; from flux_ref.report import commands; code = commands.main(sys.argv[1:]);"
+        " assert not {'torch', 'torchvision', 'matplotlib'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, str(MadeLog().write(tmp_path / "result_0.txt"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == report.INVALID and not done.stderr
