@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import fit
+from flux_ref.formats import fit, safetensors_io
 
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
@@ -199,9 +199,14 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if any(".down_blocks." in name for name in shapes):
+                raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
             fit.require_fit(shapes, want, f"autoencoder {path}")
             net.to_empty(device=device)
             for name, parameter in net.named_parameters():
+                if (dtype := file.get_slice(name).get_dtype()) not in safetensors_io.DTYPES:
+                    kinds = ", ".join(safetensors_io.DTYPES)
+                    raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {kinds}")
                 parameter.copy_(fit.finite(file.get_tensor(name), name, f"autoencoder {path}"))
     except (OSError, SafetensorError) as error:
         raise Refusal(f"autoencoder {path}: {error}") from None

@@ -129,6 +129,11 @@ def saved(tensors: dict[str, Tensor], folder: Path) -> Path:
 
 MISFITS: dict[str, Callable[[dict], dict]] = {  # words of the refusal -> what the file holds
     "does not fit: 1 missing: decoder.conv_in.weight": lambda t: {k: t[k] for k in t if k != "decoder.conv_in.weight"},
+    "these are diffusers' names": lambda t: {"encoder.down_blocks.0.resnets.0.conv1.bias": torch.zeros(32)},
+    "encoder.conv_in.bias is I8, want F32, BF16, F16": lambda t: t | {"encoder.conv_in.bias": torch.ones(32).char()},
+    "conv_out.weight is F8_E4M3, want": lambda t: (
+        t | {"decoder.conv_out.weight": t["decoder.conv_out.weight"].to(torch.float8_e4m3fn)}
+    ),
     "1 unexpected: quant_conv.bias": lambda t: t | {"quant_conv.bias": torch.zeros(10)},
     "1 misshaped: encoder.conv_in.bias (3,), want (32,)": lambda t: t | {"encoder.conv_in.bias": torch.zeros(3)},
     "244 missing": lambda t: {"img_in.weight": torch.zeros(4)},
