@@ -1,7 +1,7 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
 from bisect import bisect_left
-from math import ceil
+from math import ceil, gcd
 from types import SimpleNamespace
 
 from flux_ref import config, config_rules, schedule
@@ -82,7 +82,7 @@ def needed(moment: Moment, assumed: Assumed) -> float:
 
 
 def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> int:
-    """The largest micro-batch that fits a card, whatever the global batch; 0 if none does.
+    """The largest micro-batch that training takes and a card holds, whatever the global batch; 0 if there is none.
 
     The search assumes that memory is linear in samples, then checks exactly. The result can be too low by one.
     """
@@ -92,11 +92,13 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
         moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
         return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    gpu = machine.gpu
-    largest = bisect_left(range(1, LARGEST + 1), True, key=lambda candidate: not fits(candidate))
-    while largest and not fits(largest, exact=True):
-        largest -= max(1, largest // 32)
-    return max(0, largest)
+    gpu, step = machine.gpu, 1
+    if cfg.fp8.recipe != "off":  # see config_rules.validate_world
+        step = 16 // gcd(cfg.model.text_tokens, cfg.model.image_tokens, 16)
+    steps = bisect_left(range(step, LARGEST + 1, step), True, key=lambda candidate: not fits(candidate))
+    while steps and not fits(steps * step, exact=True):
+        steps -= max(1, steps // 32)
+    return max(0, steps) * step
 
 
 def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:

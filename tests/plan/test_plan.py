@@ -366,3 +366,6 @@ def test_largest_micro_batch_is_the_last_that_fits():
 
     card = replace(GPU, memory_gb=total(21) / 1e9)
     assert making.largest_rows(cfg, layout, found, Machine(card, ASSUMED, 4), 2) in (19, 20, 21)
+    eight = config_file.replace(cfg, fp8__recipe="dynamic")  # on a CPU its linears take as much as those of bf16
+    assert (eight.model.text_tokens, eight.model.image_tokens) == (24, 6)
+    assert making.largest_rows(eight, layout, found, Machine(card, ASSUMED, 4), 2) == 16, "16 divides rows x 6"
