@@ -13,7 +13,6 @@ sizes; other weights have FLUX.1-schnell's.
 import argparse
 from pathlib import Path
 
-from flux_ref.errors import Refusal
 from flux_ref.run import weight_files
 from flux_ref.run.attempt import attempt
 from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
@@ -40,8 +39,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.command != "inspect" and args.out.exists():
-        raise Refusal(f"{args.out} exists; remove it or choose another name")
     path = weight_files.find(args.source, args.checkpoint)
     cfg = weight_files.config_of(path, args.config)
     source = weight_files.open_source(path, cfg.model)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flux_ref import config
 from flux_ref.config import Config, ModelConfig
+from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
@@ -27,6 +28,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     layout: "bfl" or "diffusers". dtype: "fp32" or "bf16", rounded to nearest even.
     Memory holds a few pieces of PIECE_BYTES, never a whole model. Raises: Refusal.
     """
+    _require_new(out)
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
     trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
@@ -40,6 +42,14 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
         table, parts = diffusers_names.diffusers_table(model), diffusers_names.bfl_parts(model)
         _write(partial / f"{DIFFUSERS_STEM}.safetensors", table, parts, source, dtype, metadata)
         write_whole(partial / "config.json", json.dumps(diffusers_names.diffusers_config(model), indent=2))
+
+
+def _require_new(out: Path) -> None:
+    """Raises: Refusal if `out` exists or has no folder to lie in."""
+    if out.exists():
+        raise Refusal(f"{out} exists; remove it or choose another name")
+    if not out.parent.is_dir():
+        raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
 
 
 def _write(
@@ -69,6 +79,7 @@ def _pieces(source: Source, parts: list[Part], row_bytes: int) -> Iterator[Tenso
 
 def import_(source: Source, cfg: Config, out: Path) -> None:
     """Write weights as a checkpoint in fp32 without moments, to evaluate or to start from. Raises: Refusal."""
+    _require_new(out)
     parameters = parameter_table(cfg.model)
     table = {f"model.{name}": shape for name, shape in parameters.items()}
     parts = {f"model.{name}": rows for name, rows in whole_parts(parameters).items()}

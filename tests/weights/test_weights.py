@@ -309,6 +309,18 @@ def test_nan_is_met_wherever_values_are_read(tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
+def test_what_is_there_is_never_replaced(kept, tmp_path):
+    """Callers of the two functions are safe, too."""
+    source = opened(kept / "bfl.safetensors", CFG.model)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for out, words in (("file", "file exists; remove it"), ("folder", "exists"), ("no/out", "no, where out is to app")):
+        for layout in ("bfl", "diffusers"):
+            assert words in refusal(exports.export, source, CFG.model, tmp_path / out, layout, "fp32")
+        assert words in refusal(exports.import_, source, CFG, tmp_path / out)
+    assert (tmp_path / "file").read_text() == "mine" and not [*(tmp_path / "folder").iterdir()]
+
+
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
