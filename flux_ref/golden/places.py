@@ -60,8 +60,11 @@ PLACES = _load()
 
 
 def place(name: str) -> Place:
-    """The place of a value. Raises: StopIteration for a name without a place."""
-    return next(known for pattern, known in PLACES.items() if re.fullmatch(pattern, name))
+    """The place of a value. Raises: KeyError for a name without a place."""
+    known = next((known for pattern, known in PLACES.items() if re.fullmatch(pattern, name)), None)
+    if known is None:
+        raise KeyError(name)
+    return known
 
 
 def meaning(name: str) -> str:

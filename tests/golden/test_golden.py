@@ -97,6 +97,8 @@ def test_the_run_shows_what_it_should(kept):
 def test_every_place_is_used_and_every_value_has_one(kept):
     used = {id(places.place(value.name)) for value in kept.values}
     assert used == {id(place) for place in places.PLACES.values()}
+    with pytest.raises(KeyError, match="no place"):
+        places.place("no place")
     for value in kept.values:
         assert (value.meaning, value.why) == (places.meaning(value.name), places.place(value.name).kind.why)
         assert (value.atol, value.rtol) == places.place(value.name).kind.tolerances(kept.file.read(value.name))
