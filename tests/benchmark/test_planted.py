@@ -8,22 +8,50 @@ optim.warmup_steps=0.
 import csv
 from collections import defaultdict
 
-from conftest import ROOT
+import pytest
+from conftest import ROOT, called, data_overrides
 
+from flux_ref import latents
 from flux_ref.benchmark import alarms, convergence
+from flux_ref.benchmark.convergence import Band
+from flux_ref.formats.jsonl import records
 from flux_ref.report import band
 
 FOR_BAND = (1, 2, 3, 4)
 
 
-def test_planted_defects_leave_the_band():
-    """A sound run does not. The last two learn faster here, which leaves the band, too."""
+def recorded() -> tuple[Band, dict[str, list[tuple[int, float]]]]:
+    """The band, and the curve of each defect."""
     curves = defaultdict(list)
     with (ROOT / "tests/benchmark/planted_curves.csv").open() as file:
         for row in csv.DictReader(file):
             curves[row["defect"], int(row["seed"])].append((int(row["samples"]), float(row["val_loss"])))
     recipe = (60, 0.0, 0)  # batch; learning rate and warm-up do not matter to a band
     rows = band.quartile_rows(recipe, [curves.pop(("none", seed)) for seed in FOR_BAND])
-    sound = convergence.pooled(rows, "sound runs")
-    kinds = {defect: {alarm.kind for alarm in alarms.of_losses(curve, sound)} for (defect, _), curve in curves.items()}
+    return convergence.pooled(rows, "sound runs"), {defect: curve for (defect, _), curve in curves.items()}
+
+
+def kinds_of(curve: list[tuple[int, float]], sound: Band) -> set[str]:
+    return {alarm.kind for alarm in alarms.of_losses(curve, sound)}
+
+
+def test_planted_defects_leave_the_band():
+    """A sound run does not. The last two learn faster here, which leaves the band, too."""
+    sound, curves = recorded()
+    kinds = {defect: kinds_of(curve, sound) for defect, curve in curves.items()}
     assert kinds == {"none": set(), "latent_scale": {"high"}, "lr_times_4": {"low"}, "no_warmup": {"low"}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_defect_planted_in_a_live_run_leaves_the_band(tmp_path, monkeypatch):
+    """The losses of its first 1,500 samples are those recorded, up to the arithmetic of another machine."""
+    monkeypatch.setattr(latents, "SCALE", 1.0)
+    overrides = ["--train.seed=21", "--train.max_samples=1500", "--eval.every_samples=1500", "--sample.count=0"]
+    overrides += ["--eval.permuted_captions=false", "--checkpoint.save=false", f"--run.dir={tmp_path / 'run'}"]
+    assert called("train.py", ROOT / "configs/tiny.toml", *overrides, *data_overrides(tmp_path / "data")) == 0
+    evaluations = records(tmp_path / "run" / "eval.jsonl", figures=("val_loss",))
+    curve = [(record["samples"], record["val_loss"]) for record in evaluations]
+    sound, curves = recorded()
+    assert kinds_of(curve, sound) == {"high"}
+    assert curve == [(samples, pytest.approx(loss, rel=0.02)) for samples, loss in curves["latent_scale"][:2]]
