@@ -6,6 +6,7 @@ findings. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
+from flux_ref.run import cli
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, State, train_step, warm_up
 from flux_ref.steps import Steps
@@ -70,7 +72,8 @@ class Measured(dict):
 
     def checkpoint(self, size: int) -> Path:
         """The checkpoint that so many ranks have written."""
-        return checkpoint_of(self.shared(f"{size}_ranks", lambda folder: None))
+        self[size]
+        return checkpoint_of(self.data.parent / f"{size}_ranks")
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -325,3 +328,7 @@ def main(data: str, out: str) -> int:
         torch.save(found, out / "found.pt")
     ranks.stop()
     return 0
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))
