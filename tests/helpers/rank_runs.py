@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import MICRO, data_overrides, script
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -29,7 +30,7 @@ from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
-from flux_ref.run import cli
+from flux_ref.run import cli, weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, State, train_step, warm_up
 from flux_ref.steps import Steps
@@ -298,6 +299,21 @@ def refusing(world: World) -> list[str]:
     return of_all("")
 
 
+def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
+    """What `load_everywhere` raises on every rank when a NaN is in the rows of the last rank alone."""
+    net, path = lively_net(cfg, world), folder / "nan.safetensors"
+    tensors = whole(net)
+    tensors["img_in.weight"][-1, 0] = math.nan
+    if world.rank == 0:
+        save_file(tensors, path)
+    dist.barrier()
+    try:
+        weight_files.load_everywhere(net, path, cfg.model)
+    except Refusal as error:
+        return of_all(str(error))
+    return of_all("")
+
+
 def main(data: str, out: str) -> int:
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
@@ -315,6 +331,7 @@ def main(data: str, out: str) -> int:
         found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
         found["reporting"] = reporting(cfg, world, out)
         found["refusing"] = refusing(world)
+        found["loading a NaN"] = loading_nan(cfg, world, out)
         found["fp8"] = precision_ranks.measure(world, out / "fp8")
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
