@@ -48,7 +48,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
         path = base / name
         with (base / f"{name}.lock").open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not lock.tell():
+            if not lock.seek(0, os.SEEK_END):  # where this process opened it, it may have been empty
                 shutil.rmtree(path, ignore_errors=True)  # another worker has failed
                 fill(path)
                 lock.write("filled")

@@ -145,6 +145,14 @@ def test_samples_and_draws_are_the_same_at_every_world_size_and_from_every_start
         require_equal(tail, {name: tensor[step * BATCH :] for name, tensor in whole.items()})
 
 
+def test_a_feed_from_far_away_reads_only_what_it_hands_out(cfg, monkeypatch):
+    reads = []
+    train_set = opened(TrainSet, cfg)
+    monkeypatch.setattr(train_set.shards, "read", lambda index, rows: reads.append(index))
+    take(train_set.feed(BATCH * 10**9), 1)
+    assert BATCH <= len(reads) <= BATCH * (1 + cfg.data.prefetch)
+
+
 # Captions and times of training
 
 

@@ -269,3 +269,22 @@ def test_numbers_of_the_page_are_true():
     assert str(key_of("img_in.weight")) in PAGE and rng.name_key("img_in.weight") == key_of("img_in.weight")
     streams = re.findall(r"^\| ([A-Z_]+) \| (\d+) \|", PAGE, re.M)
     assert [int(number) for _, number in streams] == [getattr(rng, name) for name, _ in streams] == list(range(11))
+
+
+@pytest.mark.nightly
+def test_a_million_samples_have_the_same_draws():
+    """Over eight epochs of the benchmark's training set: order, drop and t of a million, noise of some."""
+    seed, count, generator = 25953, 1_099_776, np.random.default_rng(0)
+    for epoch in range(0, 24, 3):
+        order = rng.order(seed, epoch, count)
+        np.testing.assert_array_equal(order, order_of(seed, epoch, count))
+        samples = order[generator.integers(0, count - 125_000) :][:125_000]
+        drop, t = uniform_of(words_of(seed, SCALARS, samples, epoch, 2)).T
+        ours = [rng.train_draw(seed, epoch, sample, (1, 1, 2), 0.1) for sample in samples.tolist()]
+        np.testing.assert_array_equal([draw.drop_caption for draw in ours], drop < 0.1)
+        np.testing.assert_array_equal(np.array([draw.t for draw in ours], np.float32), t)
+        np.testing.assert_array_equal([draw.noise.ravel() for draw in ours], normals_of(seed, NOISE, samples, epoch, 2))
+        for sample in samples[:20].tolist():
+            draw = rng.train_draw(seed, epoch, sample, (16, 32, 32), 0.1)
+            for stream, array in ((LATENT, draw.latent_eps), (NOISE, draw.noise)):
+                np.testing.assert_array_equal(array.ravel(), normals_of(seed, stream, sample, epoch, 16_384))

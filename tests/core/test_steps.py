@@ -6,10 +6,11 @@ What only a device can show is in test_gpu_graph.py.
 from types import SimpleNamespace
 
 import graph_ranks
+import killing
 import pytest
 import torch
 from conftest import MICRO, called, micro_run, refusal, script
-from graph_ranks import Log, StandInRecorder, everything, require_same_history
+from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
 
@@ -205,6 +206,16 @@ def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, mo
 # Replays
 
 
+def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
+    cfg = config_file.replace(micro, train__micro_batch=6, eval__batch=24)
+    found = history(cfg, world)
+    want = history(config_file.replace(cfg, graph__enabled="off"), world)
+    require_same_history(found, want)
+    assert log.count("replay train") == graph_ranks.STEPS
+    assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
+    assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
+
+
 @pytest.mark.slow
 def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_path):
     process = script(
@@ -296,6 +307,13 @@ def test_when_a_step_breaks_graphs_are_dropped_without_waiting_for_others(
     assert is_gone or (leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2)
 
 
+def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
+    for (module, name), stand_in in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
+        monkeypatch.setattr(module, name, stand_in)
+    assert train(tmp_path / "run", shapes_dir) == 143
+    assert leaving[-6:] == [*DROPPING, "stop"]
+
+
 def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
     steps = make()
     steps.capture()
@@ -334,6 +352,10 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
 def test_once_steps_are_closed_other_code_may_be_compiled(make):
     steps = make()
     steps.cfg = config_file.replace(steps.cfg, parallel__compile=True)
-    regions.forbid_recompilation()
-    steps.close()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
+    try:
+        regions.forbid_recompilation()
+        assert torch._dynamo.eval_frame._stance.stance != "default"
+        steps.close()
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+    finally:
+        torch.compiler.set_stance("default")

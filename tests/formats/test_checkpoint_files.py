@@ -1,6 +1,7 @@
 """Checkpoint files: any rows come back bit for bit, and damage is refused in one line that names the place."""
 
 import contextlib
+import io
 import json
 import pickle
 import random
@@ -142,6 +143,27 @@ def test_any_rows_are_those_of_the_whole(tmp_path, small_blocks):
         require_identical(everything(tmp_path / str(seed)), want)
 
 
+def test_a_read_that_returns_fewer_bytes_than_asked_for_is_continued(saved, monkeypatch):
+    """As network file systems may."""
+
+    class Short(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            return super().read(min(size, 1000) if size >= 0 else 1000)
+
+        def readinto(self, buffer) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", buffering: int = -1, **options: object):
+        if path.suffix != ".safetensors":
+            return real(path, mode, buffering, **options)
+        return Short(path) if buffering == 0 else io.BufferedReader(Short(path))
+
+    monkeypatch.setattr(Path, "open", opened)
+    require_identical(everything(saved), tensors())
+
+
 def touched(found: Checkpoint, name: str, low: int, high: int, block: int) -> set[tuple[str, int]]:
     """The blocks (file, number) in which rows of a tensor lie."""
     width = tensors()[name][0].nbytes
@@ -222,14 +244,20 @@ def test_what_is_no_manifest_or_half_of_one_is_refused(saved, tmp_path):
         assert f"{path} is not a checkpoint: manifest.json" in refusal(Checkpoint, path)
 
 
-def refusal_of(folder: Path, change: Callable[[dict], None]) -> str:
-    """How a checkpoint is refused when a program with other ideas has written its manifest, with a right checksum."""
+def rewrite(folder: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest and give it a right checksum, as only another program would."""
     path = folder / checkpoint_files.MANIFEST
-    before = path.read_text()
-    content = json.loads(before)
+    content = json.loads(path.read_text())
     del content["crc32"]
     change(content)
     path.write_text(json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())}))
+
+
+def refusal_of(folder: Path, change: Callable[[dict], object]) -> str:
+    """How a checkpoint is refused when a program with other ideas has written its manifest, with a right checksum."""
+    path = folder / checkpoint_files.MANIFEST
+    before = path.read_text()
+    rewrite(folder, change)
     text = refusal(Checkpoint, folder)
     path.write_text(before)
     assert str(folder) in text
@@ -274,12 +302,17 @@ def test_rows_that_no_file_holds_or_that_lie_outside_it_are_refused(tmp_path):
 
 
 def test_a_pickle_is_never_executed(tmp_path, micro):
-    bomb, content = tmp_path / "executed", pickle.dumps(Payload(tmp_path / "executed"))
+    bomb = tmp_path / "executed"
+    content = pickle.dumps(Payload(bomb)).ljust(8192, b"\0")  # as long as a file of tensors
     for name in (".metadata", "model.pt", "pytorch_model.bin", NAME, checkpoint_files.MANIFEST):
         alone, whole = tmp_path / f"alone {name}", write_checkpoint(tmp_path / f"whole {name}", tensors())
         alone.mkdir()
         for folder in (alone, whole):
             (folder / name).write_bytes(content)
+        if name == NAME:  # and its manifest says so: its bytes are read as numbers
+            entry = {"bytes": len(content), "crc32": [zlib.crc32(content)]}
+            rewrite(whole, lambda manifest, entry=entry: manifest["files"].update({NAME: entry}))
+            assert everything(whole).keys() == SHAPES.keys()
         for path in (alone, alone / name, whole, whole / name):
             for call in (everything, lambda path: weight_files.open_source(weight_files.find(path), micro.model)):
                 with contextlib.suppress(Refusal):

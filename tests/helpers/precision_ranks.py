@@ -82,6 +82,8 @@ def measure(world: World, folder: Path) -> dict:
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)
     found = {"base": training(cfg, world, state), "run": str(folder)}
+    kept = config_file.replace(cfg, parallel__reshard_after_forward=False)
+    found["kept gathered"] = training(kept, world, lively_state(kept, world))
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()

@@ -6,6 +6,7 @@ findings. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import MICRO, data_overrides, script
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -28,6 +30,7 @@ from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
+from flux_ref.run import cli, weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.step import Health, State, train_step, warm_up
 from flux_ref.steps import Steps
@@ -70,7 +73,8 @@ class Measured(dict):
 
     def checkpoint(self, size: int) -> Path:
         """The checkpoint that so many ranks have written."""
-        return checkpoint_of(self.shared(f"{size}_ranks", lambda folder: None))
+        self[size]
+        return checkpoint_of(self.data.parent / f"{size}_ranks")
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -295,6 +299,21 @@ def refusing(world: World) -> list[str]:
     return of_all("")
 
 
+def loading_nan(cfg: Config, world: World, folder: Path) -> list[str]:
+    """What `load_everywhere` raises on every rank when a NaN is in the rows of the last rank alone."""
+    net, path = lively_net(cfg, world), folder / "nan.safetensors"
+    tensors = whole(net)
+    tensors["img_in.weight"][-1, 0] = math.nan
+    if world.rank == 0:
+        save_file(tensors, path)
+    dist.barrier()
+    try:
+        weight_files.load_everywhere(net, path, cfg.model)
+    except Refusal as error:
+        return of_all(str(error))
+    return of_all("")
+
+
 def main(data: str, out: str) -> int:
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
@@ -312,6 +331,7 @@ def main(data: str, out: str) -> int:
         found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
         found["reporting"] = reporting(cfg, world, out)
         found["refusing"] = refusing(world)
+        found["loading a NaN"] = loading_nan(cfg, world, out)
         found["fp8"] = precision_ranks.measure(world, out / "fp8")
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
@@ -325,3 +345,7 @@ def main(data: str, out: str) -> int:
         torch.save(found, out / "found.pt")
     ranks.stop()
     return 0
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

@@ -96,11 +96,11 @@ def test_metrics_and_evaluations_hold_what_happened(plain):
 
 
 def test_the_last_evaluation_comes_at_the_end_and_intervals_are_rounded_up_to_whole_steps(run):
-    folder = run("run", "--train.max_samples=40", "--eval.every_samples=20", "--train.log_every_samples=25")
-    assert column(folder, "samples", "eval.jsonl") == [24, 48]
-    assert column(folder, "samples") == [24, 36, 48]  # before each evaluation the step is checked and logged
+    folder = run("run", "--train.max_samples=60", "--eval.every_samples=20", "--train.log_every_samples=25")
+    assert column(folder, "samples", "eval.jsonl") == [24, 48, 60]
+    assert column(folder, "samples") == [24, 36, 48, 60]  # before each evaluation the step is checked and logged
     stop = event(folder, "run_stop")["metadata"]
-    assert (stop["status"], stop["samples_count"]) == ("aborted", 48)
+    assert (stop["status"], stop["samples_count"]) == ("aborted", 60)
     assert stop["reason"] == "train.max_samples reached"
 
 
@@ -170,6 +170,7 @@ def test_a_refusal_leaves_no_folder(run, capsys):
     pictures = ("--data.train_count=0", "--sample.count=1", "--sample.vae=none.safetensors")
     for options, words in (
         (("--data.val_count=46",), "holds 45 samples, data.val_count=46 asks for 46"),
+        (("--graph.enabled=on",), "graph.enabled=on cannot be honoured: a device of type cpu"),
         (("--data.val_count=0", *pictures), "autoencoder none.safetensors: "),  # looked at before training
     ):
         assert not run("run", "--data.kind=embeddings", *options, code=2).exists()

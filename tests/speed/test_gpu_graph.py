@@ -1,10 +1,14 @@
 """Captured steps on a device that captures: bit for bit the eager ones, without growth, and with a clean end."""
 
+import os
+import re
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from conftest import MICRO, data_overrides, require_identical, script
+from conftest import MICRO, PYTHONPATH, data_overrides, micro_run, require_identical, script
 from graph_ranks import STEPS, everything, history, require_same_history
 
 from flux_ref import config, config_file, ranks, sharding
@@ -14,6 +18,25 @@ from flux_ref.steps import CAPTURED, Steps, mode
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
+BREAKING = """
+import sys, time
+import train
+from flux_ref.run import cli
+from flux_ref.steps import Steps
+
+run_step = Steps.train
+
+
+def breaking(steps):
+    if steps.state.step == 3:
+        print(f"broken at {time.time()}", flush=True)
+        raise RuntimeError("an error amid training")
+    return run_step(steps)
+
+
+Steps.train = breaking
+cli.leave(cli.run("train.py", "", train.main, sys.argv[1:]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +99,14 @@ def test_a_capture_executes_nothing_and_its_memory_comes_back(micro, world):
     before, flags = everything(steps.state), steps.health.flags.clone()
     torch.accelerator.empty_cache()
     reserved = torch.accelerator.memory_reserved()
-    steps.capture()
-    torch.accelerator.synchronize()
-    held = torch.accelerator.memory_reserved()
-    require_identical(everything(steps.state), before)
-    assert torch.equal(flags, steps.health.flags)
-    steps.close()
+    try:
+        steps.capture()
+        torch.accelerator.synchronize()
+        held = torch.accelerator.memory_reserved()
+        require_identical(everything(steps.state), before)
+        assert torch.equal(flags, steps.health.flags)
+    finally:
+        steps.close()
     torch.accelerator.empty_cache()
     assert reserved < held and torch.accelerator.memory_reserved() < held
 
@@ -144,3 +169,16 @@ def test_a_run_ends_soon_after_its_last_line(shapes_dir, tmp_path, ranks):
     assert process.returncode == 0, process.stderr[-4000:]
     assert "  steps   captured" in process.stdout
     assert time.time() - (tmp_path / "run" / "outcome.json").stat().st_mtime < EXIT_S
+
+
+def test_a_run_that_breaks_amid_training_ends_soon(shapes_dir, tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", BREAKING, *micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    left = time.time()
+    assert process.returncode == 3 and "an error amid training" in process.stderr
+    assert left - float(re.search(r"broken at ([\d.]+)", process.stdout).group(1)) < EXIT_S

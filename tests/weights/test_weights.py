@@ -142,6 +142,12 @@ def test_three_ranks_read_the_same_weights_and_each_only_its_own(kept, tmp_path)
                 require_filled(net, tmp_path / name, NARROW, narrow)
 
 
+def test_a_nan_that_one_rank_meets_is_the_same_line_on_every_rank(measured):
+    line, *others = measured[3]["loading a NaN"]
+    assert line.startswith("rank 2: ") and "img_in.weight" in line and "NaN" in line
+    assert others == [line] * 2
+
+
 def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, attempt):
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
     fixed, source = "--eval.noise=fixed", kept / "f16.safetensors"
