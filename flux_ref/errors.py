@@ -7,7 +7,7 @@ from signal import Signals
 
 
 class Stop(Exception):
-    """The base class."""
+    """A run ends early. The subclasses say how, and give the exit code."""
 
     def __init__(self, message: str, alone: bool = False):
         super().__init__(message)
