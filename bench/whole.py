@@ -55,7 +55,7 @@ def build(cfg: Config, device: torch.device) -> Flux:
     allow_attention_of(cfg, device)
     with torch.device("meta"):
         net = Flux(cfg.model).to(sharding.DTYPES[cfg.parallel.dtype])
-        fp8.convert(net, cfg, device)
+        fp8.convert(net, cfg, fp8.architecture(device))
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:

@@ -37,7 +37,7 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
-        fp8.convert(net, cfg, world.device)
+        fp8.convert(net, cfg, fp8.architecture(world.device))
     net = shard(net, cfg.parallel, world)
     materialise(net, world, seed)
     return net

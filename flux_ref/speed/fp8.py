@@ -215,14 +215,14 @@ def count(cfg: ModelConfig) -> int:
     return 8 * cfg.double_blocks + 2 * cfg.single_blocks
 
 
-def convert(net: nn.Module, cfg: Config, device: torch.device) -> None:
-    """Make the linears of a net's blocks compute as fp8.recipe says on a device, before the net is sharded.
+def convert(net: nn.Module, cfg: Config, arch: str) -> None:
+    """Make the linears of a net's blocks compute as fp8.recipe says on an architecture, before the net is sharded.
 
-    Raises: Refusal if the device has no FP8.
+    Raises: Refusal if the architecture has no FP8.
     """
     if cfg.fp8.recipe == "off":
         return
-    arith = arithmetic(architecture(device))
+    arith = arithmetic(arch)
     linears = {name: module for name, module in net.named_modules() if CONVERTED.fullmatch(name)}
     assert len(linears) == count(cfg.model), f"{len(linears)} linears, want {count(cfg.model)}"
     for name, linear in linears.items():

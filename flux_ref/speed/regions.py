@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Refusal
 
+OPTIONS = {}  # of the compiler
 GRAPHS = 64  # at most: one per kind and length of region, mode, precision and batch shape
 
 
@@ -62,7 +63,7 @@ def compile_all(units: list[Region], cfg: ParallelConfig, device: torch.device) 
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._functorch.config.activation_memory_budget = cfg.activation_budget
     for region in units:
-        region.compile(fullgraph=True, dynamic=False)
+        region.compile(fullgraph=True, dynamic=False, options=OPTIONS)
 
 
 def forbid_recompilation() -> None:

@@ -1,0 +1,150 @@
+"""What Inductor makes of a module for a GPU that is not there: kernels as text, matrix products, attention, memory.
+
+The module is traced on the CPU with fake tensors, as autograd would ask a driver for "cuda". Then every tensor of the
+graph moves to "cuda:0", and Inductor writes its code. The code is read, not run.
+"""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from bench.static.absent_gpu import AbsentGpu
+
+DEVICE = torch.device("cuda:0")
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+CALL = re.compile(r"(triton_\w+)\.run\(")
+
+
+@dataclass
+class Pass:
+    """One compiled graph: a forward or a backward.
+
+    kernels: how often each Triton kernel is launched. sources: their texts.
+    products: (operator, shape and strides of both sides) and how often. saved: bytes kept for backward, weights apart.
+    """
+
+    kernels: Counter = field(default_factory=Counter)
+    sources: dict[str, str] = field(default_factory=dict)
+    products: Counter = field(default_factory=Counter)
+    attentions: Counter = field(default_factory=Counter)
+    saved: int = 0
+
+
+def compile_for(gpu: AbsentGpu, module: nn.Module, inputs: tuple, outputs: int, options: dict, budget: float) -> list[Pass]:
+    """[forward, backward] of a module of fake CPU tensors, called with fake inputs, of which some need gradients.
+
+    outputs: how many tensors the module returns. options: of torch.compile, as training gives them. budget: parallel.activation_budget.
+    """
+    passes: list[Pass] = []
+    codes: list[str] = []
+    sources: dict[str, str] = {}
+    weights = {parameter.shape for parameter in module.parameters()}
+
+    def inner(graph: fx.GraphModule, example_inputs: list, **rest):
+        passes.append(_read(graph, weights, outputs))
+        mode = next(value.fake_mode for value in example_inputs if isinstance(value, FakeTensor))
+        _move(graph, mode)
+        gpu.present = True
+        try:
+            return lower(graph, [_moved(value, mode) for value in example_inputs], **rest)
+        finally:
+            gpu.present = False
+
+    def backend(graph: fx.GraphModule, example_inputs: list):
+        return compile_fx.compile_fx(graph, example_inputs, inner_compile=inner, config_patches=options)
+
+    lower = compile_fx.compile_fx_inner
+    with _collecting(codes.append, sources, budget):
+        try:
+            torch.compile(module, fullgraph=True, dynamic=False, backend=backend)(*inputs)
+        except Exception:  # the code is written; calling it fails at the absent driver
+            if len(codes) < 2:
+                raise
+    for one, code in zip(passes, codes, strict=True):
+        one.kernels = Counter(CALL.findall(code[code.index("def call(") :]))
+        one.sources = {name: sources[name] for name in one.kernels}
+    return passes
+
+
+@contextlib.contextmanager
+def _collecting(keep_code: Callable[[str], None], sources: dict[str, str], budget: float) -> Iterator[None]:
+    """While inside, Inductor keeps its kernels as text, and writes the backward with the forward."""
+
+    def keep_kernel(self, name: str, source: str, device_str: str = "cuda"):
+        sources[name] = source
+        return SimpleNamespace(run=lambda *_, **__: None)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # one call on every device
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
+
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in (
+            (AsyncCompile, "triton", keep_kernel),
+            (AsyncCompile, "warm_pool", classmethod(lambda cls: None)),
+            (AsyncCompile, "use_process_pool", classmethod(lambda cls: False)),
+            (GraphLowering, "save_output_code", staticmethod(keep_code)),
+            (F, "scaled_dot_product_attention", attention),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        stack.enter_context(torch._inductor.config.patch(force_disable_caches=True, compile_threads=1))
+        later = {"activation_memory_budget": budget, "force_non_lazy_backward_lowering": True}
+        stack.enter_context(torch._functorch.config.patch(later))
+        yield
+
+
+def _moved(value: object, mode) -> object:
+    if not isinstance(value, FakeTensor) or value.device.type != "cpu":
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+
+
+def _move(graph: fx.GraphModule, mode) -> None:
+    """Put every tensor and device argument of a graph on DEVICE."""
+
+    def device(value: object) -> object:
+        return DEVICE if isinstance(value, torch.device) and value.type == "cpu" else value
+
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(lambda value: _moved(value, mode), node.meta["val"])
+        node.args, node.kwargs = (tuple(map(device, node.args)), {k: device(v) for k, v in node.kwargs.items()})
+
+
+def product(name: str, given: list[Tensor]) -> tuple:
+    """(operator, left side, right side) of a matrix product; a side is (shape, strides, dtype)."""
+    sides = [tensor for tensor in given if tensor.ndim > 1][-2:]
+    return (name, *((tuple(side.shape), side.stride(), str(side.dtype).removeprefix("torch.")) for side in sides))
+
+
+def _read(graph: fx.GraphModule, weights: set[torch.Size], outputs: int) -> Pass:
+    """The products, the attention calls and, behind the module's own outputs, what forward keeps for backward."""
+    found, kept = Pass(), {}
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
+        if name in PRODUCTS:
+            given = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
+            found.products[product(name, given)] += 1
+        elif name and "scaled_dot_product" in name:
+            found.attentions[(name, tuple(node.args[0].meta["val"].shape))] += 1
+        elif node.op == "output":
+            for arg in node.args[0][outputs:]:
+                if isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor):
+                    kept[arg] = arg.meta["val"]
+    found.saved = sum(value.nbytes for value in kept.values() if value.shape not in weights)
+    return found

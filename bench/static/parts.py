@@ -1,0 +1,133 @@
+"""The parts of a training step of one rank, counted: compiled blocks, the eager rest, the optimizer, FSDP2's copies."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.static import inductor, traffic
+from bench.static.absent_gpu import AbsentGpu
+from flux_ref import flow, sharding
+from flux_ref.config import Config, ModelConfig, micro_batch
+from flux_ref.data import allocate
+from flux_ref.model import Flux, parameter_table
+from flux_ref.speed import fp8, regions
+
+ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
+
+
+@dataclass
+class Count:
+    """One direction of a part. products: (operator, left side, right side) and how often; a side is shape, strides, dtype.
+
+    bytes: what kernels read and write, products and attention apart. saved: bytes kept for backward, weights apart.
+    """
+
+    kernels: int = 0
+    bytes: float = 0.0
+    saved: int = 0
+    products: Counter = field(default_factory=Counter)
+    attentions: Counter = field(default_factory=Counter)
+    sources: dict[str, str] = field(default_factory=dict)  # text of each Triton kernel
+    per_kernel: dict[str, tuple[int, float]] = field(default_factory=dict)  # launches, bytes of one launch
+
+
+def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
+    """{part: {direction: its count}} of one micro-batch; the blocks once each. ranks: that shard the weights."""
+    small = replace(cfg, model=replace(cfg.model, double_blocks=1, single_blocks=1))
+    dtype, rows = sharding.DTYPES[cfg.parallel.dtype], micro_batch(cfg, ranks)
+    with FakeTensorMode(), mock.patch.object(fp8, "has_kernel", lambda device: True):  # traced on the CPU, for a GPU
+        net = _net(small.model, dtype)
+        fp8.convert(net, small, gpu.arch)
+        fp8.Fp8State(net, cfg.fp8, torch.device("cpu")).begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
+        found = {
+            kind: _compiled(gpu, regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0], kind, cfg, rows)
+            for kind in ("double", "single")
+        }
+        found["ends"] = _ends(cfg, rows, dtype)
+    return found | _sharded(cfg, ranks)
+
+
+def _net(model: ModelConfig, dtype: torch.dtype) -> Flux:
+    """A net whose weights are gathered, so that they have the compute dtype."""
+    torch.set_default_dtype(dtype)  # fake weights cannot be converted
+    try:
+        return Flux(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: int) -> dict[str, Count]:
+    model, dtype = cfg.model, sharding.DTYPES[cfg.parallel.dtype]
+    tensor = partial(torch.empty, dtype=dtype, requires_grad=True)
+    lengths = (model.image_tokens, model.text_tokens)
+    streams = tuple(tensor(rows, length, model.hidden) for length in lengths)
+    if kind == "single":
+        streams = tensor(rows, sum(lengths), model.hidden)
+    rope = torch.empty(sum(lengths), model.head_dim // 2, 2)
+    inputs = (streams, tensor(rows, model.hidden), rope)
+    passes = inductor.compile_for(
+        gpu, region, inputs, 2 if kind == "double" else 1, regions.OPTIONS, cfg.parallel.activation_budget
+    )
+    return {name: _count(one) for name, one in zip(("forward", "backward"), passes)}
+
+
+def _count(one: inductor.Pass) -> Count:
+    sizes = {name: (calls, sum(traffic.traffic(one.sources[name]))) for name, calls in one.kernels.items()}
+    total = sum(calls * size for calls, size in sizes.values())
+    return Count(one.kernels.total(), total, one.saved, one.products, one.attentions, one.sources, sizes)
+
+
+class _Eager(TorchDispatchMode):
+    """Counts every operation that is not a view as one kernel that reads its inputs and writes its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Count()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if name in inductor.PRODUCTS:
+            self.count.products[inductor.product(name, given)] += 1
+        elif made and not func.is_view and name not in ("empty", "detach", "empty_like"):
+            self.count.kernels += 1
+            self.count.bytes += sum(tensor.nbytes for tensor in (*given, *made))
+        return result
+
+
+def _ends(cfg: Config, rows: int, dtype: torch.dtype) -> dict[str, Count]:
+    """Embedders, head and loss, which run eagerly: a net without blocks."""
+    net = _net(replace(cfg.model, double_blocks=0, single_blocks=0), dtype)
+    batch = allocate(cfg.model, rows, "cpu")
+    with _Eager() as forward:
+        loss = flow.losses(net, batch, dtype).mean()
+    with _Eager() as backward:
+        loss.backward()
+    return {"forward": forward.count, "backward": backward.count}
+
+
+def _sharded(cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
+    """By closed form: the optimizer on a rank's shards, and FSDP2's copies of one micro-batch on the compute stream.
+
+    A gather's result is copied out (read and written); a gradient is copied into the reduction, in its dtype.
+    """
+    shapes = parameter_table(cfg.model)
+    weights = sum(map(prod, shapes.values()))
+    wide = {"bf16": 2, "fp32": 4}
+    gathered = weights * wide[cfg.parallel.dtype]
+    out = Count(kernels=len(shapes), bytes=2 * gathered)
+    back = Count(kernels=len(shapes), bytes=gathered + weights * wide[cfg.parallel.reduce_dtype])
+    if cfg.parallel.reshard_after_forward:
+        back.bytes += 2 * gathered
+    step = Count(kernels=len(shapes), bytes=weights / ranks * ADAMW_BYTES)
+    return {"fsdp": {"forward": out, "backward": back}, "optimizer": {"step": step}}
