@@ -8,6 +8,7 @@ parameters. RMS norms compute and return fp32. Layer norms reduce in fp32 and re
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,28 +38,26 @@ def rope_table(positions_S3: Tensor, axes: tuple[int, ...], theta: int) -> Tenso
     return torch.stack((angle_SR.cos(), angle_SR.sin()), dim=-1).float()
 
 
-def apply_rope(x_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
+def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
     """Rotate each pair of features by its angle. fp32 in and out.
 
     port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
-    x_BHSR2 = x_BHSK.unflatten(-1, (-1, 2))
+    x_BSHR2, rope_S1R2 = x_BSHK.unflatten(-1, (-1, 2)), rope_SR2[:, None]
     if not torch.compiler.is_compiling():  # one kernel; a compiler fuses only real arithmetic
-        return torch.view_as_real(torch.view_as_complex(x_BHSR2) * torch.view_as_complex(rope_SR2)).flatten(-2)
-    cos_SR, sin_SR = rope_SR2.unbind(-1)
-    even_BHSR, odd_BHSR = x_BHSR2.unbind(-1)
-    rotated = (cos_SR * even_BHSR - sin_SR * odd_BHSR, sin_SR * even_BHSR + cos_SR * odd_BHSR)
-    return torch.stack(rotated, dim=-1).flatten(-2)
+        return torch.view_as_real(torch.view_as_complex(x_BSHR2) * torch.view_as_complex(rope_S1R2)).flatten(-2)
+    cos_S1R, sin_S1R = rope_S1R2.unbind(-1)
+    cos_S1K = torch.stack((cos_S1R, cos_S1R), dim=-1).flatten(-2)
+    sin_S1K = torch.stack((-sin_S1R, sin_S1R), dim=-1).flatten(-2)
+    return x_BSHK * cos_S1K + x_BSHR2.flip(-1).flatten(-2) * sin_S1K
 
 
-def attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, rope_SR2: Tensor) -> Tensor:
+def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
     """Full attention: (B, S, D). spec: no mask, so padding of the text takes part.
 
-    q, k: fp32, after their norm. v: the activations' dtype, in which attention computes.
+    q, k: after norm and RoPE. All three have the dtype of the activations.
     """
-    q_BHSK = apply_rope(q_BHSK, rope_SR2).to(v_BHSK.dtype)
-    k_BHSK = apply_rope(k_BHSK, rope_SR2).to(v_BHSK.dtype)
-    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)
+    out_BHSK = F.scaled_dot_product_attention(*(x_BSHK.transpose(1, 2) for x_BSHK in (q_BSHK, k_BSHK, v_BSHK)))
     return out_BHSK.transpose(1, 2).flatten(2)
 
 
@@ -91,16 +90,16 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """RMS norms of queries and keys over each head."""
+    """RMS norms of queries and keys over each head, then RoPE."""
 
     def __init__(self, head_dim: int):
         super().__init__()
         self.query_norm = RMSNorm(head_dim)
         self.key_norm = RMSNorm(head_dim)
 
-    def forward(self, q_BHSK: Tensor, k_BHSK: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor) -> tuple[Tensor, Tensor]:
         """Any dtype in, fp32 out."""
-        return self.query_norm(q_BHSK), self.key_norm(k_BHSK)
+        return self.query_norm(q_BSHK), self.key_norm(k_BSHK)
 
 
 class MLPEmbedder(nn.Module):
@@ -139,16 +138,16 @@ class SelfAttention(nn.Module):
         self.norm = QKNorm(cfg.head_dim)
         self.proj = nn.Linear(cfg.hidden, cfg.hidden)
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed queries and keys (fp32) and values, each (B, H, S, K)."""
-        q_BHSK, k_BHSK, v_BHSK = split_heads(self.qkv(x_BSD), self.heads)
-        q_BHSK, k_BHSK = self.norm(q_BHSK, k_BHSK)
-        return q_BHSK, k_BHSK, v_BHSK
+    def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys after norm and RoPE, and values, each (B, S, H, K)."""
+        q_BSHK, k_BSHK, v_BSHK = split_heads(self.qkv(x_BSD).chunk(3, dim=-1), self.heads)
+        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK)
+        return *(apply_rope(x_BSHK, rope_SR2).to(v_BSHK.dtype) for x_BSHK in (q_BSHK, k_BSHK)), v_BSHK
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(B, S, 3 * D) -> q, k, v, each (B, H, S, K). port: features are ordered (q|k|v, head, dim)."""
-    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def split_heads(qkv: Sequence[Tensor], heads: int) -> tuple[Tensor, ...]:
+    """q, k, v, each (B, S, D) -> (B, S, H, K). port: features of qkv are ordered (q|k|v, head, dim)."""
+    return tuple(part_BSD.unflatten(-1, (heads, -1)) for part_BSD in qkv)
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
@@ -175,12 +174,13 @@ class DoubleBlock(nn.Module):
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
 
-        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1))
-        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1))
+        text = txt_BTD.shape[1]
+        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), rope_SR2[text:])
+        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), rope_SR2[:text])
         # port: text comes first in the joint sequence.
-        q_BHSK, k_BHSK, v_BHSK = (torch.cat(pair, dim=2) for pair in zip(txt_qkv, img_qkv))
-        joint_BSD = attention(q_BHSK, k_BHSK, v_BHSK, rope_SR2)
-        txt_out_BTD, img_out_BND = joint_BSD.split((txt_BTD.shape[1], img_BND.shape[1]), dim=1)
+        q_BSHK, k_BSHK, v_BSHK = (torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv))
+        joint_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
+        txt_out_BTD, img_out_BND = joint_BSD.split((text, img_BND.shape[1]), dim=1)
 
         img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
         img_BND = img_BND + img_gate2 * self.img_mlp(modulate(img_BND, img_shift2, img_scale2))
@@ -198,19 +198,20 @@ class SingleBlock(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.heads = cfg.heads
-        self.widths = (3 * cfg.hidden, cfg.mlp_ratio * cfg.hidden)
+        self.widths = (*3 * (cfg.hidden,), cfg.mlp_ratio * cfg.hidden)
         self.linear1 = nn.Linear(cfg.hidden, sum(self.widths))
-        self.linear2 = nn.Linear(cfg.hidden + self.widths[1], cfg.hidden)
+        self.linear2 = nn.Linear(cfg.hidden + self.widths[-1], cfg.hidden)
         self.norm = QKNorm(cfg.head_dim)
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
-        q_BHSK, k_BHSK, v_BHSK = split_heads(qkv, self.heads)
-        q_BHSK, k_BHSK = self.norm(q_BHSK, k_BHSK)
-        attended_BSD = attention(q_BHSK, k_BHSK, v_BHSK, rope_SR2)
+        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        q_BSHK, k_BSHK, v_BSHK = split_heads(qkv, self.heads)
+        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK)
+        q_BSHK, k_BSHK = (apply_rope(x_BSHK, rope_SR2).to(v_BSHK.dtype) for x_BSHK in (q_BSHK, k_BSHK))
+        attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
         out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD
 

@@ -80,7 +80,7 @@ def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: i
 
 
 def _count(one: inductor.Pass) -> Count:
-    sizes = {name: (calls, sum(traffic.traffic(one.sources[name]))) for name, calls in one.kernels.items()}
+    sizes = {name: (calls, traffic.traffic(one.sources[name])) for name, calls in one.kernels.items()}
     total = sum(calls * size for calls, size in sizes.values())
     return Count(one.kernels.total(), total, one.saved, one.products, one.attentions, one.sources, sizes)
 

@@ -4,7 +4,7 @@ The kernel's own text runs once, with arrays for indices and a stand-in for ever
 32-byte sectors that it reaches. A sector that a kernel reaches twice counts once, as a cache would have it. Inductor's
 own estimate counts a line again for each load of it, such as the even and the odd half of RoPE's pairs.
 
-A large kernel runs for its first rows only; its count is scaled to all rows.
+Of a large kernel only some windows run, spread over its rows.
 """
 
 import re
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 SECTOR = 32
-ELEMENTS = 400_000  # index elements that are run at most
+ELEMENTS = 100_000  # of a window, about
+WINDOWS = 4
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}  # fp8*: 1
-SHARED_SECTORS = 6_000  # a smaller table is read by all rows, so its count does not grow with the rows
 
 
 class Value:
@@ -69,13 +69,14 @@ class Language:
 
     def __init__(self, sizes: dict[str, int]):
         self.sizes = sizes
-        self.sectors = {"read": defaultdict(list), "written": defaultdict(list)}
+        self.sectors = defaultdict(list)  # by direction and buffer
+        self.window = (0, 0)
 
     def __getattr__(self, name: str):
         return None if re.fullmatch(r"(b?float|u?int)\d+\w*", name) else lambda *_, **__: Value()
 
     def program_id(self, axis: int) -> int:
-        return 0
+        return self.window[axis]
 
     def num_programs(self, axis: int) -> int:
         return 1
@@ -116,7 +117,7 @@ class Language:
         index = np.asarray(place.index, dtype=np.int64)
         known = np.asarray(mask, dtype=bool) if isinstance(mask, (np.ndarray, bool)) else np.ones((), bool)
         index, known = np.broadcast_arrays(index, known)
-        self.sectors[kind][place.buffer].append(np.unique(index[known] * self.sizes[place.buffer] // SECTOR))
+        self.sectors[kind, place.buffer].append(np.unique(index[known] * self.sizes[place.buffer] // SECTOR))
 
 
 class Anything:
@@ -126,8 +127,8 @@ class Anything:
         return lambda *_, **__: Value()
 
 
-def traffic(source: str) -> tuple[float, float]:
-    """(bytes read, bytes written) of one launch of a kernel. source: its whole text, as Inductor writes it.
+def traffic(source: str) -> float:
+    """Bytes that one launch of a kernel reads and writes. source: its whole text, as Inductor writes it.
 
     Raises: Exception of any kind if the text holds what the stand-ins do not know.
     """
@@ -140,33 +141,35 @@ def traffic(source: str) -> tuple[float, float]:
     names = [part.split(":")[0].strip() for part in head[2].split(",")]
     given = {name: re.search(rf"^\s+{name} = (\d+)", body, re.M) for name in names if name.endswith("numel")}
     numels = {name: int(match[1]) for name, match in given.items() if match}
-    blocks, scale = _blocks(numels)
     sizes = {name: SIZES.get(kind[1:], 1) for name, kind in signature.items() if kind.startswith("*")}
-    language = Language(sizes)
+    language, (blocks, windows, share) = Language(sizes), _windows(numels)
     scope = {"tl": language, "triton": Anything(), "float": lambda text: Value()}
     scope |= dict.fromkeys(("triton_helpers", "libdevice", "tl_math", "math"), Anything())
     exec(body, scope)
-    scope[head[1]](*(Place(name, 0) if name in sizes else blocks.get(name, numels.get(name, 1)) for name in names))
-    return tuple(_bytes(language.sectors[kind], scale) for kind in ("read", "written"))
+    for language.window in windows:
+        scope[head[1]](*(Place(name, 0) if name in sizes else blocks.get(name, numels.get(name, 1)) for name in names))
+    return sum(_bytes(parts, share) for (_, buffer), parts in language.sectors.items() if buffer != "ws_ptr")
 
 
-def _blocks(numels: dict[str, int]) -> tuple[dict[str, int], float]:
-    """Block sizes for one run over the first rows, and how many times as many rows there are."""
+def _windows(numels: dict[str, int]) -> tuple[dict[str, int], list[tuple[int, int]], float]:
+    """Block sizes, the programs (x, y) to run, and their share of all elements."""
     x, y = numels.get("xnumel", 1), numels.get("ynumel", 1)
     r = next((size for name, size in numels.items() if name.startswith("r")), 1)
-    across = r * min(y, 4096)
-    x_block = x if x * r * y <= ELEMENTS else max(1, min(x, ELEMENTS // across))
-    if x_block < x:
-        x_block = min(x, max(64, x_block // 128 * 128))  # whole sectors
-    y_block = max(1, min(y, ELEMENTS // x_block))
-    sizes = {"XBLOCK": x_block, "YBLOCK": y_block, "R0_BLOCK": r, "RSPLIT": 1, "RSPLIT_SIZE": x_block, "NUM_STAGES": 1}
-    return sizes, (x / x_block) * (y / y_block)
+    if x * y * r <= WINDOWS * ELEMENTS:
+        return _sizes(x, y, r), [(0, 0)], 1.0
+    x_block = max(min(x, 64), min(x, ELEMENTS // (r * min(y, 64))))  # at least whole sectors
+    x_block = x_block // 64 * 64 or x_block
+    y_block = max(1, min(y, ELEMENTS // (x_block * r)))
+    last = (x // x_block - 1, y // y_block - 1)
+    programs = [tuple(axis * i // (WINDOWS - 1) for axis in last) for i in range(WINDOWS)]
+    return _sizes(x_block, y_block, r), programs, WINDOWS * x_block * y_block / (x * y)
 
 
-def _bytes(sectors: dict[str, list[np.ndarray]], scale: float) -> float:
-    total = 0.0
-    for buffer, parts in sectors.items():
-        if buffer != "ws_ptr":  # partial sums of a reduction over blocks: small
-            distinct = np.unique(np.concatenate(parts)).size
-            total += distinct * SECTOR * (scale if distinct > SHARED_SECTORS else 1)
-    return total
+def _sizes(x: int, y: int, r: int) -> dict[str, int]:
+    return {"XBLOCK": x, "YBLOCK": y, "R0_BLOCK": r, "RSPLIT": 1, "RSPLIT_SIZE": x, "NUM_STAGES": 1}
+
+
+def _bytes(parts: list[np.ndarray], share: float) -> float:
+    """What the windows touch, scaled to all elements, but at most the extent of the buffer: tables are read again."""
+    sectors = np.unique(np.concatenate(parts))
+    return SECTOR * min(sectors.size / share, sectors[-1] - sectors[0] + 1) if sectors.size else 0.0
