@@ -139,6 +139,7 @@ class Fp8Config:
 
     recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: scales from earlier steps; off: no FP8
     eval: bool = True  # FP8 also in validation and for pictures, always with dynamic scales
+    gather: bool = True  # gather the weights of these linears in FP8: half the traffic, equal bits
     history: int = 1024  # delayed: number of steps whose largest values are remembered
     algorithm: str = "max"  # delayed: the scale follows the "max" or the "most_recent" value of the history
     margin: int = 0  # delayed: powers of two left free above that value
@@ -190,7 +191,7 @@ TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() 
 MAY_DIFFER = (
     *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),
-    *("eval.batch", "eval.band", "eval.permuted_captions"),
+    *("eval.batch", "eval.band", "eval.permuted_captions", "fp8.gather"),
     *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
     *(key for key in TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
 )

@@ -95,6 +95,10 @@ def _validate_fp8(cfg) -> None:
         return
     if cfg.parallel.dtype != "bf16":
         raise Refusal(f"fp8.recipe={fp8.recipe} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set it so")
+    if fp8.gather and not fp8.eval:
+        raise Refusal(
+            "fp8.eval=false validates in bf16, but fp8.gather=true gathers no weight in bf16; set fp8.gather=false"
+        )
     if cfg.model.hidden % 16:
         raise Refusal(f"model.hidden={cfg.model.hidden} is not divisible by 16, as fp8.recipe={fp8.recipe} needs")
 

@@ -17,6 +17,7 @@ from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
 from flux_ref.speed import fp8, regions
 from flux_ref.speed.attention import allow_attention_of
+from flux_ref.speed.fp8_gather import Fp8Gather
 
 DTYPES = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 
@@ -40,6 +41,8 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
         fp8.convert(net, cfg, fp8.architecture(world.device))
     net = shard(net, cfg.parallel, world)
     materialise(net, world, seed)
+    if cfg.fp8.recipe != "off" and cfg.fp8.gather:
+        Fp8Gather(net, cfg)
     return net
 
 

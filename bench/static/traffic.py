@@ -50,6 +50,8 @@ class Index(np.ndarray):
     def to(self, *_, **__):
         return self
 
+    broadcast_to = to
+
 
 class Place(NamedTuple):
     """Elements of a buffer."""
@@ -99,7 +101,7 @@ class Language:
         known = all(isinstance(part, (np.ndarray, int)) for part in (condition, a, b))
         return np.where(condition, a, b).view(Index) if known else Value()
 
-    def minimum(self, a, b, **_):
+    def minimum(self, a, b, *_, **__):
         return np.minimum(a, b).view(Index) if isinstance(a, np.ndarray) else Value()
 
     def load(self, place, mask=None, *_, **__) -> Value:

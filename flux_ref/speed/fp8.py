@@ -128,18 +128,25 @@ def scaled_mm(
 class _Fp8Matmul(torch.autograd.Function):
     """x @ w.T + b with all three products in FP8.
 
-    Backward keeps the FP8 input and the gathered weight in bf16, and casts the weight again. An FP8 copy of the weight
-    would be kept for every layer at once, and FSDP would not know that it may free the copy.
+    codes: the weight in FP8 with its scale, as fp8_gather.py gathers it; the weight then only receives its gradient.
+    Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
+    layer at once, and FSDP would not know that it may free the copy.
     """
 
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, input_amax, input_scale, grad_amax, grad_scale, arith, max_exponent):
-        """*_amax: where to note the largest magnitudes, or None. *_scale: delayed scales, or None for dynamic ones."""
+    def forward(ctx, x_MK, weight_NK, bias_N, codes_NK, weight_scale, arith, max_exponent, *scaling):
+        """scaling: input_amax, input_scale, grad_amax, grad_scale of Fp8Linear.
+
+        *_amax: where to note the largest magnitudes, or None. *_scale: delayed scales, or None for dynamic ones.
+        """
+        input_amax, input_scale, grad_amax, grad_scale = scaling
         input_scale = _tensor_scale(x_MK, arith.forward, max_exponent, input_amax, input_scale)
-        weight_scale = _tensor_scale(weight_NK, arith.forward, max_exponent)
-        x8_MK = cast(x_MK, input_scale, arith.forward)
-        w8_NK = cast(weight_NK, weight_scale, arith.forward)
-        ctx.save_for_backward(x8_MK, weight_NK, input_scale, weight_scale, grad_scale)
+        x8_MK, w8_NK = cast(x_MK, input_scale, arith.forward), codes_NK
+        if codes_NK is None:
+            weight_scale = _tensor_scale(weight_NK, arith.forward, max_exponent)
+            w8_NK = cast(weight_NK, weight_scale, arith.forward)
+        kept_NK = weight_NK if codes_NK is None else codes_NK
+        ctx.save_for_backward(x8_MK, kept_NK, input_scale, weight_scale, grad_scale)
         # grad_amax changes, so ctx cannot save it.
         ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
         rule = arith.row_times_column
@@ -147,20 +154,29 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_MN):
-        x8_MK, weight_NK, input_scale, weight_scale, grad_scale = ctx.saved_tensors
+        x8_MK, kept_NK, input_scale, weight_scale, grad_scale = ctx.saved_tensors
         # Inductor knows no other layout, whatever the device would take (torch 2.11 to 2.15).
         rule = ctx.arith.row_times_column or torch.compiler.is_compiling()
         grad_MN = grad_MN.contiguous()
         grad_scale = _tensor_scale(grad_MN, ctx.arith.gradient, ctx.max_exponent, ctx.grad_amax, grad_scale)
         g8_MN = cast(grad_MN, grad_scale, ctx.arith.gradient)
-        w8_NK = cast(weight_NK, weight_scale, ctx.arith.forward)
+        if kept_NK.itemsize == 1:
+            w8_NK = kept_NK if not torch.compiler.is_compiling() else _in_backward(kept_NK, grad_scale)
+        else:
+            w8_NK = cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:  # right sides column-major: transposed copies
             w8_NK, x8_MK = w8_NK.t().contiguous().t(), x8_MK.t().contiguous().t()
         g8_NM = g8_MN.t().contiguous() if rule else g8_MN.t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_scale, weight_scale, rule, out_dtype=grad_MN.dtype)
         grad_w_NK = scaled_mm(g8_NM, x8_MK, grad_scale, input_scale, rule, out_dtype=grad_MN.dtype)
         grad_b_N = grad_MN.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x_MK, grad_w_NK, grad_b_N, *(None,) * 6
+        return grad_x_MK, grad_w_NK, grad_b_N, *(None,) * 8
+
+
+def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
+    """The same codes, tied to the gradient. Else a compiler would transpose the codes in forward and keep the copy."""
+    zero = (grad_scale < 0).to(torch.uint8)
+    return (codes.view(torch.uint8) + zero).view(codes.dtype)
 
 
 def _tensor_scale(
@@ -184,6 +200,7 @@ class Fp8Linear(nn.Linear):
     is_delayed: whether training takes the delayed scales; set by `Fp8State.begin`.
     input_amax, input_scale, grad_amax, grad_scale: fp32 scalars of the input and of the output's gradient; None under
     the dynamic recipe.
+    codes, weight_scale: the gathered weight in FP8, (N, K), and its scale; None where the weight itself is gathered.
     """
 
     def __init__(self, linear: nn.Linear, cfg: Fp8Config, arith: Arithmetic):
@@ -192,6 +209,7 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.arith, self.max_exponent = arith, cfg.max_scale_exponent
         self.is_delayed, self.in_validation = False, cfg.eval
+        self.codes = self.weight_scale = None
         for name in ("input_amax", "input_scale", "grad_amax", "grad_scale"):
             # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
             buffer = torch.zeros((), device=linear.weight.device) if cfg.recipe == "delayed" else None
@@ -205,8 +223,9 @@ class Fp8Linear(nn.Linear):
         input_amax, grad_amax = (self.input_amax, self.grad_amax) if is_training else (None, None)
         use_history = is_training and self.is_delayed
         input_scale, grad_scale = (self.input_scale, self.grad_scale) if use_history else (None, None)
+        weight = (self.weight, self.bias, self.codes, self.weight_scale)
         scaling = (input_amax, input_scale, grad_amax, grad_scale)
-        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.bias, *scaling, self.arith, self.max_exponent)
+        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), *weight, self.arith, self.max_exponent, *scaling)
         return out_MN.unflatten(0, x.shape[:-1])
 
 

@@ -2,17 +2,21 @@
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import rank_runs
 import torch
+import torch.distributed as dist
 from conftest import MICRO
+from torch import Tensor, nn
 
-from flux_ref import checkpoint, config_file, ranks
+from flux_ref import checkpoint, config_file, ranks, schedule
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
-from flux_ref.speed.fp8 import Fp8Linear
-from flux_ref.step import Health, State, train_step
+from flux_ref.sharding import named_parameters, reshard
+from flux_ref.speed.fp8 import Fp8Linear, cast, largest_magnitude, scale_of_magnitude
+from flux_ref.step import Health, State, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"train_samples": 50, "val_samples": 45}
@@ -62,6 +66,59 @@ def training(cfg: Config, world: World, state: State) -> dict:
     }
 
 
+def fp8_linears(net: nn.Module) -> dict[str, Fp8Linear]:
+    """By Black Forest Labs' names."""
+    owners = {id(module.weight): module for module in net.modules() if isinstance(module, Fp8Linear)}
+    named = ((name.removesuffix(".weight"), owners.get(id(weight))) for name, weight in named_parameters(net).items())
+    return {name: linear for name, linear in named if linear}
+
+
+GATHERS = {  # ways to gather the same weights
+    "base": {},
+    "kept, accumulated": {"parallel__reshard_after_forward": False, "train__micro_batch": 1},
+    "dynamic, recomputed, regions of 2": {
+        "fp8__recipe": "dynamic",
+        "parallel__recompute": "block",
+        "parallel__region_blocks": 2,
+    },
+}
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older torch
+
+
+def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bool]]:
+    """What training and validation compute, the bytes of their gathers, and whether each linear's codes are right."""
+    sent, plain = [], getattr(dist, GATHER)
+    with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
+        state = lively_state(cfg, world)
+        losses = steps(state, cfg, world)
+        sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+        validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
+    reshard(state.net)
+    weights, found = rank_runs.whole(state.net), []
+    for name, linear in fp8_linears(state.net).items() if cfg.fp8.gather else ():
+        weight = weights[f"{name}.weight"].bfloat16()
+        scale = scale_of_magnitude(largest_magnitude(weight), torch.finfo(linear.arith.forward).max, 44)
+        found.append((linear, cast(weight, scale, linear.arith.forward), scale))
+    for unit in (*state.net.double_blocks, *state.net.single_blocks):
+        unit.unshard()
+    are_right = [
+        torch.equal(linear.codes.float(), codes.float()) and torch.equal(linear.weight_scale, scale)
+        for linear, codes, scale in found
+    ]
+    figures = {"sums": sums, "losses": torch.tensor(losses), "history": state.fp8.history}
+    return figures | weights, sum(sent), rank_runs.of_all(are_right)
+
+
+def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int], list]]:
+    """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, their bytes, and the codes."""
+    found = {}
+    for name, values in GATHERS.items():
+        runs = [gathered(config_file.replace(cfg, **values, fp8__gather=choice), world) for choice in (True, False)]
+        same = all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[1][0])
+        found[name] = (rank_runs.of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
+    return found
+
+
 def one_nan(state: State, world: World) -> list[bool]:
     """On every rank: whether a NaN of one tensor on any one rank stops the history of this tensor alone."""
     fp8, is_right = state.fp8, True
@@ -87,4 +144,4 @@ def measure(world: World, folder: Path) -> dict:
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    return found | {"one NaN": one_nan(state, world)}
+    return found | {"one NaN": one_nan(state, world), "gathers": gathers(cfg, world)}

@@ -337,6 +337,7 @@ def main(data: str, out: str) -> int:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
         found["flat initial"] = initial(cfg, flat)
         found["flat"] = training(cfg, flat)
+        found["fp8 gathers"] = precision_ranks.gathers(precision_ranks.fp8_config(), world)
     found["optimizer"] = optimizer(cfg, world)
     found["validation"] = validation(cfg, world)
     found["feeding"] = feeding(cfg, world)

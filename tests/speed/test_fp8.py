@@ -153,7 +153,7 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
 def converted_on_meta(cfg: Config) -> nn.Module:
     with torch.device("meta"):
         net = Flux(cfg.model)
-        fp8.convert(net, cfg, CPU)
+        fp8.convert(net, cfg, "cpu")
     return net
 
 
@@ -172,7 +172,7 @@ def test_the_228_token_linears_of_schnell_and_nothing_else():
     assert names_and_shapes == list(parameter_table(net.cfg).items()), "names, shapes and order are BFL's"
     assert not fp8_linears(converted_on_meta(fp8_config(fp8__recipe="off")))
     with pytest.raises(AssertionError, match="0 linears, want 22"):
-        fp8.convert(nn.Linear(3, 4), fp8_config(), CPU)
+        fp8.convert(nn.Linear(3, 4), fp8_config(), "cpu")
 
 
 class PlainScale:
@@ -253,7 +253,7 @@ def converted_net(**values: object) -> tuple[Flux, Fp8State]:
     cfg = fp8_config(**values)
     net = plain_net(cfg).bfloat16()
     net.rope = net.make_rope()
-    fp8.convert(net, cfg, CPU)
+    fp8.convert(net, cfg, "cpu")
     return net, Fp8State(net, cfg.fp8, CPU)
 
 
@@ -290,7 +290,7 @@ def test_without_gradients_scales_are_dynamic_and_nothing_is_noted_and_bf16_may_
     with torch.no_grad():
         in_fp8 = net(*inputs)
         in_bf16 = converted_net(fp8__recipe="off")[0](*inputs)
-        plain_validation = converted_net(fp8__eval=False)[0]
+        plain_validation = converted_net(fp8__eval=False, fp8__gather=False)[0]
         assert torch.equal(plain_validation(*inputs), in_bf16) and not torch.equal(in_fp8, in_bf16)
     assert not torch.stack(state.amaxes).any()
     assert torch.equal(in_fp8, converted_net(fp8__recipe="dynamic")[0](*inputs).detach())
@@ -377,6 +377,16 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     assert torch.equal(torch.stack(state.fp8.scales), base["scales"][0])
     assert saved.tensors["fp8.history"].shape == [2 * 22, 3]
     assert len(saved.tensors["fp8.history"].chunks) == 1, "written once"
+
+
+def test_weights_gathered_in_fp8_give_the_same_bits_with_fewer_bytes(measured):
+    """On 3 ranks, and on 4 in 2 replicas. A gather moves 1 byte for a converted weight and 2 for any other."""
+    for size, found in ((3, measured[3]["fp8"]["gathers"]), (4, measured[4]["fp8 gathers"])):
+        assert len(found) == 3
+        for name, (same, (few, many), codes) in found.items():
+            assert all(same) and len(same) == size, name
+            assert all(map(all, codes)) and len(codes[0]) == 22, name
+            assert many / 2 < few < 0.75 * many, (name, few, many)
 
 
 def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,77 @@
+"""FSDP2 gathers the weights of FP8 linears as FP8 codes. The codes take half the bytes of bf16, and no rank casts a whole weight.
+
+FSDP2 asks a parameter's local shard for two hooks. The first hook turns the shard into what is gathered. The second hook
+turns the gathered memory into a parameter. Here it keeps the memory as `linear.codes`. The parameter is a handle: it has
+the weight's shape, holds only NaN, and receives the weight's gradient. All handles share one memory.
+
+A weight has one scale, so the ranks must agree on its largest magnitude before they cast: one collective per forward,
+for all weights. So a changed weight can never meet an old scale.
+
+numerics: codes and scales equal, bit for bit, those of a cast after gathering in bf16. Rounding to bf16 is monotone, so
+the largest rounded value is the rounded largest value.
+"""
+
+import inspect
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flux_ref.config import Config
+from flux_ref.speed.fp8 import Fp8Linear, cast, scale_of_magnitude
+
+
+class Fp8Gather:
+    """The gather of all FP8 linears of a net. Make it once the net is sharded and materialised."""
+
+    def __init__(self, net: nn.Module, cfg: Config):
+        self.linears = [module for module in net.modules() if isinstance(module, Fp8Linear)]
+        # FSDP2 keeps this very tensor; `to_local` returns another tensor object.
+        self.shards = [linear.weight._local_tensor for linear in self.linears]
+        mesh, device = self.linears[0].weight.device_mesh, self.shards[0].device
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.arith, self.max_exponent = self.linears[0].arith, cfg.fp8.max_scale_exponent
+        self.scales = torch.ones(len(self.linears), device=device)
+        handle = torch.full((max(linear.weight.numel() for linear in self.linears),), math.nan, device=device)
+        handle = handle.to(torch.bfloat16)
+        encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
+        for linear, shard, scale in zip(self.linears, self.shards, self.scales.unbind()):
+            linear.weight_scale = scale
+            shard.fsdp_pre_all_gather = partial(_before, linear, encode)
+            shard.fsdp_pre_all_gather.__signature__ = SIGNATURE  # FSDP2 would look it up at every gather, at 0.1 ms
+            shard.fsdp_post_all_gather = partial(_after, linear, handle)
+        net.register_forward_pre_hook(lambda *_: self.agree(), prepend=True)  # FSDP2's own hook casts and gathers
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
+        shards = [linear.weight._local_tensor for linear in self.linears]
+        assert all(map(lambda now, then: now is then, shards, self.shards)), "a shard was replaced: its hooks are lost"
+        filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+        amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        largest = torch.finfo(self.arith.forward).max
+        self.scales.copy_(scale_of_magnitude(amax.bfloat16().float(), largest, self.max_exponent))
+
+
+def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
+    """The rows of a shard as codes, with rows of zeros behind; uint8, which every backend can gather."""
+    return cast(F.pad(shard.bfloat16(), (0, 0, 0, padding)), scale, dtype).view(torch.uint8)
+
+
+def _before(linear: Fp8Linear, encode, mesh, size: torch.Size, stride, module, policy) -> tuple[tuple[Tensor], None]:
+    shard = linear.weight._local_tensor
+    padding = -(-size[0] // mesh.size()) - len(shard)
+    return (encode(shard, linear.weight_scale, padding, linear.arith.forward),), None
+
+
+SIGNATURE = inspect.signature(partial(_before, None, None))
+
+
+def _after(linear: Fp8Linear, handle: Tensor, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
+    if out is None:  # the first gather; later ones fill the same memory
+        linear.codes = outputs[0].view(linear.arith.forward)[: linear.out_features]
+        return handle, ()
