@@ -59,7 +59,8 @@ def build(cfg: Config, device: torch.device) -> Flux:
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:
-        regions.compile_all([*net.double_blocks, *net.single_blocks], cfg.parallel, device)
+        blocks = {"double": net.double_blocks, "single": net.single_blocks}
+        regions.compile_all(blocks, cfg, device)
     net.to_empty(device=device)
     net.rope = net.make_rope().to(device)
     torch.manual_seed(cfg.train.seed)

@@ -97,9 +97,10 @@ class QKNorm(nn.Module):
         self.query_norm = RMSNorm(head_dim)
         self.key_norm = RMSNorm(head_dim)
 
-    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Any dtype in, fp32 out."""
-        return self.query_norm(q_BSHK), self.key_norm(k_BSHK)
+    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
+        """numerics: norms and RoPE compute in fp32; the results have the dtype of q and k."""
+        q_BSHK = apply_rope(self.query_norm(q_BSHK), rope_SR2).to(q_BSHK.dtype)
+        return q_BSHK, apply_rope(self.key_norm(k_BSHK), rope_SR2).to(k_BSHK.dtype)
 
 
 class MLPEmbedder(nn.Module):
@@ -141,8 +142,7 @@ class SelfAttention(nn.Module):
     def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after norm and RoPE, and values, each (B, S, H, K)."""
         q_BSHK, k_BSHK, v_BSHK = split_heads(self.qkv(x_BSD).chunk(3, dim=-1), self.heads)
-        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK)
-        return *(apply_rope(x_BSHK, rope_SR2).to(v_BSHK.dtype) for x_BSHK in (q_BSHK, k_BSHK)), v_BSHK
+        return *self.norm(q_BSHK, k_BSHK, rope_SR2), v_BSHK
 
 
 def split_heads(qkv: Sequence[Tensor], heads: int) -> tuple[Tensor, ...]:
@@ -174,13 +174,12 @@ class DoubleBlock(nn.Module):
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
 
-        text = txt_BTD.shape[1]
-        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), rope_SR2[text:])
-        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), rope_SR2[:text])
-        # port: text comes first in the joint sequence.
+        lengths = (txt_BTD.shape[1], img_BND.shape[1])  # port: text comes first in the joint sequence
+        txt_rope_TR2, img_rope_NR2 = rope_SR2.split(lengths)
+        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
+        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
         q_BSHK, k_BSHK, v_BSHK = (torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv))
-        joint_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
-        txt_out_BTD, img_out_BND = joint_BSD.split((text, img_BND.shape[1]), dim=1)
+        txt_out_BTD, img_out_BND = attention(q_BSHK, k_BSHK, v_BSHK).split(lengths, dim=1)
 
         img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
         img_BND = img_BND + img_gate2 * self.img_mlp(modulate(img_BND, img_shift2, img_scale2))
@@ -209,8 +208,7 @@ class SingleBlock(nn.Module):
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
         *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
         q_BSHK, k_BSHK, v_BSHK = split_heads(qkv, self.heads)
-        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK)
-        q_BSHK, k_BSHK = (apply_rope(x_BSHK, rope_SR2).to(v_BSHK.dtype) for x_BSHK in (q_BSHK, k_BSHK))
+        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
         attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
         out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from flux_ref import rng
-from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig
+from flux_ref.config import DTYPE_NAMES, Config
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
 from flux_ref.speed import fp8, regions
@@ -39,34 +39,36 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
     with torch.device("meta"):
         net = Flux(cfg.model)
         fp8.convert(net, cfg, fp8.architecture(world.device))
-    net = shard(net, cfg.parallel, world)
+    net = shard(net, cfg, world)
     materialise(net, world, seed)
     if cfg.fp8.recipe != "off" and cfg.fp8.gather:
         Fp8Gather(net, cfg)
     return net
 
 
-def shard(net: Flux, cfg: ParallelConfig, world: World) -> Flux:
+def shard(net: Flux, cfg: Config, world: World) -> Flux:
     """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch.
     Replicas average their gradient shards once per step, with the last micro-batch (step.train_step).
-    numerics: master weights stay fp32. Units are gathered in cfg.dtype; gradients are reduced in cfg.reduce_dtype.
+    numerics: master weights stay fp32. Units are gathered in parallel.dtype; gradients are reduced in
+    parallel.reduce_dtype.
     """
-    net.double_blocks = regions.regions(net.double_blocks, cfg)
-    net.single_blocks = regions.regions(net.single_blocks, cfg)
+    parallel = cfg.parallel
+    net.double_blocks = regions.regions(net.double_blocks, parallel)
+    net.single_blocks = regions.regions(net.single_blocks, parallel)
     units = [*net.double_blocks, *net.single_blocks]
     policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[cfg.dtype],
-        reduce_dtype=DTYPES[cfg.reduce_dtype],
+        param_dtype=DTYPES[parallel.dtype],
+        reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
     )
-    if cfg.compile:
-        regions.compile_all(units, cfg, world.device)
+    if parallel.compile:
+        regions.compile_all({"double": net.double_blocks, "single": net.single_blocks}, cfg, world.device)
     for unit in units:
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=cfg.reshard_after_forward)
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(net, mesh=world.mesh, mp_policy=policy)
-    regions.overlap(net, units, cfg)
+    regions.overlap(net, units, parallel)
     return net
 
 

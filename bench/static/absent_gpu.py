@@ -70,7 +70,9 @@ class AbsentGpu:
             import triton
             from triton.backends.compiler import GPUTarget
         except ImportError as error:
-            raise Refusal("bench.static needs Triton; install a build of torch for GPUs (it runs without one)") from error
+            raise Refusal(
+                "bench.static needs Triton; install a build of torch for GPUs (it runs without one)"
+            ) from error
         gpu, self.arch, self.present = GPUS[arch], arch, False
         number = arch if gpu.kind == "hip" else gpu.major * 10 + gpu.minor
         self.target = GPUTarget(gpu.kind, number, 64 if gpu.kind == "hip" else 32)
@@ -79,9 +81,7 @@ class AbsentGpu:
             torch.version.hip, torch.version.cuda = "7.2.0", None
         self._answer_torch()
         utils = SimpleNamespace(get_device_properties=self._triton_properties)
-        driver = SimpleNamespace(
-            get_current_target=lambda: self.target, get_current_device=lambda: 0, utils=utils
-        )
+        driver = SimpleNamespace(get_current_target=lambda: self.target, get_current_device=lambda: 0, utils=utils)
         triton.runtime.driver.set_active(driver)
         self.present = True
         for question in ("has_triton", "triton_backend"):  # torch 2.11 remembers the first answer

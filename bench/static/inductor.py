@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from bench.static.absent_gpu import AbsentGpu
+from bench.static.traffic import traffic
 
 DEVICE = torch.device("cuda:0")
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
@@ -31,26 +32,39 @@ CALL = re.compile(r"(triton_\w+)\.run\(")
 
 
 @dataclass
-class Pass:
-    """One compiled graph: a forward or a backward.
+class Count:
+    """What one direction of a part does. Matrix products and attention are apart from kernels.
 
-    kernels: how often each Triton kernel is launched. sources: their texts.
-    products: (operator, shape and strides of both sides) and how often. saved: bytes kept for backward, weights apart.
+    launches: of each kernel. sizes: bytes that one launch reads and writes. sources: texts of Triton kernels.
+    products: (operator, left side, right side) and how often. saved: bytes kept for backward, weights apart.
     """
 
-    kernels: Counter = field(default_factory=Counter)
+    launches: Counter = field(default_factory=Counter)
+    sizes: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     products: Counter = field(default_factory=Counter)
     attentions: Counter = field(default_factory=Counter)
     saved: int = 0
 
+    @property
+    def bytes(self) -> float:
+        return sum(self.sizes[name] * times for name, times in self.launches.items())
 
-def compile_for(gpu: AbsentGpu, module: nn.Module, inputs: tuple, outputs: int, options: dict, budget: float) -> list[Pass]:
+    def add(self, name: str, size: float, times: int = 1) -> None:
+        """Kernels without a text, known by what they move."""
+        self.launches[name] += times
+        self.sizes[name] = size
+
+
+def compile_for(
+    gpu: AbsentGpu, module: nn.Module, inputs: tuple, outputs: int, options: dict, budget: float
+) -> list[Count]:
     """[forward, backward] of a module of fake CPU tensors, called with fake inputs, of which some need gradients.
 
-    outputs: how many tensors the module returns. options: of torch.compile, as training gives them. budget: parallel.activation_budget.
+    outputs: how many tensors the module returns. options: of torch.compile, as training gives them.
+    budget: parallel.activation_budget.
     """
-    passes: list[Pass] = []
+    passes: list[Count] = []
     codes: list[str] = []
     sources: dict[str, str] = {}
     weights = {parameter.shape for parameter in module.parameters()}
@@ -76,8 +90,10 @@ def compile_for(gpu: AbsentGpu, module: nn.Module, inputs: tuple, outputs: int, 
             if len(codes) < 2:
                 raise
     for one, code in zip(passes, codes, strict=True):
-        one.kernels = Counter(CALL.findall(code[code.index("def call(") :]))
-        one.sources = {name: sources[name] for name in one.kernels}
+        calls = Counter(CALL.findall(code[code.index("def call(") :]))
+        one.launches |= calls
+        one.sources = {name: sources[name] for name in calls}
+        one.sizes |= {name: traffic(source) for name, source in one.sources.items()}
     return passes
 
 
@@ -132,9 +148,9 @@ def product(name: str, given: list[Tensor]) -> tuple:
     return (name, *((tuple(side.shape), side.stride(), str(side.dtype).removeprefix("torch.")) for side in sides))
 
 
-def _read(graph: fx.GraphModule, weights: set[torch.Size], outputs: int) -> Pass:
+def _read(graph: fx.GraphModule, weights: set[torch.Size], outputs: int) -> Count:
     """The products, the attention calls and, behind the module's own outputs, what forward keeps for backward."""
-    found, kept = Pass(), {}
+    found, kept = Count(), {}
     for node in graph.graph.nodes:
         name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
         if name in PRODUCTS:

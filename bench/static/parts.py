@@ -1,7 +1,6 @@
 """The parts of a training step of one rank, counted: compiled blocks, the eager rest, the optimizer, FSDP2's copies."""
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from unittest import mock
@@ -12,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.static import inductor, traffic
+from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
+from bench.static.inductor import Count
 from flux_ref import flow, sharding
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
@@ -21,22 +21,6 @@ from flux_ref.model import Flux, parameter_table
 from flux_ref.speed import fp8, regions
 
 ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
-
-
-@dataclass
-class Count:
-    """One direction of a part. products: (operator, left side, right side) and how often; a side is shape, strides, dtype.
-
-    bytes: what kernels read and write, products and attention apart. saved: bytes kept for backward, weights apart.
-    """
-
-    kernels: int = 0
-    bytes: float = 0.0
-    saved: int = 0
-    products: Counter = field(default_factory=Counter)
-    attentions: Counter = field(default_factory=Counter)
-    sources: dict[str, str] = field(default_factory=dict)  # text of each Triton kernel
-    per_kernel: dict[str, tuple[int, float]] = field(default_factory=dict)  # launches, bytes of one launch
 
 
 def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
@@ -76,16 +60,9 @@ def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: i
         streams = tensor(rows, sum(lengths), model.hidden)
     rope = torch.empty(sum(lengths), model.head_dim // 2, 2)
     inputs = (streams, tensor(rows, model.hidden), rope)
-    passes = inductor.compile_for(
-        gpu, region, inputs, 2 if kind == "double" else 1, regions.OPTIONS, cfg.parallel.activation_budget
-    )
-    return {name: _count(one) for name, one in zip(("forward", "backward"), passes)}
-
-
-def _count(one: inductor.Pass) -> Count:
-    sizes = {name: (calls, traffic.traffic(one.sources[name])) for name, calls in one.kernels.items()}
-    total = sum(calls * size for calls, size in sizes.values())
-    return Count(one.kernels.total(), total, one.saved, one.products, one.attentions, one.sources, sizes)
+    outputs, budget = 2 if kind == "double" else 1, cfg.parallel.activation_budget
+    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(kind, cfg), budget)
+    return dict(zip(("forward", "backward"), passes))
 
 
 class _Eager(TorchDispatchMode):
@@ -103,8 +80,7 @@ class _Eager(TorchDispatchMode):
         if name in inductor.PRODUCTS:
             self.count.products[inductor.product(name, given)] += 1
         elif made and not func.is_view and name not in ("empty", "detach", "empty_like"):
-            self.count.kernels += 1
-            self.count.bytes += sum(tensor.nbytes for tensor in (*given, *made))
+            self.count.add(f"{name} {len(self.count.sizes)}", sum(tensor.nbytes for tensor in (*given, *made)))
         return result
 
 
@@ -124,13 +100,15 @@ def _sharded(cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
 
     A gather's result is copied out (read and written); a gradient is copied into the reduction, in its dtype.
     """
-    shapes = parameter_table(cfg.model)
+    shapes, width = parameter_table(cfg.model), {"bf16": 2, "fp32": 4}
     weights = sum(map(prod, shapes.values()))
-    wide = {"bf16": 2, "fp32": 4}
-    gathered = weights * wide[cfg.parallel.dtype]
-    out = Count(kernels=len(shapes), bytes=2 * gathered)
-    back = Count(kernels=len(shapes), bytes=gathered + weights * wide[cfg.parallel.reduce_dtype])
+    codes = sum(map(prod, (shapes[name] for name in shapes if fp8.gathers(cfg, name))))
+    gathered = weights * width[cfg.parallel.dtype] - codes
+    forward, backward, step = Count(), Count(), Count()
+    forward.add("copy out", 2 * gathered / len(shapes), len(shapes))
     if cfg.parallel.reshard_after_forward:
-        back.bytes += 2 * gathered
-    step = Count(kernels=len(shapes), bytes=weights / ranks * ADAMW_BYTES)
-    return {"fsdp": {"forward": out, "backward": back}, "optimizer": {"step": step}}
+        backward.add("copy out", 2 * gathered / len(shapes), len(shapes))
+    reduced = weights * (width[cfg.parallel.dtype] + width[cfg.parallel.reduce_dtype])
+    backward.add("copy in", reduced / len(shapes), len(shapes))
+    step.add("norm and AdamW", weights / ranks * ADAMW_BYTES)
+    return {"fsdp": {"forward": forward, "backward": backward}, "optimizer": {"step": step}}

@@ -6,7 +6,7 @@ from math import prod
 
 from bench.static.absent_gpu import AbsentGpu
 from bench.static.binaries import binaries
-from bench.static.parts import Count
+from bench.static.inductor import Count
 from flux_ref.benchmark import flops, hardware
 from flux_ref.config import Config
 
@@ -47,7 +47,7 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
 def _figures(one: Count, known: dict[str, float]) -> dict[str, object]:
     products = [{"product": _words(product), "calls": calls} for product, calls in sorted(one.products.items())]
     return {
-        "kernels": one.kernels,
+        "kernels": one.launches.total(),
         "bytes": round(one.bytes),
         "ms": sum(_ms(one, known).values()),
         "products": products,
@@ -73,7 +73,7 @@ def _ceiling(found: dict[str, dict[str, Count]], times: dict[str, int], known: d
     for part, count in times.items():
         for one in found[part].values():
             spent += count * _ms(one, known)["products"]
-            done += sum(count * calls * 2 * prod(l[0]) * r[0][-1] for (_, l, r), calls in one.products.items())
+            done += sum(count * calls * 2 * prod(a[0]) * b[0][-1] for (_, a, b), calls in one.products.items())
     return done / spent / 1e9
 
 
@@ -95,8 +95,8 @@ def table(run: dict) -> str:
             f"  {label:<20} {figures['kernels']:>8} {size:>9.3f} {products:>9} {figures['attentions']:>10} {ms:>9.3f}"
         )
     lines.append(
-        f"  one step {run['ms']:.0f} ms, {run['samples_per_s']:.1f} samples/s per GPU, {run['ceiling_share']:.0%} of the"
-        f" products' rate; {run['saved_gb']:.1f} GB kept for backward"
+        f"  one step {run['ms']:.0f} ms, {run['samples_per_s']:.1f} samples/s per GPU, {run['ceiling_share']:.0%} of"
+        f" the products' rate; {run['saved_gb']:.1f} GB kept for backward"
     )
     return "\n".join(lines)
 
@@ -146,16 +146,17 @@ def flagged(gpu: AbsentGpu, found: dict[str, dict[str, Count]]) -> Iterator[str]
     """One line per large kernel: its configurations' registers, spills, shared memory and narrowest store."""
     for part, passes in found.items():
         for direction, one in passes.items():
-            for name, (_, size) in one.per_kernel.items():
+            for name, source in one.sources.items():
+                size = one.sizes[name]
                 if size < LARGE:
                     continue
-                made = binaries(gpu, name, one.sources[name])
+                made = binaries(gpu, name, source)
                 spills = sum(binary.spilled > 0 for binary in made)
                 narrow = min((width for binary in made for width in binary.stores), default=0)
                 flag = f", {spills} SPILL up to {max(b.spilled for b in made)}" if spills else ""
                 low, high = (pick(binary.registers for binary in made) for pick in (min, max))
                 shared = max(binary.shared for binary in made)
                 yield (
-                    f"{part} {direction} {size / 1e6:.0f} MB, {len(made)} configurations{flag}; registers {low} to {high},"
-                    f" shared {shared}, narrowest store {narrow} B: {name[:60]}"
+                    f"{part} {direction} {size / 1e6:.0f} MB, {len(made)} configurations{flag}; registers {low} to"
+                    f" {high}, shared {shared}, narrowest store {narrow} B: {name[:60]}"
                 )

@@ -36,10 +36,11 @@ class Value:
         return iter((Value(), Value(), Value()))
 
 
-for _operator in "add sub mul truediv floordiv mod and or xor lt le gt ge eq ne pow".split():
+OPERATORS = "add sub mul truediv floordiv mod and or xor lt le gt ge eq ne pow"
+for _operator in OPERATORS.split():
     for _side in ("", "r"):
         setattr(Value, f"__{_side}{_operator}__", lambda self, other: Value())
-for _operator in "neg invert abs".split():
+for _operator in ["neg", "invert", "abs"]:
     setattr(Value, f"__{_operator}__", lambda self: Value())
 Value.__hash__ = object.__hash__
 
@@ -91,7 +92,7 @@ class Language:
 
     def full(self, shape, value, dtype=None):
         if isinstance(value, (bool, int)):
-            return np.full([1] * len(shape), value).view(Index)
+            return np.full([1] * len(shape) if isinstance(shape, list) else 1, value).view(Index)
         return Value()
 
     def broadcast_to(self, value, *_):

@@ -28,7 +28,6 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
     The names of modules are Black Forest Labs'.
     """
     block = ""  # the one that computes at present
-    rope_names = iter(())  # of the next results of apply_rope
 
     def note(name: str, value: Tensor) -> None:
         values[name] = value.detach().clone()
@@ -50,12 +49,12 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
     def after_module(name: str, module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
         if INPUT_TOO.fullmatch(name):
             note(f"{name}.input", args[0])
+        result = result.transpose(1, 2) if name.endswith("_norm") else result  # as attention has it: (B, H, S, K)
         note("prediction" if name == "final_layer.linear" else name, result)
 
-    def before_attention(q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> None:
-        nonlocal rope_names
-        rope_names = iter(("attention.q", "attention.k"))
-        note_inside("attention.v", v)
+    def before_attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> None:
+        for name, value_BSHK in {"v": v_BSHK, "q": q_BSHK, "k": k_BSHK}.items():
+            note_inside(f"attention.{name}", value_BSHK.transpose(1, 2))
 
     def after_pack(result: Tensor, image: Tensor) -> None:
         note("img" if torch.equal(image, values["x_t"]) else "target", result)
@@ -75,7 +74,6 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
             (latents, "pack", None, after_pack),
             (model, "time_waves", None, lambda result, *_: note("time_waves", result)),
             (model, "attention", before_attention, lambda result, *_: note_inside("attention", result)),
-            (model, "apply_rope", None, lambda result, *_: note_inside(next(rope_names), result)),
             (flow, "losses", None, lambda result, *_: note("losses", result)),
         ):
             stack.enter_context(wrapped(owner, function, before, after))

@@ -254,7 +254,7 @@ def _bf16(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray
     batch["weight"] = torch.ones(cfg.train.global_batch)
 
     def record_norm(module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
-        recorded["rms_norm.input"], recorded["rms_norm"] = args[0].clone(), result.clone()
+        recorded["rms_norm.input"], recorded["rms_norm"] = (value.transpose(1, 2).clone() for value in (*args, result))
 
     query_norm = next(m for name, m in state.net.named_modules() if name.endswith("img_attn.norm.query_norm"))
     with recording(recorded, state.net), query_norm.register_forward_hook(record_norm):

@@ -234,6 +234,12 @@ def count(cfg: ModelConfig) -> int:
     return 8 * cfg.double_blocks + 2 * cfg.single_blocks
 
 
+def gathers(cfg: Config, name: str) -> bool:
+    """Whether a parameter, by its BFL name, is gathered as FP8 codes."""
+    is_weight = CONVERTED.fullmatch(name.removesuffix(".weight")) and name.endswith(".weight")
+    return bool(is_weight) and cfg.fp8.recipe != "off" and cfg.fp8.gather
+
+
 def convert(net: nn.Module, cfg: Config, arch: str) -> None:
     """Make the linears of a net's blocks compute as fp8.recipe says on an architecture, before the net is sharded.
 

@@ -1,11 +1,12 @@
-"""FSDP2 gathers the weights of FP8 linears as FP8 codes. The codes take half the bytes of bf16, and no rank casts a whole weight.
+"""FSDP2 gathers the weights of FP8 linears as FP8 codes: half the bytes of bf16, and no rank casts a whole weight.
 
-FSDP2 asks a parameter's local shard for two hooks. The first hook turns the shard into what is gathered. The second hook
-turns the gathered memory into a parameter. Here it keeps the memory as `linear.codes`. The parameter is a handle: it has
-the weight's shape, holds only NaN, and receives the weight's gradient. All handles share one memory.
+FSDP2 asks a parameter's local shard for two hooks. The first hook turns the shard into what is gathered. The second
+hook turns the gathered memory into a parameter. Here the second hook keeps the memory as `linear.codes`. The
+parameter is a handle: it has the weight's shape, holds only NaN, and receives the weight's gradient. All handles
+share one memory.
 
-A weight has one scale, so the ranks must agree on its largest magnitude before they cast: one collective per forward,
-for all weights. So a changed weight can never meet an old scale.
+A weight has one scale, so the ranks must agree on its largest magnitude before they cast. They do so at each forward of
+the net, in one collective for all weights. So a changed weight never meets an old scale.
 
 numerics: codes and scales equal, bit for bit, those of a cast after gathering in bf16. Rounding to bf16 is monotone, so
 the largest rounded value is the rounded largest value.
@@ -49,7 +50,7 @@ class Fp8Gather:
     def agree(self) -> None:
         """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
         shards = [linear.weight._local_tensor for linear in self.linears]
-        assert all(map(lambda now, then: now is then, shards, self.shards)), "a shard was replaced: its hooks are lost"
+        assert all(now is then for now, then in zip(shards, self.shards)), "a shard was replaced: its hooks are lost"
         filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
         amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from flux_ref.config import ParallelConfig
+from flux_ref.config import Config, ParallelConfig
 from flux_ref.errors import Refusal
 
-OPTIONS = {}  # of the compiler
 GRAPHS = 64  # at most: one per kind and length of region, mode, precision and batch shape
 
 
@@ -53,17 +52,34 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
     return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
 
 
-def compile_all(units: list[Region], cfg: ParallelConfig, device: torch.device) -> None:
-    """Mark every region to be compiled at its first call in each mode. Raises: Refusal without a C++ compiler."""
+def options(kind: str, cfg: Config) -> dict[str, object]:
+    """The compiler's options for regions of "double" or "single" blocks. `python -m bench.static` counts their effect.
+
+    An option that this torch does not know is left out; its old default then costs some memory traffic.
+    """
+    wanted = {"realize_reads_threshold": 8}  # RoPE's gradient is computed where it is used, not stored in fp32
+    if cfg.fp8.recipe != "off":  # such a kernel keeps whole rows in registers; transposing a row of 12,288 spills
+        wanted["triton.mix_order_reduction"] = False
+    if kind == "double":  # norm and RoPE write each stream's part of the joint queries and keys
+        wanted |= {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
+    return {name: value for name, value in wanted.items() if name in torch._inductor.config._config}
+
+
+def compile_all(units: dict[str, list[Region]], cfg: Config, device: torch.device) -> None:
+    """Mark every region to be compiled at its first call in each mode. units: by kind of block, as in `options`.
+
+    Raises: Refusal without a C++ compiler.
+    """
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise Refusal(
             "parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false"
         )
     torch.compiler.set_stance("default")
     torch._dynamo.config.recompile_limit = GRAPHS
-    torch._functorch.config.activation_memory_budget = cfg.activation_budget
-    for region in units:
-        region.compile(fullgraph=True, dynamic=False, options=OPTIONS)
+    torch._functorch.config.activation_memory_budget = cfg.parallel.activation_budget
+    for kind, of_kind in units.items():
+        for region in of_kind:
+            region.compile(fullgraph=True, dynamic=False, options=options(kind, cfg))
 
 
 def forbid_recompilation() -> None:

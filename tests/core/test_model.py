@@ -105,22 +105,22 @@ def test_rope_is_a_complex_rotation_at_every_position_up_to_64(monkeypatch):
     axes, theta = (16, 56, 56), 10_000
     position = torch.arange(65, dtype=torch.float64)
     positions_S3 = torch.stack((position, position.flip(0), (position * 7) % 65), dim=1)
-    x_BHSK = torch.randn(2, 3, 65, 128, generator=torch.Generator().manual_seed(0))
+    x_BSHK = torch.randn(2, 65, 3, 128, generator=torch.Generator().manual_seed(0))
 
     omegas = [theta ** (-2 * r / features) for features in axes for r in range(features // 2)]
     axis_of = [axis for axis, features in enumerate(axes) for _ in range(features // 2)]
     phase_SR = positions_S3[:, axis_of] * torch.tensor(omegas, dtype=torch.float64)
-    turned = torch.view_as_complex(x_BHSK.double().unflatten(-1, (-1, 2))) * torch.polar(
+    turned = torch.view_as_complex(x_BSHK.double().unflatten(-1, (-1, 2))) * torch.polar(
         torch.ones_like(phase_SR), phase_SR
-    )
-    expected_BHSK = torch.view_as_real(turned).flatten(-2)
+    ).unsqueeze(1)
+    expected_BSHK = torch.view_as_real(turned).flatten(-2)
 
     rope_SR2 = model.rope_table(positions_S3, axes, theta)
     assert rope_SR2.shape == (65, 64, 2) and rope_SR2.dtype == torch.float32
-    rotated_BHSK = model.apply_rope(x_BHSK, rope_SR2)
-    torch.testing.assert_close(rotated_BHSK.double(), expected_BHSK, rtol=0, atol=2e-6)
+    rotated_BSHK = model.apply_rope(x_BSHK, rope_SR2)
+    torch.testing.assert_close(rotated_BSHK.double(), expected_BSHK, rtol=0, atol=2e-6)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(model.apply_rope(x_BHSK, rope_SR2), rotated_BHSK)  # what the compiler is given
+    assert torch.equal(model.apply_rope(x_BSHK, rope_SR2), rotated_BSHK)  # what the compiler is given
 
 
 def test_text_sits_at_the_origin_and_image_tokens_at_row_and_column():

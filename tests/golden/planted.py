@@ -48,13 +48,10 @@ double_blocks.0.img_attn.qkv.input | scale and shift swapped | model.modulate
     shift_B1D: Tensor, scale => scale_B1D: Tensor, shift
 double_blocks.0.img_attn.qkv.input | 1e-6, not 1e-5 | model.modulate
     eps=NORM_EPS => eps=1e-5
-double_blocks.0.img_attn.norm.query_norm | qkv order | model.split_heads
-    (3, heads, -1) => (heads, 3, -1)
-    (2, 0, 3 => (3, 0, 2
+double_blocks.0.img_attn.norm.query_norm | qkv order | model.SelfAttention.project
+    .chunk(3, dim=-1) => .unflatten(-1, (self.heads, 3, -1)).movedim(3, 0).flatten(-2)
 double_blocks.0.img_attn.norm.query_norm | head order | model.split_heads
-    (3, heads, -1) => (3, -1, heads)
-    unbind(0) => contiguous().unbind(0)
-    3, 1, 4) => 4, 1, 3)
+    (heads, -1)) => (-1, heads)).mT.contiguous()
 double_blocks.0.img_attn.norm.query_norm | epsilon of RMSNorm | model.RMSNorm.forward
     eps=NORM_EPS => eps=None
 double_blocks.0.img_attn.norm.query_norm | RMSNorm computed in bf16 | model.RMSNorm.forward
@@ -62,11 +59,11 @@ double_blocks.0.img_attn.norm.query_norm | RMSNorm computed in bf16 | model.RMSN
     scale.float(), eps=NORM_EPS) => scale.bfloat16(), eps=NORM_EPS).float()
 double_blocks.0.attention.q | interleaved | model.apply_rope
     (-1, 2)) => (2, -1)).transpose(-1, -2).contiguous()
-    rope_SR2)).flatten => rope_SR2)).mT.flatten
+    rope_S1R2)).flatten => rope_S1R2)).mT.flatten
 double_blocks.0.attention.v | text comes first | model.DoubleBlock.forward
     zip(txt_qkv, img_qkv) => zip(img_qkv, txt_qkv)
     txt_out_BTD, img_out_BND = => img_out_BND, txt_out_BTD =
-    (txt_BTD.shape[1], img_BND.shape[1]) => (img_BND.shape[1], txt_BTD.shape[1])
+    split(lengths, dim=1) => split(lengths[::-1], dim=1)
 double_blocks.0.attention | sqrt(K) | model.attention
     k_BHSK, v_BHSK) => k_BHSK, v_BHSK, scale=1.0)
 double_blocks.0.img_mlp.1 | tanh form | model.mlp
