@@ -65,7 +65,7 @@ double_blocks.0.attention.v | text comes first | model.DoubleBlock.forward
     txt_out_BTD, img_out_BND = => img_out_BND, txt_out_BTD =
     split(lengths, dim=1) => split(lengths[::-1], dim=1)
 double_blocks.0.attention | sqrt(K) | model.attention
-    k_BHSK, v_BHSK) => k_BHSK, v_BHSK, scale=1.0)
+    k_BSHK, v_BSHK))) => k_BSHK, v_BSHK)), scale=1.0)
 double_blocks.0.img_mlp.1 | tanh form | model.mlp
     "tanh" => "none"
 double_blocks.0.img | gate is missing | model.DoubleBlock.forward

@@ -52,7 +52,7 @@ def test_the_layout_is_that_of_fsdp2():
     for gpus, node, blocks in ((1, 8, 1), (2, 8, 2), (3, 8, 1), (5, 8, 2), (8, 8, 1), (12, 4, 1)):
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
-            net = sharding.shard(Flux(cfg.model), cfg.parallel, world)
+            net = sharding.shard(Flux(cfg.model), cfg, world)
             regions = [*net.double_blocks, *net.single_blocks]
             inside = {id(parameter) for region in regions for parameter in region.parameters()}
             root = [parameter for parameter in net.parameters() if id(parameter) not in inside]
