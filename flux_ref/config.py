@@ -4,6 +4,7 @@ config_file.py loads a config; config_rules.py says which values are refused. No
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,6 +185,8 @@ class Config:
     mllog: MllogConfig = MllogConfig()
 
 
+# What fp8.recipe concerns: the linears of the blocks that see tokens, by Black Forest Labs' names.
+FP8_LINEAR = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[02])|single_blocks\.\d+\.linear[12]")
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}  # what torch calls each dtype
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}

@@ -15,6 +15,7 @@ from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
 from bench.static.inductor import Count
 from flux_ref import flow, sharding
+from flux_ref.benchmark.communication import ITEM_BYTES, gathered_bytes
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
 from flux_ref.model import Flux, parameter_table
@@ -100,15 +101,14 @@ def _sharded(cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
 
     A gather's result is copied out (read and written); a gradient is copied into the reduction, in its dtype.
     """
-    shapes, width = parameter_table(cfg.model), {"bf16": 2, "fp32": 4}
+    shapes = parameter_table(cfg.model)
     weights = sum(map(prod, shapes.values()))
-    codes = sum(map(prod, (shapes[name] for name in shapes if fp8.gathers(cfg, name))))
-    gathered = weights * width[cfg.parallel.dtype] - codes
+    gathered = sum(prod(shape) * gathered_bytes(cfg, name) for name, shape in shapes.items())
     forward, backward, step = Count(), Count(), Count()
     forward.add("copy out", 2 * gathered / len(shapes), len(shapes))
     if cfg.parallel.reshard_after_forward:
         backward.add("copy out", 2 * gathered / len(shapes), len(shapes))
-    reduced = weights * (width[cfg.parallel.dtype] + width[cfg.parallel.reduce_dtype])
+    reduced = weights * (ITEM_BYTES[cfg.parallel.dtype] + ITEM_BYTES[cfg.parallel.reduce_dtype])
     backward.add("copy in", reduced / len(shapes), len(shapes))
     step.add("norm and AdamW", weights / ranks * ADAMW_BYTES)
     return {"fsdp": {"forward": forward, "backward": backward}, "optimizer": {"step": step}}

@@ -160,12 +160,16 @@ def _windows(numels: dict[str, int]) -> tuple[dict[str, int], list[tuple[int, in
     r = next((size for name, size in numels.items() if name.startswith("r")), 1)
     if x * y * r <= WINDOWS * ELEMENTS:
         return _sizes(x, y, r), [(0, 0)], 1.0
-    x_block = max(min(x, 64), min(x, ELEMENTS // (r * min(y, 64))))  # at least whole sectors
-    x_block = x_block // 64 * 64 or x_block
-    y_block = max(1, min(y, ELEMENTS // (x_block * r)))
+    x_block = _power_of_two(ELEMENTS // (r * min(y, 64)), x)
+    y_block = _power_of_two(ELEMENTS // (x_block * r), y)
     last = (x // x_block - 1, y // y_block - 1)
     programs = [tuple(axis * i // (WINDOWS - 1) for axis in last) for i in range(WINDOWS)]
     return _sizes(x_block, y_block, r), programs, WINDOWS * x_block * y_block / (x * y)
+
+
+def _power_of_two(size: int, most: int) -> int:
+    """The largest power of two up to a size, so that blocks tile the axis; at least whole sectors, at most the axis."""
+    return min(most, max(64, 1 << size.bit_length() >> 1))
 
 
 def _sizes(x: int, y: int, r: int) -> dict[str, int]:

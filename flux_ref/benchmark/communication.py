@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from math import ceil, prod
 
-from flux_ref.config import Config
+from flux_ref.config import FP8_LINEAR, Config
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -23,6 +23,7 @@ class Unit:
     whole: int
     padded: int  # whole, and the padding that makes all shards equal
     shard: int  # on rank 0, which holds the most
+    gathered: int  # bytes of `padded`
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,17 @@ class Layout:
 def layout(cfg: Config, shapes: dict[str, tuple[int, ...]], ranks: int, replicas: int) -> Layout:
     """How a net is split over ranks that hold so many replicas. shapes: of all parameters (model.parameter_table)."""
     shards = ranks // replicas
-    held: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    held: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         block = BLOCK.match(name)
         place = (block[1], int(block[2]) // cfg.parallel.region_blocks) if block else (ROOT, 0)
-        held.setdefault(place, []).append(shape)
+        held.setdefault(place, {})[name] = shape
     units = [
-        _unit(f"{kind} {length}", held[kind, i], shards)
+        _unit(cfg, f"{kind} {length}", held[kind, i], shards)
         for kind, lengths in region_lengths(cfg).items()
         for i, length in enumerate(lengths)
     ]
-    return Layout((*units, _unit(ROOT, held[ROOT, 0], shards)), shards, replicas)
+    return Layout((*units, _unit(cfg, ROOT, held[ROOT, 0], shards)), shards, replicas)
 
 
 def region_lengths(cfg: Config) -> dict[str, list[int]]:
@@ -61,25 +62,32 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
 
 
-def _unit(kind: str, shapes: list[tuple[int, ...]], shards: int) -> Unit:
-    rows = [ceil(shape[0] / shards) for shape in shapes]
-    widths = [prod(shape[1:]) for shape in shapes]
+def gathered_bytes(cfg: Config, name: str) -> int:
+    """Bytes of a parameter's element in a gather. name: Black Forest Labs'."""
+    is_code = cfg.fp8.recipe != "off" and cfg.fp8.gather and FP8_LINEAR.fullmatch(name.removesuffix(".weight"))
+    return 1 if is_code and name.endswith(".weight") else ITEM_BYTES[cfg.parallel.dtype]
+
+
+def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: int) -> Unit:
+    rows = {name: ceil(shape[0] / shards) for name, shape in shapes.items()}
+    padded = {name: shards * rows[name] * prod(shape[1:]) for name, shape in shapes.items()}
     return Unit(
         kind=kind,
-        whole=sum(map(prod, shapes)),
-        padded=sum(shards * count * width for count, width in zip(rows, widths)),
-        shard=sum(min(count, shape[0]) * width for count, shape, width in zip(rows, shapes, widths)),
+        whole=sum(map(prod, shapes.values())),
+        padded=sum(padded.values()),
+        shard=sum(min(rows[name], shape[0]) * prod(shape[1:]) for name, shape in shapes.items()),
+        gathered=sum(count * gathered_bytes(cfg, name) for name, count in padded.items()),
     )
 
 
 def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
-    gathered, reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
-    passes = 2 if cfg.parallel.reshard_after_forward else 1
+    reduced, passes = ITEM_BYTES[cfg.parallel.reduce_dtype], 2 if cfg.parallel.reshard_after_forward else 1
     n, r = layout.shards, layout.replicas
-    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
+    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].gathered
+    regions = sum(unit.gathered for unit in layout.units) - root
     return {
-        "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
+        "all_gather": micros * (passes * regions + root) * (n - 1) / n,
         "reduce_scatter": micros * reduced * whole * (n - 1) / n,
         "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
     }

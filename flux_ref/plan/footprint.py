@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from flux_ref import flow, ranks
 from flux_ref.benchmark import communication
 from flux_ref.benchmark.communication import Layout
-from flux_ref.config import Config
+from flux_ref.config import FP8_LINEAR, Config
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
 from flux_ref.sharding import DTYPES
@@ -121,8 +121,12 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
         # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
         arith, dynamic = fp8.arithmetic(arch), dataclasses.replace(cfg.fp8, recipe="dynamic")
         for name, module in list(net.named_modules()):
-            if fp8.CONVERTED.fullmatch(name):
-                net.set_submodule(name, fp8.Fp8Linear(module, dynamic, arith))
+            if FP8_LINEAR.fullmatch(name):
+                linear = fp8.Fp8Linear(module, dynamic, arith)
+                if cfg.fp8.gather:
+                    linear.codes = torch.empty(module.weight.shape, dtype=arith.forward)
+                    linear.weight_scale = torch.ones(())
+                net.set_submodule(name, linear)
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
     net.double_blocks = regions.regions(net.double_blocks, parallel)
     net.single_blocks = regions.regions(net.single_blocks, parallel)

@@ -53,13 +53,13 @@ class _Step:
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int):
         self.cfg, self.layout, self.footprints = cfg, layout, footprints
         *self.regions, self.root = layout.units
-        self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
+        self.item, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.kept = not cfg.parallel.reshard_after_forward
         self.in_flight = 2 if cfg.parallel.separate_reduce_scatter else 1  # inputs of reductions, at most
         self.saved = [footprints["ends"].saved, *(footprints[unit.kind].saved for unit in self.regions)]
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
-        self.stream = rows * tokens * cfg.model.hidden * self.gathered  # its gradient, between two regions
+        self.stream = rows * tokens * cfg.model.hidden * self.item  # its gradient, between two regions
         self.moments: list[Moment] = []
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
         self.always = dict.fromkeys(PARTS, 0.0) | {
@@ -93,7 +93,7 @@ class _Step:
         """The region's weights and activations are free; its gradients are copied for reduction."""
         waiting = self.regions[i : i + self.in_flight]
         # The gradients are freed before the result is made.
-        reducing = max(self.gathered * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
+        reducing = max(self.item * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
         self.note(
             f"reduction of region {i + 1}",
             gradients=self.gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + reducing,
@@ -133,12 +133,12 @@ class _Step:
 
     def _gathered(self, regions) -> float:
         """The weights of the root and of some regions as layers use them."""
-        return self.gathered * (self.root.padded + sum(self.regions[i].padded for i in regions))
+        return self.root.gathered + sum(self.regions[i].gathered for i in regions)
 
     def _flat(self, i: int) -> float:
         """The buffer that a region is gathered into, before it is copied out."""
-        return self.gathered * self.regions[i].padded if self.layout.shards > 1 and i >= 0 else 0.0
+        return self.regions[i].gathered if self.layout.shards > 1 and i >= 0 else 0.0
 
     def _unreduced(self, units) -> float:
         """Inputs of reductions, and the root's gradients, which are reduced last."""
-        return self.reduced * sum(unit.padded for unit in units) + self.gathered * self.root.whole
+        return self.reduced * sum(unit.padded for unit in units) + self.item * self.root.whole

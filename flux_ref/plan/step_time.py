@@ -106,7 +106,7 @@ class _Pace:
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine):
         self.layout, self.machine = layout, machine
-        self.gathered, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
+        self.item, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.kept, self.separate = not cfg.parallel.reshard_after_forward, cfg.parallel.separate_reduce_scatter
         self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
         self.computing = {
@@ -116,16 +116,15 @@ class _Pace:
 
     def forward(self, unit: Unit) -> float:
         """With the copy of its gathered weights to where layers find them."""
-        copied = self.machine.moving(2 * self.gathered * unit.padded)
-        return self.computing[unit.kind][0] + copied
+        return self.computing[unit.kind][0] + self.machine.moving(2 * unit.gathered)
 
     def backward(self, unit: Unit) -> float:
         """With the copy of its gradients to where they are reduced, and of its weights if gathered again."""
-        moved = (self.gathered + self.reduced) * unit.padded + (0 if self.kept else 2 * self.gathered * unit.padded)
+        moved = (self.item + self.reduced) * unit.padded + (0 if self.kept else 2 * unit.gathered)
         return self.computing[unit.kind][1] + self.machine.moving(moved)
 
     def gather(self, unit: Unit) -> float:
-        return self.machine.ring(self.gathered * unit.padded, self.layout.shards)
+        return self.machine.ring(unit.gathered, self.layout.shards)
 
     def scatter(self, unit: Unit) -> float:
         return self.machine.ring(self.reduced * unit.padded, self.layout.shards)

@@ -29,11 +29,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flux_ref.config import Config, Fp8Config, ModelConfig
+from flux_ref.config import FP8_LINEAR, Config, Fp8Config, ModelConfig
 from flux_ref.errors import Refusal
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-CONVERTED = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[02])|single_blocks\.\d+\.linear[12]")
 MULTIPLE = 16  # kernels need K and N divisible by this number; M is free
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
@@ -234,12 +233,6 @@ def count(cfg: ModelConfig) -> int:
     return 8 * cfg.double_blocks + 2 * cfg.single_blocks
 
 
-def gathers(cfg: Config, name: str) -> bool:
-    """Whether a parameter, by its BFL name, is gathered as FP8 codes."""
-    is_weight = CONVERTED.fullmatch(name.removesuffix(".weight")) and name.endswith(".weight")
-    return bool(is_weight) and cfg.fp8.recipe != "off" and cfg.fp8.gather
-
-
 def convert(net: nn.Module, cfg: Config, arch: str) -> None:
     """Make the linears of a net's blocks compute as fp8.recipe says on an architecture, before the net is sharded.
 
@@ -248,7 +241,7 @@ def convert(net: nn.Module, cfg: Config, arch: str) -> None:
     if cfg.fp8.recipe == "off":
         return
     arith = arithmetic(arch)
-    linears = {name: module for name, module in net.named_modules() if CONVERTED.fullmatch(name)}
+    linears = {name: module for name, module in net.named_modules() if FP8_LINEAR.fullmatch(name)}
     assert len(linears) == count(cfg.model), f"{len(linears)} linears, want {count(cfg.model)}"
     for name, linear in linears.items():
         net.set_submodule(name, Fp8Linear(linear, cfg.fp8, arith))
