@@ -173,7 +173,7 @@ class _Fp8Matmul(torch.autograd.Function):
 
 
 def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
-    """The same codes, tied to the gradient. Else a compiler would transpose the codes in forward and keep the copy."""
+    """The same codes, tied to the gradient. Else a compiler may transpose the codes in forward and keep the copy."""
     zero = (grad_scale < 0).to(torch.uint8)
     return (codes.view(torch.uint8) + zero).view(codes.dtype)
 

@@ -1,0 +1,69 @@
+"""Weights gathered in FP8: what a compiled backward keeps, what a changed weight does, what is refused.
+
+test_fp8.py compares the bits with those of a gather in bf16, on several ranks.
+"""
+
+import math
+
+import pytest
+import torch
+from precision_ranks import fp8_config, fp8_linears, lively_state, steps
+from torch import nn
+
+from flux_ref import config, ranks
+from flux_ref.config import Fp8Config
+from flux_ref.errors import Refusal
+from flux_ref.speed.fp8 import Fp8Linear, arithmetic, cast, largest_magnitude, scale_of_magnitude
+
+
+@pytest.fixture
+def world():
+    yield ranks.start(config.ParallelConfig())
+    ranks.stop()
+
+
+def test_backward_keeps_no_copy_of_a_weight():
+    """FSDP2 frees the gathered codes after a region, but no copy of them."""
+    linear = Fp8Linear(nn.Linear(64, 96).bfloat16(), Fp8Config(recipe="dynamic"), arithmetic("sm90"))
+    linear.weight_scale = scale_of_magnitude(largest_magnitude(linear.weight.detach()), 448.0, 44)
+    linear.codes = cast(linear.weight.detach(), linear.weight_scale, torch.float8_e4m3fn)
+    for call in (linear, torch.compile(linear, backend="aot_eager_decomp_partition", fullgraph=True)):
+        kept = []
+        keep = lambda tensor, kept=kept: (kept.append(tensor), tensor)[1]  # noqa: E731
+        x = torch.randn(32, 64).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = call(x)
+        places = {tensor.data_ptr() for tensor in kept if tensor.numel() == linear.weight.numel()}
+        assert linear.codes.data_ptr() in places
+        assert places <= {linear.codes.data_ptr(), linear.weight.data_ptr()}
+        out.float().square().sum().backward()
+        assert linear.weight.grad.dtype == torch.bfloat16 and x.grad.abs().sum() > 0
+
+
+def test_a_changed_weight_meets_a_new_scale_and_nan_shows(world):
+    cfg = fp8_config(parallel__reshard_after_forward=False)
+    state = lively_state(cfg, world)
+    name, linear = next(iter(fp8_linears(state.net).items()))
+    loss = steps(state, cfg, world, count=1)[0]
+    before = linear.weight_scale.clone()
+    with torch.no_grad():
+        linear.weight.mul_(8)  # nobody is told
+    assert steps(state, cfg, world, count=1)[0] != loss
+    assert before / 16 < linear.weight_scale <= before / 7, name
+    with torch.no_grad():
+        linear.weight[0, 0] = math.nan
+    assert not math.isfinite(steps(state, cfg, world, count=1)[0])
+
+
+def test_a_shard_that_lost_its_hooks_is_found(world):
+    state = lively_state(fp8_config(), world)
+    linear = next(iter(fp8_linears(state.net).values()))
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+    with pytest.raises(AssertionError, match="its hooks are lost"):
+        steps(state, fp8_config(), world, count=1)
+
+
+def test_validation_in_bf16_needs_weights_gathered_in_bf16():
+    with pytest.raises(Refusal, match=r"fp8\.eval=false validates in bf16.*set fp8\.gather=false"):
+        fp8_config(fp8__eval=False)
+    assert not fp8_config(fp8__eval=False, fp8__gather=False).fp8.gather
