@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from math import ceil, prod
 
-from flux_ref.config import Config
+from flux_ref.config import Config, ParallelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -61,6 +61,11 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
     return {kind: [min(most, count - first) for first in range(0, count, most)] for kind, count in counts.items()}
 
 
+def freed(cfg: ParallelConfig, regions: int) -> int:
+    """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
+    return max(0, regions - cfg.kept_regions) if cfg.reshard_after_forward else 0
+
+
 def _unit(kind: str, shapes: list[tuple[int, ...]], shards: int) -> Unit:
     rows = [ceil(shape[0] / shards) for shape in shapes]
     widths = [prod(shape[1:]) for shape in shapes]
@@ -75,11 +80,11 @@ def _unit(kind: str, shapes: list[tuple[int, ...]], shards: int) -> Unit:
 def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
     gathered, reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
-    passes = 2 if cfg.parallel.reshard_after_forward else 1
     n, r = layout.shards, layout.replicas
-    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
+    whole = sum(unit.padded for unit in layout.units)
+    again = sum(unit.padded for unit in layout.units[: freed(cfg.parallel, len(layout.units) - 1)])
     return {
-        "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
+        "all_gather": micros * gathered * (whole + again) * (n - 1) / n,
         "reduce_scatter": micros * reduced * whole * (n - 1) / n,
         "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
     }
