@@ -66,6 +66,46 @@ def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_b
     assert differing == []
 
 
+class Noted:
+    """A collective of FSDP2 that is only written down."""
+
+    def __init__(self, log: list, what: str):
+        self.log, self.what = log, what
+
+    def allocate(self, size, *, dtype, device):
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        self.log.append((self.what, op, group.group_name))
+
+
+def collectives(**values: object) -> list[tuple]:
+    """What a rank of four asks of FSDP2 in a step: gather or reduce, the operation and the group."""
+    cfg, log = deep(**values), []
+    with fake_world(4) as four:
+        state = State.build(cfg, four, seed=None)
+        for unit in (*state.net.double_blocks, *state.net.single_blocks):
+            unit.set_custom_all_gather(Noted(log, "gather"))
+            unit.set_custom_reduce_scatter(Noted(log, "reduce"))
+        train_step(state, synthetic(cfg.model, cfg.train.global_batch // 4), Health(four.device), cfg)
+    return log
+
+
+def test_levers_reach_fsdp():
+    """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
+    plain, ahead = collectives(), collectives(parallel__backward_prefetch=3)
+    kept = collectives(parallel__kept_regions=4)
+    found = [[what for what, *_ in log].index("reduce") - 10 for log in (plain, ahead, kept)]
+    assert found == [2, 4, 0] and [len(log) for log in (plain, ahead, kept)] == [30, 30, 26]
+    summed = collectives(parallel__sum_reduction=True)
+    average, total = ({str(op) for what, op, _ in log if what == "reduce"} for log in (plain, summed))
+    assert [len(average), len(total)] == [1, 1] and "AVG" in str(average) and "SUM" in str(total)
+    assert len({group for *_, group in plain}) == 1
+    if BUFFERS == 2:  # else this torch has no such method
+        apart = {(what, group) for what, _, group in collectives(parallel__separate_reduce_scatter=True)}
+        assert len({group for _, group in apart}) == len(apart) == 2
+
+
 def test_what_this_torch_or_machine_lacks_is_refused(world, monkeypatch):
     fsdp = torch.distributed.fsdp.FSDPModule
     for key, value, method in (
@@ -77,7 +117,8 @@ def test_what_this_torch_or_machine_lacks_is_refused(world, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "require_symmetric", lambda world: None)
             patch.delattr(fsdp, method, raising=False)
-            with pytest.raises(Refusal, match=rf"parallel\.{key}={str(value).lower()} needs torch 2.13, this is .*; set"):
+            asked = f"{key}={value}".replace("True", "true")
+            with pytest.raises(Refusal, match=rf"parallel\.{asked} needs torch 2.13, this is .*; set it to"):
                 State.build(cfg, world, seed=0)
             assert regions.reduce_buffers(config.ParallelConfig()) == (1 if key == "reduce_buffers" else BUFFERS)
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
