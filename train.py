@@ -75,6 +75,7 @@ def main(argv: list[str]) -> int:
         if not start.is_new:
             report.resume(state.step, state.samples)
         own_steps.capture()
+        alive.watch.captured = bool(own_steps.graphs)
 
         run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive)
         reached = run.train_on_the_clock()
