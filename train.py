@@ -75,7 +75,6 @@ def main(argv: list[str]) -> int:
         if not start.is_new:
             report.resume(state.step, state.samples)
         own_steps.capture()
-        alive.watch.captured = bool(own_steps.graphs)
 
         run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive)
         reached = run.train_on_the_clock()
@@ -146,6 +145,7 @@ class Run:
         cfg, state, steps, report = self.cfg, self.state, self.steps, self.report
         global_batch, log_every = cfg.train.global_batch, cfg.train.log_every_samples
         steps.health.restart(state.step)
+        self.alive.watch.captured = bool(steps.graphs)
         feed = self.train_set.feed(state.samples)
         report.begin(state.samples)
         try:

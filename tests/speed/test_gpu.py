@@ -72,20 +72,15 @@ def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
     arith, one = fp8.arithmetic(fp8.architecture(device)), torch.ones((), device=device)
     wrong = []
     for left in (arith.forward, arith.gradient):
-        a, b = (
-            torch.randn(shape, device=device).to(kind) for shape, kind in (((64, 96), left), ((96, 32), arith.forward))
-        )
-        want = a.float() @ b.float()
+        a = torch.randn(64, 96, device=device).to(left)
+        b = torch.randn(96, 32, device=device).to(arith.forward)
         lefts, rights = [a], [b.t().contiguous().t()]
         if not arith.row_times_column:
             lefts, rights = [*lefts, a.t().contiguous().t()], [*rights, b]
-        for one_a, one_b in product(lefts, rights):
-            found = torch._scaled_mm(one_a, one_b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-            wrong += (
-                []
-                if torch.allclose(found.float(), want, rtol=2e-2, atol=0.2)
-                else [(left, one_a.stride(), one_b.stride())]
-            )
+        for pair in product(lefts, rights):
+            found = torch._scaled_mm(*pair, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            if not torch.allclose(found.float(), a.float() @ b.float(), rtol=2e-2, atol=0.2):
+                wrong.append((left, *(side.stride() for side in pair)))
     assert wrong == []
 
 
