@@ -145,6 +145,7 @@ class Run:
         cfg, state, steps, report = self.cfg, self.state, self.steps, self.report
         global_batch, log_every = cfg.train.global_batch, cfg.train.log_every_samples
         steps.health.restart(state.step)
+        self.alive.watch.captured = bool(steps.graphs)
         feed = self.train_set.feed(state.samples)
         report.begin(state.samples)
         try:

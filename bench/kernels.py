@@ -13,10 +13,12 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import common
@@ -135,26 +137,35 @@ def timeline(trace: dict) -> list[Span]:
     return spans
 
 
+def profiled(task: Callable[[], object], device: torch.device, steps: int) -> dict:
+    """`analyse` for a task of so many steps that leaves the device idle."""
+    activities = [ProfilerActivity.CPU] if device.type == "cpu" else [ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        task()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return analyse(timeline(json.loads(path.read_text())), steps)
+
+
 def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     """Profile some training steps on a synthetic batch. Collective."""
     config_rules.validate_world(cfg, world.size)
     state = State.of(build(cfg, world, synthetic=True), cfg, world)
     run, clock = Steps(state, cfg, world), Clock(world.device)
-    activities = [ProfilerActivity.CPU] if world.device.type == "cpu" else [ProfilerActivity.CUDA]
+
+    def task() -> None:
+        run_steps(run, None, clock, args.steps)
+        clock.start()  # the device is idle before the profiler stops
+
     try:
         run.warm_up()
         run.capture()
         run_steps(run, None, clock, args.warmup)
         clock.start()
-        with profile(activities=activities) as profiler:
-            run_steps(run, None, clock, args.steps)
-            clock.start()  # the device is idle before the profiler stops
+        return profiled(task, world.device, args.steps)
     finally:
         run.close()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return analyse(timeline(json.loads(path.read_text())), args.steps)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

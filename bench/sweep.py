@@ -11,6 +11,7 @@ Exit codes: 0 the table is whole or the time was up, 2 refused, 3 a variant brok
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ from flux_ref.run import cli, json_option
 from flux_ref.run.options import Options, between, listed
 
 LEAST_S = 15.0  # a variant is not begun with less time left
+PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 ABORT_S = 3.0  # for writing down where it was
 PACKAGES = ("torch", "triton", "diffusers", "torchtitan", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 FULL, MICRO = "configs/schnell_gbs512.toml", "tests/micro.toml"
@@ -54,7 +56,7 @@ class Variant:
 
 
 def variants(small: bool) -> list[Variant]:
-    """All variants in the order of their importance.
+    """All variants in the order of their importance: ceiling, whole model, graphs, kernels, peers, the rest.
 
     part: a real step on one rank of 4 double and 8 single blocks of full width; whole: all blocks, by bench.whole.
     """
@@ -66,7 +68,6 @@ def variants(small: bool) -> list[Variant]:
     micros, larger, evals = ("2,4", "4", "8") if small else ("8,16", "16,32", "32,64")
     plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
     compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
-    most = "--parallel.activation_budget=0.6"  # FP8 keeps smaller inputs: at 0.5 it recomputes a product
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
     dynamic, delayed = "--fp8.recipe=dynamic", ("--fp8.recipe=delayed", "--fp8.dynamic_steps=0")
 
@@ -80,20 +81,24 @@ def variants(small: bool) -> list[Variant]:
     def whole(name: str, micros: str, *options: str) -> Variant:
         return Variant(f"whole {name}", "bench.whole", (*config, "--micro-batches", micros, *plain, *options))
 
+    def kernels(name: str, *options: str) -> Variant:
+        return Variant(f"part {name}", "bench.kernels", (*config, *cut, *batch(usual), *plain, eager, *options))
+
     return [
         Variant("ceiling", "bench.ceiling", (*config, "--micro-batches", micros)),
-        part("eager"),
+        whole("compiled", micros, "--evaluate", evals, "--profile", compiled),
+        whole("compiled fp8", larger, "--profile", compiled, *delayed),
         part("compiled", compiled),
-        whole("compiled", micros, "--evaluate", evals, compiled),
         part("compiled graph", compiled, graph),
-        part("compiled fp8 dynamic", compiled, dynamic),
         part("compiled fp8 delayed", compiled, *delayed),
-        Variant("part kernels", "bench.kernels", (*config, *cut, *batch(usual), *plain, eager, compiled)),
+        part("compiled graph fp8", compiled, graph, *delayed),
+        kernels("kernels", compiled),
+        kernels("kernels fp8", compiled, *delayed),
         Variant("peers compiled", "bench.race", (*config, *pair, *times, *batch(usual), *plain, compiled, "--compile")),
+        part("eager"),
+        part("compiled fp8 dynamic", compiled, dynamic),
         part("compiled k=2", compiled, "--parallel.region_blocks=2"),
         part("compiled k=4", compiled, "--parallel.region_blocks=4"),
-        part("compiled graph fp8", compiled, graph, *delayed),
-        whole("compiled fp8", larger, compiled, most, dynamic),
         whole("compiled budget 0.5", larger, compiled, half),
         part("compiled budget 0.5", compiled, half),
         Variant("peers eager", "bench.race", (*config, *pair, *times, *batch(usual), *plain)),
@@ -114,7 +119,7 @@ def run(variant: Variant, timeout_s: float) -> dict:
         output_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, *variant.words, "--json", str(path)]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, **output_to)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=end_with_parent, **output_to)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -135,6 +140,11 @@ def run(variant: Variant, timeout_s: float) -> dict:
     status = "refused" if process.returncode == Refusal.exit_code else "failed"
     line = (own or lines or [f"exit code {process.returncode}"])[-1]
     return record | {"status": status, "line": line, "output": lines}
+
+
+def end_with_parent() -> None:
+    """In a variant: end when the sweep is killed, or the next call would measure beside this variant."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def tail(output: str) -> list[str]:
@@ -173,6 +183,7 @@ def whole_rows(name: str, report: dict) -> list[Row]:
     lines, keys = [], ("samples_per_s", "ms", "tflop_per_s", "share_of_ceiling", "peak_memory_gb")
     for part in report["runs"]:
         note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
+        note += f"; {kernel_shares(part['kernels'])}" if "kernels" in part else ""
         lines.append((f"{name}, batch {part['micro_batch']}", tuple(map(part.get, keys)), note))
     for part in report["evaluation"]:
         lines.append((f"{name}, validation {part['batch']}", tuple(map(part.get, keys)), part.get("failed", "")))
@@ -192,9 +203,12 @@ def ceiling_rows(name: str, report: dict) -> list[Row]:
 
 
 def kernel_rows(name: str, report: dict) -> list[Row]:
+    return [(name, (None, report["step_ms"]), kernel_shares(report))]
+
+
+def kernel_shares(report: dict) -> str:
     shares = {kind: part["share"] for kind, part in report["classes"].items()} | {"idle": report["idle"]["share"]}
-    note = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
-    return [(name, (None, report["step_ms"]), note)]
+    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
 
 
 def race_rows(name: str, report: dict) -> list[Row]:

@@ -6,7 +6,8 @@
 All weights and gradients lie on one device in the compute dtype (schnell in bf16: 48 GB). Forward and backward are
 whole; the optimizer is timed on the fp32 shards of one of --ranks N (8) ranks. Not in it: communication, gathering and
 reducing, data, the cast from fp32 master weights. --steps N (5) timed, --evaluate B[,B] also times validation at
-B samples per forward, --no-ceiling skips the products alone; --section.key=value overrides the config as in train.py.
+B samples per forward, --profile adds the classes of bench.kernels, --no-ceiling skips the products alone;
+--section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from bench import ceiling, common
+from bench import ceiling, common, kernels
 from bench.common import END, Clock
 from flux_ref import flow, schedule, sharding
 from flux_ref.benchmark import flops
@@ -47,6 +48,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--micro-batches", type=ceiling.SIZES, default=[8])
     parser.add_argument("--evaluate", type=ceiling.SIZES, default=[])
     parser.add_argument("--no-ceiling", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     return parser.parse_known_args(argv)
 
 
@@ -81,13 +83,12 @@ def batch_of(cfg: Config, rows: int, device: torch.device) -> Batch:
     return batch
 
 
-def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
-    """Median milliseconds of forward and backward of one micro-batch, and the device's peak memory in GB."""
+def training(net: Flux, cfg: Config, rows: int, args: argparse.Namespace, clock: Clock) -> dict:
+    """Median ms of forward and backward of one micro-batch, the device's peak memory in GB; --profile: the kernels."""
     batch, dtype = batch_of(cfg, rows, clock.device), sharding.DTYPES[cfg.parallel.dtype]
     fresh_peak(clock.device)
-    for i in range(WARMUP + steps):
-        if i == WARMUP:
-            clock.start()
+
+    def step() -> None:
         clock.mark("forward")
         loss = flow.losses(net, batch, dtype).mean()
         clock.mark("backward")
@@ -95,9 +96,19 @@ def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dic
         net.fp8.update()
         clock.mark(END)
         net.zero_grad(set_to_none=True)
+
+    def task() -> None:
+        step()
+        clock.start()  # the device is idle before the profiler stops
+
+    for i in range(WARMUP + args.steps):
+        if i == WARMUP:
+            clock.start()
+        step()
     times = clock.steps()
     found = {part: median(step[part] for step in times) for part in ("forward", "backward")}
-    return found | {"peak_memory_gb": peak_memory_gb(clock.device)}
+    found["peak_memory_gb"] = peak_memory_gb(clock.device)
+    return found | ({"kernels": kernels.profiled(task, clock.device, 1)} if args.profile else {})
 
 
 def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
@@ -159,7 +170,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     fresh_peak(world.device)
     net, runs, per_sample = build(cfg, world.device), [], flops.per_sample(cfg.model) / 1e12
     for rows in args.micro_batches:
-        run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args.steps, clock)
+        run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args, clock)
         net.zero_grad(set_to_none=True)
         if "failed" not in run and "failed" not in spent:
             ms = run["forward"] + run["backward"] + spent["ms"]

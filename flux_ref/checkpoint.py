@@ -26,6 +26,8 @@ from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
 from flux_ref.step import State
 
+BUFFER_BYTES = 2**30  # a power of two, and small beside a rank's shards
+
 
 def rows_of(state: State) -> dict[str, Rows]:
     """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
@@ -57,6 +59,22 @@ def rows_to_write(rows: dict[str, Rows], world: World) -> dict[str, Rows]:
         if writer == replica and part.local.numel() and (shard == 0 or not is_whole):
             own[key] = part
     return own
+
+
+def host_copies(rows: dict[str, Rows], pin: bool) -> dict[str, Rows]:
+    """The same rows as undefined host tensors, in a few large buffers. pin: in pinned memory.
+
+    torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
+    """
+    sizes = {key: -(-part.local.nbytes // 16) * 16 for key, part in rows.items()}  # any dtype may begin there
+    left, room, copies = sum(sizes.values()), torch.empty(0, dtype=torch.uint8), {}
+    for key, part in rows.items():
+        if sizes[key] > len(room):
+            room = torch.empty(max(sizes[key], min(left, BUFFER_BYTES)), dtype=torch.uint8, pin_memory=pin)
+        flat = room[: part.local.nbytes].view(part.local.dtype)
+        copies[key] = replace(part, local=flat.view(part.local.shape))
+        room, left = room[sizes[key] :], left - sizes[key]
+    return copies
 
 
 class Saver:
@@ -144,10 +162,9 @@ class Saver:
 
     def _copy(self, state: State) -> object:
         """Copy the state to host buffers that live as long as the run. Returns the mark of the copy's end."""
-        for key, rows in rows_of(state).items():
-            if key not in self.host:
-                buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=self.world.pin)
-                self.host[key] = replace(rows, local=buffer)
+        own = rows_of(state)
+        self.host = self.host or host_copies(own, self.world.pin)
+        for key, rows in own.items():
             self.host[key].local.copy_(rows.local, non_blocking=True)
         return ranks.copied(self.world.device)
 

@@ -121,11 +121,16 @@ class ParallelConfig:
     dtype: str = "bf16"  # of weights and activations in compute; master weights are always fp32
     reduce_dtype: str = "fp32"  # of the gradient reduction
     reshard_after_forward: bool = True  # free a region's gathered weights until its backward
+    kept_regions: int = 0  # with reshard_after_forward: the last so many regions stay gathered all the same
     compile: bool = False  # torch.compile of each region
     activation_budget: float = 1.0  # with compile: share of the activations that are kept for backward, 0 to 1
     recompute: str = "none"  # without compile: keep only the input of each "block" or "region" for backward
     forward_prefetch: int = 0  # gather so many regions ahead; 0: gather the next region while one computes
+    backward_prefetch: int = 0  # the same in backward
     separate_reduce_scatter: bool = False  # reduce gradients in a process group of their own (torch 2.13)
+    reduce_buffers: int = 0  # regions whose gradients are being reduced at a time; 0: two, with torch before 2.13 one
+    sum_reduction: bool = False  # reduce gradients by sums and divide afterwards; false: by averages
+    symmetric_memory: bool = False  # gather inside a node through symmetric memory (NVIDIA devices, torch 2.13)
     attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: the fastest
 
 

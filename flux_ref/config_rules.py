@@ -82,6 +82,16 @@ def _validate_parallel(cfg) -> None:
         raise Refusal(f"parallel.attention={cfg.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto")
     if cfg.recompute != "none" and cfg.compile:
         raise Refusal(f"parallel.recompute={cfg.recompute} needs parallel.compile=false, or set activation_budget")
+    if cfg.kept_regions and not cfg.reshard_after_forward:
+        raise Refusal(
+            f"parallel.kept_regions={cfg.kept_regions} needs parallel.reshard_after_forward=true:"
+            " false keeps all regions; set kept_regions=0"
+        )
+    if cfg.reduce_buffers > 1 and cfg.symmetric_memory and cfg.sum_reduction:  # FSDP2 reuses one symmetric buffer
+        raise Refusal(
+            f"parallel.reduce_buffers={cfg.reduce_buffers} does not go with symmetric_memory and sum_reduction,"
+            " which reduce in symmetric memory; set reduce_buffers=1"
+        )
 
 
 def _validate_fp8(cfg) -> None:

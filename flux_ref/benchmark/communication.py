@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from math import ceil, prod
 
-from flux_ref.config import FP8_LINEAR, Config
+from flux_ref.config import FP8_LINEAR, Config, ParallelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -68,6 +68,11 @@ def gathered_bytes(cfg: Config, name: str) -> int:
     return 1 if is_code and name.endswith(".weight") else ITEM_BYTES[cfg.parallel.dtype]
 
 
+def freed(cfg: ParallelConfig, regions: int) -> int:
+    """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
+    return max(0, regions - cfg.kept_regions) if cfg.reshard_after_forward else 0
+
+
 def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: int) -> Unit:
     rows = {name: ceil(shape[0] / shards) for name, shape in shapes.items()}
     padded = {name: shards * rows[name] * prod(shape[1:]) for name, shape in shapes.items()}
@@ -82,12 +87,11 @@ def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: in
 
 def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
-    reduced, passes = ITEM_BYTES[cfg.parallel.reduce_dtype], 2 if cfg.parallel.reshard_after_forward else 1
-    n, r = layout.shards, layout.replicas
-    whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].gathered
-    regions = sum(unit.gathered for unit in layout.units) - root
+    reduced, n, r = ITEM_BYTES[cfg.parallel.reduce_dtype], layout.shards, layout.replicas
+    whole = sum(unit.padded for unit in layout.units)
+    again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
     return {
-        "all_gather": micros * (passes * regions + root) * (n - 1) / n,
+        "all_gather": micros * sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
         "reduce_scatter": micros * reduced * whole * (n - 1) / n,
         "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
     }

@@ -7,11 +7,12 @@ hold the fullest moment.
 from dataclasses import dataclass
 from math import prod
 
-from flux_ref.benchmark.communication import ITEM_BYTES, Layout
+from flux_ref.benchmark.communication import ITEM_BYTES, Layout, freed
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.footprint import Footprint
+from flux_ref.speed.regions import reduce_buffers
 
 MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
@@ -55,8 +56,9 @@ class _Step:
         *self.regions, self.root = layout.units
         self.item, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
-        self.kept = not cfg.parallel.reshard_after_forward
-        self.in_flight = 2 if cfg.parallel.separate_reduce_scatter else 1  # inputs of reductions, at most
+        self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
+        self.in_flight = reduce_buffers(cfg.parallel)  # inputs of reductions, at most
+        self.ends = self.item * self.root.whole  # the root's gradients, which are reduced last
         self.saved = [footprints["ends"].saved, *(footprints[unit.kind].saved for unit in self.regions)]
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
         self.stream = rows * tokens * cfg.model.hidden * self.item  # its gradient, between two regions
@@ -72,32 +74,30 @@ class _Step:
         ahead = range(i, min(len(self.regions), i + 1 + self.cfg.parallel.forward_prefetch))
         self.note(
             f"forward of region {i + 1}",
-            gradients=self.gradients(()),
-            gathered=self._gathered(range(i + 1) if self.kept else [i]) + sum(map(self._flat, ahead)),
+            gradients=self.gradients(()) + self._reducing(i=len(self.regions)),
+            gathered=self._gathered({i, *range(self.freed, i)}) + sum(map(self._flat, ahead)),
             activations=sum(self.saved[: i + 1]),
             working=self.footprints[self.regions[i].kind].forward,
         )
 
     def backward(self, i: int) -> None:
-        """While the region before is gathered, and the regions behind are reduced."""
-        waiting = self.regions[i + 1 : i + 1 + self.in_flight]
+        """While regions before are gathered, and the regions behind are reduced."""
         self.note(
             f"backward of region {i + 1}",
-            gradients=self.gradients(self.regions[i + 1 :]) + self._unreduced(waiting),
-            gathered=self._gathered(range(i + 1)) if self.kept else self._gathered([i]) + self._flat(i - 1),
+            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i + 1) + self.ends,
+            gathered=self._gathered({i, *range(self.freed, i)}) + self._prefetched(i),
             activations=sum(self.saved[: i + 2]),
             working=self.footprints[self.regions[i].kind].backward + self.stream,
         )
 
     def reduce(self, i: int) -> None:
         """The region's weights and activations are free; its gradients are copied for reduction."""
-        waiting = self.regions[i : i + self.in_flight]
         # The gradients are freed before the result is made.
         reducing = max(self.item * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
         self.note(
             f"reduction of region {i + 1}",
-            gradients=self.gradients(self.regions[i + 1 :]) + self._unreduced(waiting) + reducing,
-            gathered=self._gathered(range(i)) if self.kept else self._gathered([]) + self._flat(i - 1),
+            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i) + self.ends + reducing,
+            gathered=self._gathered(range(self.freed, i)) + self._prefetched(i),
             activations=sum(self.saved[: i + 1]),
             working=self.stream,
         )
@@ -106,10 +106,9 @@ class _Step:
         """factor: samples of a validation batch over those of the footprints."""
         needs = [factor * self.footprints[unit.kind].evaluate for unit in self.regions]
         largest = max(range(len(needs)), key=lambda i: needs[i] + self._flat(i))
-        everywhere = range(len(needs)) if self.kept else [largest]
         self.note(
             "validation",
-            gathered=self._gathered(everywhere) + self._flat(largest),
+            gathered=self._gathered({largest, *range(self.freed, len(needs))}) + self._flat(largest),
             working=needs[largest] + factor * self.footprints["ends"].evaluate,
         )
 
@@ -139,6 +138,12 @@ class _Step:
         """The buffer that a region is gathered into, before it is copied out."""
         return self.regions[i].gathered if self.layout.shards > 1 and i >= 0 else 0.0
 
-    def _unreduced(self, units) -> float:
-        """Inputs of reductions, and the root's gradients, which are reduced last."""
-        return self.reduced * sum(unit.padded for unit in units) + self.item * self.root.whole
+    def _prefetched(self, i: int) -> float:
+        """The buffers of the regions that are gathered during backward of a region."""
+        first = i - max(1, self.cfg.parallel.backward_prefetch)
+        return sum(self._flat(j) for j in range(first, min(i, self.freed)))
+
+    def _reducing(self, i: int) -> float:
+        """Inputs of reductions, region i's being the newest. The last ones of a micro-batch stay into the next."""
+        newest = [*self.regions[i:], *([self.root, *self.regions] if self.accumulates else [])]
+        return self.reduced * sum(unit.padded for unit in newest[: self.in_flight])

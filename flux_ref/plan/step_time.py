@@ -9,11 +9,12 @@ ranks that wait for a slow rank.
 from dataclasses import dataclass
 from math import ceil
 
-from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, sent
+from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, freed, sent
 from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.footprint import Footprint, Work
+from flux_ref.speed.regions import reduce_buffers
 
 # Per weight: the optimizer reads and writes the weight and its moments, and reads the gradient, as the norm does.
 OPTIMIZER_BYTES = 2 * BYTES_PER_PARAMETER + 2 * 4
@@ -87,14 +88,12 @@ def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine:
         pace.micro_batch(last=micro == micros - 1)
     optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
     optimizer += 2 * machine.ring(0, machine.gpus)  # the gradient norm, a sum over all
-    passes = micros * sum(pace.forward(unit) + pace.backward(unit) for unit in layout.units)
-    *regions, root = layout.units
-    gathers = micros * (1 if pace.kept else 2)
+    passes = micros * sum(pace.forward(unit) + pace.backward(i) for i, unit in enumerate(layout.units))
     return Times(
         step=max(pace.free.values()) + optimizer,
         compute=passes + optimizer,
         optimizer=optimizer,
-        all_gather=micros * pace.gather(root) + gathers * sum(map(pace.gather, regions)),
+        all_gather=micros * sum(map(pace.gather, (*layout.units, *layout.units[: pace.freed]))),
         reduce_scatter=micros * sum(map(pace.scatter, layout.units)),
         all_reduce=sum(map(pace.sum_replicas, layout.units)),
         sent=sent(cfg, layout, micros),
@@ -107,7 +106,8 @@ class _Pace:
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine):
         self.layout, self.machine = layout, machine
         self.item, self.reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
-        self.kept, self.separate = not cfg.parallel.reshard_after_forward, cfg.parallel.separate_reduce_scatter
+        self.freed = freed(cfg.parallel, len(layout.units) - 1)  # regions that are gathered again for backward
+        self.separate, self.buffers = cfg.parallel.separate_reduce_scatter, reduce_buffers(cfg.parallel)
         self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
         self.computing = {
             kind: (machine.seconds(region.forward_work), machine.seconds(region.backward_work))
@@ -118,9 +118,10 @@ class _Pace:
         """With the copy of its gathered weights to where layers find them."""
         return self.computing[unit.kind][0] + self.machine.moving(2 * unit.gathered)
 
-    def backward(self, unit: Unit) -> float:
-        """With the copy of its gradients to where they are reduced, and of its weights if gathered again."""
-        moved = (self.item + self.reduced) * unit.padded + (0 if self.kept else 2 * unit.gathered)
+    def backward(self, i: int) -> float:
+        """With the copy of a unit's gradients to where they are reduced, and of its weights if gathered again."""
+        unit = self.layout.units[i]
+        moved = (self.item + self.reduced) * unit.padded + (2 * unit.gathered if i < self.freed else 0)
         return self.computing[unit.kind][1] + self.machine.moving(moved)
 
     def gather(self, unit: Unit) -> float:
@@ -152,15 +153,14 @@ class _Pace:
             begun = max(self.free["compute"], ready)
             self.put("compute", self.forward(unit), ready)
         begun = self.free["compute"]
-        self.put("compute", self.backward(root))
-        ready = 0.0 if self.kept else self.put("all_gather", self.gather(regions[-1]), begun)
-        buffers = 2 if self.separate else 1
+        self.put("compute", self.backward(len(regions)))
+        ready = self.put("all_gather", self.gather(regions[-1]), begun) if self.freed == len(regions) else 0.0
         ends: list[float] = []  # of reductions
         for i in reversed(range(len(regions))):
-            begun = max(self.free["compute"], ready, ends[-1 - buffers] if len(ends) > buffers else 0.0)
-            if not self.kept and i:
+            begun = max(self.free["compute"], ready, ends[-1 - self.buffers] if len(ends) > self.buffers else 0.0)
+            if 0 < i <= self.freed:
                 ready = self.put("all_gather", self.gather(regions[i - 1]), begun)
-            ends.append(self._reduce(regions[i], self.put("compute", self.backward(regions[i]), begun), last))
+            ends.append(self._reduce(regions[i], self.put("compute", self.backward(i), begun), last))
         self._reduce(root, self.free["compute"], last)
         self.free["all_gather"] = max(self.free["all_gather"], self.free["compute"])  # none before the next forward
 
@@ -179,5 +179,5 @@ def evaluation(
     batches = ceil(samples / (machine.gpus * cfg.eval.batch))
     pace = _Pace(cfg, layout, footprints, machine)
     compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
-    gathering = sum(map(pace.gather, layout.units))
-    return batches * compute + gathering if pace.kept else batches * max(compute, gathering)
+    again, once = (sum(map(pace.gather, units)) for units in (layout.units[: pace.freed], layout.units[pace.freed :]))
+    return batches * max(compute, again) + once

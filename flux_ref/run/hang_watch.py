@@ -21,7 +21,7 @@ from flux_ref.formats import safetensors_io
 from flux_ref.ranks import World
 
 LINGER_S = 3.0  # the other ranks wait at least so long, so that the message of one rank comes first
-SILENT = {"beat": 0, "still": 0.0, "collectives": 0, "last": "", "place": "start-up"}
+SILENT = {"beat": 0, "still": 0.0, "collectives": 0, "last": "", "place": "start-up", "captured": False}
 DEAD_MAN = 3  # the store may take twice run.hang_s to fail
 
 
@@ -34,7 +34,7 @@ class HangWatch:
         self.period = min(5.0, limit_s / 20)
         self.linger_s = max(LINGER_S, 2 * self.period)  # two ranks judge at most so far apart
         self.store = dist.PrefixStore("watch", ranks.store_clone())
-        self.groups = groups
+        self.groups, self.captured = groups, False  # whether steps are replayed; the flight recorder misses replays
         self.place, self.marks, self.beat = "start-up", 0, 0
         self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
         if limit_s:
@@ -70,7 +70,7 @@ class HangWatch:
         # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
         last = ranks.last_collective() if still > self.limit_s / 2 else ""
         record = {"beat": self.beat, "still": still, "collectives": collectives, "last": last, "place": self.place}
-        self.store.set(str(self.world.rank), json.dumps(record))
+        self.store.set(str(self.world.rank), json.dumps(record | {"captured": self.captured}))
         return still
 
     def _heard(self) -> list[dict]:
@@ -110,7 +110,10 @@ def judge(before: list[dict], after: list[dict], limit_s: float) -> tuple[list[i
     furthest = max(after, key=lambda record: record["collectives"])
     behind = [rank for rank, record in enumerate(after) if record["collectives"] < furthest["collectives"]]
     blamed = frozen or behind
-    waits = f"collective {furthest['collectives']} ({furthest['last'] or 'not recorded'}) at {furthest['place']}"
+    seen = furthest["last"] or "not recorded"
+    if furthest["captured"]:
+        seen += "; replays of captured steps record none of their collectives"
+    waits = f"collective {furthest['collectives']} ({seen}) at {furthest['place']}"
     if not blamed:
         return [], f"all ranks have waited {limit_s:g} s in {waits}; the network or a device hangs"
     one = after[blamed[0]]

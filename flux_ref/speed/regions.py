@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.errors import Refusal
 
+BUFFERS = "set_reduce_scatter_max_input_buffers"  # a method of FSDP2
 GRAPHS = 64  # at most: one per kind and length of region, mode, precision and batch shape
 
 
@@ -103,12 +104,28 @@ def overlap(net: FSDPModule, units: list[FSDPModule], cfg: ParallelConfig) -> No
 
     By itself FSDP2 gathers the next unit while one unit computes.
     """
+    buffers = reduce_buffers(cfg)
+    for key, remedy, method, is_asked in (
+        ("separate_reduce_scatter=true", "false", "set_separate_reduce_scatter_group", cfg.separate_reduce_scatter),
+        (f"reduce_buffers={buffers}", "0", BUFFERS, buffers > 1),
+        ("symmetric_memory=true", "false", "set_symm_mem_for_comm", cfg.symmetric_memory),
+    ):
+        if is_asked and not hasattr(net, method):
+            raise Refusal(f"parallel.{key} needs torch 2.13, this is {torch.__version__}; set it to {remedy}")
+    if cfg.separate_reduce_scatter:
+        net.set_separate_reduce_scatter_group()
+    if buffers > 1:
+        net.set_reduce_scatter_max_input_buffers(buffers)
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + cfg.forward_prefetch])
-    if cfg.separate_reduce_scatter:
-        if not hasattr(net, "set_separate_reduce_scatter_group"):
-            raise Refusal(
-                f"parallel.separate_reduce_scatter=true needs torch 2.13, this is {torch.__version__}; set it to false"
-            )
-        net.set_separate_reduce_scatter_group()
-        net.set_reduce_scatter_max_input_buffers(2)  # with 1 buffer, backward would wait for the last reduction
+        unit.set_modules_to_backward_prefetch(units[max(0, i - cfg.backward_prefetch) : i][::-1])
+    for unit in (*units, net):
+        unit.set_force_sum_reduction_for_comms(cfg.sum_reduction)
+        if cfg.symmetric_memory:  # the last call: it looks at the kind and the group of reductions
+            unit.set_symm_mem_for_comm()
+
+
+def reduce_buffers(cfg: ParallelConfig) -> int:
+    """How many regions' gradients FSDP2 reduces at a time, before backward waits for a reduction."""
+    in_symmetric_memory = cfg.symmetric_memory and cfg.sum_reduction
+    return cfg.reduce_buffers or (2 if hasattr(FSDPModule, BUFFERS) and not in_symmetric_memory else 1)

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -122,21 +124,60 @@ def alive(process: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("argv,calls", [((), ("pytest", "bench.sweep")), (("more", "--small"), ("bench.sweep",))])
-def test_one_call_of_the_script_stays_below_ten_minutes(argv, calls, tmp_path):
-    """With a `timeout` that only says what it was asked."""
+def test_a_sweep_that_is_killed_goes_on_with_the_variant_that_it_was_at(tmp_path, monkeypatch):
+    """What was done is in the report, and the variant under way does not outlive the sweep."""
+    good = f"open('ran', 'a').write('x'); open(sys.argv[-1], 'w').write(json.dumps({REPORT}))"
+    slow = (
+        "open('here', 'w').write(str(__import__('os').getpid())); time.sleep(0 if 'again' in sys.argv else 60);" + good
+    )
+    wanted = scripted(monkeypatch, tmp_path, {"good": good, "slow": slow})
+    wanted[1] = replace(wanted[1], limit_s=60.0)
+    monkeypatch.setattr(sweep, "variants", lambda small: wanted)
+    monkeypatch.setattr(sweep, "ROWS", dict.fromkeys(("good", "slow"), sweep.kernel_rows))
+    monkeypatch.setattr(sweep.common, "commit", lambda: "abc")
+    path, here = tmp_path / "sweep.json", tmp_path / "here"
+    argv, earlier = ["--json", str(path), "--continue"], signal.getsignal(signal.SIGTERM)
+    killed = get_context("fork").Process(target=sweep.main, args=(argv,))
+    killed.start()
+    wait(lambda: here.exists() and here.read_text())
+    killed.kill()
+    killed.join()
+    wait(lambda: not alive(int(here.read_text())))
+    assert [record["status"] for record in json.loads(path.read_text())["runs"]] == ["done"]
+    wanted[1] = replace(wanted[1], args=("again",))
+    try:
+        assert sweep.main(argv) == 0
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert [record["status"] for record in json.loads(path.read_text())["runs"]] == ["done", "done"]
+    assert (tmp_path / "ran").read_text() == "xx", "one time each"
+
+
+def wait(until: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_call_of_the_script_stays_below_ten_minutes_and_the_next_goes_on(tmp_path):
+    """With a `timeout` that only says what it was asked. The tests of another commit do not count."""
     (tmp_path / "timeout").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "timeout").chmod(0o755)
     out = tmp_path / "elsewhere"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
-    done = subprocess.run([ROOT / "bench" / "gpu.sh", *argv], env=env, capture_output=True, text=True, timeout=20)
-    words = [line.split() for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and [line[line.index("-m") + 1] for line in words] == list(calls), done.stdout
-    limits = [int(line[line.index("--kill-after") + n]) for line in words for n in (1, 2)]
-    assert sum(limits) < 600
-    minutes = float(words[-1][words[-1].index("--minutes") + 1])
-    assert 60 * minutes < limits[-1] and f"{out}/sweep.json" in words[-1]
-    assert ("--continue" in words[-1]) == ("--small" in words[-1]) == bool(argv)
+    for calls in (("pytest", "bench.sweep"), ("bench.sweep",), ("pytest", "bench.sweep")):
+        done = subprocess.run(
+            [ROOT / "bench" / "gpu.sh", "--small"], env=env, capture_output=True, text=True, timeout=20
+        )
+        words = [line.split() for line in done.stdout.splitlines()]
+        assert done.returncode == 0 and [line[line.index("-m") + 1] for line in words] == list(calls), done.stdout
+        limits = [int(line[line.index("--kill-after") + n]) for line in words for n in (1, 2)]
+        assert sum(limits) < 600
+        minutes = float(words[-1][words[-1].index("--minutes") + 1])
+        assert 60 * minutes < limits[-1] and {f"{out}/sweep.json", "--continue", "--small"} <= set(words[-1])
+        if len(calls) == 1:
+            (out / "gpu_tests.log").write_text("commit of another day\n")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from run_files import require_equal_runs
 
 from flux_ref import config_file, data, ranks, sharding, steps
 from flux_ref.errors import Fault
+from flux_ref.run.hang_watch import HangWatch
 from flux_ref.speed import fp8, graphs, regions
 from flux_ref.step import NEVER, State, validation_step
 from flux_ref.steps import CAPTURED, Steps, mode, require_settled
@@ -267,10 +268,13 @@ def test_a_run_by_graphs_is_the_eager_run(eager, leaving, tmp_path, shapes_dir, 
         replay(captured)
 
     monkeypatch.setattr(graph_ranks.StandInGraph, "replay", looking)
+    told, at = [], HangWatch.at
+    monkeypatch.setattr(HangWatch, "at", lambda watch, place: (told.append(watch.captured), at(watch, place))[1])
     assert train(tmp_path / "captured", shapes_dir) == 0
     assert "  steps   captured\n" in capsys.readouterr().out
     assert filled == ["fill"] * 5 and rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
     assert log.count("replay train") == 5 and log.count("replay validate") == 2
+    assert len(told) > 5 and all(told), "the hang watch would take the last eager collective for the last"
     assert log[-7:] == [*DROPPING, "barrier", "stop"] and log.count("reset") == 2
     require_equal_runs(tmp_path / "captured", eager)
 

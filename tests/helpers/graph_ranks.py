@@ -1,6 +1,6 @@
 """Trains with evaluations in between, eagerly and by graphs, for test_steps and test_gpu_graph.
 
-    torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT
+    torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT [--section.key=value ...]
 
 On the CPU stand-ins take the place of graphs: they run the captured work anew, under the limits of a graph.
 """
@@ -148,8 +148,9 @@ def require_same_history(found: dict, want: dict) -> None:
     require_identical(found["after the capture"], found["before the capture"])
 
 
-def main(data: str, out: str) -> int:
-    cfg = config_file.replace(config_file.load(MICRO, data_overrides(Path(data))), eval__batch=24, graph__enabled="off")
+def main(data: str, out: str, *overrides: str) -> int:
+    cfg = config_file.load(MICRO, [*data_overrides(Path(data)), *overrides])
+    cfg = config_file.replace(cfg, eval__batch=24, graph__enabled="off")
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":

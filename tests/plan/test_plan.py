@@ -126,6 +126,8 @@ CASES = {
     "1 rank": (1, 8, {}),
     "8 ranks": (8, 8, {}),
     "kept": (8, 8, {"parallel__reshard_after_forward": False}),
+    "some kept, far ahead": (8, 8, {"parallel__kept_regions": 2, "parallel__backward_prefetch": 2}),
+    "one buffer": (8, 8, {"parallel__reduce_buffers": 1}),
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
     "recomputed": (8, 8, {"parallel__recompute": "block"}),
     "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__reshard_after_forward": False}),
@@ -154,7 +156,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
 
 
 def test_memory_of_a_step_without_peers():
-    for name in ("8 ranks", "hsdp accumulated"):
+    for name in ("some kept, far ahead", "hsdp accumulated"):
         planned, real = step_without_peers(name)
         assert planned == pytest.approx(real, rel=0.03), name
 
@@ -204,6 +206,8 @@ class Counted(TorchDispatchMode):
 def test_communication_is_what_a_step_asks_for():
     for gpus, node, micros, kept in ((3, 8, 1, False), (4, 8, 2, True), (8, 4, 2, False), (8, 4, 2, True)):
         values = {"train__global_batch": gpus * micros, "parallel__reduce_dtype": "bf16" if kept else "fp32"}
+        if not kept:
+            values["parallel__kept_regions"] = micros
         cfg = wide(train__micro_batch=1, parallel__reshard_after_forward=not kept, **values)
         with fake_world(gpus, node=node) as world:
             state, batch = State.of(sharding.build(cfg, world, seed=None), cfg, world), allocate(cfg.model, micros)
@@ -237,6 +241,9 @@ def test_slow_links_are_waited_for():
     assert times.communication - times.compute < times.exposed < times.communication
     apart, _ = paced(kept=False, gpu=slow, parallel__separate_reduce_scatter=True)
     assert apart.step < times.step, "gathers and reductions at the same time"
+    some, _ = paced(kept=False, gpu=slow, parallel__kept_regions=3)
+    every, _ = paced(kept=True, gpu=slow)
+    assert every.step < some.step < times.step and every.all_gather < some.all_gather < times.all_gather
 
 
 def test_rings_by_closed_form():

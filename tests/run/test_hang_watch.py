@@ -22,7 +22,8 @@ from flux_ref.run.hang_watch import HangWatch, judge
 
 def told(beat: int, still: float, collectives: int, place: str = "the end of step 9", last: str = "") -> dict:
     """What a rank tells the others of itself."""
-    return {"beat": beat, "still": still, "collectives": collectives, "place": place, "last": last}
+    own = {"beat": beat, "still": still, "collectives": collectives, "place": place, "last": last}
+    return own | {"captured": False}
 
 
 def judged(*ranks: tuple[dict, dict]) -> tuple[list[int], str] | None:
@@ -50,6 +51,14 @@ def test_a_rank_that_is_frozen_or_behind_is_blamed():
     assert judged(BEHIND, FROZEN, WAITS)[0] == [1], "a frozen rank is blamed before those that wait for it"
     blamed, message = judged(WAITS, FROZEN, FROZEN)
     assert blamed == [1, 2] and message.startswith("ranks 1, 2 hang: frozen or gone")
+
+
+def test_a_hang_in_captured_steps_says_that_their_collectives_are_not_recorded():
+    """Else the collective of the message, the exchange of signals before the replay, would be taken for the culprit."""
+    note = "(all_reduce of [[1]]; replays of captured steps record none of their collectives) at the end of step 9"
+    captured = tuple(record | {"captured": True} for record in WAITS)
+    for others in ([captured], [FROZEN]):
+        assert note in judged(captured, *others)[1] and note not in judged(WAITS, *others[:0], WAITS)[1]
 
 
 def test_nobody_is_blamed_when_all_wait_in_the_same_place_or_one_moves():

@@ -1,5 +1,7 @@
 """On an accelerator: the CPU's losses, a training step without a host sync, and resuming bit for bit."""
 
+from itertools import product
+
 import pytest
 import torch
 from conftest import MICRO
@@ -7,11 +9,23 @@ from conftest import MICRO
 from flux_ref import checkpoint, config_file, ranks
 from flux_ref.checkpoint import Saver
 from flux_ref.data import allocate, synthetic
+from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import resuming
+from flux_ref.speed import fp8
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
+
+
+def has_fp8() -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    try:
+        fp8.arithmetic(fp8.architecture(torch.device(torch.accelerator.current_accelerator().type, 0)))
+    except Refusal:
+        return False
+    return True
 
 
 def losses_of(cfg, steps, sync_debug=False):
@@ -49,6 +63,25 @@ def test_training_step_never_waits_for_the_device(micro_batch):
     cfg = config_file.replace(config_file.load(MICRO), parallel__dtype="bf16", train__micro_batch=micro_batch)
     losses = losses_of(cfg, 5, sync_debug=True)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(not has_fp8(), reason="no FP8")
+def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
+    """Datacenter Blackwell and AMD: right sides row by row; AMD also a gradient in e5m2 by a weight in e4m3."""
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    arith, one = fp8.arithmetic(fp8.architecture(device)), torch.ones((), device=device)
+    wrong = []
+    for left in (arith.forward, arith.gradient):
+        a = torch.randn(64, 96, device=device).to(left)
+        b = torch.randn(96, 32, device=device).to(arith.forward)
+        lefts, rights = [a], [b.t().contiguous().t()]
+        if not arith.row_times_column:
+            lefts, rights = [*lefts, a.t().contiguous().t()], [*rights, b]
+        for pair in product(lefts, rights):
+            found = torch._scaled_mm(*pair, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            if not torch.allclose(found.float(), a.float() @ b.float(), rtol=2e-2, atol=0.2):
+                wrong.append((left, *(side.stride() for side in pair)))
+    assert wrong == []
 
 
 def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from conftest import MICRO, PYTHONPATH, data_overrides, micro_run, require_ident
 from graph_ranks import STEPS, everything, history, require_same_history
 
 from flux_ref import config, config_file, ranks, sharding
+from flux_ref.speed.graphs import Recorder
 from flux_ref.step import State
 from flux_ref.steps import CAPTURED, Steps, mode
 
@@ -151,10 +152,32 @@ def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_devi
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs
 
 
+def test_a_capture_may_end_while_a_stream_waits_without_work():
+    """So end FSDP2's gathering streams after a validation; test_graphs.py shows that all their work is joined."""
+    one, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    recorder = Recorder(one.device)
+
+    def work() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            one.add_(1)
+        torch.cuda.current_stream().wait_stream(side)
+        one.mul_(2)
+        side.wait_stream(torch.cuda.current_stream())
+
+    graph = recorder.capture(work)
+    graph.replay()
+    recorder.synchronize()
+    assert one.tolist() == [4.0] * 4
+
+
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device")
-def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir, tmp_path):
-    ranks = min(4, torch.accelerator.device_count())
-    process = script("tests/helpers/graph_ranks.py", shapes_dir, tmp_path, ranks=ranks, timeout=300)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir, tmp_path, replicate):
+    """With two replicas a graph holds several communicators: of all ranks, for the norm, and of the mesh."""
+    ranks = min(4, torch.accelerator.device_count() // 2 * 2)
+    split = f"--parallel.replicate={replicate}"
+    process = script("tests/helpers/graph_ranks.py", shapes_dir, tmp_path, split, ranks=ranks, timeout=300)
     assert process.returncode == 0, process.stderr[-4000:]
     for rank in range(ranks):
         found = torch.load(tmp_path / f"rank_{rank}.pt")

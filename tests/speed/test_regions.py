@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import MICRO
+from fake_world import fake_world
 
 from flux_ref import config, config_file, ranks, schedule
+from flux_ref import steps as steps_module
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
@@ -19,6 +21,12 @@ def world():
     regions.permit_compilation()
     torch._dynamo.reset()
     ranks.stop()
+
+
+BUFFERS = 2 if hasattr(torch.distributed.fsdp.FSDPModule, regions.BUFFERS) else 1  # before torch 2.13
+
+
+SYMMETRIC = {"parallel__symmetric_memory": True}
 
 
 def micro(**values: object) -> Config:
@@ -46,7 +54,10 @@ def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_b
     for blocks in (1, 2):
         want = steps(world, micro(parallel__region_blocks=blocks))
         assert len(calls) == 3 * 4  # blocks times passes: of three training steps and one validation step
-        for key, value, passes in (("recompute", "block", 7), ("recompute", "region", 7), ("forward_prefetch", 2, 4)):
+        for key, value, passes in (
+            *(("recompute", "block", 7), ("recompute", "region", 7), ("forward_prefetch", 2, 4)),
+            *(("backward_prefetch", 2, 4), ("kept_regions", 1, 4), ("sum_reduction", True, 4)),
+        ):
             calls.clear()
             cfg = micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value})
             differing += [] if steps(world, cfg) == want else [(blocks, key, value)]
@@ -55,13 +66,61 @@ def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_b
     assert differing == []
 
 
+class Noted:
+    """A collective of FSDP2 that is only written down."""
+
+    def __init__(self, log: list, what: str):
+        self.log, self.what = log, what
+
+    def allocate(self, size, *, dtype, device):
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        self.log.append((self.what, op, group.group_name))
+
+
+def collectives(**values: object) -> list[tuple]:
+    """What a rank of four asks of FSDP2 in a step: gather or reduce, the operation and the group."""
+    cfg, log = deep(**values), []
+    with fake_world(4) as four:
+        state = State.build(cfg, four, seed=None)
+        for unit in (*state.net.double_blocks, *state.net.single_blocks):
+            unit.set_custom_all_gather(Noted(log, "gather"))
+            unit.set_custom_reduce_scatter(Noted(log, "reduce"))
+        train_step(state, synthetic(cfg.model, cfg.train.global_batch // 4), Health(four.device), cfg)
+    return log
+
+
+def test_levers_reach_fsdp():
+    """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
+    plain, ahead = collectives(), collectives(parallel__backward_prefetch=3)
+    kept = collectives(parallel__kept_regions=4)
+    found = [[what for what, *_ in log].index("reduce") - 10 for log in (plain, ahead, kept)]
+    assert found == [2, 4, 0] and [len(log) for log in (plain, ahead, kept)] == [30, 30, 26]
+    summed = collectives(parallel__sum_reduction=True)
+    average, total = ({str(op) for what, op, _ in log if what == "reduce"} for log in (plain, summed))
+    assert [len(average), len(total)] == [1, 1] and "AVG" in str(average) and "SUM" in str(total)
+    assert len({group for *_, group in plain}) == 1
+    if BUFFERS == 2:  # else this torch has no such method
+        apart = {(what, group) for what, _, group in collectives(parallel__separate_reduce_scatter=True)}
+        assert len({group for _, group in apart}) == len(apart) == 2
+
+
 def test_what_this_torch_or_machine_lacks_is_refused(world, monkeypatch):
-    cfg = micro(parallel__separate_reduce_scatter=True)
-    if hasattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group"):
-        assert steps(world, cfg) == steps(world, micro())
-        monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_separate_reduce_scatter_group")
-    with pytest.raises(Refusal, match=r"parallel\.separate_reduce_scatter=true needs torch 2.13, this is .*; set"):
-        State.build(cfg, world, seed=0)
+    fsdp = torch.distributed.fsdp.FSDPModule
+    for key, value, method in (
+        ("separate_reduce_scatter", True, "set_separate_reduce_scatter_group"),
+        ("reduce_buffers", 2, "set_reduce_scatter_max_input_buffers"),
+        ("symmetric_memory", True, "set_symm_mem_for_comm"),
+    ):
+        cfg = micro(**{f"parallel__{key}": value})
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "require_symmetric", lambda world: None)
+            patch.delattr(fsdp, method, raising=False)
+            asked = f"{key}={value}".replace("True", "true")
+            with pytest.raises(Refusal, match=rf"parallel\.{asked} needs torch 2.13, this is .*; set it to"):
+                State.build(cfg, world, seed=0)
+            assert regions.reduce_buffers(config.ParallelConfig()) == (1 if key == "reduce_buffers" else BUFFERS)
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
     with pytest.raises(Refusal, match=r"parallel\.compile=true needs a C\+\+ compiler .* set parallel\.compile=false"):
         State.build(micro(parallel__compile=True), world, seed=0)
@@ -72,10 +131,27 @@ def test_what_excludes_each_other_is_refused():
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
         ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
         ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
+        ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
+        (SYMMETRIC | {"parallel__sum_reduction": True, "parallel__reduce_buffers": 2}, "reduce_buffers=2 does not go"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):
         with pytest.raises(Refusal, match=message):
             micro(**values)
+
+
+def test_symmetric_memory_is_refused_where_it_cannot_be_and_keeps_steps_out_of_graphs(world, monkeypatch):
+    with pytest.raises(Refusal, match="symmetric_memory=true needs NVIDIA devices and NCCL; set it to false"):
+        State.build(micro(**SYMMETRIC), world, seed=0)
+    assert regions.reduce_buffers(micro(**SYMMETRIC, parallel__sum_reduction=True).parallel) == 1
+    ranks.stop()
+    for node, message in ((4, "the shards lie on 2 nodes; set parallel.replicate=0"), (8, "needs NVIDIA devices")):
+        with fake_world(8, node=node, replicate=1) as split, pytest.raises(Refusal, match=message):
+            ranks.require_symmetric(split)
+    monkeypatch.setattr(steps_module, "obstacle", lambda device, asked: "")
+    reason = "parallel.symmetric_memory=true has a memory pool outside"
+    assert steps_module.mode(micro(**SYMMETRIC), world.device).startswith(f"eager ({reason}")
+    with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
+        steps_module.mode(micro(**SYMMETRIC, graph__enabled="on"), world.device)
 
 
 def test_pictures_are_drawn_without_the_compiler():
