@@ -23,7 +23,7 @@ WITHOUT_TORCH = {
     *("report.result_log", "report.score"),
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_COMMAND_LINES = 60, 400, 2000
-MAX_COMPUTED_LINES, MAX_CORE_LINES, MAX_REACHED_LINES = 1050, 2500, 4800  # the last: by train.py's imports
+MAX_COMPUTED_LINES, MAX_CORE_LINES, MAX_REACHED_LINES = 1050, 2500, 5000  # the last: by train.py's imports
 BACKENDS = ("cuda", "nccl", "gloo")
 NAMES_A_BACKEND = {"ranks", "speed.graphs", "speed.attention"}
 
