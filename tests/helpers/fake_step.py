@@ -1,6 +1,6 @@
 """Captures and a short training loop as rank 0 of many ranks, on a device that does not exist.
 
-    python tests/helpers/fake_step.py '[{"gpus": 64, "config": "configs/schnell_gbs512.toml", "overrides": []}]'
+    python tests/helpers/fake_step.py '[{"gpus": 64, "config": "configs/schnell_gbs512.toml", "values": {}}]'
 
 Prints a list in JSON: per case where the host waits for the device, what each capture communicates and leaves
 allocated, and the events of the loop. "planted": true adds three faults to the training step.
@@ -40,6 +40,7 @@ from flux_ref.steps import Steps
 KIND, NODE = "nodev", 8  # the device, and how many of them a node has
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 STEPS = 3  # of the loop
+EAGER = {"parallel__compile": False, "parallel__activation_budget": 1.0, "parallel__attention": "flash"}
 
 
 def nothing(*args, **kwargs) -> None:
@@ -201,7 +202,6 @@ class Recorder:
 
     def capture(self, work) -> types.SimpleNamespace:
         before = WATCH.told()
-        gc.collect()
         WATCH.born.clear()
         WATCH.collectives.clear()
         work()
@@ -234,9 +234,16 @@ def gather_objects(value: object, group: object = None) -> list:
     return [value] * dist.get_world_size()
 
 
-def watched(gpus: int, config: str, overrides: list[str]) -> dict:
-    """One case, as rank 0. The loop trains for STEPS steps, logs each step and ends with an evaluation."""
-    cfg = config_file.load(config, overrides)
+def configured(gpus: int, config: str, values: dict[str, object], micros: int = 1) -> Config:
+    """The config of a case: STEPS steps of so many micro-batches, each of them logged, then an evaluation."""
+    cfg = config_file.replace(config_file.load(config), **EAGER, **values)
+    batch = gpus * micros * cfg.train.micro_batch
+    counts = {"train__max_samples": STEPS * batch, "eval__every_samples": STEPS * batch}
+    return config_file.replace(cfg, train__global_batch=batch, train__log_every_samples=batch, **counts)
+
+
+def watched(gpus: int, cfg: Config) -> dict:
+    """One case, as rank 0."""
     config_rules.validate_world(cfg, gpus)
     dist.init_process_group(f"cpu:fake,{KIND}:fake", store=FakeStore(), rank=0, world_size=gpus)
     nodes = [str(rank // NODE) for rank in range(gpus)]
@@ -251,7 +258,9 @@ def watched(gpus: int, config: str, overrides: list[str]) -> dict:
             WATCH.condition = False  # to the warm-up: is any flag of the health set?
             steps.warm_up()
             steps.recorder = Recorder()
+            gc.freeze()  # or each capture would search all of torch for garbage
             steps.capture()
+            gc.unfreeze()
             log = BenchmarkLog(None)
             report = Reporter(cfg, world, log)
             report.speaks = False
@@ -273,7 +282,7 @@ def main(cases: list[dict]) -> None:
     for case in cases:
         faults = {"update": planted} if case.pop("planted", False) else {}
         with mock.patch.multiple(step.Health, **faults) if faults else contextlib.nullcontext():
-            found.append(watched(**case))
+            found.append(watched(case["gpus"], configured(**case)))
     print(json.dumps(found))
 
 

@@ -1,0 +1,164 @@
+"""Whole training steps of 8 to 512 ranks on a device that does not exist: waits, copies, memory and collectives."""
+
+import inspect
+import json
+import re
+from collections import Counter
+from itertools import groupby
+
+import fake_step
+import pytest
+from conftest import ROOT, script
+from fake_step import NODE
+
+from flux_ref.benchmark import communication
+from flux_ref.benchmark.communication import ITEM_BYTES, Unit
+from flux_ref.config import DTYPE_NAMES, Config
+from flux_ref.plan import footprint
+from flux_ref.speed import fp8
+
+SMALL = {  # blocks of full width, few tokens
+    **{"train__micro_batch": 1, "train__synthetic_steps": 1, "eval__batch": 2},
+    **{"model__double_blocks": 1, "model__single_blocks": 2, "model__text_tokens": 16},
+    **{"model__latent_height": 8, "model__latent_width": 8},
+}
+RENAMED = {"allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter", "allreduce": "all_reduce"}
+CAPTURING = ["device.synchronize at steps.py _capture", "gather_objects at steps.py _capture"]
+BEFORE = [  # where the host waits or copies before the clock starts
+    "_to_copy from cpu to nodev at sharding.py materialise",  # RoPE
+    "_local_scalar_dense at optim.py __init__",  # AdamW checks its learning rate
+    "_to_copy from cpu to nodev at fp8.py __init__",
+    "copy_ from cpu to nodev at step.py warm_up",  # synthetic batches
+    "_local_scalar_dense at step.py warm_up",  # the health
+]
+AFTER = ["equal at steps.py capture", "gather_objects at ranks.py agreed"]  # the health; the reporter's band
+READ = "event.synchronize at ranks.py synchronize"
+LOOP = [  # the first step is read after the second launch; the last one is read before the evaluation
+    *(("replay _train", 2), (READ, 1), ("replay _train", 1), (READ, 2), ("replay _validate", 2)),
+    ("_local_scalar_dense at evaluate.py validation_loss", 24),  # the sums
+]
+
+
+def case(gpus: int, micros: int, delayed: bool, config: str = "schnell_gbs512", **values: object) -> dict:
+    """Of `fake_step.py`. One micro-batch goes with weights that are gathered again for backward."""
+    own = {"fp8__recipe": "delayed" if delayed else "off", "parallel__reshard_after_forward": micros == 1}
+    return {"gpus": gpus, "micros": micros, "config": f"{ROOT}/configs/{config}.toml", "values": values | own}
+
+
+def run(*cases: dict) -> list[dict]:
+    """What fake_step.py finds in a process of its own."""
+    process = script("tests/helpers/fake_step.py", json.dumps(cases), ranks=0, timeout=600)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)
+
+
+def runs(events: list[str]) -> list[tuple[str, int]]:
+    """Events without numbers of lines, and how many of a kind follow each other."""
+    return [(event, len(list(same))) for event, same in groupby(re.sub(r":\d+", "", event) for event in events)]
+
+
+# Collectives: operation, group, ranks, dtype, bytes
+
+
+def gathered(unit: Unit, cfg: Config) -> tuple[str, int]:
+    """The dtype and the bytes in which a unit's weights are gathered."""
+    return DTYPE_NAMES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.dtype] * unit.padded
+
+
+def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
+    """The collectives of a training step and of a validation step in order, with the sizes that the plan counts."""
+    layout = footprint.layout(cfg, gpus, NODE)
+    (*regions, root), n = layout.units, layout.shards
+    inside, across = ("mesh_shard", "mesh_replicate") if layout.replicas > 1 else ("default_pg", "")
+    reduced, size = DTYPE_NAMES[cfg.parallel.reduce_dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
+
+    def gathers(*units: Unit) -> list[list]:
+        return [["allgather_base", inside, n, *gathered(unit, cfg)] for unit in units]
+
+    def reductions(unit: Unit, last: bool) -> list[list]:
+        found = [["reduce_scatter_base", inside, n, reduced, size * unit.padded]]
+        return found + [["allreduce", across, layout.replicas, reduced, size * unit.padded // n]] * (
+            last and across != ""
+        )
+
+    micros = cfg.train.global_batch // (gpus * cfg.train.micro_batch)
+    forward, step = gathers(root, *regions), []
+    for micro in range(micros):
+        step += forward
+        again = gathers(*reversed(regions)) if cfg.parallel.reshard_after_forward else []
+        step += again[:1]
+        for i, unit in enumerate(reversed(regions)):
+            step += again[i + 1 : i + 2] + reductions(unit, micro == micros - 1)
+        step += reductions(root, micro == micros - 1)
+    magnitudes = [["allreduce", "default_pg", gpus, "float32", 8 * fp8.count(cfg.model)]]
+    return step + magnitudes * (cfg.fp8.recipe == "delayed") + [
+        ["allreduce", "default_pg", gpus, "float32", 4]
+    ], forward
+
+
+def sent(collectives: list[list]) -> dict[str, float]:
+    """Bytes that a rank sends in rings, by the plan's names."""
+    found = Counter()
+    for operation, group, n, _, size in collectives:
+        is_sum = operation == "allreduce"
+        found["scalars" if is_sum and group == "default_pg" else RENAMED[operation]] += (
+            (1 + is_sum) * size * (n - 1) / n
+        )
+    return found
+
+
+def require_sound(case: dict, found: dict) -> None:
+    """No wait, no copy, no foreign memory and no uncounted collective in what is captured."""
+    gpus, cfg = case["gpus"], fake_step.configured(**case)
+    step, validation = of_a_step(cfg, gpus)
+    micros = case["micros"]
+    *training, validating = found["captures"]
+    assert len(training) == 1 + (cfg.fp8.recipe == "delayed"), case
+    for capture in training:
+        # AdamW keeps the newest grad_scale and found_inf. Each replay writes them again.
+        assert capture | {"collectives": None} == {"work": "_train", "waits": [], "left": [4, 4], "collectives": None}
+        assert capture["collectives"] == step, case
+        planned = communication.sent(cfg, footprint.layout(cfg, gpus, NODE), micros)
+        assert sent(capture["collectives"]) == pytest.approx({name: size for name, size in planned.items() if size})
+    assert validating == {"work": "_validate", "waits": [], "left": [], "collectives": validation}, case
+
+
+def require_waits_in_their_places(found: dict) -> None:
+    """Outside of the captures the host waits in the places above only."""
+    before = [event for event, _ in runs(found["before the loop"])]
+    assert before == BEFORE + CAPTURING * len(found["captures"]) + AFTER
+    assert runs(found["loop"]) == LOOP
+    assert Counter(operation for operation, *_ in found["collectives"]) == {
+        "allgather": 3,
+        "allreduce": 1,
+        "broadcast": 1,
+    }
+
+
+def test_a_step_of_8_ranks_waits_for_nothing_and_sends_what_the_plan_counts():
+    """And planted faults are found with file, line and function. A process of its own: 10 s."""
+    sound, faulty = case(8, 2, False, **SMALL), case(8, 1, False, **SMALL)
+    found, faults = run(sound, faulty | {"planted": True})
+    require_sound(sound, found)
+    require_waits_in_their_places(found)
+    _, line = inspect.getsourcelines(fake_step.planted)
+    wants = "_local_scalar_dense", "_to_copy from nodev to cpu", "copy_ from cpu to nodev"
+    planted = [f"{what} at fake_step.py:{line + i} planted" for i, what in enumerate(wants, start=1)]
+    assert [capture["waits"] for capture in faults["captures"]] == [planted, []]
+    assert set(planted) < set(faults["before the loop"])
+
+
+@pytest.mark.slow  # half a minute
+def test_steps_of_more_ranks_and_of_fp8():
+    cases = [case(gpus, micros, fp8, **SMALL) for gpus in (8, 64, 512) for micros in (1, 2) for fp8 in (False, True)]
+    cases.pop(2)  # the default suite has it
+    for one, found in zip(cases, run(*cases)):
+        require_sound(one, found)
+        require_waits_in_their_places(found)
+
+
+@pytest.mark.nightly
+def test_the_whole_model_on_512_ranks():
+    one = case(512, 1, False, "mi300x_64x8", train__micro_batch=8)
+    (found,) = run(one)
+    require_sound(one, found)
