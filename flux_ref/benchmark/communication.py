@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from flux_ref.config import Config
-from flux_ref.speed import fp8
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -76,12 +75,13 @@ def _unit(kind: str, shapes: list[tuple[int, ...]], shards: int) -> Unit:
 def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
     """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings.
 
-    scalars: sums over all ranks of the gradient norm and, with delayed FP8, of two magnitudes per linear; fp32.
+    scalars: all ranks sum the gradient norm. With delayed FP8 they also agree on two magnitudes per linear.
     """
     gathered, reduced = ITEM_BYTES[cfg.parallel.dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
     passes = 2 if cfg.parallel.reshard_after_forward else 1
     n, r = layout.shards, layout.replicas
-    scalars = 1 + (2 * fp8.count(cfg.model) if cfg.fp8.recipe == "delayed" else 0)
+    linears = 8 * cfg.model.double_blocks + 2 * cfg.model.single_blocks  # in FP8
+    scalars = 1 + (2 * linears if cfg.fp8.recipe == "delayed" else 0)
     whole, root = sum(unit.padded for unit in layout.units), layout.units[-1].padded
     return {
         "all_gather": micros * gathered * (passes * (whole - root) + root) * (n - 1) / n,
