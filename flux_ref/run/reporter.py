@@ -4,8 +4,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from math import prod
 
 import torch
@@ -44,7 +42,7 @@ class Reporter:
         self.val_curve: list[tuple[int, float]] = []
         self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
         self.bar: tqdm | None = None
-        self.logged: Callable[[], None] | None = None  # ends the report of a step whose values are on their way
+        self.logged: tuple | None = None  # a step whose values are on their way: what `settle` unpacks
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -107,28 +105,26 @@ class Reporter:
         self.bar.update(self.cfg.train.global_batch)
 
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
-        """Report one training step. Collective. Its values are read after the next launch, so that the device goes on.
+        """Report one training step. Collective. `settle` reads its values after the next launch, so the device goes on.
 
-        They are read at once before an evaluation and on the CPU, where nothing goes on. Raises: Fault, as `settle`.
+        Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
         """
         values = torch.cat((health.flags[1:], torch.stack((loss, grad_norm, state.opt.lr)).double()))
-        known = state.step, state.samples, data.skipped_everywhere(), feed.wait_s
-        self.logged = partial(self._record, ranks.gather_later(values), *known)
+        skipped = data.skipped_everywhere()
+        self.logged = ranks.gather_later(values), state.step, state.samples, skipped, feed.wait_s
         if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
             self.settle()
 
     def settle(self) -> None:
-        """End the report of the last logged step, unless that is done. No collective.
+        """Write the record of the last logged step, unless it is written. Not collective.
 
         sync: the training loop reads the device here, for evaluations and for checkpoints, not in the steps between.
 
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
-        logged, self.logged = self.logged, None
-        if logged is not None:
-            logged()
-
-    def _record(self, read: Callable, step: int, now: int, skipped: dict[int, str], waited_s: float) -> None:
+        if self.logged is None:
+            return
+        (read, step, samples, skipped, wait_s), self.logged = self.logged, None
         *flags, losses, norms, lrs = zip(*read())
         if complaint := blame(list(zip(*flags)), self.cfg.train.global_batch):
             raise Fault(complaint)
@@ -137,25 +133,25 @@ class Reporter:
                 f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
                 f" {'; '.join(skipped.values())}"
             )
-        begin, samples, wait_s = self.since
+        begin, samples_then, wait_s_then = self.since
         elapsed = time.perf_counter() - begin
         record = {
             "step": step,
-            "samples": now,
+            "samples": samples,
             "loss": sum(losses) / len(losses),
             "grad_norm": norms[0],
             "lr": lrs[0],
-            "samples_per_s": (now - samples) / elapsed,
-            "data_wait": (waited_s - wait_s) / elapsed,  # share of the time
+            "samples_per_s": (samples - samples_then) / elapsed,
+            "data_wait": (wait_s - wait_s_then) / elapsed,  # share of the time
             "peak_memory_gb": peak_memory_gb(self.world.device),
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
         if alarm := self.rates.add(record):
             self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
-        self.train_curve.append((now, record["loss"]))
+        self.train_curve.append((samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
-        self.since = time.perf_counter(), now, waited_s
+        self.since = time.perf_counter(), samples, wait_s
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.

@@ -54,8 +54,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.events: list[str] = []  # since the last `told`, in order
         self.collectives: list[list] = []  # the same: operation, group, ranks, dtype, bytes
-        self.alive: dict[int, weakref.ref] = {}  # storages on the device
-        self.born: set[int] = set()  # those that were made in the capture
+        self.alive = weakref.WeakValueDictionary()  # storages on the device, by identity
+        self.born = weakref.WeakValueDictionary()  # those that were made in the capture
         self.pinned: dict[int, torch.UntypedStorage] = {}
         self.condition = True  # the value of every bool that is read from the device
 
@@ -115,13 +115,7 @@ class Watch(TorchDispatchMode):
         if pins:
             self.pinned[storage._cdata] = storage
         elif kind == KIND and storage._cdata not in self.alive:
-            self.alive[storage._cdata] = weakref.ref(storage)
-            self.born.add(storage._cdata)
-            weakref.finalize(storage, self._forget, storage._cdata)
-
-    def _forget(self, key: int) -> None:
-        del self.alive[key]
-        self.born.discard(key)
+            self.alive[storage._cdata] = self.born[storage._cdata] = storage
 
 
 WATCH = Watch()
@@ -151,44 +145,26 @@ class Stream:
         WATCH.wait("stream.synchronize")
 
 
-class Device(types.ModuleType):
-    """What FSDP2, checkpoints and flux_ref ask of torch.cuda. Were it available, FakeTensorMode would make tensors."""
-
-    Stream, Event, only = Stream, Event, Stream()
-    set_device = nothing
-
-    def is_available(self) -> bool:
-        return False
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return NODE
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    def get_device_properties(self, device: object) -> types.SimpleNamespace:
-        return types.SimpleNamespace(major=9, minor=0)
-
-    def max_memory_allocated(self, device: object) -> int:
-        return 0
-
-    def current_stream(self, device: object = None) -> Stream:
-        return self.only
-
-    def stream(self, stream: Stream) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def synchronize(self, device: object = None) -> None:
-        WATCH.wait("device.synchronize")
+def made_up_device() -> types.ModuleType:
+    """What FSDP2, checkpoints and flux_ref ask of torch.cuda, for torch.nodev."""
+    module, only = types.ModuleType(f"torch.{KIND}"), Stream()
+    vars(module).update(
+        is_available=lambda: False,  # or FakeTensorMode would make real tensors
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        device_count=lambda: NODE,
+        current_device=lambda: 0,
+        set_device=nothing,
+        get_device_properties=lambda device: types.SimpleNamespace(major=9, minor=0),
+        get_amp_supported_dtype=lambda: [torch.bfloat16],
+        max_memory_allocated=lambda device: 0,
+        Event=Event,
+        Stream=Stream,
+        current_stream=lambda device=None: only,
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda device=None: WATCH.wait("device.synchronize"),
+    )
+    return module
 
 
 class Recorder:
@@ -206,8 +182,8 @@ class Recorder:
         WATCH.collectives.clear()
         work()
         gc.collect()
-        left = [WATCH.alive[key]().nbytes() for key in WATCH.born]
-        found = {"waits": WATCH.told(), "left": sorted(filter(None, left)), "collectives": [*WATCH.collectives]}
+        left = [storage.nbytes() for storage in WATCH.born.values() if storage.nbytes()]
+        found = {"waits": WATCH.told(), "left": left, "collectives": [*WATCH.collectives]}
         self.captures.append({"work": work.__name__} | found)
         WATCH.events = before
         return types.SimpleNamespace(replay=lambda: WATCH.events.append(f"replay {work.__name__}"))
@@ -274,7 +250,7 @@ def watched(gpus: int, cfg: Config) -> dict:
 
 
 def main(cases: list[dict]) -> None:
-    backend_registration._setup_privateuseone_for_python_backend(KIND, Device(f"torch.{KIND}"))
+    backend_registration._setup_privateuseone_for_python_backend(KIND, made_up_device())
     _foreach_utils._foreach_supported_types.append(FakeTensor)
     mock.patch.object(torch, "Event", Event).start()
     mock.patch.object(ranks, "gather_objects", gather_objects).start()
