@@ -37,7 +37,6 @@ def main(argv: list[str]) -> int:
     ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
-
     result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
 
     with contextlib.ExitStack() as stack:
@@ -171,6 +170,7 @@ class Run:
             raise
         finally:
             feed.close()
+            report.settle()
 
     def evaluate_on_the_clock(self) -> float:
         """The validation loss now, logged and recorded. A resumed run does not repeat a recorded evaluation."""

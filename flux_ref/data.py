@@ -166,6 +166,7 @@ class TrainSet:
         self.shards = open_set(cfg, "train")
         self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
         self.skipped: dict[int, str] = {}  # damaged samples that this rank left out, with the reason
+        self.may_skip = cfg.data.skip_bad > 0  # the same on every rank
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -175,12 +176,14 @@ class TrainSet:
 
     def restore_skipped(self, skipped: dict[str, str]) -> None:
         """Remember the damaged samples that an interrupted run left out. Rank 0 remembers them for all ranks."""
+        self.may_skip |= bool(skipped)
         if self.rank == 0:
             self.skipped = {int(sample): reason for sample, reason in skipped.items()}
 
     def skipped_everywhere(self) -> dict[int, str]:
         """The damaged samples that any rank has left out so far, with the reasons. Collective."""
-        return {sample: reason for rank in ranks.gather_objects(self.skipped) for sample, reason in rank.items()}
+        every_rank = ranks.gather_objects(self.skipped) if self.may_skip else []  # the host waits only if it must
+        return {sample: reason for skipped in every_rank for sample, reason in skipped.items()}
 
     def feed(self, samples: int) -> Feed:
         """Batches from position `samples` of the run on, without end."""

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -250,10 +250,24 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> list[list[float]]:
-    """The tensor of every rank, on the host. sync: the host waits for the device."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.stack(parts).tolist()
+    """The tensor of every rank, on the host. Collective. sync: the host waits for the device."""
+    return gather_later(tensor)()
+
+
+def gather_later(tensor: Tensor) -> Callable[[], list[list[float]]]:
+    """Begin `gather`. Returns a function that ends it: it waits for this tensor, but not for later device work."""
+    parts = tensor.new_empty(dist.get_world_size(), *tensor.shape)
+    dist.all_gather(list(parts), tensor)
+    host = torch.empty(parts.shape, dtype=parts.dtype, pin_memory=tensor.device.type != "cpu")
+    host.copy_(parts, non_blocking=True)
+    arrived = copied(tensor.device)
+
+    def read() -> list[list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        return host.tolist()
+
+    return read
 
 
 @dataclass(frozen=True)

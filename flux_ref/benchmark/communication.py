@@ -86,12 +86,20 @@ def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: in
 
 
 def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
-    """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings."""
+    """Bytes that one rank sends in an optimizer step of so many micro-batches, by collective, in rings.
+
+    scalars: all ranks sum the gradient norm. With delayed FP8 they also agree on two magnitudes per linear. Before each
+    forward the ranks of a replica agree on the magnitudes of the weights that are gathered in FP8.
+    """
     reduced, n, r = ITEM_BYTES[cfg.parallel.reduce_dtype], layout.shards, layout.replicas
     whole = sum(unit.padded for unit in layout.units)
     again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
+    linears = 8 * cfg.model.double_blocks + 2 * cfg.model.single_blocks  # in FP8
+    of_all = 1 + (2 * linears if cfg.fp8.recipe == "delayed" else 0)
+    of_weights = micros * linears if cfg.fp8.recipe != "off" and cfg.fp8.gather else 0
     return {
         "all_gather": micros * sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
         "reduce_scatter": micros * reduced * whole * (n - 1) / n,
         "all_reduce": 2 * reduced * whole / n * (r - 1) / r,
+        "scalars": 2 * 4 * (of_all * (n * r - 1) / (n * r) + of_weights * (n - 1) / n),
     }

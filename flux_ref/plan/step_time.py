@@ -31,7 +31,7 @@ class Times:
     all_gather: float
     reduce_scatter: float
     all_reduce: float
-    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce
+    sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce, scalars
 
     @property
     def communication(self) -> float:

@@ -42,6 +42,7 @@ class Reporter:
         self.val_curve: list[tuple[int, float]] = []
         self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
         self.bar: tqdm | None = None
+        self.logged: tuple | None = None  # a step whose values are on their way: what `settle` unpacks
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -99,50 +100,65 @@ class Reporter:
         self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:
-        """Move the bar by one step."""
+        """A step is launched: settle the report of the step before it, and move the bar."""
+        self.settle()
         self.bar.update(self.cfg.train.global_batch)
 
     def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
-        """Report one training step. Collective.
+        """Report one training step. Collective. `settle` reads its values after the next launch, so the device goes on.
 
-        sync: the training loop reads the device here and for evaluations only, not in the steps between.
+        Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
+        """
+        values = torch.cat((health.flags[1:], torch.stack((loss, grad_norm, state.opt.lr)).double()))
+        skipped = data.skipped_everywhere()
+        self.logged = ranks.gather_later(values), state.step, state.samples, skipped, feed.wait_s
+        if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
+            self.settle()
+
+    def settle(self) -> None:
+        """Write the record of the last logged step, unless it is written. Not collective.
+
+        sync: the training loop reads the device here, for evaluations and for checkpoints, not in the steps between.
 
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
-        self.require_healthy(health)
-        skipped_here = loss.new_tensor(len(data.skipped))
-        losses, norms, skips = zip(*ranks.gather(torch.stack((loss, grad_norm, skipped_here)).double()))
-        skipped = data.skipped_everywhere() if any(skips) else {}
+        if self.logged is None:
+            return
+        (read, step, samples, skipped, wait_s), self.logged = self.logged, None
+        *flags, losses, norms, lrs = zip(*read())
+        if complaint := blame(list(zip(*flags)), self.cfg.train.global_batch):
+            raise Fault(complaint)
         if len(skipped) > self.cfg.data.skip_bad:
             raise Fault(
                 f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
                 f" {'; '.join(skipped.values())}"
             )
-        begin, samples, wait_s = self.since
+        begin, samples_then, wait_s_then = self.since
         elapsed = time.perf_counter() - begin
         record = {
-            "step": state.step,
-            "samples": state.samples,
+            "step": step,
+            "samples": samples,
             "loss": sum(losses) / len(losses),
             "grad_norm": norms[0],
-            "lr": float(state.opt.lr),
-            "samples_per_s": (state.samples - samples) / elapsed,
-            "data_wait": (feed.wait_s - wait_s) / elapsed,  # share of the time
+            "lr": lrs[0],
+            "samples_per_s": (samples - samples_then) / elapsed,
+            "data_wait": (wait_s - wait_s_then) / elapsed,  # share of the time
             "peak_memory_gb": peak_memory_gb(self.world.device),
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
         if alarm := self.rates.add(record):
             self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
-        self.train_curve.append((state.samples, record["loss"]))
+        self.train_curve.append((samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
-        self.since = time.perf_counter(), state.samples, feed.wait_s
+        self.since = time.perf_counter(), samples, wait_s
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
 
         sync: the host waits for the device.
         """
+        self.settle()
         if complaint := blame(ranks.gather(health.flags[1:]), self.cfg.train.global_batch):
             raise Fault(complaint)
 

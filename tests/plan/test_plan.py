@@ -187,7 +187,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+        self.sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "scalars"), 0.0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -198,8 +198,9 @@ class Counted(TorchDispatchMode):
                 self.sent["all_gather"] += args[0].nbytes * (n - 1) / n
             elif "_reduce_scatter_base" in name:
                 self.sent["reduce_scatter"] += args[1].nbytes * (n - 1) / n
-            elif "allreduce" in name and args[0][0].numel() > 1:  # the norm is a scalar
-                self.sent["all_reduce"] += 2 * args[0][0].nbytes * (n - 1) / n
+            elif "allreduce" in name:
+                kind = "all_reduce" if args[0][0].numel() > 1 else "scalars"
+                self.sent[kind] += 2 * args[0][0].nbytes * (n - 1) / n
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,163 @@
+"""Whole training steps of 8 to 512 ranks on a device that does not exist: waits, copies, memory and collectives."""
+
+import inspect
+import json
+import re
+from collections import defaultdict
+from itertools import groupby
+
+import fake_step
+import pytest
+from conftest import ROOT, script
+from fake_step import NODE
+
+from flux_ref.benchmark import communication
+from flux_ref.benchmark.communication import ITEM_BYTES, Unit
+from flux_ref.config import DTYPE_NAMES, Config
+from flux_ref.plan import footprint
+from flux_ref.speed import fp8
+
+SMALL = {  # blocks of full width, few tokens
+    **{"train__micro_batch": 1, "train__synthetic_steps": 1, "eval__batch": 2},
+    **{"model__double_blocks": 1, "model__single_blocks": 2, "model__text_tokens": 16},
+    **{"model__latent_height": 8, "model__latent_width": 8},
+}
+RENAMED = {"allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter", "allreduce": "all_reduce"}
+CAPTURING = ["device.synchronize at steps.py _capture", "gather_objects at steps.py _capture"]
+BEFORE = [  # where the host waits or copies before the clock starts
+    "_to_copy from cpu to nodev at sharding.py materialise",  # RoPE
+    "_local_scalar_dense at optim.py __init__",  # AdamW checks its learning rate
+    "_to_copy from cpu to nodev at fp8.py __init__",
+    "copy_ from cpu to nodev at step.py warm_up",  # synthetic batches
+    "_local_scalar_dense at step.py warm_up",  # the health
+]
+AFTER = ["equal at steps.py capture", "gather_objects at ranks.py agreed"]  # the health; the reporter's band
+READ = "event.synchronize at ranks.py synchronize"
+LOOP = [  # the first step is read after the second launch; the last one is read before the evaluation
+    *(("replay _train", 2), (READ, 1), ("replay _train", 1), (READ, 2), ("replay _validate", 2)),
+    ("_local_scalar_dense at evaluate.py validation_loss", 24),  # the sums
+]
+
+
+def case(gpus: int, micros: int, delayed: bool, config: str = "schnell_gbs512", **values: object) -> dict:
+    """Of `fake_step.py`. One micro-batch goes with weights that are gathered again for backward."""
+    own = {"fp8__recipe": "delayed" if delayed else "off", "parallel__reshard_after_forward": micros == 1}
+    return {"gpus": gpus, "micros": micros, "config": f"{ROOT}/configs/{config}.toml", "values": values | own}
+
+
+def run(*cases: dict) -> list[dict]:
+    """What fake_step.py finds in a process of its own, which sees no real accelerator."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    process = script("tests/helpers/fake_step.py", json.dumps(cases), ranks=0, timeout=600, **hidden)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)
+
+
+def runs(events: list[str]) -> list[tuple[str, int]]:
+    """Events without numbers of lines, and how many of a kind follow each other."""
+    return [(event, len(list(same))) for event, same in groupby(re.sub(r":\d+", "", event) for event in events)]
+
+
+# Collectives: operation, group, ranks, dtype, bytes
+
+
+def gathered(unit: Unit, cfg: Config) -> tuple[str, int]:
+    """The dtype and the bytes in which a unit's weights are gathered."""
+    has_codes = unit.gathered < ITEM_BYTES[cfg.parallel.dtype] * unit.padded
+    return "uint8" if has_codes else DTYPE_NAMES[cfg.parallel.dtype], unit.gathered
+
+
+def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
+    """The collectives of a training step and of a validation step in order, with the sizes that the plan counts."""
+    layout = footprint.layout(cfg, gpus, NODE)
+    (*regions, root), n = layout.units, layout.shards
+    inside, across = ("mesh_shard", "mesh_replicate") if layout.replicas > 1 else ("default_pg", "")
+    reduced, size = DTYPE_NAMES[cfg.parallel.reduce_dtype], ITEM_BYTES[cfg.parallel.reduce_dtype]
+
+    def gathers(*units: Unit) -> list[list]:
+        return [["allgather_base", inside, n, *gathered(unit, cfg)] for unit in units]
+
+    def reductions(unit: Unit, last: bool) -> list[list]:
+        scatter = [["reduce_scatter_base", inside, n, reduced, size * unit.padded]]
+        over_replicas = [["allreduce", across, layout.replicas, reduced, size * unit.padded // n]]
+        return scatter + over_replicas if last and across else scatter
+
+    def over_all(scalars: int) -> list[list]:
+        return [["allreduce", "default_pg", gpus, "float32", 4 * scalars]]
+
+    micros = cfg.train.global_batch // (gpus * cfg.train.micro_batch)
+    of_weights = [["allreduce", inside, n, "float32", 4 * fp8.count(cfg.model)]] if cfg.fp8.recipe != "off" else []
+    forward, step = of_weights + gathers(root, *regions), []
+    for micro in range(micros):
+        step += forward
+        again = gathers(*reversed(regions)) if cfg.parallel.reshard_after_forward else []
+        step += again[:1]
+        for i, unit in enumerate(reversed(regions)):
+            step += again[i + 1 : i + 2] + reductions(unit, micro == micros - 1)
+        step += reductions(root, micro == micros - 1)
+    magnitudes = over_all(2 * fp8.count(cfg.model)) if cfg.fp8.recipe == "delayed" else []
+    return step + magnitudes + over_all(1), forward
+
+
+def sent(collectives: list[list]) -> dict[str, float]:
+    """Bytes that a rank sends in rings, by the plan's names."""
+    found = defaultdict(float)
+    for operation, group, n, _, size in collectives:
+        is_scalar = operation == "allreduce" and group != "mesh_replicate"
+        name = "scalars" if is_scalar else RENAMED[operation]
+        found[name] += (2 if operation == "allreduce" else 1) * size * (n - 1) / n
+    return found
+
+
+def require_sound(case: dict, found: dict) -> None:
+    """No wait, no copy, no foreign memory and no uncounted collective in what is captured."""
+    gpus, cfg = case["gpus"], fake_step.configured(**case)
+    step, validation = of_a_step(cfg, gpus)
+    planned = communication.sent(cfg, footprint.layout(cfg, gpus, NODE), case["micros"])
+    *training, validating = found["captures"]
+    assert len(training) == 1 + (cfg.fp8.recipe == "delayed"), case
+    for capture in training:
+        # AdamW keeps the newest grad_scale and found_inf. Each replay writes them again.
+        assert (capture["work"], capture["waits"], capture["left"]) == ("_train", [], [4, 4]), case
+        assert capture["collectives"] == step, case
+        assert sent(capture["collectives"]) == pytest.approx({name: size for name, size in planned.items() if size})
+    assert (validating["work"], validating["waits"], validating["left"]) == ("_validate", [], []), case
+    assert validating["collectives"] == validation, case
+
+
+def require_waits_in_their_places(found: dict) -> None:
+    """Outside of the captures the host waits in the places above only."""
+    before = [event for event, _ in runs(found["before the loop"])]
+    assert before == BEFORE + CAPTURING * len(found["captures"]) + AFTER
+    assert runs(found["loop"]) == LOOP
+    operations = [operation for operation, *_ in found["collectives"]]
+    assert operations == ["allgather"] * fake_step.STEPS + ["allreduce", "broadcast"]
+
+
+def test_a_step_of_8_ranks_waits_for_nothing_and_sends_what_the_plan_counts():
+    """And planted faults are found with file, line and function. A process of its own: 10 s."""
+    sound, faulty = case(8, 2, False, **SMALL), case(8, 1, False, **SMALL)
+    found, faults = run(sound, faulty | {"planted": True})
+    require_sound(sound, found)
+    require_waits_in_their_places(found)
+    _, line = inspect.getsourcelines(fake_step.planted)
+    wants = "_local_scalar_dense", "_to_copy from nodev to cpu", "copy_ from cpu to nodev"
+    planted = [f"{what} at fake_step.py:{line + i} planted" for i, what in enumerate(wants, start=1)]
+    assert [capture["waits"] for capture in faults["captures"]] == [planted, []]
+    assert set(planted) < set(faults["before the loop"])
+
+
+@pytest.mark.slow  # half a minute
+def test_steps_of_more_ranks_and_of_fp8():
+    kinds = [(gpus, micros, delayed) for gpus in (8, 64, 512) for micros in (1, 2) for delayed in (False, True)]
+    cases = [case(*kind, **SMALL) for kind in kinds if kind != (8, 2, False)]  # which the default suite has
+    for one, found in zip(cases, run(*cases)):
+        require_sound(one, found)
+        require_waits_in_their_places(found)
+
+
+@pytest.mark.nightly
+def test_the_whole_model_on_512_ranks():
+    one = case(512, 1, False, "mi300x_64x8", train__micro_batch=8)
+    (found,) = run(one)
+    require_sound(one, found)
