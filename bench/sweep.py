@@ -87,7 +87,7 @@ def variants(small: bool) -> list[Variant]:
     return [
         Variant("ceiling", "bench.ceiling", (*config, "--micro-batches", micros)),
         whole("compiled", micros, "--evaluate", evals, "--profile", compiled),
-        whole("compiled fp8", larger, "--profile", compiled, *delayed),
+        whole("compiled fp8", micros, "--profile", compiled, *delayed),
         part("compiled", compiled),
         part("compiled graph", compiled, graph),
         part("compiled fp8 delayed", compiled, *delayed),

@@ -178,7 +178,7 @@ def test_a_real_step_is_taken_apart(tmp_path, capsys):
 
 
 def test_the_whole_models_report_is_whole_and_plausible(tmp_path):
-    text = "--micro-batches 1,2 --evaluate 3 --steps 1 --ranks 5 --parallel.region_blocks=2"
+    text = "--micro-batches 1,2 --evaluate 3 --steps 1 --ranks 5 --profile --parallel.region_blocks=2"
     report = report_of(whole, tmp_path, *text.split())
     assert report["optimizer"]["parameters"] == sum(
         -(-shape[0] // 5) * torch.Size(shape[1:]).numel() for shape in parameter_table(SMALL.model).values()
@@ -188,7 +188,8 @@ def test_the_whole_models_report_is_whole_and_plausible(tmp_path):
         assert run["ms"] == pytest.approx(run["forward"] + run["backward"] + report["optimizer"]["ms"])
         assert run["samples_per_s"] == pytest.approx(rows * 1e3 / run["ms"])
         assert run["tflop_per_s"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12 * run["samples_per_s"])
-        assert 0 < run["share_of_ceiling"] < 1
+        assert 0 < run["share_of_ceiling"] < 1 and run["kernels"]["classes"]["gemm"]["ms"] > 0
+    assert "gemm" in sweep.whole_rows("whole", report)[0][-1]
     assert report["evaluation"][0]["whole_set_s"] == pytest.approx(29_696 / report["evaluation"][0]["samples_per_s"])
     assert "communication" in report["left_out"]
     with pytest.raises(Refusal, match="captures no graphs"):
