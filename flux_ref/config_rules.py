@@ -51,8 +51,8 @@ def validate(cfg, values: dict[str, object]) -> None:
     _validate_model(cfg.model)
     _validate_parallel(cfg.parallel)
     _validate_fp8(cfg)
-    if cfg.parallel.compile_cache and not cfg.train.synthetic_steps:
-        raise Refusal("parallel.compile_cache is filled by the synthetic steps; set train.synthetic_steps above 0")
+    if (file := cfg.parallel.compile_cache) and not (cfg.parallel.compile and cfg.train.synthetic_steps):
+        raise Refusal(f"parallel.compile_cache={file} needs parallel.compile=true and train.synthetic_steps above 0")
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
@@ -80,10 +80,6 @@ def _validate_parallel(cfg) -> None:
         raise Refusal(f"parallel.activation_budget={budget} is a share; use a value from 0 to 1")
     if budget < 1 and not cfg.compile:
         raise Refusal(f"parallel.activation_budget={budget} needs parallel.compile=true, or set parallel.recompute")
-    if cfg.compile_cache and not cfg.compile:
-        raise Refusal(
-            f"parallel.compile_cache={cfg.compile_cache} needs parallel.compile=true; set it or leave the file"
-        )
     if cfg.attention in ("cudnn", "flash") and cfg.dtype == "fp32":
         raise Refusal(f"parallel.attention={cfg.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto")
     if cfg.recompute != "none" and cfg.compile:

@@ -32,15 +32,15 @@ def _make(argv: list[str], later: int | None) -> int:
     if not cfg.parallel.compile_cache:
         raise Refusal("parallel.compile_cache is empty; name the file to make: --parallel.compile_cache=FILE")
     world = ranks.start(config.ParallelConfig(replicate=1))
-    config_rules.validate_world(cfg, later or world.size)
-    rows, region = config.micro_batch(cfg, later or world.size), cfg.parallel.region_blocks
+    later = later or world.size
+    config_rules.validate_world(cfg, later)
+    rows, region = config.micro_batch(cfg, later), cfg.parallel.region_blocks
     double, single = (min(n, region + n % region) for n in (cfg.model.double_blocks, cfg.model.single_blocks))
     cfg = config_file.replace(cfg, model__double_blocks=double, model__single_blocks=single)
     cfg = config_file.replace(cfg, train__global_batch=rows * world.size, train__micro_batch=0)
     with ExitStack() as stack:
-        steps = Steps(State.build(cfg, world, cfg.train.seed), cfg, world)
-        stack.callback(steps.close)
-        line = compile_cache.warm_up(steps, cfg, world, stack)
+        state = State.build(cfg, world, cfg.train.seed)
+        line = compile_cache.warm_up(Steps(state, cfg, world), cfg, world, stack)
     if world.rank == 0:
         print(line)
     return 0

@@ -1,8 +1,8 @@
 """The compiler's cache as one file: the first start writes it, a later start compiles nothing.
 
 The file is one line of JSON, which says what it was made for, and a tar archive of what torch's compiler keeps on disk.
-torch.compiler.save_cache_artifacts would leave out C++ kernels, which take most of a start on the CPU.
-Compiled code names its device, so one file holds the code of all ranks of a node.
+torch.compiler.save_cache_artifacts would leave out C++ kernels, which take most of a start on the CPU. Compiled code
+names its device, so one file holds the code of all ranks of a node.
 
 torch unpickles graphs and loads kernels from the archive. So the file is as trusted as code: it is read only if it
 belongs to the user and nobody else may write it.
@@ -27,7 +27,6 @@ from flux_ref import config, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import files
-from flux_ref.ranks import World
 from flux_ref.speed import fp8
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.steps import Steps
@@ -36,11 +35,10 @@ KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
 # These keys decide no graph. Equal regions share one graph, whatever their number.
 FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
 # Triton's files name their folder, so they fit no other. Each graph holds a copy of its kernels, which torch unpacks.
-LEFT_OUT = ("triton", "locks")
-CPUINFO = Path("/proc/cpuinfo")
+LEFT_OUT = {"triton", "locks"}
 
 
-def warm_up(steps: Steps, cfg: Config, world: World, stack: ExitStack) -> str:
+def warm_up(steps: Steps, cfg: Config, world: ranks.World, stack: ExitStack) -> str:
     """Warm the steps up with the file's code. Write the file if it is missing or lacked a graph.
 
     stack: removes the unpacked files at its end; until then torch may open them. Returns one line for the log.
@@ -54,13 +52,13 @@ def warm_up(steps: Steps, cfg: Config, world: World, stack: ExitStack) -> str:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             read(path, use, Path(folder))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = ranks.gather_objects(folder)[leader]
-    before = _counted()
+    before = torch._dynamo.utils.counters["inductor"].copy()
     # Otherwise torch compiles graphs with FP8 anew: its products are functions with a backward of their own.
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
         steps.warm_up()
-    own = [now - then for now, then in zip(_counted(), before)]
-    of_node = [n for n, node in zip(ranks.gather_objects(own), world.nodes) if node == world.nodes[leader]]
-    found, compiled = map(sum, zip(*of_node))
+    new = torch._dynamo.utils.counters["inductor"] - before
+    own = new["fxgraph_cache_hit"], new["fxgraph_cache_miss"] + new["fxgraph_cache_bypass"]
+    found, compiled = map(sum, zip(*ranks.gather_objects(own)))
     with ranks.agreed():
         if not found + compiled:
             raise Refusal(f"{KEY}={path}: torch's cache is off; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like")
@@ -69,15 +67,17 @@ def warm_up(steps: Steps, cfg: Config, world: World, stack: ExitStack) -> str:
     return f"compiler: {found} graphs taken from {path}, {compiled} compiled{' and added' if compiled else ''}"
 
 
-def purpose(cfg: Config, world: World) -> dict[str, str]:
+def purpose(cfg: Config, world: ranks.World) -> dict[str, str]:
     """What decides the compiled code: versions, device, sizes and keys, by name."""
     use = {"torch": torch.__version__, "python": platform.python_version(), "device": fp8.architecture(world.device)}
-    if world.device.type == "cpu" and CPUINFO.exists():  # C++ kernels use all instructions of the CPU at hand
-        lines = sorted(set(re.findall(r"^(?:model name|flags|Features)\s*:.*", CPUINFO.read_text(), re.M)))
+    if world.device.type == "cpu":  # C++ kernels use all instructions of the CPU at hand
+        known = "".join(path.read_text() for path in Path("/proc").glob("cpuinfo"))
+        lines = sorted(set(re.findall(r"^(?:model name|flags|Features)\s*:.*", known, re.M)))
         use["device"] += f" {hashlib.sha256(''.join(lines).encode()).hexdigest()[:12]}"
     use |= {"samples per forward": config.micro_batch(cfg, world.size), "eval.batch": cfg.eval.batch}
-    keys = [key for key in config.TYPES if key.split(".")[0] in ("model", "parallel", "fp8") and key not in FREE]
-    use |= {key: value for key, value in config.flat(cfg).items() if key in keys}
+    use |= {
+        k: v for k, v in config.flat(cfg).items() if k.startswith(("model.", "parallel.", "fp8.")) and k not in FREE
+    }
     use["parallel.attention"] = attention_kernel(cfg, world.device)  # torch's own name of a graph leaves it out
     return {name: str(value) for name, value in use.items()}
 
@@ -114,9 +114,7 @@ def write(path: Path, use: dict[str, str], folder: Path) -> None:
     """Write a folder as a file, whole or not at all. Skipped while another process writes the same file."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for part in sorted(folder.iterdir()):
-            if part.name not in LEFT_OUT:
-                tar.add(part, part.name)
+        tar.add(folder, ".", filter=lambda entry: entry if LEFT_OUT.isdisjoint(Path(entry.name).parts) else None)
     header = {"made for": use, "sha256": hashlib.sha256(archive.getbuffer()).hexdigest()}
     busy = path.with_name(f".{path.name}.lock")
     if lock := files.locked(busy):  # nodes may share a path
@@ -124,9 +122,3 @@ def write(path: Path, use: dict[str, str], folder: Path) -> None:
             with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))
             busy.unlink()
-
-
-def _counted() -> tuple[int, int]:
-    """How many graphs this process has taken from torch's cache, and how many it has compiled."""
-    counts = torch._dynamo.utils.counters["inductor"]
-    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
