@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 8 -m flux_ref.prepare cache [--ranks 64] CONFIG --parallel.compile_cache=FILE ...
 
-Each device of a node has code of its own, so start as many ranks as a node will have. The net has one region of each
-kind and length. No data is read.
+Each device has code of its own, so start as many ranks as a node will have. No data is read.
 """
 
 import argparse
@@ -34,6 +33,7 @@ def _make(argv: list[str], later: int | None) -> int:
     world = ranks.start(config.ParallelConfig(replicate=1))
     later = later or world.size
     config_rules.validate_world(cfg, later)
+    # One region of each kind and length is enough: equal regions share one graph.
     rows, region = config.micro_batch(cfg, later), cfg.parallel.region_blocks
     double, single = (min(n, region + n % region) for n in (cfg.model.double_blocks, cfg.model.single_blocks))
     cfg = config_file.replace(cfg, model__double_blocks=double, model__single_blocks=single)

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from flux_ref import config, ranks
-from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import files
 from flux_ref.speed import fp8
@@ -38,7 +37,7 @@ FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
 LEFT_OUT = {"triton", "locks"}
 
 
-def warm_up(steps: Steps, cfg: Config, world: ranks.World, stack: ExitStack) -> str:
+def warm_up(steps: Steps, cfg: config.Config, world: ranks.World, stack: ExitStack) -> str:
     """Warm the steps up with the file's code. Write the file if it is missing or lacked a graph.
 
     stack: removes the unpacked files at its end; until then torch may open them. Returns one line for the log.
@@ -52,6 +51,7 @@ def warm_up(steps: Steps, cfg: Config, world: ranks.World, stack: ExitStack) -> 
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             read(path, use, Path(folder))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = ranks.gather_objects(folder)[leader]
+    stack.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
     before = torch._dynamo.utils.counters["inductor"].copy()
     # Otherwise torch compiles graphs with FP8 anew: its products are functions with a backward of their own.
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
@@ -67,7 +67,7 @@ def warm_up(steps: Steps, cfg: Config, world: ranks.World, stack: ExitStack) -> 
     return f"compiler: {found} graphs taken from {path}, {compiled} compiled{' and added' if compiled else ''}"
 
 
-def purpose(cfg: Config, world: ranks.World) -> dict[str, str]:
+def purpose(cfg: config.Config, world: ranks.World) -> dict[str, str]:
     """What decides the compiled code: versions, device, sizes and keys, by name."""
     use = {"torch": torch.__version__, "python": platform.python_version(), "device": fp8.architecture(world.device)}
     if world.device.type == "cpu":  # C++ kernels use all instructions of the CPU at hand
