@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         saved_step = resumed and resumed.info["step"]
         saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
-        own_steps.warm_up()
+        warm_up(own_steps, cfg, world, stack, report)
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
@@ -109,6 +109,15 @@ def initial_state(cfg: Config, world: World, start: Path | None, log: BenchmarkL
         log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
+
+
+def warm_up(own_steps: steps.Steps, cfg: Config, world: World, stack: contextlib.ExitStack, report: Reporter) -> None:
+    """The steps on synthetic data, which compile what parallel.compile_cache does not hold. Collective."""
+    if not cfg.parallel.compile_cache:
+        return own_steps.warm_up()
+    from flux_ref.run import compile_cache
+
+    report.say(compile_cache.warm_up(own_steps, cfg, world, stack))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""The compiler's cache as one file: the first start writes it, a later start compiles nothing.
+
+The file is one line of JSON, which says what it was made for, and a tar archive of what torch's compiler keeps on disk.
+torch.compiler.save_cache_artifacts would leave out C++ kernels, which take most of a start on the CPU. Compiled code
+names its device, so one file holds the code of all ranks of a node.
+
+torch unpickles graphs and loads kernels from the archive. So the file is as trusted as code: it is read only if it
+belongs to the user and nobody else may write it.
+"""
+
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import tarfile
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from flux_ref import config, ranks
+from flux_ref.errors import Refusal
+from flux_ref.formats import files
+from flux_ref.speed import fp8
+from flux_ref.speed.attention import attention_kernel
+from flux_ref.steps import Steps
+
+KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
+# These keys decide no graph. Equal regions share one graph, whatever their number.
+FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
+# Triton's files name their folder, so they fit no other. Each graph holds a copy of its kernels, which torch unpacks.
+LEFT_OUT = {"triton", "locks"}
+
+
+def warm_up(steps: Steps, cfg: config.Config, world: ranks.World, stack: ExitStack) -> str:
+    """Warm the steps up with the file's code. Write the file if it is missing or lacked a graph.
+
+    stack: removes the unpacked files at its end; until then torch may open them. Returns one line for the log.
+    Collective. Raises: Refusal, Fault.
+    """
+    path, use, folder = Path(cfg.parallel.compile_cache), purpose(cfg, world), ""
+    leader = world.nodes.index(world.nodes[world.rank])  # the first rank of this node reads and writes
+    with ranks.agreed():
+        if world.rank == leader:
+            folder = tempfile.mkdtemp(prefix="flux_ref_compiled_")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            read(path, use, Path(folder))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = ranks.gather_objects(folder)[leader]
+    stack.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
+    before = torch._dynamo.utils.counters["inductor"].copy()
+    # Otherwise torch compiles graphs with FP8 anew: its products are functions with a backward of their own.
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+        steps.warm_up()
+    new = torch._dynamo.utils.counters["inductor"] - before
+    own = new["fxgraph_cache_hit"], new["fxgraph_cache_miss"] + new["fxgraph_cache_bypass"]
+    found, compiled = map(sum, zip(*ranks.gather_objects(own)))
+    with ranks.agreed():
+        if not found + compiled:
+            raise Refusal(f"{KEY}={path}: torch's cache is off; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like")
+        if world.rank == leader and compiled:
+            write(path, use, Path(folder))
+    return f"compiler: {found} graphs taken from {path}, {compiled} compiled{' and added' if compiled else ''}"
+
+
+def purpose(cfg: config.Config, world: ranks.World) -> dict[str, str]:
+    """What decides the compiled code: versions, device, sizes and keys, by name."""
+    use = {"torch": torch.__version__, "python": platform.python_version(), "device": fp8.architecture(world.device)}
+    if world.device.type == "cpu":  # C++ kernels use all instructions of the CPU at hand
+        known = "".join(path.read_text() for path in Path("/proc").glob("cpuinfo"))
+        lines = sorted(set(re.findall(r"^(?:model name|flags|Features)\s*:.*", known, re.M)))
+        use["device"] += f" {hashlib.sha256(''.join(lines).encode()).hexdigest()[:12]}"
+    use |= {"samples per forward": config.micro_batch(cfg, world.size), "eval.batch": cfg.eval.batch}
+    use |= {
+        k: v for k, v in config.flat(cfg).items() if k.startswith(("model.", "parallel.", "fp8.")) and k not in FREE
+    }
+    use["parallel.attention"] = attention_kernel(cfg, world.device)  # torch's own name of a graph leaves it out
+    return {name: str(value) for name, value in use.items()}
+
+
+def read(path: Path, use: dict[str, str], folder: Path) -> None:
+    """Unpack a file into a folder; a missing file holds nothing. Raises: Refusal, OSError."""
+    if not os.access(path.parent, os.W_OK):
+        raise Refusal(f"{KEY}={path}: {path.parent} is no folder that you may write; make it or name another file")
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Refusal(f"{KEY}={path} is no regular file; {REMEDY}")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        status = os.fstat(file.fileno())  # of the open file, whoever renames files meanwhile
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            owner = f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
+            raise Refusal(f"{KEY}={path} {owner}; it is code: only you may own and write it; {REMEDY}")
+        try:
+            header = json.loads(file.readline())
+            made_for, checksum = dict(header["made for"]), header["sha256"]
+        except (ValueError, KeyError, TypeError):
+            raise Refusal(f"{KEY}={path} is no compile cache; {REMEDY}") from None
+        archive = file.read()
+    for name in {**use, **made_for}:
+        if made_for.get(name) != use.get(name):
+            raise Refusal(f"{KEY}={path} was made for {name}={made_for.get(name)}, not {use.get(name)}; {REMEDY}")
+    if hashlib.sha256(archive).hexdigest() != checksum:
+        raise Refusal(f"{KEY}={path} is damaged, its checksum is wrong; {REMEDY}")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def write(path: Path, use: dict[str, str], folder: Path) -> None:
+    """Write a folder as a file, whole or not at all. Skipped while another process writes the same file."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(folder, ".", filter=lambda entry: entry if LEFT_OUT.isdisjoint(Path(entry.name).parts) else None)
+    header = {"made for": use, "sha256": hashlib.sha256(archive.getbuffer()).hexdigest()}
+    busy = path.with_name(f".{path.name}.lock")
+    if lock := files.locked(busy):  # nodes may share a path
+        with lock, files.whole(path) as partial:
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))
+            busy.unlink()
