@@ -127,7 +127,9 @@ def above(limits: list[dict], runs: list[dict], slack: float) -> list[str]:
     """Every count of kernels or bytes that is above its limit times slack."""
     found = []
     for limit, run in _pairs(limits, runs):
-        for (label, most), (_, figures) in zip(_rows(limit), _rows(run)):
+        figures_of = dict(_rows(run))
+        for label, most in _rows(limit):
+            figures = figures_of[label]
             for name in ("kernels", "bytes"):
                 if figures[name] > most[name] * slack:
                     found.append(f"{run['precision']} {label}: {name} {figures[name]}, limit {most[name]}")

@@ -23,6 +23,7 @@ def triton_kernel({arguments}, XBLOCK : tl.constexpr):
     xmask = tl.full([XBLOCK], True, tl.int1)[:]
 """
 ROWS, WIDTH = 16384, 128
+LIMITS = ("--parallel.activation_budget=1.0", "--limits", "bench/static/limits.json")
 
 
 def pointwise(body: str, elements: int, **kinds: str) -> float:
@@ -93,7 +94,7 @@ def counted(*argv: str, json_file) -> dict:
 @pytest.mark.slow
 def test_no_block_of_an_h200_moves_more_than_its_limit(tmp_path):
     """Counted anew for bf16 at micro-batch 32: two compilations."""
-    found = counted("--arch", "sm90", "--limits", "bench/static/limits.json", json_file=tmp_path / "found.json")
+    found = counted("--arch", "sm90", *LIMITS, json_file=tmp_path / "found.json")
     (run,) = found["runs"]
     assert run["parts"]["single"]["forward"]["attentions"] == 1
     assert sum(product["calls"] for product in run["parts"]["double"]["backward"]["products"]) == 20
@@ -102,5 +103,5 @@ def test_no_block_of_an_h200_moves_more_than_its_limit(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ["sm90", "sm100", "gfx942", "gfx950"])
 def test_no_architecture_and_recipe_is_above_its_limit(arch, tmp_path):
-    argv = ("--arch", arch, "--recipes", "off,dynamic,delayed", "--limits", "bench/static/limits.json")
+    argv = ("--arch", arch, "--recipes", "off,dynamic,delayed", *LIMITS)
     assert len(counted(*argv, json_file=tmp_path / "found.json")["runs"]) == 3

@@ -32,6 +32,8 @@ def test_what_went_first_is_blamed(micro):
 class MadeUpSteps(SimpleNamespace):
     """Steps that only set the device's loss, norm and learning rate to their number, as replays do: in place."""
 
+    graphs = ()
+
     def train_on(self, feed: object) -> tuple[torch.Tensor, torch.Tensor]:
         number = self.state.step + 1
         if number == self.broken:
@@ -75,7 +77,9 @@ def trained(micro, tmp_path, monkeypatch):
         log = BenchmarkLog(None)
         report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log)
         try:
-            train.Run(cfg, state, steps, train_set, None, saver, report, log, SimpleNamespace(at=note)).train()
+            train.Run(
+                cfg, state, steps, train_set, None, saver, report, log, SimpleNamespace(at=note, watch=feed)
+            ).train()
         except (Interrupted, Fault, RuntimeError) as error:
             events.append(str(error).partition(" at")[0])
         finally:
