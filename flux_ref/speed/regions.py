@@ -59,7 +59,7 @@ def options(kind: str, cfg: Config) -> dict[str, object]:
     An option that this torch does not know is left out; its old default then costs some memory traffic.
     """
     wanted = {"realize_reads_threshold": 8}  # RoPE's gradient is computed where it is used, not stored in fp32
-    if cfg.fp8.recipe != "off":  # such a kernel keeps whole rows in registers; transposing a row of 12,288 spills
+    if cfg.fp8.recipe == "delayed":  # such a kernel keeps whole rows in registers; transposing a row of 12,288 spills
         wanted["triton.mix_order_reduction"] = False
     if kind == "double":  # norm and RoPE write each stream's part of the joint queries and keys
         wanted |= {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
