@@ -110,9 +110,13 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
 
 
 def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int], list]]:
-    """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, their bytes, and the codes."""
+    """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, their bytes, and the codes.
+
+    3 ranks try the first way, 4 ranks in 2 replicas the other ways.
+    """
     found = {}
-    for name, values in GATHERS.items():
+    names = list(GATHERS)[:1] if world.size == 3 else list(GATHERS)[1:]
+    for name, values in ((name, GATHERS[name]) for name in names):
         runs = [gathered(config_file.replace(cfg, **values, fp8__gather=choice), world) for choice in (True, False)]
         same = all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[1][0])
         found[name] = (rank_runs.of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
