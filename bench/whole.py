@@ -69,6 +69,9 @@ def build(cfg: Config, device: torch.device) -> Flux:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.normal_(std=0.02)
+    for module in net.modules():
+        if isinstance(module, fp8.Fp8Linear) and cfg.fp8.gather:
+            module.encode()  # as FSDP2 gathers it
     net.fp8 = fp8.Fp8State(net, cfg.fp8, device)
     net.fp8.begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
     return net

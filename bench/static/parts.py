@@ -33,8 +33,7 @@ def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count
         fp8.convert(net, small, gpu.arch)
         fp8.Fp8State(net, cfg.fp8, torch.device("cpu")).begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
         for linear in (module for module in net.modules() if isinstance(module, fp8.Fp8Linear) and cfg.fp8.gather):
-            linear.codes = torch.empty(linear.weight.shape, dtype=linear.arith.forward)
-            linear.weight_scale = torch.ones(())
+            linear.encode()
         found = {
             kind: _compiled(gpu, regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0], kind, cfg, rows)
             for kind in ("double", "single")

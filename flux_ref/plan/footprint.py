@@ -124,8 +124,7 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
             if FP8_LINEAR.fullmatch(name):
                 linear = fp8.Fp8Linear(module, dynamic, arith)
                 if cfg.fp8.gather:
-                    linear.codes = torch.empty(module.weight.shape, dtype=arith.forward)
-                    linear.weight_scale = torch.ones(())
+                    linear.encode()
                 net.set_submodule(name, linear)
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
     net.double_blocks = regions.regions(net.double_blocks, parallel)

@@ -214,6 +214,12 @@ class Fp8Linear(nn.Linear):
             buffer = torch.zeros((), device=linear.weight.device) if cfg.recipe == "delayed" else None
             self.register_buffer(name, buffer, persistent=False)
 
+    @torch.no_grad()
+    def encode(self) -> None:
+        """Make the codes of the weight as it is now, as a gather would. For nets that are not sharded."""
+        self.weight_scale = _tensor_scale(self.weight, self.arith.forward, self.max_exponent)
+        self.codes = cast(self.weight, self.weight_scale, self.arith.forward)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., K) bf16 -> (..., N) bf16."""
         is_training = torch.is_grad_enabled()

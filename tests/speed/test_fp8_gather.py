@@ -13,7 +13,7 @@ from torch import nn
 from flux_ref import config, ranks
 from flux_ref.config import Fp8Config
 from flux_ref.errors import Refusal
-from flux_ref.speed.fp8 import Fp8Linear, arithmetic, cast, largest_magnitude, scale_of_magnitude
+from flux_ref.speed.fp8 import Fp8Linear, arithmetic
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def world():
 def test_backward_keeps_no_copy_of_a_weight():
     """FSDP2 frees the gathered codes after a region, but no copy of them."""
     linear = Fp8Linear(nn.Linear(64, 96).bfloat16(), Fp8Config(recipe="dynamic"), arithmetic("sm90"))
-    linear.weight_scale = scale_of_magnitude(largest_magnitude(linear.weight.detach()), 448.0, 44)
-    linear.codes = cast(linear.weight.detach(), linear.weight_scale, torch.float8_e4m3fn)
+    linear.encode()
     for call in (linear, torch.compile(linear, backend="aot_eager_decomp_partition", fullgraph=True)):
         kept = []
         keep = lambda tensor, kept=kept: (kept.append(tensor), tensor)[1]  # noqa: E731
@@ -38,6 +37,18 @@ def test_backward_keeps_no_copy_of_a_weight():
         assert places <= {linear.codes.data_ptr(), linear.weight.data_ptr()}
         out.float().square().sum().backward()
         assert linear.weight.grad.dtype == torch.bfloat16 and x.grad.abs().sum() > 0
+
+
+def test_codes_give_the_bits_of_a_weight_that_is_cast_in_each_pass():
+    base, x = nn.Linear(64, 96).bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
+    for arch in ("sm90", "gfx942"):
+        plain, coded = (Fp8Linear(base, Fp8Config(recipe="dynamic"), arithmetic(arch)) for _ in range(2))
+        coded.encode()
+        found = []
+        for linear in (plain, coded):
+            out = linear(x)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), (x, base.weight, base.bias))))
+        assert all(map(torch.equal, *found)), arch
 
 
 def test_a_changed_weight_meets_a_new_scale_and_nan_shows(world):
