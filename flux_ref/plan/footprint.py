@@ -123,7 +123,7 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
         for name, module in list(net.named_modules()):
             if FP8_LINEAR.fullmatch(name):
                 linear = fp8.Fp8Linear(module, dynamic, arith)
-                if cfg.fp8.gather:
+                if cfg.fp8.gather and not cfg.parallel.compile:  # aot_function takes no codes, so it counts their cast
                     linear.encode()
                 net.set_submodule(name, linear)
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))

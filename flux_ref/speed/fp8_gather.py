@@ -66,7 +66,8 @@ def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> T
 def _before(linear: Fp8Linear, encode, mesh, size: torch.Size, stride, module, policy) -> tuple[tuple[Tensor], None]:
     shard = linear.weight._local_tensor
     padding = -(-size[0] // mesh.size()) - len(shard)
-    return (encode(shard, linear.weight_scale, padding, linear.arith.forward),), None
+    with torch.no_grad():  # in forward, too: a compiler would make another graph for this mode
+        return (encode(shard, linear.weight_scale, padding, linear.arith.forward),), None
 
 
 SIGNATURE = inspect.signature(partial(_before, None, None))
