@@ -147,7 +147,7 @@ def test_a_step_of_8_ranks_waits_for_nothing_and_sends_what_the_plan_counts():
     assert set(planted) < set(faults["before the loop"])
 
 
-@pytest.mark.slow  # half a minute
+@pytest.mark.nightly
 def test_steps_of_more_ranks_and_of_fp8():
     kinds = [(gpus, micros, delayed) for gpus in (8, 64, 512) for micros in (1, 2) for delayed in (False, True)]
     cases = [case(*kind, **SMALL) for kind in kinds if kind != (8, 2, False)]  # which the default suite has

@@ -161,7 +161,7 @@ def test_a_second_start_compiles_nothing_and_another_function_is_not_mistaken(tm
         torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_compiles_nothing_that_prepare_cache_has_compiled(shapes_dir, tmp_path):
     """prepare cache has one region of each kind; the run's net is deeper, on another number of ranks."""
     switches = ("--parallel.compile=true", f"--parallel.compile_cache={tmp_path}/cache", "--eval.batch=6")
