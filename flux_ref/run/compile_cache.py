@@ -107,7 +107,7 @@ def read(path: Path, use: dict[str, str], folder: Path) -> None:
     if hashlib.sha256(archive).hexdigest() != checksum:
         raise Refusal(f"{KEY}={path} is damaged, its checksum is wrong; {REMEDY}")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, filter="data")  # refuses links and paths that lead out of the folder
 
 
 def write(path: Path, use: dict[str, str], folder: Path) -> None:
