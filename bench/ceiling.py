@@ -25,7 +25,7 @@ from flux_ref.errors import Refusal
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import between, listed
-from flux_ref.speed.fp8 import architecture, arithmetic, has_kernel
+from flux_ref.speed.fp8_product import architecture, arithmetic, has_kernel
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}

@@ -30,7 +30,7 @@ from flux_ref.plan.footprint import Footprint
 from flux_ref.plan.step_time import Machine
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
-from flux_ref.speed import fp8
+from flux_ref.speed import fp8_product
 
 PUBLIC = Path(__file__).with_name("public_systems.csv")
 TUNED = ("gemm_share", "memory_share")
@@ -85,7 +85,7 @@ def cases() -> list[Case]:
             eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),
         )
         # FP8 formats have equal sizes, so that layouts are all that cards differ in.
-        key = (public.rows, public.precision, fp8.arithmetic(gpu.arch).row_times_column)
+        key = (public.rows, public.precision, fp8_product.arithmetic(gpu.arch).row_times_column)
         if key not in traced:
             traced[key] = footprint.trace(cfg, gpu.arch, public.rows)
         found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu))

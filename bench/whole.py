@@ -34,7 +34,7 @@ from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
-from flux_ref.speed import fp8, regions
+from flux_ref.speed import fp8, fp8_product, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.step import validation_step
 
@@ -57,12 +57,11 @@ def build(cfg: Config, device: torch.device) -> Flux:
     allow_attention_of(cfg, device)
     with torch.device("meta"):
         net = Flux(cfg.model).to(sharding.DTYPES[cfg.parallel.dtype])
-        fp8.convert(net, cfg, fp8.architecture(device))
+        fp8.convert(net, cfg, fp8_product.architecture(device))
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:
-        blocks = {"double": net.double_blocks, "single": net.single_blocks}
-        regions.compile_all(blocks, cfg, device)
+        regions.compile_all([*net.double_blocks, *net.single_blocks], cfg, device)
     net.to_empty(device=device)
     net.rope = net.make_rope().to(device)
     torch.manual_seed(cfg.train.seed)

@@ -72,10 +72,5 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     loss = sum(losses) / len(losses)
     if loss != loss or loss in (float("inf"), float("-inf")):
         raise Fault(f"validation loss is not finite after {samples} training samples")
-    return Validation(
-        loss=loss,
-        stderr=sum(variances) ** 0.5 / len(variances),
-        losses=losses,
-        stderrs=[variance**0.5 for variance in variances],
-        count=round(sum(sums[0])),
-    )
+    stderr, stderrs = sum(variances) ** 0.5 / len(variances), [variance**0.5 for variance in variances]
+    return Validation(loss, stderr, losses, stderrs, count=round(sum(sums[0])))

@@ -47,7 +47,7 @@ def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():  # one kernel; a compiler fuses only real arithmetic
         return torch.view_as_real(torch.view_as_complex(x_BSHR2) * torch.view_as_complex(rope_S1R2)).flatten(-2)
     cos_S1R, sin_S1R = rope_S1R2.unbind(-1)
-    cos_S1K = torch.stack((cos_S1R, cos_S1R), dim=-1).flatten(-2)
+    cos_S1K = cos_S1R.repeat_interleave(2, dim=-1)
     sin_S1K = torch.stack((-sin_S1R, sin_S1R), dim=-1).flatten(-2)
     return x_BSHK * cos_S1K + x_BSHR2.flip(-1).flatten(-2) * sin_S1K
 
@@ -62,10 +62,7 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
 
 
 def time_waves(t_B: Tensor) -> Tensor:
-    """Sinusoidal embedding of 1000 * t: (B, W) fp32. port: all cosines first, then all sines.
-
-    Source: BFL flux, timestep_embedding.
-    """
+    """BFL flux's timestep_embedding of 1000 * t: (B, W) fp32. port: all cosines first, then all sines."""
     t_B = 1000.0 * t_B.float()  # numerics: fp32 first; near 700, bf16 counts in steps of 4
     frequency = torch.exp(-math.log(10_000) * torch.arange(TIME_WAVES // 2, device=t_B.device) / (TIME_WAVES // 2))
     angle = t_B[:, None] * frequency
@@ -127,6 +124,24 @@ class Modulation(nn.Module):
     def forward(self, vec_BD: Tensor) -> tuple[Tensor, ...]:
         """(B, D) -> parts. A double block has six: shift, scale, gate of attention, then the same of the MLP."""
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
+
+
+class SplitLinear(nn.Linear):
+    """A linear that returns its outputs in parts of some widths. FP8 casts the gradient of each part by itself."""
+
+    def __init__(self, in_features: int, widths: Sequence[int]):
+        super().__init__(in_features, sum(widths))
+        self.widths = tuple(widths)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(x).split(self.widths, dim=-1)
+
+
+class JoinLinear(nn.Linear):
+    """A linear that takes its inputs in parts. FP8 casts each part by itself."""
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return super().forward(torch.cat(parts, dim=-1))
 
 
 class SelfAttention(nn.Module):
@@ -197,20 +212,20 @@ class SingleBlock(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.heads = cfg.heads
-        self.widths = (*3 * (cfg.hidden,), cfg.mlp_ratio * cfg.hidden)
-        self.linear1 = nn.Linear(cfg.hidden, sum(self.widths))
-        self.linear2 = nn.Linear(cfg.hidden + self.widths[-1], cfg.hidden)
+        inner = cfg.mlp_ratio * cfg.hidden
+        self.linear1 = SplitLinear(cfg.hidden, (*3 * (cfg.hidden,), inner))
+        self.linear2 = JoinLinear(cfg.hidden + inner, cfg.hidden)
         self.norm = QKNorm(cfg.head_dim)
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D))
         q_BSHK, k_BSHK, v_BSHK = split_heads(qkv, self.heads)
         q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
         attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
-        out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
+        out_BSD = self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
         return x_BSD + gate_B1D * out_BSD
 
 
@@ -229,10 +244,7 @@ class LastLayer(nn.Module):
 
 
 class Flux(nn.Module):
-    """FLUX.1-schnell (no guidance input) for one fixed image size.
-
-    Source: BFL flux, model.py and modules/layers.py.
-    """
+    """FLUX.1-schnell (no guidance) for one fixed image size. Source: BFL flux, model.py and modules/layers.py."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -277,8 +289,7 @@ def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
 
     sharding.materialise draws the values element by element, so every number of ranks starts from the same values.
 
-    spec: modulation, head and biases start at 0.
-    Source: MLPerf reference, torchtitan experiments/flux, init_weights.
+    spec: modulation, head and biases start at 0. Source: MLPerf reference, torchtitan experiments/flux, init_weights.
     """
     if name.endswith(".scale"):
         return "ones", 0.0

@@ -72,8 +72,8 @@ class Optimizer:
         """The moments by name, {"exp_avg", "exp_avg_sq"}, one tensor per shard. They are zero before the first step."""
         for shard in self.shards:
             if not self.adamw.state[shard]:
-                zeros = (torch.zeros_like(shard, requires_grad=False) for _ in MOMENTS)
-                self.adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **dict(zip(MOMENTS, zeros))}
+                zeros = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
+                self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}
         return {name: [self.adamw.state[shard][name] for shard in self.shards] for name in MOMENTS}
 
     def set_steps(self, steps: int) -> None:

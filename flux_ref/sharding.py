@@ -15,7 +15,7 @@ from flux_ref import ranks, rng
 from flux_ref.config import DTYPE_NAMES, Config
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
-from flux_ref.speed import fp8, regions
+from flux_ref.speed import fp8, fp8_product, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.speed.fp8_gather import Fp8Gather
 
@@ -38,7 +38,7 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
-        fp8.convert(net, cfg, fp8.architecture(world.device))
+        fp8.convert(net, cfg, fp8_product.architecture(world.device))
     net = shard(net, cfg, world)
     materialise(net, world, seed)
     if cfg.fp8.recipe != "off" and cfg.fp8.gather:
@@ -64,7 +64,7 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
         cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
     )
     if parallel.compile:
-        regions.compile_all({"double": net.double_blocks, "single": net.single_blocks}, cfg, world.device)
+        regions.compile_all(units, cfg, world.device)
     for i, unit in enumerate(units):
         is_freed = parallel.reshard_after_forward and i < len(units) - parallel.kept_regions
         fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=is_freed)

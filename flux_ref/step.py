@@ -114,8 +114,7 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     few = synthetic(cfg.model, rows=8)
     for batch in (train_batch, val_batch):
         for name, tensor in batch.items():
-            for start in range(0, len(tensor), 8):
-                part = tensor[start : start + 8]
+            for part in tensor.split(8):
                 part.copy_(few[name][: len(part)])
     state.opt.lr.zero_()
     health = Health(device)
@@ -129,8 +128,6 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     state.opt.reset()
     state.fp8.reset()
     if health.flags[1:].max() != NEVER:  # sync: before the clock starts
-        raise Fault(
-            "a loss or gradient norm of the synthetic warm-up is not finite; the device or its libraries are at fault"
-        )
+        raise Fault("the warm-up's loss or gradient norm is not finite; the device or its libraries are at fault")
     if cfg.parallel.compile and cfg.train.synthetic_steps:
         regions.forbid_recompilation()

@@ -27,7 +27,7 @@ from bench.static.absent_gpu import AbsentGpu
 from bench.static.traffic import traffic
 
 DEVICE = torch.device("cuda:0")
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "scaled_mm"}
 CALL = re.compile(r"(triton_\w+)\.run\(")
 
 

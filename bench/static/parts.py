@@ -19,7 +19,7 @@ from flux_ref.benchmark.communication import ITEM_BYTES, gathered_bytes
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
 from flux_ref.model import Flux, parameter_table
-from flux_ref.speed import fp8, regions
+from flux_ref.speed import fp8, fp8_product, regions
 
 ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
 
@@ -28,7 +28,10 @@ def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count
     """{part: {direction: its count}} of one micro-batch; the blocks once each. ranks: that shard the weights."""
     small = replace(cfg, model=replace(cfg.model, double_blocks=1, single_blocks=1))
     dtype, rows = sharding.DTYPES[cfg.parallel.dtype], micro_batch(cfg, ranks)
-    with FakeTensorMode(), mock.patch.object(fp8, "has_kernel", lambda device: True):  # traced on the CPU, for a GPU
+    with (
+        FakeTensorMode(),
+        mock.patch.object(fp8_product, "has_kernel", lambda device: True),
+    ):  # traced on the CPU, for a GPU
         net = _net(small.model, dtype)
         fp8.convert(net, small, gpu.arch)
         fp8.Fp8State(net, cfg.fp8, torch.device("cpu")).begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
@@ -61,7 +64,7 @@ def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: i
     rope = torch.empty(sum(lengths), model.head_dim // 2, 2)
     inputs = (streams, tensor(rows, model.hidden), rope)
     outputs, budget = 2 if kind == "double" else 1, cfg.parallel.activation_budget
-    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(kind, cfg), budget)
+    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg), budget)
     return dict(zip(("forward", "backward"), passes))
 
 

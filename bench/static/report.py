@@ -59,7 +59,7 @@ def _ms(one: Count, known: dict[str, float]) -> dict[str, float]:
     """Milliseconds of kernels, products and attention, one after another."""
     spent = {"kernels": one.bytes / known["memory_tb_s"] / 1e9, "products": 0.0, "attention": 0.0}
     for (name, left, right), calls in one.products.items():
-        rate = known["fp8_tflops" if name == "_scaled_mm" else "bf16_tflops"]
+        rate = known["fp8_tflops" if name == "scaled_mm" else "bf16_tflops"]
         spent["products"] += calls * 2 * prod(left[0]) * right[0][-1] / rate / 1e9
     for (name, (batch, heads, tokens, width)), calls in one.attentions.items():
         matrices = 10 if "backward" in name else 4  # five products of scores' size, and two

@@ -48,7 +48,8 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
 
     def after_module(name: str, module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
         if INPUT_TOO.fullmatch(name):
-            note(f"{name}.input", args[0])
+            note(f"{name}.input", torch.cat(args, dim=-1))
+        result = torch.cat(result, dim=-1) if isinstance(result, tuple) else result
         result = result.transpose(1, 2) if name.endswith("_norm") else result  # as attention has it: (B, H, S, K)
         note("prediction" if name == "final_layer.linear" else name, result)
 

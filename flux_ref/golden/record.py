@@ -24,7 +24,7 @@ from flux_ref.formats import shard_writer, shards
 from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.ranks import World
-from flux_ref.speed import fp8
+from flux_ref.speed import fp8, fp8_product
 from flux_ref.step import Health, State
 
 CPU = torch.device("cpu")
@@ -277,23 +277,24 @@ def _fp8(values: Values, given: dict[str, np.ndarray]) -> None:
         name = next(names)
         values[f"fp8.{name}.scale"], values[f"fp8.{name}.bits"] = scale, result.view(torch.uint8)
 
-    with wrapped(fp8, "cast", after=record_cast):
-        in_fp8 = fp8.Fp8Linear(linear, Fp8Config(recipe="dynamic"), fp8.arithmetic("cpu"))
+    with wrapped(fp8_product, "cast", after=record_cast):
+        in_fp8 = fp8.Fp8Linear(linear, Fp8Config(recipe="dynamic"), fp8_product.arithmetic("cpu"))
         x.requires_grad_()
         y = in_fp8(x)
         y.backward(grad)
     values |= {"fp8.y": y, "fp8.grad_x": x.grad}
     values |= {"fp8.grad_weight": in_fp8.weight.grad, "fp8.grad_bias": in_fp8.bias.grad}
     for name, tensor, dtype in (("x", x, torch.float8_e4m3fnuz), ("grad", grad, torch.float8_e5m2fnuz)):
-        scale = fp8.scale_of_magnitude(fp8.largest_magnitude(tensor), torch.finfo(dtype).max, 44)
+        scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype, 44)
         values[f"fp8.fnuz.{name}.scale"] = scale
-        values[f"fp8.fnuz.{name}.bits"] = fp8.cast(tensor, scale, dtype).view(torch.uint8)
+        values[f"fp8.fnuz.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
 
     cfg = Fp8Config(recipe="delayed", history=3, margin=1)
-    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8.arithmetic("cpu")))
+    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
     state, scales = fp8.Fp8State(net, cfg, CPU), []
     for amax in torch.from_numpy(given["fp8.delayed.amax"]):
-        torch._foreach_copy_(state.amaxes, list(amax.unbind()))
+        for noted, value in zip(state.amaxes, amax.unbind()):
+            noted.fill_(value)
         state.update()
         scales.append(torch.stack(state.scales))
     values["fp8.delayed.scale"] = torch.stack(scales)

@@ -32,9 +32,9 @@ from flux_ref.config import FP8_LINEAR, Config
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
 from flux_ref.sharding import DTYPES
-from flux_ref.speed import fp8, regions
+from flux_ref.speed import fp8, fp8_product, regions
 
-PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "scaled_mm")
 
 
 class Product(NamedTuple):
@@ -69,13 +69,13 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """{"double 1": footprint of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
 
     It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
-    as fp8.architecture names it; it decides the layouts of FP8.
+    as fp8_product.architecture names it; it decides the layouts of FP8.
     """
     model, dtype = cfg.model, DTYPES[cfg.parallel.dtype]
     image, text = model.image_tokens, model.text_tokens
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
-    with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
+    with FakeTensorMode(), patch.object(fp8_product, "has_kernel", lambda device: True):
         for kind, lengths in communication.region_lengths(cfg).items():
             for length in sorted(set(lengths)):
                 net = _net(cfg, arch, length)
@@ -119,7 +119,7 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
         torch.set_default_dtype(before)
     if cfg.fp8.recipe != "off":
         # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
-        arith, dynamic = fp8.arithmetic(arch), dataclasses.replace(cfg.fp8, recipe="dynamic")
+        arith, dynamic = fp8_product.arithmetic(arch), dataclasses.replace(cfg.fp8, recipe="dynamic")
         for name, module in list(net.named_modules()):
             if FP8_LINEAR.fullmatch(name):
                 linear = fp8.Fp8Linear(module, dynamic, arith)

@@ -26,8 +26,8 @@ import torch
 from flux_ref import config, ranks
 from flux_ref.errors import Refusal
 from flux_ref.formats import files
-from flux_ref.speed import fp8
 from flux_ref.speed.attention import attention_kernel
+from flux_ref.speed.fp8_product import architecture
 from flux_ref.steps import Steps
 
 KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
@@ -69,7 +69,7 @@ def warm_up(steps: Steps, cfg: config.Config, world: ranks.World, stack: ExitSta
 
 def purpose(cfg: config.Config, world: ranks.World) -> dict[str, str]:
     """What decides the compiled code: versions, device, sizes and keys, by name."""
-    use = {"torch": torch.__version__, "python": platform.python_version(), "device": fp8.architecture(world.device)}
+    use = {"torch": torch.__version__, "python": platform.python_version(), "device": architecture(world.device)}
     if world.device.type == "cpu":  # C++ kernels use all instructions of the CPU at hand
         known = "".join(path.read_text() for path in Path("/proc").glob("cpuinfo"))
         lines = sorted(set(re.findall(r"^(?:model name|flags|Features)\s*:.*", known, re.M)))

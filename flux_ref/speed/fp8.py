@@ -1,28 +1,23 @@
-"""FP8 in the linears of the blocks: which linears, how their tensors are scaled, and how they are multiplied.
+"""FP8 in the linears of the blocks: which linears, and how their tensors are scaled. fp8_product.py multiplies.
 
-An `Fp8Linear` computes its three products in FP8: the output, the gradient of the input, the gradient of the weight.
-Inputs and weights are e4m3, gradients are e5m2. Each tensor has one scale. Sums are fp32, results are bf16.
 Modulation, embedders, head and attention stay in parallel.dtype.
 
     dynamic   a tensor's scale comes from its own largest magnitude; nothing is remembered
     delayed   the scale comes from the largest magnitudes of earlier steps, so a cast need not wait for a reduction
 
 Weights are scaled dynamically under both recipes. Every rank holds the same gathered weight, so the scale is exact and
-needs neither state nor communication. It costs one more read of the weight per pass.
+needs neither state nor communication.
 Without gradients (validation, pictures) all scales are dynamic. The loss then depends on weights and data alone, and
 the history does not change.
 
-Another precision, such as MXFP8, changes this file, the recipes and widths in config_rules.py, its name in
-benchmark/mllog.py, and its cost in plan/.
+Another precision, such as MXFP8, changes this file and fp8_product.py, the recipes and widths in config_rules.py, its
+name in benchmark/mllog.py, and its cost in plan/.
 
-port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
-Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; delayed scaling as NVIDIA's Transformer
-Engine documents it.
+Source: delayed scaling as NVIDIA's Transformer Engine documents it.
 """
 
+import itertools
 import math
-import re
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,176 +25,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref.config import FP8_LINEAR, Config, Fp8Config, ModelConfig
-from flux_ref.errors import Refusal
-
-# Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-MULTIPLE = 16  # kernels need K and N divisible by this number; M is free
-E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
-
-
-class Arithmetic(NamedTuple):
-    """What a kind of device computes with."""
-
-    forward: torch.dtype  # of inputs and weights
-    gradient: torch.dtype
-    row_times_column: bool  # whether a product needs its left side row-major and its right side column-major
-
-
-def architecture(device: torch.device) -> str:
-    """The name of a device's kind: "cpu", "sm90", "gfx942", ..."""
-    if device.type == "cpu":
-        return "cpu"
-    properties = torch.get_device_module(device).get_device_properties(device)
-    if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
-
-
-def arithmetic(arch: str) -> Arithmetic:
-    """The arithmetic of an architecture. Raises: Refusal if it has no FP8.
-
-    Source: the layouts that PyTorch's ScaledBlas.cpp accepts. MI300X and MI325X (gfx94x) have formats of their own,
-    without infinities and negative zero.
-    """
-    if re.fullmatch(r"gfx94\d", arch):
-        return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=False)
-    if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
-        raise Refusal(f"fp8.recipe needs a device that computes in FP8, {arch} does not; set fp8.recipe=off")
-    # Datacenter Blackwell and AMD take every layout. A CPU could, too, but shows here what Hopper would refuse.
-    any_layout = re.fullmatch(r"sm10\d|gfx\d+", arch)
-    return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
-
-
-def has_kernel(device: torch.device) -> bool:
-    """Whether torch's own FP8 product is used on a device. Not on a CPU: there it depends on the CPU's maker."""
-    return device.type != "cpu"
-
-
-def scale_of_magnitude(amax: Tensor, largest: float | Tensor, max_exponent: int) -> Tensor:
-    """The scale that maps a magnitude to the largest value of a format, at most 2**max_exponent; fp32.
-
-    amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
-    """
-    # numerics: an uncapped scale of a nearly vanished gradient overflows in some kernels.
-    return (largest / amax).clamp(max=2.0**max_exponent)
-
-
-def largest_magnitude(x: Tensor) -> Tensor:
-    """max |x| as an fp32 scalar."""
-    return x.abs().amax(-1).amax().float()  # in two stages, which compilers fuse better
-
-
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in an FP8 format. A value beyond the format's range becomes its largest value; NaN stays NaN."""
-    # numerics: without the clamp, some formats and versions of torch overflow to NaN or infinity.
-    largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
-
-
-def scaled_mm(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    row_times_column: bool,
-    bias_N: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast: bool = False,
-) -> Tensor:
-    """a @ b + bias of FP8 tensors that were cast with these scales: (M, N).
-
-    fast: sum with less than fp32's precision where the device can (Hopper). Asserts what a GPU would refuse.
-    """
-    assert not {a_MK.dtype, b_KN.dtype} <= set(E5M2), "no device multiplies e5m2 by e5m2"
-    assert b_KN.shape[0] % MULTIPLE == 0 and b_KN.shape[1] % MULTIPLE == 0, f"{tuple(b_KN.shape)} % {MULTIPLE}"
-    assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
-    assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
-    scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
-    if has_kernel(a_MK.device):
-        return torch._scaled_mm(
-            a_MK, b_KN, scale_a=scale_a, scale_b=scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
-        )
-    # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
-    out_MN = torch.mm(a_MK.float(), b_KN.float()) * scale_a * scale_b
-    return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
-
-
-class _Fp8Matmul(torch.autograd.Function):
-    """x @ w.T + b with all three products in FP8.
-
-    codes: the weight in FP8 with its scale, as fp8_gather.py gathers it; the weight then only receives its gradient.
-    Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
-    layer at once, and FSDP would not know that it may free the copy.
-    """
-
-    @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, codes_NK, weight_scale, arith, max_exponent, *scaling):
-        """scaling: input_amax, input_scale, grad_amax, grad_scale of Fp8Linear.
-
-        *_amax: where to note the largest magnitudes, or None. *_scale: delayed scales, or None for dynamic ones.
-        """
-        input_amax, input_scale, grad_amax, grad_scale = scaling
-        input_scale = _tensor_scale(x_MK, arith.forward, max_exponent, input_amax, input_scale)
-        x8_MK, w8_NK = cast(x_MK, input_scale, arith.forward), codes_NK
-        if codes_NK is None:
-            weight_scale = _tensor_scale(weight_NK, arith.forward, max_exponent)
-            w8_NK = cast(weight_NK, weight_scale, arith.forward)
-        kept_NK = weight_NK if codes_NK is None else codes_NK
-        ctx.save_for_backward(x8_MK, kept_NK, input_scale, weight_scale, grad_scale)
-        # grad_amax changes, so ctx cannot save it.
-        ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
-        rule = arith.row_times_column
-        return scaled_mm(x8_MK, w8_NK.t(), input_scale, weight_scale, rule, bias_N, x_MK.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad_MN):
-        x8_MK, kept_NK, input_scale, weight_scale, grad_scale = ctx.saved_tensors
-        # Inductor knows no other layout, whatever the device would take (torch 2.11 to 2.15).
-        rule = ctx.arith.row_times_column or torch.compiler.is_compiling()
-        grad_MN = grad_MN.contiguous()
-        grad_scale = _tensor_scale(grad_MN, ctx.arith.gradient, ctx.max_exponent, ctx.grad_amax, grad_scale)
-        g8_MN = cast(grad_MN, grad_scale, ctx.arith.gradient)
-        if kept_NK.itemsize == 1:
-            w8_NK = kept_NK if not torch.compiler.is_compiling() else _in_backward(kept_NK, grad_scale)
-        else:
-            w8_NK = cast(kept_NK, weight_scale, ctx.arith.forward)
-        if rule:  # right sides column-major: transposed copies
-            w8_NK, x8_MK = w8_NK.t().contiguous().t(), x8_MK.t().contiguous().t()
-        g8_NM = g8_MN.t().contiguous() if rule else g8_MN.t()
-        grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_scale, weight_scale, rule, out_dtype=grad_MN.dtype)
-        grad_w_NK = scaled_mm(g8_NM, x8_MK, grad_scale, input_scale, rule, out_dtype=grad_MN.dtype)
-        grad_b_N = grad_MN.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x_MK, grad_w_NK, grad_b_N, *(None,) * 8
-
-
-def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
-    """The same codes, tied to the gradient. Else a compiler may transpose the codes in forward and keep the copy."""
-    zero = (grad_scale < 0).to(torch.uint8)
-    return (codes.view(torch.uint8) + zero).view(codes.dtype)
-
-
-def _tensor_scale(
-    x: Tensor, dtype: torch.dtype, max_exponent: int, amax: Tensor | None = None, delayed: Tensor | None = None
-) -> Tensor:
-    """The scale to cast a tensor with: the delayed scale if given, else the scale of the tensor's own magnitude.
-
-    amax: fp32 scalar that is raised to the tensor's largest magnitude, over the micro-batches of a step; or None.
-    """
-    if amax is None and delayed is not None:
-        return delayed
-    magnitude = largest_magnitude(x)
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, magnitude))
-    return scale_of_magnitude(magnitude, torch.finfo(dtype).max, max_exponent) if delayed is None else delayed
+from flux_ref.model import SplitLinear
+from flux_ref.speed.fp8_product import (
+    MULTIPLE,
+    Arithmetic,
+    Fp8Matmul,
+    arithmetic,
+    cast,
+    magnitudes,
+    scale_of_magnitude,
+    scales_of,
+)
 
 
 class Fp8Linear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are FP8.
 
     is_delayed: whether training takes the delayed scales; set by `Fp8State.begin`.
-    input_amax, input_scale, grad_amax, grad_scale: fp32 scalars of the input and of the output's gradient; None under
-    the dynamic recipe.
-    codes, weight_scale: the gathered weight in FP8, (N, K), and its scale; None where the weight itself is gathered.
+    input_* and grad_*: fp32, of the input and of the output's gradient; None under the dynamic recipe. They are the
+    largest magnitudes over the micro-batches of a step (amax), the delayed scale and its inverse, 1 / scale.
+    input_amax: (16,), of as many slices of the tokens, each of which a GPU reduces in one kernel. grad_amax: (N,).
+    codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
+    weight itself is gathered.
     """
 
     def __init__(self, linear: nn.Linear, cfg: Fp8Config, arith: Arithmetic):
@@ -208,30 +55,48 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.arith, self.max_exponent = arith, cfg.max_scale_exponent
         self.is_delayed, self.in_validation = False, cfg.eval
-        self.codes = self.weight_scale = None
-        for name in ("input_amax", "input_scale", "grad_amax", "grad_scale"):
-            # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
-            buffer = torch.zeros((), device=linear.weight.device) if cfg.recipe == "delayed" else None
-            self.register_buffer(name, buffer, persistent=False)
+        self.widths = linear.widths if isinstance(linear, SplitLinear) else None
+        self.codes = self.weight_scale = self.weight_inverse = None
+        for side, length in (("input", MULTIPLE), ("grad", linear.out_features)):
+            for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
+                # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
+                buffer = torch.zeros(shape, device=linear.weight.device) if cfg.recipe == "delayed" else None
+                self.register_buffer(f"{side}_{name}", buffer, persistent=False)
 
     @torch.no_grad()
     def encode(self) -> None:
         """Make the codes of the weight as it is now, as a gather would. For nets that are not sharded."""
-        self.weight_scale = _tensor_scale(self.weight, self.arith.forward, self.max_exponent)
+        self.weight_scale, self.weight_inverse = scales_of(
+            magnitudes(self.weight), self.arith.forward, self.max_exponent
+        )
         self.codes = cast(self.weight, self.weight_scale, self.arith.forward)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., K) bf16 -> (..., N) bf16."""
-        is_training = torch.is_grad_enabled()
-        if not is_training and not self.in_validation:
-            return F.linear(x, self.weight, self.bias)
-        input_amax, grad_amax = (self.input_amax, self.grad_amax) if is_training else (None, None)
-        use_history = is_training and self.is_delayed
-        input_scale, grad_scale = (self.input_scale, self.grad_scale) if use_history else (None, None)
-        weight = (self.weight, self.bias, self.codes, self.weight_scale)
-        scaling = (input_amax, input_scale, grad_amax, grad_scale)
-        out_MN = _Fp8Matmul.apply(x.flatten(0, -2), *weight, self.arith, self.max_exponent, *scaling)
-        return out_MN.unflatten(0, x.shape[:-1])
+    def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """(..., K) bf16 -> (..., N) bf16, from parts and in parts as the linear that was taken over."""
+        widths = self.widths or (self.out_features,)
+        if torch.is_grad_enabled() or self.in_validation:
+            results = self._multiplied(parts, widths)
+        else:
+            joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+            results = F.linear(joined, self.weight, self.bias).split(widths, dim=-1)
+        return results if self.widths else results[0]
+
+    def _multiplied(self, parts: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Tensor]:
+        weight = (self.weight, self.bias, self.codes, self.weight_inverse, self.arith, self.max_exponent)
+        # Queries, keys and values are one part for the product. Kernels for each of them would be small.
+        groups = [list(group) for _, group in itertools.groupby(widths)]
+        sums, flat = [sum(group) for group in groups], [part.flatten(0, -2) for part in parts]
+        results = Fp8Matmul.apply(*weight, sums, *self._scaling(), *flat)
+        results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
+        return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
+
+    def _scaling(self) -> tuple[Tensor | None, ...]:
+        """Where training notes magnitudes, and what it remembers; of the input, then of the gradient."""
+        if not torch.is_grad_enabled():
+            return (None,) * 6
+        inputs = (self.input_scale, self.input_inverse) if self.is_delayed else (None, None)
+        grads = (self.grad_scale, self.grad_inverse) if self.is_delayed else (None, None)
+        return self.input_amax, *inputs, self.grad_amax, *grads
 
 
 def count(cfg: ModelConfig) -> int:
@@ -267,6 +132,7 @@ class Fp8State:
         delayed = self.linears if cfg.recipe == "delayed" else []
         self.amaxes = [amax for linear in delayed for amax in (linear.input_amax, linear.grad_amax)]
         self.scales = [scale for linear in delayed for scale in (linear.input_scale, linear.grad_scale)]
+        self.inverses = [inverse for linear in delayed for inverse in (linear.input_inverse, linear.grad_inverse)]
         largest = [torch.finfo(dtype).max for linear in delayed for dtype in linear.arith[:2]]
         self.largest = torch.tensor(largest, device=device) / 2**cfg.margin
         self.history = torch.zeros(len(largest), cfg.history, device=device)
@@ -301,7 +167,9 @@ class Fp8State:
         """
         if not self.amaxes:
             return None
-        amax = torch.stack(self.amaxes).nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may overlook NaN
+        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf)).nan_to_num(
+            nan=math.inf, posinf=math.inf
+        )  # a maximum may overlook NaN
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         usable = ((amax > 0) & amax.isfinite())[:, None]
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
@@ -316,7 +184,8 @@ class Fp8State:
             return
         amax = self.history.amax(1) if self.cfg.algorithm == "max" else self.history[:, 0]
         scale = scale_of_magnitude(amax, self.largest, self.cfg.max_scale_exponent)
-        torch._foreach_copy_(self.scales, list(torch.where(amax > 0, scale, 1.0).unbind()))
+        scale = torch.where(amax > 0, scale, 1.0)
+        torch._foreach_copy_(self.scales + self.inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
 
     def reset(self) -> None:
         """Forget all steps."""

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref.config import Config
-from flux_ref.speed.fp8 import Fp8Linear, cast, scale_of_magnitude
+from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed.fp8_product import cast, scale_of_magnitude
 
 
 class Fp8Gather:
@@ -35,12 +36,12 @@ class Fp8Gather:
         mesh, device = self.linears[0].weight.device_mesh, self.shards[0].device
         self.group = mesh.get_group(mesh.ndim - 1)
         self.arith, self.max_exponent = self.linears[0].arith, cfg.fp8.max_scale_exponent
-        self.scales = torch.ones(len(self.linears), device=device)
+        for linear in self.linears:  # one tensor each: compiled graphs copy inputs that are not aligned
+            linear.weight_scale, linear.weight_inverse = (torch.ones((), device=device) for _ in range(2))
         handle = torch.full((max(linear.weight.numel() for linear in self.linears),), math.nan, device=device)
         handle = handle.to(torch.bfloat16)
         encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
-        for linear, shard, scale in zip(self.linears, self.shards, self.scales.unbind()):
-            linear.weight_scale = scale
+        for linear, shard in zip(self.linears, self.shards):
             shard.fsdp_pre_all_gather = partial(_before, linear, encode)
             shard.fsdp_pre_all_gather.__signature__ = SIGNATURE  # FSDP2 would look it up at every gather, at 0.1 ms
             shard.fsdp_post_all_gather = partial(_after, linear, handle)
@@ -55,7 +56,9 @@ class Fp8Gather:
         amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         largest = torch.finfo(self.arith.forward).max
-        self.scales.copy_(scale_of_magnitude(amax.bfloat16().float(), largest, self.max_exponent))
+        scale = scale_of_magnitude(amax.bfloat16().float(), largest, self.max_exponent)
+        kept = [linear.weight_scale for linear in self.linears] + [linear.weight_inverse for linear in self.linears]
+        torch._foreach_copy_(kept, list(torch.cat((scale, scale.reciprocal())).unbind()))
 
 
 def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> Tensor:

@@ -53,21 +53,22 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
     return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
 
 
-def options(kind: str, cfg: Config) -> dict[str, object]:
-    """The compiler's options for regions of "double" or "single" blocks. `python -m bench.static` counts their effect.
+def options(cfg: Config) -> dict[str, object]:
+    """The compiler's options for regions. `python -m bench.static` counts their effect.
 
     An option that this torch does not know is left out; its old default then costs some memory traffic.
     """
-    wanted = {"realize_reads_threshold": 8}  # RoPE's gradient is computed where it is used, not stored in fp32
-    if cfg.fp8.recipe == "delayed":  # such a kernel keeps whole rows in registers; transposing a row of 12,288 spills
-        wanted["triton.mix_order_reduction"] = False
-    if kind == "double":  # norm and RoPE write each stream's part of the joint queries and keys
-        wanted |= {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
+    wanted = {
+        "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
+        "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
+    }
+    if cfg.fp8.recipe != "off":  # also the transposed codes of a part
+        wanted["max_pointwise_cat_inputs"] = 0
     return {name: value for name, value in wanted.items() if name in torch._inductor.config._config}
 
 
-def compile_all(units: dict[str, list[Region]], cfg: Config, device: torch.device) -> None:
-    """Mark every region to be compiled at its first call in each mode. units: by kind of block, as in `options`.
+def compile_all(units: list[Region], cfg: Config, device: torch.device) -> None:
+    """Mark every region to be compiled at its first call in each mode.
 
     Raises: Refusal without a C++ compiler.
     """
@@ -78,9 +79,8 @@ def compile_all(units: dict[str, list[Region]], cfg: Config, device: torch.devic
     torch.compiler.set_stance("default")
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._functorch.config.activation_memory_budget = cfg.parallel.activation_budget
-    for kind, of_kind in units.items():
-        for region in of_kind:
-            region.compile(fullgraph=True, dynamic=False, options=options(kind, cfg))
+    for region in units:
+        region.compile(fullgraph=True, dynamic=False, options=options(cfg))
 
 
 def forbid_recompilation() -> None:

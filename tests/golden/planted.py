@@ -101,9 +101,9 @@ bf16.rms_norm | RMSNorm computed in bf16 | model.RMSNorm.forward
     scale.float(), eps=NORM_EPS) => scale.bfloat16(), eps=NORM_EPS).float()
 bf16.time_waves | steps of 4 | model.time_waves
     1000.0 * t_B.float() => (1000.0 * t_B).bfloat16().float()
-fp8.x.scale | e4m3 max | speed.fp8.scale_of_magnitude
+fp8.x.scale | e4m3 max | speed.fp8_product.scale_of_magnitude
     largest / => torch.as_tensor(largest).clamp(max=240) /
-fp8.x.scale | power of 2 | speed.fp8.scale_of_magnitude
+fp8.x.scale | power of 2 | speed.fp8_product.scale_of_magnitude
     (largest / amax) => (largest / amax).log2().floor().exp2()
 fp8.delayed.scale | margin | speed.fp8.Fp8State.__init__
     / 2**cfg.margin => * 1.0

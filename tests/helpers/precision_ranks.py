@@ -15,7 +15,8 @@ from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters, reshard
-from flux_ref.speed.fp8 import Fp8Linear, cast, largest_magnitude, scale_of_magnitude
+from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed.fp8_product import cast, magnitudes, scale_of_magnitude
 from flux_ref.step import Health, State, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
@@ -62,7 +63,7 @@ def training(cfg: Config, world: World, state: State) -> dict:
         "first history": first,
         "histories": rank_runs.of_all(fp8.history),
         "scales": rank_runs.of_all(torch.stack(fp8.scales)),
-        "buffers": {(type(b), b.dtype, b.shape) for linear in linears for b in linear.buffers()},
+        "buffers": {(type(b), b.dtype) for linear in linears for b in linear.buffers()},
     }
 
 
@@ -97,7 +98,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
     weights, found = rank_runs.whole(state.net), []
     for name, linear in fp8_linears(state.net).items() if cfg.fp8.gather else ():
         weight = weights[f"{name}.weight"].bfloat16()
-        scale = scale_of_magnitude(largest_magnitude(weight), torch.finfo(linear.arith.forward).max, 44)
+        scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max, 44)
         found.append((linear, cast(weight, scale, linear.arith.forward), scale))
     for unit in (*state.net.double_blocks, *state.net.single_blocks):
         unit.unshard()

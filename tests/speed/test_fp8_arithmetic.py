@@ -17,8 +17,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_ref.config import Fp8Config
-from flux_ref.speed import fp8
-from flux_ref.speed.fp8 import Fp8Linear, arithmetic, cast, scaled_mm
+from flux_ref.speed import fp8_product
+from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed.fp8_product import arithmetic, cast, scaled_mm
 
 ONE = torch.tensor(1.0)
 EPS = 2.0**-24  # half a unit in the last place of fp32, relative
@@ -154,7 +155,8 @@ def test_one_product_with_its_scales_and_bias_is_numpys_bit_for_bit():
         want = products.astype(np.float32) * factors[0] * factors[1] + bias[: len(b)]
         for dtype, round_to in ((torch.float32, np.asarray), (torch.bfloat16, rounded_to_bf16)):
             bias_N = torch.from_numpy(bias).bfloat16()
-            got = scaled_mm(*sides, *torch.from_numpy(scales), row_times_column=True, bias_N=bias_N, out_dtype=dtype)
+            inverses = torch.from_numpy(scales).reciprocal()
+            got = scaled_mm(*sides, *inverses, row_times_column=True, bias_N=bias_N, out_dtype=dtype)
             got = got.float().numpy()[:, : len(b)]
             wrong += [f"{a_dtype} {b_dtype} {dtype}"] * bool((bits(got) != bits(round_to(want))).any())
     assert wrong == []
@@ -172,7 +174,7 @@ def test_sums_are_fp32s():
             a, b = FORMATS[a_dtype].values[a_MK], FORMATS[b_dtype].values[b_NK].T
             sides = torch.from_numpy(a_MK).view(a_dtype), torch.from_numpy(b_NK).view(b_dtype).t()
             got = scaled_mm(
-                *sides, torch.tensor(3.0), torch.tensor(0.7), row_times_column=True, out_dtype=torch.float32
+                *sides, torch.tensor(1 / 3.0), torch.tensor(1 / 0.7), row_times_column=True, out_dtype=torch.float32
             )
             factor = 1 / (3.0 * float(np.float32(0.7)))
             error = np.abs(got.double().numpy() - a @ b * factor)
@@ -210,7 +212,7 @@ def test_a_cpu_never_calls_torchs_fp8_product():
             assert all(tensor.isfinite().all() for tensor in forward_and_backward(linear_of(arch)))
         assert "aten.mm.default" in operations.names
         assert [name for name in operations.names if "scaled" in name] == []
-    assert not fp8.has_kernel(torch.device("cpu")) and fp8.has_kernel(torch.device("cuda"))
+    assert not fp8_product.has_kernel(torch.device("cpu")) and fp8_product.has_kernel(torch.device("cuda"))
 
 
 @pytest.mark.slow
@@ -226,12 +228,8 @@ def test_compiled_code_for_a_cpu_does_not_call_it_either(monkeypatch):
 
 
 def test_one_function_names_torchs_fp8_product():
-    """bench/ceiling.py times the product on accelerators. Four tables hold its name, to find it among operations."""
+    """bench/ceiling.py times the product on accelerators. A table in bench/kernels.py finds it among operations."""
     paths = (*ROOT.glob("*.py"), *ROOT.glob("flux_ref/**/*.py"), *ROOT.glob("bench/**/*.py"))
     mentions = {str(path.relative_to(ROOT)): len(PRODUCT.findall(path.read_text())) for path in paths}
-    tables = dict.fromkeys(("flux_ref/plan/footprint.py", "bench/kernels.py"), 1)
-    tables |= dict.fromkeys(("bench/static/inductor.py", "bench/static/report.py"), 1)
-    assert {path: count for path, count in mentions.items() if count} == tables | {
-        "flux_ref/speed/fp8.py": 1,
-        "bench/ceiling.py": 1,
-    }
+    places = ("flux_ref/speed/fp8_product.py", "bench/ceiling.py", "bench/kernels.py")
+    assert {path: count for path, count in mentions.items() if count} == dict.fromkeys(places, 1)

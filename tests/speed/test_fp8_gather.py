@@ -13,7 +13,8 @@ from torch import nn
 from flux_ref import config, ranks
 from flux_ref.config import Fp8Config
 from flux_ref.errors import Refusal
-from flux_ref.speed.fp8 import Fp8Linear, arithmetic
+from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed.fp8_product import arithmetic
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from flux_ref.data import allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import resuming
-from flux_ref.speed import fp8
+from flux_ref.speed import fp8_product
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
@@ -22,7 +22,7 @@ def has_fp8() -> bool:
     if not torch.accelerator.is_available():
         return False
     try:
-        fp8.arithmetic(fp8.architecture(torch.device(torch.accelerator.current_accelerator().type, 0)))
+        fp8_product.arithmetic(fp8_product.architecture(torch.device(torch.accelerator.current_accelerator().type, 0)))
     except Refusal:
         return False
     return True
@@ -69,7 +69,7 @@ def test_training_step_never_waits_for_the_device(micro_batch):
 def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
     """Datacenter Blackwell and AMD: right sides row by row; AMD also a gradient in e5m2 by a weight in e4m3."""
     device = torch.device(torch.accelerator.current_accelerator().type, 0)
-    arith, one = fp8.arithmetic(fp8.architecture(device)), torch.ones((), device=device)
+    arith, one = fp8_product.arithmetic(fp8_product.architecture(device)), torch.ones((), device=device)
     wrong = []
     for left in (arith.forward, arith.gradient):
         a = torch.randn(64, 96, device=device).to(left)

@@ -1,0 +1,210 @@
+"""One linear's three products in FP8: formats, scales, casts and layouts.
+
+The products are the output, the gradient of the input and the gradient of the weight. Inputs and weights are e4m3,
+gradients are e5m2. Each tensor has one scale. Sums are fp32, results are bf16.
+
+port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by the scale; a product divides by it.
+Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flux_ref.errors import Refusal
+
+# Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
+MULTIPLE = 16  # kernels need K and N divisible by this number; M is free
+E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+class Arithmetic(NamedTuple):
+    """What a kind of device computes with."""
+
+    forward: torch.dtype  # of inputs and weights
+    gradient: torch.dtype
+    row_times_column: bool  # whether a product needs its left side row-major and its right side column-major
+
+
+def architecture(device: torch.device) -> str:
+    """The name of a device's kind: "cpu", "sm90", "gfx942", ..."""
+    if device.type == "cpu":
+        return "cpu"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+def arithmetic(arch: str) -> Arithmetic:
+    """The arithmetic of an architecture. Raises: Refusal if it has no FP8.
+
+    Source: the layouts that PyTorch's ScaledBlas.cpp accepts. MI300X and MI325X (gfx94x) have formats of their own,
+    without infinities and negative zero.
+    """
+    if re.fullmatch(r"gfx94\d", arch):
+        return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=False)
+    if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
+        raise Refusal(f"fp8.recipe needs a device that computes in FP8, {arch} does not; set fp8.recipe=off")
+    # Datacenter Blackwell and AMD take every layout. A CPU could, too, but shows here what Hopper would refuse.
+    any_layout = re.fullmatch(r"sm10\d|gfx\d+", arch)
+    return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch's own FP8 product is used on a device. Not on a CPU: there it depends on the CPU's maker."""
+    return device.type != "cpu"
+
+
+def scale_of_magnitude(amax: Tensor, largest: float | Tensor, max_exponent: int) -> Tensor:
+    """The scale that maps a magnitude to the largest value of a format, at most 2**max_exponent; fp32.
+
+    amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
+    """
+    # numerics: an uncapped scale of a nearly vanished gradient overflows in some kernels.
+    return (largest / amax).clamp(max=2.0**max_exponent)
+
+
+def magnitudes(x: Tensor, dim: int = -1) -> Tensor:
+    """max |x| along a dimension. The maximum over the rest is a second stage, which compilers fuse better."""
+    return x.abs().amax(dim)
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in an FP8 format. A value beyond the format's range becomes its largest value; NaN stays NaN."""
+    # numerics: without the clamp, some formats and versions of torch overflow to NaN or infinity.
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    row_times_column: bool,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
+) -> Tensor:
+    """a @ b + bias of FP8 tensors: (M, N).
+
+    inverse_*: 1 / the scale that a side was cast with.
+    fast: sum with less than fp32's precision where the device can (Hopper). Asserts what a GPU would refuse.
+    """
+    assert not {a_MK.dtype, b_KN.dtype} <= set(E5M2), "no device multiplies e5m2 by e5m2"
+    assert b_KN.shape[0] % MULTIPLE == 0 and b_KN.shape[1] % MULTIPLE == 0, f"{tuple(b_KN.shape)} % {MULTIPLE}"
+    assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
+    assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
+    if has_kernel(a_MK.device):
+        return _device_mm(a_MK, b_KN, inverse_a, inverse_b, bias_N, out_dtype, fast)
+    # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
+    out_MN = torch.mm(a_MK.float(), b_KN.float()) * inverse_a * inverse_b
+    return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
+
+
+@torch.library.custom_op("flux_ref::scaled_mm", mutates_args=())
+def _device_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """torch's own product. An operator of ours, because Inductor would make Hopper's layouts on every device."""
+    return torch._scaled_mm(
+        a_MK, b_KN, scale_a=inverse_a, scale_b=inverse_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
+    )
+
+
+@_device_mm.register_fake
+def _(a_MK, b_KN, inverse_a, inverse_b, bias_N, out_dtype, fast):
+    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=out_dtype)
+
+
+class Fp8Matmul(torch.autograd.Function):
+    """x @ w.T + b with all three products in FP8.
+
+    Parts of x join along K, and the result is split along N. Each part is cast by itself. So a compiler can cast a part
+    where the part is computed.
+    codes: the weight in FP8, as fp8_gather.py gathers it; the weight then only receives its gradient.
+    Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
+    layer at once, and FSDP would not know that it may free the copy.
+    """
+
+    @staticmethod
+    def forward(ctx, weight_NK, bias_N, codes_NK, weight_inverse, arith, max_exponent, widths, *rest):
+        """widths: N of the result's parts. rest: (amax, scale, inverse) of the input, of the gradient; then x's parts.
+
+        amax: where to note the largest magnitudes, or None. scale: a delayed scale, or None for a dynamic one.
+        """
+        input_scaling, (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
+        rule, weight_scale, kept_NK = arith.row_times_column, None, codes_NK
+        amax_M = torch.cat([magnitudes(part) for part in parts])
+        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, *input_scaling)
+        x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
+        if codes_NK is None:
+            weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
+            codes_NK, kept_NK = cast(weight_NK, weight_scale, arith.forward), weight_NK
+        ctx.save_for_backward(x8_KM, kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales)
+        # grad_amax changes, so ctx cannot save it.
+        ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
+        ctx.widths = [part.shape[1] for part in parts]
+        out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
+        return out_MN.split(widths, dim=1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x8_KM, w8_NK, input_inverse, weight_scale, weight_inverse, *grad_scales = ctx.saved_tensors
+        rule, kind, dtype = ctx.arith.row_times_column, ctx.arith.gradient, grads[0].dtype
+        amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
+        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, *grad_scales)
+        g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
+        if w8_NK.itemsize > 1:
+            w8_NK = cast(w8_NK, weight_scale, ctx.arith.forward)
+        if rule:
+            w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
+        grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
+        grad_w_NK = scaled_mm(g8_NM, x8_KM.t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
+        grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
+        return grad_w_NK, grad_b_N, *(None,) * 11, *grad_x_MK.split(ctx.widths, dim=1)
+
+
+def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
+    """Parts of (M, N) in FP8, joined, and their transpose (N, M): a copy where a product needs one row-major."""
+    casts = [cast(part, scale, dtype) for part in parts]
+    codes_MN = torch.cat(casts, dim=1)
+    return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
+
+
+def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
+    """The same codes, tied to the gradient. Else a compiler may transpose the codes in forward and keep the copy."""
+    if not torch.compiler.is_compiling():
+        return codes
+    zero = (grad_scale < 0).to(torch.uint8)
+    return (codes.view(torch.uint8) + zero).view(codes.dtype)
+
+
+def scales_of(
+    found: Tensor,
+    dtype: torch.dtype,
+    max_exponent: int,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scale to cast a tensor with, and 1 / scale: those given, else those of the tensor's own magnitude.
+
+    found: the tensor's `magnitudes`. amax: fp32, as long or shorter by a factor; is raised to them; or None.
+    """
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
+    if scale is None:
+        scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max, max_exponent)
+        inverse = scale.reciprocal()
+    return scale, inverse
