@@ -5,6 +5,7 @@
     python -m bench.static --arch sm90 --binaries                       # registers and spills of the large kernels
     python -m bench.static --compare OLD.json NEW.json
     python -m bench.static --arch sm90 --limits bench/static/limits.json
+    python -m bench.static --arch sm90 --measured SWEEP.json COUNTED.json       # profiled by bench.sweep, against counts
 
 Needs a build of torch with Triton, and no GPU. --ranks N (8) shard the weights. A roofline gives the time: bytes by
 --memory-tb-s, products by --bf16-tflops and --fp8-tflops, attention by --attention-tflops. Defaults are shares of the
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import common
-from bench.static import parts, report
+from bench.static import measured, parts, report
 from bench.static.absent_gpu import GPUS, AbsentGpu
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
@@ -41,6 +42,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"))
     parser.add_argument("--limits", type=Path)
+    parser.add_argument("--measured", nargs=2, type=Path, metavar=("SWEEP", "COUNTED"))
     args, overrides = parser.parse_known_args(argv)
     if not args.compare and not args.arch:
         raise Refusal("bench.static needs --arch sm90, sm100, gfx942 or gfx950, or --compare OLD NEW")
@@ -51,6 +53,9 @@ def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
     if args.compare:
         print(report.compare(*(json.loads(path.read_text())["runs"] for path in args.compare)))
+        return 0
+    if args.measured:
+        print(measured.compare(args.arch, *(json.loads(path.read_text()) for path in args.measured)))
         return 0
     cfg = config_file.load(args.config, overrides)
     gpu, runs = AbsentGpu(args.arch), []

@@ -37,6 +37,7 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
         "micro_batch": micro_batch,
         "budget": cfg.parallel.activation_budget,
         "parts": rows,
+        "times": times,
         "ms": ms,
         "samples_per_s": micro_batch * 1e3 / ms,
         "ceiling_share": rate / ceiling,
@@ -46,10 +47,12 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
 
 def _figures(one: Count, known: dict[str, float]) -> dict[str, object]:
     products = [{"product": _words(product), "calls": calls} for product, calls in sorted(one.products.items())]
+    spent = _ms(one, known)
     return {
         "kernels": one.launches.total(),
         "bytes": round(one.bytes),
-        "ms": sum(_ms(one, known).values()),
+        "ms": sum(spent.values()),
+        "ms_of": spent,
         "products": products,
         "attentions": one.attentions.total(),
     }
