@@ -5,7 +5,7 @@
     python -m bench.static --arch sm90 --binaries                       # registers and spills of the large kernels
     python -m bench.static --compare OLD.json NEW.json
     python -m bench.static --arch sm90 --limits bench/static/limits.json
-    python -m bench.static --arch sm90 --measured SWEEP.json COUNTED.json       # profiled by bench.sweep, against counts
+    python -m bench.static --arch sm90 --measured SWEEP.json COUNTED.json   # profiles against counts
 
 Needs a build of torch with Triton, and no GPU. --ranks N (8) shard the weights. A roofline gives the time: bytes by
 --memory-tb-s, products by --bf16-tflops and --fp8-tflops, attention by --attention-tflops. Defaults are shares of the

@@ -20,10 +20,9 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
         if (precision, rows) not in counts:
             continue
         run = counts[precision, rows]
-        title = f"{name}, micro-batch {rows}"
-        lines += [f"{title}: {precision}, budget {run['budget']} in the count", ""]
-        lines[-1] = f"  {'class':<22}{'measured ms':>12}{'counted ms':>12}{'ratio':>8}"
-        expected = _counted(run)
+        title, expected = f"{name}, micro-batch {rows}", _counted(run)
+        lines += [f"{title} ({precision}; counted with activation budget {run['budget']})"]
+        lines += [f"  {'class':<22}{'measured ms':>12}{'counted ms':>12}{'ratio':>8}"]
         for kind, ms in found.items():
             want = expected.get(CLASSES.get(kind, kind))
             lines.append(f"  {kind:<22}{ms:>12.2f}" + (f"{want:>12.2f}{ms / want:>8.2f}" if want else ""))
@@ -37,7 +36,7 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
 
 def _profiled(sweep: dict) -> Iterator[tuple[str, int, str, dict[str, float]]]:
     """Name of the variant, micro-batch, precision and milliseconds by class of every profiled run."""
-    for variant in sweep["variants"]:
+    for variant in sweep["runs"]:
         for run in variant.get("report", {}).get("runs", ()):
             if "kernels" not in run:
                 continue

@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from bench.static import report
+from bench.static import measured, report
 from bench.static.inductor import Count
 from bench.static.traffic import traffic
 from flux_ref import config_file
+from flux_ref.errors import Refusal
 
 HEAD = """
 import triton
@@ -82,6 +83,27 @@ def test_a_report_adds_up_and_limits_hold_to_two_percent():
     assert len(high) == 4 and "double forward: kernels 103, limit 100" in high[0]
     assert "100 -> 103" in report.compare([runs[0]], [runs[1]])
     assert max(map(len, report.table(runs[0]).splitlines())) <= 120
+
+
+def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement_is_named():
+    cfg = config_file.load("tests/micro.toml", ["--train.global_batch=32", "--parallel.dtype=bf16"])
+    known = {"memory_tb_s": 1.0, "bf16_tflops": 2.0, "fp8_tflops": 4.0, "attention_tflops": 1.0}
+    count = Count()
+    count.add("norm and AdamW", 7e9)
+    run = report.run("sm90", cfg, made(10) | {"optimizer": {"step": count}}, known, 32)
+    blocks = cfg.model.double_blocks + cfg.model.single_blocks
+    classes = {"gemm": blocks * 1.0, "elementwise": blocks * 9.0, "copy": blocks * 3.0, "attention": 0.0}
+    profile = {"classes": {kind: {"ms": ms} for kind, ms in classes.items()}, "idle": {"ms": 5.0}}
+    whole = {"runs": [{"micro_batch": 32, "optimizer": 8.0, "kernels": profile}, {"micro_batch": 64}]}
+    sweep = {"runs": [{"name": "whole", "command": "python -m bench.whole", "report": whole}, {"name": "refused"}]}
+    shown = measured.compare("sm90", sweep, {"runs": [run]})
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert f"elementwise and copy {blocks * 12.0:.2f} {blocks * 10.0:.2f} 1.20" in lines
+    assert f"largest disagreement: elementwise and copy of whole, micro-batch 32, {blocks * 2.0:+.2f} ms" in shown
+    assert "optimizer 8.00 7.00 1.14" in lines and "idle 5.00" in lines
+    sweep["runs"][0]["command"] += " --fp8.recipe=delayed"
+    with pytest.raises(Refusal, match=r"no profiled run of bench\.whole has a count for sm90"):
+        measured.compare("sm90", sweep, {"runs": [run]})
 
 
 def counted(*argv: str, json_file) -> dict:
