@@ -83,6 +83,7 @@ def compile_for(
         return compile_fx.compile_fx(graph, example_inputs, inner_compile=inner, config_patches=options)
 
     lower = compile_fx.compile_fx_inner
+    torch._dynamo.reset()  # it limits how often one function is compiled
     with _collecting(codes.append, sources, budget):
         try:
             torch.compile(module, fullgraph=True, dynamic=False, backend=backend)(*inputs)
