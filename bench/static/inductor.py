@@ -149,6 +149,19 @@ def product(name: str, given: list[Tensor]) -> tuple:
     return (name, *((tuple(side.shape), side.stride(), str(side.dtype).removeprefix("torch.")) for side in sides))
 
 
+def words(product: tuple) -> str:
+    """As in "mm (8192, 3072) row x (3072, 9216) column, bfloat16"."""
+    name, left, right = product
+    sides = (f"{side[0]} {'row' if side[1][-1] == 1 else 'column'}" for side in (left, right))
+    return f"{name} {' x '.join(sides)}, {' by '.join(dict.fromkeys((left[2], right[2])))}"
+
+
+def is_row_times_column(product: tuple) -> bool:
+    """Whether an H200 takes a product: in FP8 it multiplies rows by columns alone."""
+    name, (_, left, _), (_, right, _) = product
+    return name != "scaled_mm" or (left[1], right[0]) == (1, 1)
+
+
 def _read(graph: fx.GraphModule, weights: set[torch.Size], outputs: int) -> Count:
     """The products, the attention calls and, behind the module's own outputs, what forward keeps for backward."""
     found, kept = Count(), {}

@@ -15,6 +15,8 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
     Raises: Refusal if no profiled run has a count.
     """
     counts = {(run["precision"], run["micro_batch"]): run for run in counted["runs"] if run["arch"] == arch}
+    if len({run["budget"] for run in counts.values()}) > 1 or not all("times" in run for run in counts.values()):
+        raise Refusal("the counts have several activation budgets, or no times of classes; count anew in one call")
     lines, missed = [], {}
     for name, rows, precision, found in _profiled(sweep):
         if (precision, rows) not in counts:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
-from bench.static.inductor import Count
+from bench.static.inductor import Count, is_row_times_column, words
 from flux_ref import flow, sharding
 from flux_ref.benchmark.communication import ITEM_BYTES, gathered_bytes
 from flux_ref.config import Config, ModelConfig, micro_batch
@@ -65,6 +65,9 @@ def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: i
     inputs = (streams, tensor(rows, model.hidden), rope)
     outputs, budget = 2 if kind == "double" else 1, cfg.parallel.activation_budget
     passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg), budget)
+    if fp8_product.arithmetic(gpu.arch).row_times_column:
+        wrong = [words(product) for one in passes for product in one.products if not is_row_times_column(product)]
+        assert not wrong, f"{gpu.arch} refuses these products: {wrong}"
     return dict(zip(("forward", "backward"), passes))
 
 

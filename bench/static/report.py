@@ -6,7 +6,7 @@ from math import prod
 
 from bench.static.absent_gpu import AbsentGpu
 from bench.static.binaries import binaries
-from bench.static.inductor import Count
+from bench.static.inductor import Count, words
 from flux_ref.benchmark import flops, hardware
 from flux_ref.config import Config
 
@@ -46,7 +46,7 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
 
 
 def _figures(one: Count, known: dict[str, float]) -> dict[str, object]:
-    products = [{"product": _words(product), "calls": calls} for product, calls in sorted(one.products.items())]
+    products = [{"product": words(product), "calls": calls} for product, calls in sorted(one.products.items())]
     spent = _ms(one, known)
     return {
         "kernels": one.launches.total(),
@@ -78,13 +78,6 @@ def _ceiling(found: dict[str, dict[str, Count]], times: dict[str, int], known: d
             spent += count * _ms(one, known)["products"]
             done += sum(count * calls * 2 * prod(a[0]) * b[0][-1] for (_, a, b), calls in one.products.items())
     return done / spent / 1e9
-
-
-def _words(product: tuple) -> str:
-    """As in "mm (8192, 3072) row x (3072, 9216) column, bfloat16"."""
-    name, left, right = product
-    sides = (f"{side[0]} {'row' if side[1][-1] == 1 else 'column'}" for side in (left, right))
-    return f"{name} {' x '.join(sides)}, {' by '.join(dict.fromkeys((left[2], right[2])))}"
 
 
 def table(run: dict) -> str:

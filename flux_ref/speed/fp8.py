@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from flux_ref.config import FP8_LINEAR, Config, Fp8Config, ModelConfig
 from flux_ref.model import SplitLinear
 from flux_ref.speed.fp8_product import (
-    MULTIPLE,
     Arithmetic,
     Fp8Matmul,
     arithmetic,
@@ -37,6 +36,8 @@ from flux_ref.speed.fp8_product import (
     scales_of,
 )
 
+SLICES = 16  # of an input's rows; divides their number, as config_rules.py demands for training
+
 
 class Fp8Linear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are FP8.
@@ -44,7 +45,8 @@ class Fp8Linear(nn.Linear):
     is_delayed: whether training takes the delayed scales; set by `Fp8State.begin`.
     input_* and grad_*: fp32, of the input and of the output's gradient; None under the dynamic recipe. They are the
     largest magnitudes over the micro-batches of a step (amax), the delayed scale and its inverse, 1 / scale.
-    input_amax: (16,), of as many slices of the tokens, each of which a GPU reduces in one kernel. grad_amax: (N,).
+    input_amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
+    grad_amax: (N,), of the columns.
     codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
     weight itself is gathered.
     """
@@ -57,7 +59,7 @@ class Fp8Linear(nn.Linear):
         self.is_delayed, self.in_validation = False, cfg.eval
         self.widths = linear.widths if isinstance(linear, SplitLinear) else None
         self.codes = self.weight_scale = self.weight_inverse = None
-        for side, length in (("input", MULTIPLE), ("grad", linear.out_features)):
+        for side, length in (("input", SLICES), ("grad", linear.out_features)):
             for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
                 # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
                 buffer = torch.zeros(shape, device=linear.weight.device) if cfg.recipe == "delayed" else None
@@ -83,7 +85,7 @@ class Fp8Linear(nn.Linear):
 
     def _multiplied(self, parts: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Tensor]:
         weight = (self.weight, self.bias, self.codes, self.weight_inverse, self.arith, self.max_exponent)
-        # Queries, keys and values are one part for the product. Kernels for each of them would be small.
+        # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
         groups = [list(group) for _, group in itertools.groupby(widths)]
         sums, flat = [sum(group) for group in groups], [part.flatten(0, -2) for part in parts]
         results = Fp8Matmul.apply(*weight, sums, *self._scaling(), *flat)
@@ -167,9 +169,8 @@ class Fp8State:
         """
         if not self.amaxes:
             return None
-        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf)).nan_to_num(
-            nan=math.inf, posinf=math.inf
-        )  # a maximum may overlook NaN
+        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf))
+        amax = amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may overlook NaN
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         usable = ((amax > 0) & amax.isfinite())[:, None]
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref.errors import Refusal
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-MULTIPLE = 16  # kernels need K and N divisible by this number; M is free
+MULTIPLE = 16  # kernels need K and N divisible by this number; training needs M divisible, too
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
@@ -116,7 +117,7 @@ def _device_mm(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """torch's own product. An operator of ours, because Inductor would make Hopper's layouts on every device."""
+    """torch's own product, hidden from Inductor, which (torch 2.11 to 2.15) makes Hopper's layouts on every device."""
     return torch._scaled_mm(
         a_MK, b_KN, scale_a=inverse_a, scale_b=inverse_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast
     )
@@ -125,6 +126,11 @@ def _device_mm(
 @_device_mm.register_fake
 def _(a_MK, b_KN, inverse_a, inverse_b, bias_N, out_dtype, fast):
     return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=out_dtype)
+
+
+@register_flop_formula(torch.ops.flux_ref.scaled_mm)  # parallel.activation_budget weighs what it recomputes
+def _flop(a_shape, b_shape, *_, **__) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
 class Fp8Matmul(torch.autograd.Function):
@@ -160,13 +166,12 @@ class Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        x8_KM, w8_NK, input_inverse, weight_scale, weight_inverse, *grad_scales = ctx.saved_tensors
+        x8_KM, kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales = ctx.saved_tensors
         rule, kind, dtype = ctx.arith.row_times_column, ctx.arith.gradient, grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, *grad_scales)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
-        if w8_NK.itemsize > 1:
-            w8_NK = cast(w8_NK, weight_scale, ctx.arith.forward)
+        w8_NK = kept_NK if kept_NK.itemsize == 1 else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
             w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
@@ -178,6 +183,9 @@ class Fp8Matmul(torch.autograd.Function):
 def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
     """Parts of (M, N) in FP8, joined, and their transpose (N, M): a copy where a product needs one row-major."""
     casts = [cast(part, scale, dtype) for part in parts]
+    if len(casts) == 1:  # a compiler takes a cat of one part for a clone, and keeps the strides of the part
+        codes_MN = casts[0].contiguous()
+        return codes_MN, codes_MN.t().contiguous() if row_times_column else codes_MN.t()
     codes_MN = torch.cat(casts, dim=1)
     return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
 
@@ -200,7 +208,8 @@ def scales_of(
 ) -> tuple[Tensor, Tensor]:
     """The scale to cast a tensor with, and 1 / scale: those given, else those of the tensor's own magnitude.
 
-    found: the tensor's `magnitudes`. amax: fp32, as long or shorter by a factor; is raised to them; or None.
+    found: the tensor's `magnitudes`. amax: fp32; each of its values is raised to the largest of an equal share of
+    `found`. None: nothing is noted.
     """
     if amax is not None:
         amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))

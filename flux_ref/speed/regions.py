@@ -62,7 +62,7 @@ def options(cfg: Config) -> dict[str, object]:
         "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
         "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
     }
-    if cfg.fp8.recipe != "off":  # also the transposed codes of a part
+    if cfg.fp8.recipe != "off":  # the same for the transposed codes of a part
         wanted["max_pointwise_cat_inputs"] = 0
     return {name: value for name, value in wanted.items() if name in torch._inductor.config._config}
 

@@ -1,0 +1,63 @@
+"""What a compiler makes of FP8 products: the layouts that reach torch's own product, and equal bits."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flux_ref.config import Fp8Config
+from flux_ref.model import JoinLinear, SplitLinear
+from flux_ref.speed import fp8_product
+from flux_ref.speed.fp8 import Fp8Linear
+
+
+class Net(nn.Module):
+    """Linears with one part and with several, before and behind others."""
+
+    def __init__(self, arch: str, recipe: str):
+        super().__init__()
+        torch.manual_seed(0)
+        linears = (nn.Linear(64, 96), SplitLinear(96, (32, 32, 32, 64)), JoinLinear(96, 48))
+        arith, cfg = fp8_product.arithmetic(arch), Fp8Config(recipe=recipe)
+        self.one, self.split, self.join = (Fp8Linear(linear.bfloat16(), cfg, arith) for linear in linears)
+        for linear in (self.one, self.join):
+            linear.encode()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, inner = self.split(torch.nn.functional.gelu(self.one(x)))
+        return self.join(q * k + v, inner.sigmoid())
+
+
+def on_a_device(layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]):
+    """torch's product as a device would do it, on a CPU. Notes the strides of both sides."""
+
+    def multiply(a: Tensor, b: Tensor, *, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False) -> Tensor:
+        layouts.append((a.stride(), b.stride()))
+        out = torch.mm(a.float(), b.float()) * scale_a * scale_b
+        return (out if bias is None else out + bias.float()).to(out_dtype)
+
+    return multiply
+
+
+@pytest.mark.slow
+@torch._inductor.config.patch(emulate_precision_casts=True, force_disable_caches=True)
+def test_a_compiler_hands_a_device_the_layouts_that_it_takes_and_eager_code_the_same_bits(monkeypatch):
+    """Nine products each: rows by columns on an H200; without transposed copies on a B200."""
+    import torch._inductor.kernel.mm
+
+    x, layouts = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(), []
+    monkeypatch.setattr(fp8_product, "has_kernel", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", on_a_device(layouts))
+    for arch, recipe in (("sm90", "dynamic"), ("sm90", "delayed"), ("sm100", "delayed")):
+        found = []
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            layouts.clear()
+            net, leaf = Net(arch, recipe), x.clone().requires_grad_()
+            out = torch.compile(net, fullgraph=True, dynamic=False)(leaf) if compiles else net(leaf)
+            out.square().sum().backward()
+            found.append([out.detach(), leaf.grad, *(parameter.grad for parameter in net.parameters())])
+            assert len(layouts) == 9
+            rows_by_columns = [left[1] == 1 and right[0] == 1 for left, right in layouts]
+            assert all(rows_by_columns) if arch == "sm90" else sum(rows_by_columns) == 3, (arch, compiles, layouts)
+        assert all(map(torch.equal, *found)), (arch, recipe)
+    torch._dynamo.reset()
