@@ -2,29 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from fp8_net import Net
+from torch import Tensor
 
-from flux_ref.config import Fp8Config
-from flux_ref.model import JoinLinear, SplitLinear
 from flux_ref.speed import fp8_product
-from flux_ref.speed.fp8 import Fp8Linear
-
-
-class Net(nn.Module):
-    """Linears with one part and with several, before and behind others."""
-
-    def __init__(self, arch: str, recipe: str):
-        super().__init__()
-        torch.manual_seed(0)
-        linears = (nn.Linear(64, 96), SplitLinear(96, (32, 32, 32, 64)), JoinLinear(96, 48))
-        arith, cfg = fp8_product.arithmetic(arch), Fp8Config(recipe=recipe)
-        self.one, self.split, self.join = (Fp8Linear(linear.bfloat16(), cfg, arith) for linear in linears)
-        for linear in (self.one, self.join):
-            linear.encode()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v, inner = self.split(torch.nn.functional.gelu(self.one(x)))
-        return self.join(q * k + v, inner.sigmoid())
 
 
 def on_a_device(layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]):

@@ -5,14 +5,16 @@ from itertools import product
 import pytest
 import torch
 from conftest import MICRO
+from fp8_net import Net
 
 from flux_ref import checkpoint, config_file, ranks
 from flux_ref.checkpoint import Saver
+from flux_ref.config import Fp8Config
 from flux_ref.data import allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import resuming
-from flux_ref.speed import fp8_product
+from flux_ref.speed import fp8, fp8_product
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
@@ -82,6 +84,24 @@ def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
             if not torch.allclose(found.float(), a.float() @ b.float(), rtol=2e-2, atol=0.2):
                 wrong.append((left, *(side.stride() for side in pair)))
     assert wrong == []
+
+
+@pytest.mark.skipif(not has_fp8(), reason="no FP8")
+def test_compiled_fp8_linears_equal_eager_ones_on_a_device():
+    """In parts and whole. Delayed scales are 1, and a NaN of one column shows in the magnitudes."""
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    arch, found = fp8_product.architecture(device), []
+    x = torch.randn(256, 64, device=device, dtype=torch.bfloat16)
+    for compiles in (False, True):
+        net, leaf = Net(arch, "delayed", device), x.clone().requires_grad_()
+        fp8.Fp8State(net, Fp8Config(recipe="delayed", dynamic_steps=0), device)
+        out = (torch.compile(net, fullgraph=True) if compiles else net)(leaf)
+        out.backward(torch.ones_like(out).index_fill(1, torch.tensor([7], device=device), float("nan")))
+        found.append([out.detach(), *(linear.input_amax for linear in (net.one, net.split, net.join))])
+        largest = torch._foreach_norm([net.join.grad_amax, net.one.grad_amax, net.one.input_amax], float("inf"))
+        assert [bool(norm.isfinite()) for norm in largest] == [False, False, True]
+    for eager, compiled in zip(*found):
+        torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05)
 
 
 def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
