@@ -1,7 +1,6 @@
 """A small net of FP8 linears, with one part and with several."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref.config import Fp8Config
@@ -23,5 +22,5 @@ class Net(nn.Module):
             linear.encode()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v, inner = self.split(F.gelu(self.one(x)))
-        return self.join(q * k + v, inner.sigmoid())
+        q, k, v, inner = self.split(self.one(x).relu())
+        return self.join(torch.maximum(q, k).minimum(v.abs()), inner.relu())  # exact, so compilers give the same bits
