@@ -22,7 +22,7 @@ def on_a_device(layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]):
 @pytest.mark.slow
 @torch._inductor.config.patch(emulate_precision_casts=True, force_disable_caches=True)
 def test_a_compiler_hands_a_device_the_layouts_that_it_takes(monkeypatch):
-    """Nine products each: rows by columns on an H200, no transposed copies on a B200. The bits are those of eager code."""
+    """Nine products each: rows by columns on an H200, no transposed copies on a B200. The bits equal eager code's."""
     import torch._inductor.kernel.mm
 
     x, layouts = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(), []
