@@ -34,6 +34,7 @@ from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import listed
+from flux_ref.speed import regions
 
 PAIR = "configs/schnell_gbs512.toml"
 PAIR_OVERRIDES = ("model.double_blocks=1", "model.single_blocks=1", "train.global_batch=1", "train.micro_batch=1")
@@ -167,8 +168,9 @@ def prepare(builder: Callable[[Config], nn.Module], cfg: Config, device: torch.d
             parameter.data = parameter.data.normal_(std=0.02).to(sharding.DTYPES[cfg.parallel.dtype])
     net.materialised(device)
     if cfg.parallel.compile:
+        options = regions.options(cfg) if builder is PlainFlux else None  # as each side's own trainer compiles
         for block in (*net.double_blocks, *net.single_blocks):
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=False, options=options)
     optim = cfg.optim
     options = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     options["weight_decay"] = optim.weight_decay
