@@ -168,7 +168,8 @@ def prepare(builder: Callable[[Config], nn.Module], cfg: Config, device: torch.d
             parameter.data = parameter.data.normal_(std=0.02).to(sharding.DTYPES[cfg.parallel.dtype])
     net.materialised(device)
     if cfg.parallel.compile:
-        options = regions.options(cfg) if builder is PlainFlux else None  # as each side's own trainer compiles
+        # As each side's own trainer compiles.
+        options = regions.options(cfg, device) if builder is PlainFlux else None
         for block in (*net.double_blocks, *net.single_blocks):
             block.compile(fullgraph=True, dynamic=False, options=options)
     optim = cfg.optim

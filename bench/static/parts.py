@@ -64,7 +64,7 @@ def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: i
     rope = torch.empty(sum(lengths), model.head_dim // 2, 2)
     inputs = (streams, tensor(rows, model.hidden), rope)
     outputs, budget = 2 if kind == "double" else 1, cfg.parallel.activation_budget
-    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg), budget)
+    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg, inductor.DEVICE), budget)
     if fp8_product.arithmetic(gpu.arch).row_times_column:
         wrong = [words(product) for one in passes for product in one.products if not is_row_times_column(product)]
         assert not wrong, f"{gpu.arch} refuses these products: {wrong}"
