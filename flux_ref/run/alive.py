@@ -14,6 +14,12 @@ from flux_ref.run.hang_watch import HangWatch
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what torchrun passes on, and what Slurm sends ahead of a time limit
 
 
+def received() -> int:
+    """The signal that an `Alive` of this process has caught; 0 for none."""
+    owner = getattr(signal.getsignal(SIGNALS[0]), "__self__", None)
+    return owner.signal if isinstance(owner, Alive) else 0
+
+
 class Alive:
     """Watches for hanging ranks and catches SIGTERM and SIGUSR1 from the moment it is made."""
 

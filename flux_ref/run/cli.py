@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
-from flux_ref.run.alive import SIGNALS
+from flux_ref.run.alive import SIGNALS, received
 
 LINGER_S = 5.0
 
@@ -47,10 +47,12 @@ def _follow_launcher(name: str) -> None:
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+    caught = 0
     try:
         try:
             return task(argv)
         finally:
+            caught = received()
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # torchrun may end this rank while it lingers
     except (Refusal, Fault, Interrupted) as error:
@@ -61,7 +63,10 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
         return 130
     except Exception as error:
         if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
-            time.sleep(LINGER_S)  # another rank broke and prints the reason; torchrun ends this rank meanwhile
+            # Another rank broke and prints the reason. torchrun ends this rank, meanwhile or already.
+            if caught == signal.SIGTERM:
+                return 128 + caught
+            time.sleep(LINGER_S)
             return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
         traceback.print_exc()  # a defect of flux_ref
         return Fault.exit_code

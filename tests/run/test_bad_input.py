@@ -16,7 +16,7 @@ import train
 from flux_ref import config_file, data, rng
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, NPY_HEADER
-from flux_ref.run import cli
+from flux_ref.run import alive, cli
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -255,6 +255,23 @@ def met_by(rank: int, step: int = 1) -> int:
     """A training sample that a rank of two meets first in a step, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
     return next(int(order[p]) for p in data.rank_slice(step, rank, 2, CFG.train.global_batch) if 0 < order[p] < 49)
+
+
+def test_a_rank_that_torchrun_has_told_to_end_does_not_complain_of_a_lost_rank(monkeypatch, capsys):
+    """The signal may come before the connection breaks. Then the run has caught the signal, and goes on."""
+    watcher = object.__new__(alive.Alive)
+    watcher.signal = 0
+
+    def work(argv: list[str]) -> int:
+        signal.signal(signal.SIGTERM, watcher._take)
+        if argv:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(cli, "LINGER_S", 0.0)
+    assert cli._attempt("train.py", work, []) == 3 and "lost another rank" in capsys.readouterr().err
+    assert cli._attempt("train.py", work, ["signal"]) == 143 and capsys.readouterr().err == ""
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and alive.received() == 0
 
 
 ON_TWO_RANKS = {
