@@ -28,10 +28,8 @@ def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count
     """{part: {direction: its count}} of one micro-batch; the blocks once each. ranks: that shard the weights."""
     small = replace(cfg, model=replace(cfg.model, double_blocks=1, single_blocks=1))
     dtype, rows = sharding.DTYPES[cfg.parallel.dtype], micro_batch(cfg, ranks)
-    with (
-        FakeTensorMode(),
-        mock.patch.object(fp8_product, "has_kernel", lambda device: True),
-    ):  # traced on the CPU, for a GPU
+    traced_for_a_gpu = mock.patch.object(fp8_product, "has_kernel", lambda device: True)
+    with FakeTensorMode(), traced_for_a_gpu:
         net = _net(small.model, dtype)
         fp8.convert(net, small, gpu.arch)
         fp8.Fp8State(net, cfg.fp8, torch.device("cpu")).begin(cfg.fp8.dynamic_steps)  # as in all but the first steps

@@ -15,6 +15,7 @@ from conftest import ROOT
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from flux_ref.config import Fp8Config
 from flux_ref.speed import fp8_product
@@ -225,6 +226,17 @@ def test_compiled_code_for_a_cpu_does_not_call_it_either(monkeypatch):
         assert len(codes) == 2 and not any("scaled_mm" in code for code in codes)
         assert all(tensor.isfinite().all() for tensor in result)
     torch._dynamo.reset()
+
+
+def test_a_device_product_counts_its_operations(monkeypatch):
+    """parallel.activation_budget weighs what it recomputes; a product without a count would look free."""
+    monkeypatch.setattr(fp8_product, "has_kernel", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: torch.mm(a.float(), b.float()).bfloat16())
+    one = torch.ones(())
+    left, right = torch.ones(32, 48).to(torch.float8_e4m3fn), torch.ones(16, 48).to(torch.float8_e4m3fn).t()
+    with FlopCounterMode(display=False) as counter:
+        scaled_mm(left, right, one, one, row_times_column=True)
+    assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.scaled_mm] == 2 * 32 * 48 * 16
 
 
 def test_one_function_names_torchs_fp8_product():
