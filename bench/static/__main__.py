@@ -49,13 +49,24 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
+def read(path: Path) -> dict:
+    """A report of --json. Raises: Refusal."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise Refusal(f"{path} is no JSON: {error}; give a file that --json has written") from None
+    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+        raise Refusal(f"{path} has no list of runs; give a file that --json has written")
+    return found
+
+
 def main(argv: list[str]) -> int:
     args, overrides = parse(argv)
     if args.compare:
-        print(report.compare(*(json.loads(path.read_text())["runs"] for path in args.compare)))
+        print(report.compare(*(read(path)["runs"] for path in args.compare)))
         return 0
     if args.measured:
-        print(measured.compare(args.arch, *(json.loads(path.read_text()) for path in args.measured)))
+        print(measured.compare(args.arch, *map(read, args.measured)))
         return 0
     cfg = config_file.load(args.config, overrides)
     gpu, runs = AbsentGpu(args.arch), []
@@ -73,7 +84,7 @@ def main(argv: list[str]) -> int:
             for line in report.flagged(gpu, found) if args.binaries else ():
                 print(f"    {line}", flush=True)
     json_option.give(common.head("bench.static", argv) | {"rates": rates, "runs": runs}, args.json)
-    high = report.above(json.loads(args.limits.read_text())["runs"], runs, SLACK) if args.limits else []
+    high = report.above(read(args.limits)["runs"], runs, SLACK) if args.limits else []
     if high:
         raise Fault("\n".join(high), alone=True)
     return 0

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 from bench.static import measured, report
+from bench.static.__main__ import read
 from bench.static.inductor import Count
 from bench.static.traffic import traffic
 from flux_ref import config_file
@@ -104,6 +105,13 @@ def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement
     sweep["runs"][0]["command"] += " --fp8.recipe=delayed"
     with pytest.raises(Refusal, match=r"no profiled run of bench\.whole has a count for sm90"):
         measured.compare("sm90", sweep, {"runs": [run]})
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path):
+    for text in ("{", "[]", "{}", '{"runs": 1}'):
+        (tmp_path / "found.json").write_text(text)
+        with pytest.raises(Refusal, match="give a file that --json has written"):
+            read(tmp_path / "found.json")
 
 
 def counted(*argv: str, json_file) -> dict:
