@@ -1,0 +1,81 @@
+"""What comes from outside: files of people and other programs, environment variables, names. All of it is data.
+
+Nothing is allocated or looped over before its size is known to be sound. Errors are one line: what, where, what to do.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+
+TEXT_BYTES = 64 * 2**20  # no config, index or list of flux_ref's is longer
+
+
+def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal.
+
+    Pipes and devices are refused: some never end, and some wait for ever.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Refusal(f"{what} {path} is not a regular file; give a file")
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        raise Refusal(f"{what} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > most:
+        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+    return content
+
+
+def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
+    """The text of a regular UTF-8 file of at most `most` bytes. Raises: Refusal."""
+    try:
+        return read_bytes(path, what, most).decode()
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{what} {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+
+
+def parse_json(text: str | bytes) -> object:
+    """The value of a JSON text. Raises: ValueError, also for nesting that is too deep and for bytes beyond UTF-8."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path, what: str, most: int = TEXT_BYTES) -> dict:
+    """The JSON object in a file. Raises: Refusal."""
+    try:
+        content = parse_json(read_bytes(path, what, most))
+    except ValueError as error:
+        raise Refusal(f"{what} {path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refusal(f"{what} {path} holds no JSON object")
+    return content
+
+
+def whole_number(text: str, least: int, most: int) -> int | None:
+    """The number that ASCII digits are; None for other text and for numbers outside least .. most."""
+    is_short = text.isascii() and text.isdigit() and len(text) <= 20  # int() of long texts is slow
+    return int(text) if is_short and least <= int(text) <= most else None
+
+
+def of_environment(name: str, least: int, most: int, default: int) -> int:
+    """The number in an environment variable. Raises: Refusal."""
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    if (number := whole_number(value, least, most)) is None:
+        raise Refusal(
+            f"environment variable {name}={value!r} is no whole number from {least} to {most}; mend or unset it"
+        )
+    return number
+
+
+def printable(text: object) -> str:
+    """Foreign text for a terminal, a page or a picture: control characters and what UTF-8 lacks are written as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
