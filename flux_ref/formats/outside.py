@@ -77,5 +77,5 @@ def of_environment(name: str, least: int, most: int, default: int) -> int:
 
 
 def printable(text: object) -> str:
-    """Foreign text for a terminal, a page or a picture: control characters and what UTF-8 lacks are written as \\x1b."""
+    """Foreign text for a terminal, a page or a picture; control characters and lone surrogates as in \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
