@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from flux_ref.errors import Refusal
 
-VALUES, INDEX, CONFIG = "golden.safetensors", "index.json", "config.toml"
+VALUES, INDEX, CONFIG, DATA = "golden.safetensors", "index.json", "config.toml", "data"
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Value:
     atol: float
     rtol: float
     why: str  # the reason of the tolerance
+    inputs: dict = field(default_factory=dict)  # what it is computed from, beside other values; names: of its elements
 
 
 class TensorFile:

@@ -82,7 +82,7 @@ step1.exp_avg.img_in.weight | decay coupled | optim.Optimizer.__init__
     torch.optim.AdamW => torch.optim.Adam
 step1.weights.img_in.weight | bias correction | optim.Optimizer.step
     self.adamw.step() => self.set_steps(10**6); self.adamw.step()
-step1.weights.time_in.in_layer.bias | decay: w | optim.Optimizer.__init__
+step1.weights.img_in.weight | decay: w | optim.Optimizer.__init__
     cfg.weight_decay => 0.0
 step1.weights.img_in.weight | eps outside the root | optim.Optimizer.step
     self.adamw.step() => self.adamw.step(); __import__("planted").move_eps_inside(self)
