@@ -75,12 +75,11 @@ def _show(values: dict, place: str, tensors: dict[str, Tensor]) -> None:
 
 def inputs_of(name: str) -> dict:
     """What a value is computed from, for machines; names: the parameters of a list of norms."""
-    names = list(model.parameter_table(Config().model))
     if name == "full.init.norms":
-        return {"seed": FULL_SEED, "names": names}
+        return {"seed": FULL_SEED, "names": list(model.parameter_table(Config().model))}
     if name in ("full.double.grad.norms", "full.single.grad.norms"):
-        start = name.split(".")[1] + "_blocks.0."
-        return {"names": [parameter.removeprefix(start) for parameter in names if parameter.startswith(start)]}
+        block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
+        return {"names": [parameter for parameter, _ in block.named_parameters()]}
     return {"tokens": list(ROPE_TOKENS)} if name == "full.rope" else {}
 
 

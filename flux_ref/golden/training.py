@@ -74,8 +74,9 @@ def initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> St
     """The state of a run that starts from the given weights."""
     net = sharding.build(cfg, world, None)
     with torch.no_grad():
-        for name, tensor in local(net).items():
-            tensor.copy_(torch.from_numpy(given[f"weights.{name}"]))
+        for name, parameter in sharding.named_parameters(net).items():
+            first, rows = sharding.local_rows(parameter)
+            rows.copy_(torch.from_numpy(given[f"weights.{name}"][first : first + len(rows)]))
     return State.of(net, cfg, world)
 
 

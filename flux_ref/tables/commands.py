@@ -180,10 +180,10 @@ def _uneven(ranks: int) -> str:
     assert {*kinds} == {"norm.scale", "weight", "bias"} and len(found) == 8, kinds
     head, scale = found["final_layer.linear.weight"][0], BENCHMARK.model.head_dim
     return f"""With {ranks} shards, {number} tensors are uneven: `final_layer.linear.weight` and `.bias` with {head}
-rows, and all `query_norm.scale` and `key_norm.scale` with {scale} elements. torch.chunk gives each rank
-ceil(rows / ranks) rows until none are left. So ranks 0 to {head - 1} hold one row of the head each, and ranks 0 to {scale - 1} one element of
-each scale. The other ranks hold none. A framework that needs equal shards adds zeros to these tensors, or copies them
-to every rank."""
+rows, and all `query_norm.scale` and `key_norm.scale` with {scale} elements. torch.chunk gives each
+rank ceil(rows / ranks) rows until none are left. So ranks 0 to {head - 1} hold one row of the head each.
+Ranks 0 to {scale - 1} hold one element of each scale. The other ranks hold none.
+A framework that needs equal shards adds zeros to these tensors, or copies them to every rank."""
 
 
 def log() -> str:

@@ -1,5 +1,6 @@
 """The golden values: this code computes them, any sound port passes, and planted mistakes are named."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from conftest import script
 from planted import Mistake, mistakes
 
 from flux_ref import config_file, data, model, sharding
+from flux_ref.formats import shards
 from flux_ref.golden import commands as golden
 from flux_ref.golden import full_size, inputs, places, record, training
 from flux_ref.golden.commands import FOLDER
 from flux_ref.golden.files import CONFIG, DATA, INDEX, VALUES, Golden
+from flux_ref.tables import commands as tables
 
 CFG = config_file.load(FOLDER / CONFIG)
 
@@ -66,6 +70,15 @@ def test_blocks_of_full_width_agree(tmp_path, capsys):
     assert result.code == 0 and result.text.startswith(f"{len(values)} places compared, 0 differ, "), result.text
 
 
+@pytest.mark.slow
+def test_two_real_ranks_agree(tmp_path, capsys):
+    """Over gloo, with FSDP2's own mean; they read the golden data set."""
+    done = script("tests/helpers/golden_ranks.py", str(FOLDER), str(tmp_path / "dump"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 0
+    assert capsys.readouterr().out.startswith("7 places compared, 0 differ, ")
+
+
 @pytest.mark.nightly
 def test_initial_norms_of_full_size_agree(tmp_path, capsys):
     result = checked({"full.init.norms": full_size.initial_norms()}, tmp_path, capsys)
@@ -93,6 +106,31 @@ def test_inputs_are_what_the_generator_gives(kept):
     again, given = inputs.inputs(CFG), kept.given()
     assert again.keys() == given.keys()
     assert all(np.array_equal(again[name], given[name]) for name in given)
+
+
+def test_the_data_set_beside_the_values_holds_the_given_data(kept, tmp_path):
+    """What a port reads: two training shards, the second filled up to whole records, one of validation."""
+    inputs.write_data(tmp_path / "data", kept.given())
+    files = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "data").rglob("*.*")}
+    assert len(files) == 5 and files == {path: (FOLDER / path).read_bytes() for path in files}
+    for part, timesteps in (("train", [None] * 5), ("val", list(inputs.VAL_TIMESTEPS))):
+        opened = shards.ShardSet(FOLDER / DATA / part, shards.layout(CFG.model))
+        opened.open()
+        rows = [opened.layout.rows() for _ in range(len(opened))]
+        assert [opened.read(i, row).timestep for i, row in enumerate(rows)] == timesteps
+        for name in shards.MEMBERS:
+            read = np.stack([shards.from_bf16_bits(row[name]) for row in rows])
+            assert np.array_equal(read, kept.file.read(f"data.{part}.{name}")), name
+
+
+def test_the_sample_of_a_log_has_the_keys_of_the_table():
+    lines = (FOLDER / "result_0.txt").read_text().splitlines()
+    found = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines if line.startswith(":::MLLOG ")]
+    want = tables._events("6.1.0")
+    for event in found + want:
+        event["metadata"] = sorted(event["metadata"])
+        del event["time_ms"]
+    assert found == want
 
 
 def test_axes_have_different_sizes():
