@@ -6,6 +6,8 @@ import textwrap
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
+
 # First line: the golden value that must be named first | words of the known cause | the function with the mistake.
 # Lines below it: what the source says => what the mistaken source says.
 TABLE = r"""
@@ -96,6 +98,35 @@ val.losses | caption drop in validation | data.ValSet._fill
     rows["timestep"][i], => __import__("planted").drop(rows, i, sample); rows["timestep"][i],
 val.losses | VAL_NOISE | rng.val_draw
     VAL_ =>
+schedule.lr | min is missing | schedule.lr
+    min(1.0, (step + 1) / max(1, warmup_steps)) => (step + 1) / max(1, warmup_steps)
+clip.coefficient | min is missing | optim.Optimizer.step
+    .clamp(min=1.0) =>
+clip.coefficient | epsilon 1e-6 is missing | optim.Optimizer.step
+    norm + CLIP_EPS => norm
+full.sample | not its inverse | rng.order
+    "stable") => "stable").argsort()
+ranks.position | rank r takes | data.rank_slice
+    range(start, start + rank_batch) => range(step * global_batch + rank, (step + 1) * global_batch, size)
+ranks.loss | its share | step.train_step
+    .sum() / rows => .sum() / micro
+bf16.only.modulate | layer norm computed in bf16 | model.modulate
+    F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=NORM_EPS) => __import__("planted").narrow_norm(x_BSD)
+bf16.only.rope | rounded once | model.apply_rope
+    x_BSHK.unflatten => x_BSHK.bfloat16().float().unflatten
+bf16.only.attention | scores and softmax | model.attention
+    F.scaled_dot_product_attention => __import__("planted").narrow_attention
+bf16.only.gelu | tanh form | model.mlp
+    "tanh" => "none"
+bf16.only.losses | target is not rounded | flow.losses
+    - target_BNP => - target_BNP.bfloat16()
+fp8.edge.e4m3fn.bits | not flushed | speed.fp8_product.cast
+    (x.float() * scale) => __import__("planted").flushed(x.float() * scale, dtype)
+fp8.order.scale | over its micro-batches | speed.fp8_product.scales_of
+    torch.maximum(amax, found => (found
+    amax(1))) => amax(1)))
+fp8.order.scale | present magnitude | speed.fp8_product.magnitudes
+    x.abs() => x.abs().clamp(max=0.25)
 bf16.rms_norm | RMSNorm computed in bf16 | model.RMSNorm.forward
     x.float() => x
     scale.float(), eps=NORM_EPS) => scale.bfloat16(), eps=NORM_EPS).float()
@@ -156,6 +187,32 @@ def move_eps_inside(optimizer) -> None:
         state, c1, c2 = optimizer.adamw.state[shard], 1 - 0.9**optimizer.number, 1 - 0.95**optimizer.number
         m, v = state["exp_avg"] / c1, state["exp_avg_sq"] / c2
         shard.data += optimizer.lr * (m / (v.sqrt() + 1e-8) - m / (v + 1e-8).sqrt())
+
+
+def decay_after(optimizer) -> None:
+    """A step of AdamW that shrinks the weights after the update."""
+    (group,) = optimizer.adamw.param_groups
+    decay, group["weight_decay"] = group["weight_decay"], 0.0
+    optimizer.adamw.step()
+    group["weight_decay"] = decay
+    for shard in optimizer.shards:
+        shard.data *= 1 - optimizer.lr * decay
+
+
+def narrow_norm(x):
+    """Layer norm in the dtype of x."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def narrow_attention(q, k, v):
+    """Attention whose scores are rounded to the dtype of the operands."""
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def flushed(x, dtype):
+    """x with the subnormals of an FP8 format at zero."""
+    return x * (x.abs() >= torch.finfo(dtype).smallest_normal)
 
 
 def drop(rows: dict, i: int, sample: int) -> None:
