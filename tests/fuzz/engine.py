@@ -24,6 +24,7 @@ from pathlib import Path
 from random import Random
 
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import one_line
 
 REFUSED, SAME, AS_READ = "refusal", "same outcome", "as read"  # the good results
 TRACEBACK, HANG, MEMORY = "traceback", "hang", "memory"
@@ -47,6 +48,9 @@ class Target:
     run: Callable[[Path], object]  # reads the input; what it found, or a Said. Raises: Refusal, Fault
     # What a reader of its own says that `run` must find in the hurt input. Raises: ValueError for a bad input.
     reading: Callable[[Path], object] | None = None
+    # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
+    judge: Callable[[Path, object], str] | None = None
+    view: Callable[[object], object] = lambda outcome: outcome  # the part of an outcome that is compared
     writes: tuple[str, ...] = ()  # patterns of the files that `run` may write if it accepts
     weight: float = 1.0  # how often it is drawn
     limit_s: float = 10.0
@@ -98,7 +102,7 @@ class Bench:
         said = target.damages[damage](folder, Random(f"{damage}/{seed}"))
         before = _listing(folder)
         kind, detail, outcome = self._read(target, folder)
-        if kind == SAME and outcome != self.sound[name]:
+        if kind == SAME and repr(target.view(outcome)) != self.sound[name]:
             kind, detail = self._judge(target, folder, outcome)
         allowed = target.writes if kind in (SAME, AS_READ) else ()
         changed = [
@@ -118,7 +122,7 @@ class Bench:
         target.make(place)
         kind, detail, outcome = self._read(target, self._fresh(target))
         assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
-        self.sound[target.name] = outcome
+        self.sound[target.name] = repr(target.view(outcome))
 
     def _fresh(self, target: Target) -> Path:
         folder = self.root / "input"
@@ -128,8 +132,8 @@ class Bench:
         os.chdir(folder)
         return folder
 
-    def _read(self, target: Target, folder: Path) -> tuple[str, str, str]:
-        """(kind, detail, outcome as text); SAME stands for accepted."""
+    def _read(self, target: Target, folder: Path) -> tuple[str, str, object]:
+        """(kind, detail, outcome); SAME stands for accepted."""
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
         signal.signal(signal.SIGALRM, _raise_hang)
@@ -137,29 +141,32 @@ class Bench:
         try:
             outcome = target.run(folder)
         except (Refusal, Fault) as error:
-            return (REFUSED, str(error), "") if _is_clear(str(error)) else (UNCLEAR, ascii(str(error)), "")
+            return REFUSED if _is_clear(one_line(error)) else UNCLEAR, one_line(error), None
         except _Hang:
-            return HANG, _where(), ""
+            return HANG, _where(), None
         except MemoryError:
-            return MEMORY, _where(), ""
+            return MEMORY, _where(), None
         except BaseException:
-            return TRACEBACK, _where(), ""
+            return TRACEBACK, _where(), None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             os.environ.clear()
             os.environ.update(self.environment)
-        return _of_command(outcome) if isinstance(outcome, Said) else (SAME, "", repr(outcome))
+        return (*_of_command(outcome), outcome) if isinstance(outcome, Said) else (SAME, "", outcome)
 
-    def _judge(self, target: Target, folder: Path, outcome: str) -> tuple[str, str]:
+    def _judge(self, target: Target, folder: Path, outcome: object) -> tuple[str, str]:
         """Whether an outcome that differs from the sound input's is what a reader of its own finds."""
-        want = "no other reading"
-        if target.reading:
-            try:
+        found, want = repr(target.view(outcome)), "no other reading"
+        try:
+            if target.judge:
+                wrong = target.judge(folder, outcome)
+                return (WRONG, f"{wrong}; found {found[:700]}") if wrong else (AS_READ, "")
+            if target.reading:
                 want = repr(target.reading(folder))
-            except ValueError as error:
-                want = f"a refusal: {error}"
-        return (AS_READ, "") if want == outcome else (WRONG, f"found {outcome[:700]}, want {want[:700]}")
+        except ValueError as error:
+            want = f"a refusal: {error}"
+        return (AS_READ, "") if want == found else (WRONG, f"found {found[:700]}, want {want[:700]}")
 
 
 class _Hang(BaseException):
@@ -170,16 +177,16 @@ def _raise_hang(number: int, frame: object) -> None:
     raise _Hang
 
 
-def _of_command(said: Said) -> tuple[str, str, str]:
+def _of_command(said: Said) -> tuple[str, str]:
     if "Traceback (most recent" in said.err:
-        return TRACEBACK, said.err[-LONGEST_LINE:], ""
+        return TRACEBACK, said.err[-LONGEST_LINE:]
     raw = [line for line in (said.out + said.err).splitlines() if not line.isprintable()]
     if raw:
-        return UNCLEAR, f"control characters: {ascii(raw[0])[:LONGEST_LINE]}", ""
+        return UNCLEAR, f"control characters: {ascii(raw[0])[:LONGEST_LINE]}"
     if said.code not in (2, 3):
-        return SAME, "", repr(said)
+        return SAME, ""
     is_clear = _is_clear(said.err.removesuffix("\n"))
-    return (REFUSED if is_clear else UNCLEAR), said.err[: 2 * LONGEST_LINE], ""
+    return (REFUSED if is_clear else UNCLEAR), said.err[: 2 * LONGEST_LINE]
 
 
 def _is_clear(line: str) -> bool:
