@@ -7,6 +7,7 @@ Graphs have their own such file, speed/graphs.py; kernels of attention have spee
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,9 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
         raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
+    address = os.environ.get("MASTER_ADDR", "")
+    if not re.fullmatch(r"[\w.:%-]*", address, re.ASCII):
+        raise Refusal(f"environment variable MASTER_ADDR={address!r} is no name or number of a host; mend or unset it")
     size, port = of_environment("WORLD_SIZE", 1, MOST, 1), of_environment("MASTER_PORT", 0, 65535, 0)
     rank, device = of_environment("RANK", 0, size - 1, 0), _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
@@ -72,7 +76,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{port}: {str(error).splitlines()[0]}"
+        place = f"{address}:{port}: {str(error).splitlines()[0]}"
         raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")

@@ -93,6 +93,7 @@ class Bench:
         self.root, self.targets = root, targets
         self.sound: dict[str, str] = {}  # what each target finds in the sound input
         self.environment = dict(os.environ)
+        self.output = root / "output"  # what libraries write past Python
 
     def try_input(self, name: str, damage: str, seed: int) -> Result:
         """Hurt a sound input, read it, and judge."""
@@ -102,6 +103,8 @@ class Bench:
         said = target.damages[damage](folder, Random(f"{damage}/{seed}"))
         before = _listing(folder)
         kind, detail, outcome = self._read(target, folder)
+        if not (written := self.output.read_text("utf-8", "replace")).replace("\n", "").replace("\t", "").isprintable():
+            kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
         if kind == SAME and repr(target.view(outcome)) != self.sound[name]:
             kind, detail = self._judge(target, folder, outcome)
         allowed = target.writes if kind in (SAME, AS_READ) else ()
@@ -126,6 +129,7 @@ class Bench:
 
     def _fresh(self, target: Target) -> Path:
         folder = self.root / "input"
+        os.truncate(self.output, 0)
         os.chdir(self.root)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.root / "sound" / target.name, folder, symlinks=True)
@@ -268,7 +272,8 @@ class _Worker:
                 return self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(5)
-            return Result(TRACEBACK, "", f"the worker died with {self.process.exitcode}")
+            last = Path(self.root.name, "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
+            return Result(TRACEBACK, "", f"the worker died with {self.process.exitcode}: {last}")
         return Result(HANG, "", "the worker does not answer")
 
     def kill(self) -> None:
@@ -279,6 +284,9 @@ class _Worker:
 
 def _work(connection: multiprocessing.connection.Connection, root: Path) -> None:
     """The worker: answers inputs until it is killed."""
+    output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     bench = Bench(root.resolve(), targets())
     connection.send("ready")
     while True:
