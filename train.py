@@ -136,7 +136,7 @@ class Run:
 
     def train_on_the_clock(self) -> bool:
         """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
-        self.log.run_start()  # spec: the first byte of training data is read after this
+        self.log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
             with ranks.agreed():
                 self.train_set.open()
