@@ -9,7 +9,7 @@
 Takes a run, a checkpoint, a safetensors file in BFL's layout or diffusers' transformer folder. A run's or checkpoint's
 own settings are used, for other weights those of --config=FILE (default: FLUX.1-schnell's); any key of
 flux_ref/config.py can be given. --json prints one JSON object instead of text. With the run's own settings the number
-equals the one that training logged.
+equals the one that training logged. Pictures go to the run's samples/; for other weights to the current folder.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 

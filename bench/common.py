@@ -64,7 +64,8 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
-    report = head(name, argv, world.device) | {
+    report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
+    report |= {
         "steps_run": steps.mode(cfg, world.device),
         "ranks": world.size,
         "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
