@@ -26,7 +26,7 @@ from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
-from flux_ref.run import cli, loss_chart, reporter, weight_files
+from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
@@ -74,7 +74,12 @@ def main(argv: list[str]) -> int:
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
-    with contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
+    with contextlib.ExitStack() as stack:
+        if cfg.parallel.compile:
+            compile_cache.own_folder(cfg, world, stack)
+        watch = stack.enter_context(
+            contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s))
+        )
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
