@@ -147,6 +147,7 @@ class Run:
         """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
         self.log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
+            ranks.gather_objects(None)  # rank 0 has the clock; no rank reads before it has started
             with ranks.agreed():
                 self.train_set.open()
                 self.val_set.open()
