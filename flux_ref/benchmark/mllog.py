@@ -71,7 +71,7 @@ class BenchmarkLog:
             self.mllogger.event(key, value)
 
     def run_start(self) -> None:
-        """The clock starts; training data is first read after this."""
+        """The clock starts; the first byte of training and validation data is read after this."""
         self.mllogger.end(constants.INIT_STOP)
         self.mllogger.start(constants.RUN_START)
 
