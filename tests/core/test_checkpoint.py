@@ -189,11 +189,11 @@ def gate(monkeypatch) -> threading.Event:
     event, write, running = threading.Event(), Saver._write, []
     event.overlaps = []
 
-    def slow(saver: Saver, partial: Path, final: Path, info: dict) -> None:
+    def slow(saver: Saver, partial: Path, final: Path, info: dict, copied: object) -> None:
         event.overlaps += running
         running.append(final.name)
         assert event.wait(30)
-        write(saver, partial, final, info)
+        write(saver, partial, final, info, copied)
         running.pop()
 
     monkeypatch.setattr(Saver, "_write", slow)
@@ -274,7 +274,7 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
 
 
 def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
-    def publish_only(saver: Saver, partial: Path, final: Path, info: dict) -> None:
+    def publish_only(saver: Saver, partial: Path, final: Path, info: dict, copied: object) -> None:
         final.mkdir(parents=True)
 
     monkeypatch.setattr(Saver, "_write", publish_only)
