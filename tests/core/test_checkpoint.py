@@ -314,7 +314,10 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
         blamed = rank % writers
-        reason = f"{f'rank {blamed}: ' if blamed else ''}[Errno 28] No space left on device"
+        error = (
+            "the copy to host memory failed: cannot pin" if what == "copying" else "[Errno 28] No space left on device"
+        )
+        reason = f"{f'rank {blamed}: ' if blamed else ''}{error}"
         assert found[what]["failures"] == [reason] * writers, what
         assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
         assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers
