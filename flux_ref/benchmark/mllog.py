@@ -20,10 +20,7 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 
 
 class LogFile(logging.Handler):
-    """Appends lines to a file. Nothing follows a line that could not be written: a log with a gap must not look whole.
-
-    Raises: OSError, in the main thread only, for this line and for all later lines.
-    """
+    """Appends lines to a file. Nothing follows a line that failed; the main thread gets this OSError each time."""
 
     def __init__(self, path: Path):
         super().__init__()

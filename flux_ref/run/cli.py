@@ -62,10 +62,10 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # Torch raises RuntimeErrors of its own for memory of the host and for pinned memory.
-        if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
-            first = (str(error) or "MemoryError").splitlines()[0]
-            return _complain(name, Fault(f"out of memory: {first}; free memory or lower train.micro_batch", alone=True))
+        text = str(error) or "MemoryError"
+        if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", text):
+            reason = f"out of memory: {text.splitlines()[0]}; free memory or lower train.micro_batch"
+            return _complain(name, Fault(reason, alone=True))
         if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
             # Another rank broke and prints the reason. torchrun ends this rank, meanwhile or already.
             if caught == signal.SIGTERM:

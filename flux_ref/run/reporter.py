@@ -60,16 +60,11 @@ class Reporter:
         except OSError as error:
             self.say(f"{what} NOT drawn: {error}; the run goes on without")
 
+    @ranks.agreed()
     def introduce(self, train_count: int, val_count: int) -> None:
-        """Print what is going to run, and write environment.json. train_count, val_count: samples. Collective.
-
-        Raises: Refusal, on every rank, if the folder cannot be written.
-        """
-        with ranks.agreed():
-            if self.speaks:
-                self._introduce(train_count, val_count)
-
-    def _introduce(self, train_count: int, val_count: int) -> None:
+        """Print what runs, and write environment.json. train_count, val_count: samples. Collective. Raises: Refusal."""
+        if not self.speaks:
+            return
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
@@ -213,8 +208,7 @@ class Reporter:
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
-            # A checkpoint that comes later must not outlive its line.
-            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # no later checkpoint outlives a line
 
     def close(self) -> None:
         if self.bar is not None:

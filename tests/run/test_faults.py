@@ -187,6 +187,7 @@ def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, s
     require_equal_runs(run, calm)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_removed_ends_the_run_and_stays_away(trains, calm, strikes, tmp_path):
     run = tmp_path / "run"
     with strikes(3, lambda: shutil.rmtree(run)):
@@ -310,6 +311,7 @@ def test_a_copy_for_a_checkpoint_that_finds_no_memory_costs_this_checkpoint(trai
 # Clocks
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_changes_no_record_but_the_log_is_no_timed_result(trains, calm, strikes, tmp_path):
     real, jump = time.time, [0.0]
     for name, seconds in (("forward", 7200.0), ("back", -7200.0)):
