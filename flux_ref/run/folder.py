@@ -61,9 +61,8 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
             if is_made:
                 stack.callback(_remove_if_empty, folder)
             if not (own := take(folder / CLAIM, CLAIM_WAIT_S)):
-                raise Refusal(
-                    f"{folder} is in use by another job ({owner(folder / CLAIM)}); wait for it or set run.dir to another"
-                )
+                who = owner(folder / CLAIM)
+                raise Refusal(f"{folder} is in use by another job ({who}); wait for it or set run.dir to another")
             stack.enter_context(own)
         try:
             with _writing(folder):
