@@ -84,7 +84,8 @@ def main(argv: list[str]) -> int:
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
         if artist:
             path = report.folder / "samples" / f"{state.samples:09d}.png"
-            report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
+            with report.spare(path.name):
+                report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
         report.conclude(state, reached)
     return 0
 
@@ -153,7 +154,8 @@ class Run:
                 self.val_set.open()
             reached = self.train()
         except BaseException as error:
-            self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
+            with contextlib.suppress(OSError):  # the disk may be the reason
+                self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached

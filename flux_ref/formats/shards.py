@@ -99,7 +99,8 @@ class Shard:
         Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
         """
         self.path, self.layout = path, layout
-        size, stride = path.stat().st_size, layout.stride
+        self.stamp = _stamp(path.stat())
+        size, stride = self.stamp[0], layout.stride
         most = max(0, size - END_BYTES) // stride
         ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
         exact = [n for n, end in ends.items() if size == end]
@@ -182,6 +183,8 @@ class Shard:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
+        if _stamp(os.fstat(self.descriptor)) != self.stamp:
+            raise BadSample(f"{self.where(position)}: the file has changed since the start; copy it again")
 
 
 class ShardSet:
@@ -255,6 +258,11 @@ def paths_of(folder: Path, split: str) -> list[Path]:
     if not (paths := sorted(folder.glob("*.tar"))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """What changes when a file is written: its size, and its time in nanoseconds."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:

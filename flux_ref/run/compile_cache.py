@@ -23,13 +23,14 @@ import stat
 import tarfile
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from flux_ref import config, ranks
 from flux_ref.errors import Refusal
-from flux_ref.formats import files
+from flux_ref.formats import claim, files
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.speed.fp8_product import architecture
 from flux_ref.steps import Steps
@@ -148,9 +149,8 @@ def write(path: Path, use: dict[str, str], folder: Path) -> None:
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.add(folder, ".", filter=lambda entry: entry if LEFT_OUT.isdisjoint(Path(entry.name).parts) else None)
     header = {"made for": use, "sha256": hashlib.sha256(archive.getbuffer()).hexdigest()}
-    busy = path.with_name(f".{path.name}.lock")
-    if lock := files.locked(busy):  # nodes may share a path
-        with lock, files.whole(path) as partial:
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))
-            busy.unlink()
+    busy = path.with_name(f".{path.name}.claim")
+    if own := claim.take(busy):  # nodes may share a path
+        private = partial(os.open, mode=0o600)
+        with own, files.whole(path) as unfinished, open(unfinished, "xb", opener=private) as file:
+            file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))

@@ -31,7 +31,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import shards
+from flux_ref.formats import shard_writer, shards
 from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import images, raw_images
 from flux_ref.prepare.encoders import Encoders
@@ -523,6 +523,28 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
     monkeypatch.setattr(images.Job, "load", lambda job, candidate: looks.append(candidate.name) or load(job, candidate))
     assert prepare.main(stopped) == 0
     assert looks == list(CAPTIONS)[5:]
+    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_job_which_goes_on_with_the_missing_shards(nets, tmp_path, monkeypatch, capsys):
+    lay_out(tmp_path / "in", with_bad=False)
+    args, add, calls = make(nets, tmp_path / "in", tmp_path / "out"), shard_writer.ShardWriter.add, []
+
+    def full(*given: object) -> None:
+        calls.append(given)
+        if len(calls) == 7:
+            raise OSError(28, "No space left on device")
+        add(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer.ShardWriter, "add", full)
+        shard = tmp_path / "out" / "train.partial" / "shard_000001.tar"
+        assert f"No space left on device: '{shard}'" in refused(args, capsys, code=3)
+    left = {path.name for path in shard.parent.iterdir()}
+    assert left == {"plan.json", "checked.json", "shard_000000.tar"}
+    assert prepare.main(args) == 0
     assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 

@@ -15,7 +15,7 @@ from conftest import MICRO, micro_run, refusal, script
 from torch._inductor.utils import clear_caches
 
 from flux_ref import config, config_file, ranks
-from flux_ref.formats import files
+from flux_ref.formats import claim, files
 from flux_ref.run import compile_cache
 
 USE = {"torch": "1", "device": "cpu", "parallel.dtype": "fp32"}
@@ -95,7 +95,7 @@ def test_a_file_appears_whole_or_not_at_all_and_only_its_owner_may_read_it(folde
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "compiled", "into"]
     content = path.read_bytes()
-    with files.locked(tmp_path / ".cache.lock"):  # another process writes it
+    with claim.take(tmp_path / ".cache.claim"):  # another process writes it
         compile_cache.write(path, USE | {"new": "1"}, folder)
     assert path.read_bytes() == content and not (tmp_path / ".cache.partial").exists()
 
