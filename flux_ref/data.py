@@ -170,7 +170,7 @@ class TrainSet:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Read the first bytes. Raises: Refusal."""
+        """Read the first bytes, those of the empty caption included. Raises: Refusal."""
         self.shards.open(self.rank, self.size)
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 

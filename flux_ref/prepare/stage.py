@@ -25,7 +25,7 @@ import socket
 import stat
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO
@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import claim, manifest
 from flux_ref.formats import files as whole_files
-from flux_ref.formats import manifest
 from flux_ref.formats.manifest import MANIFEST
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
@@ -110,6 +110,15 @@ class Disk:
     def __init__(self, dst: Path):
         self.dst, self.partial, self.lock = dst, dst / HIDDEN / "files", threading.Lock()
         self.whole: dict[str, str] = {}  # name: sha256
+        self.claim: claim.Claim | None = None
+        self.journal: IO | None = None
+
+    def close(self) -> None:
+        """Leave DST to other processes."""
+        if self.journal:
+            self.journal.close()
+        if self.claim:
+            self.claim.close()
 
     def take_stock(self, files: dict[str, File]) -> dict[str, str]:
         """The SHA-256 of each whole file. Raises: Refusal, OSError."""
@@ -139,9 +148,10 @@ class Disk:
 
     def _open_journal(self) -> dict[File, str]:
         path, staged = self.dst / HIDDEN / "journal", {}
-        self.journal = whole_files.locked(path)
-        if self.journal is None:
+        self.claim = claim.take(path.with_name("claim"))
+        if self.claim is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
+        self.journal = path.open("a+", encoding="utf-8")
         for line in path.read_bytes().splitlines():
             try:
                 name, size, mtime_ns, *_, digest = json.loads(line)  # older versions put one more number between
@@ -173,7 +183,6 @@ class Disk:
         if MANIFEST not in files:
             whole_files.write_whole(self.dst / MANIFEST, text)
         whole_files.remove(self.partial)
-        self.journal.close()
         return text
 
 
@@ -302,13 +311,13 @@ def stage(src: Path, dst: Path) -> int:
     for node, other in enumerate(others, 1):
         if other != first:
             raise Refusal(f"node {node} sees other files in {src} than node 0; is it the same storage, and at rest?")
-    disk = Disk(dst)
-    with ranks.agreed():
-        whole = disk.take_stock(files)
-    transfers = plan(files, sums, ranks.gather_objects(whole))
-    move([Stream(part, src, disk, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)])
-    with ranks.agreed():
-        text = disk.finish(files)
+    with closing(Disk(dst)) as disk:
+        with ranks.agreed():
+            whole = disk.take_stock(files)
+        transfers = plan(files, sums, ranks.gather_objects(whole))
+        move([Stream(part, src, disk, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)])
+        with ranks.agreed():
+            text = disk.finish(files)
     ranks.require_same(text, f"{dst}: {MANIFEST}")
     if dist.get_rank() == 0:
         seconds, total = time.monotonic() - began, sum(file.bytes for file in files.values())

@@ -11,7 +11,7 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
-    *("formats.energon", "formats.files", "formats.jsonl", "formats.outside", "formats.shard_writer"),
+    *("formats.claim", "formats.energon", "formats.files", "formats.jsonl", "formats.outside", "formats.shard_writer"),
     *("formats.shards",),
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
@@ -25,7 +25,7 @@ WITHOUT_TORCH = {
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_COMMAND_LINES = 60, 400, 2000
 MAX_COMPUTED_LINES, MAX_CORE_LINES = 1050, 2500
-MAX_REACHED_LINES = 5200  # by train.py's imports; 4,800 before FSDP2's levers, delayed reads and FP8 weights in gathers
+MAX_REACHED_LINES = 5400  # by train.py's imports; 5,200 before all that comes from outside was read by one file
 BACKENDS = ("cuda", "nccl", "gloo")
 NAMES_A_BACKEND = {"ranks", "speed.graphs", "speed.attention"}
 
