@@ -115,9 +115,11 @@ def write_data(folder: Path, given: dict[str, np.ndarray]) -> None:
         rows = ({name: array[i] for name, array in bits.items()} for i in range(count))
         samples = (shard_writer.Sample(row, timestep) for row, timestep in zip(rows, timesteps))
         shard_writer.write(folder / part, samples, part, per_shard=count if part == "val" else count // 2 + 1)
-    # Foreign tools fill an archive up to whole records.
+    # Foreign tools fill an archive up to whole records. Not where a sample would fit in: then the number is unsure.
     last = max((folder / "train").glob("*.tar"))
-    with last.open("ab") as file:
-        file.write(bytes(-last.stat().st_size % shards.RECORD))
+    filling = -last.stat().st_size % shards.RECORD
+    if filling < shards.Layout({name: array.shape[1:] for name, array in bits.items()}).stride:
+        with last.open("ab") as file:
+            file.write(bytes(filling))
     empty = {name: given[f"data.empty.{name}"][None] for name in ("t5", "clip")}
     shard_writer.write_empty(folder / "empty_encodings", empty)
