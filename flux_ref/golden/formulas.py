@@ -57,7 +57,7 @@ def formulas(golden: Golden, name: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def rows(text: str) -> Iterator[str]:
-    for row in text.strip().splitlines():
+    for row in text.strip().replace("\n  ", " ").splitlines():
         yield from rows(TABLE["shared"][row[1:]]) if row.startswith("@") else [row]
 
 
