@@ -1,6 +1,7 @@
 """Comparing a dump with the golden values: where it differs and by how much. causes.py says why."""
 
 import difflib
+import itertools
 import textwrap
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -140,7 +141,9 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
         _print_first(differences[0], compared)
         print("\nall that differ, in the order of computation:")
         print("".join(f"  {line}\n" for line in _extents(differences, most)), end="")
-    unknown_texts = [f"{_name(name)}{_nearest(name, names - dump.entries.keys())}" for name in unknown[:most]]
+    free = sorted(names - dump.entries.keys())
+    hints = [_nearest(name, free) for name in unknown[:NAMES_SHOWN]]  # slow, so not for all of a foreign file
+    unknown_texts = [_name(name) + hint for name, hint in itertools.zip_longest(unknown[:most], hints, fillvalue="")]
     for title, texts, count in (("missing", missing, len(missing)), ("unknown", unknown_texts, len(unknown))):
         if texts:
             some = _some(texts, most, count)
@@ -168,9 +171,9 @@ def _name(name: str) -> str:
     return outside.printable(name)[:100]
 
 
-def _nearest(name: str, names: set[str]) -> str:
+def _nearest(name: str, names: list[str]) -> str:
     """The golden name that an unknown one may mean: one that the dump does not hold."""
-    near = difflib.get_close_matches(name[:200], sorted(names), n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.8)
     return f" (do you mean {near[0]}?)" if near else ""
 
 
