@@ -7,48 +7,62 @@
 
 --long takes the norms of the 776 initial tensors of FLUX.1-schnell in, which are drawn for many minutes.
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
-port may be off. `check` names the first value that differs. Exit codes: 0 all agree, 1 some differ, 2 nothing could be
-compared.
+port may be off. `check` explains the first value that differs and lists the others. `check --from` needs Python and
+numpy only. Exit codes: 0 all given values agree, 1 some differ, 2 nothing could be compared, 3 with --complete: names
+are missing or unknown.
 """
 
 import tempfile
+from fnmatch import fnmatchcase
 from pathlib import Path
-
-from safetensors.numpy import save
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
+from flux_ref.formats.tensor_file import TensorFile
 from flux_ref.golden import places
 from flux_ref.golden.compare import report
-from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden, TensorFile
+from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
 
-def check(folder: Path, dump: Path | None, is_long: bool) -> int:
+def check(
+    golden: Golden,
+    dump: Path | None,
+    is_long: bool = False,
+    complete: bool = False,
+    only: str = "*",
+    shows_all: bool = False,
+) -> int:
     """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal.
 
-    is_long: this code also computes the values of places.LONG.
+    is_long: this code also computes the values of places.LONG. complete: missing and unknown names count.
     """
-    golden = Golden(folder)
+    index = golden.folder / INDEX
+    if not any(fnmatchcase(value.name, only) for value in golden.values):
+        raise Refusal(f"--only={only!r} matches no name in {index}; give a pattern such as 'step1.*'")
     if dump:
         file = TensorFile(dump)
-        if not file.entries.keys() & {value.name for value in golden.values}:
-            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {folder / INDEX}; see there")
-        differ, _, _ = report(golden, file)
-        return 1 if differ else 0
+        if not any(value.name in file.entries and fnmatchcase(value.name, only) for value in golden.values):
+            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {index}; see there")
+        found = report(golden, file, only, shows_all)
+        lacks = complete and (found.missing or found.unknown)
+        return 1 if found.differ else 3 if lacks else 0
+    from safetensors.numpy import save  # check --from needs numpy only
+
     from flux_ref.golden import full_size, record  # bring the whole training code
 
-    recorded = record.record(config_file.load(folder / CONFIG), golden.given())
+    recorded = record.record(config_file.load(golden.folder / CONFIG), golden.given())
     if is_long:
         recorded["full.init.norms"] = record.plain(full_size.initial_norms())
     golden.values = [value for value in golden.values if is_long or value.name not in places.LONG]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / VALUES
         path.write_bytes(save({name: value.array for name, value in recorded.items()}))
-        return 1 if any(report(golden, TensorFile(path))) else 0
+        found = report(golden, TensorFile(path), only, shows_all)
+        return 1 if found.differ or found.missing or found.unknown else 0
 
 
 def main(argv: list[str]) -> int:
@@ -64,12 +78,17 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--config", help="predict: the config of the weights' model; FLUX.1-schnell if not given")
     parser.add_argument("--long", action="store_true", help="also the initial norms of FLUX.1-schnell")
     parser.add_argument("--from", dest="dump", type=Path, help="a port's values as a safetensors file")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="check: compare these names, such as 'grad.*'")
+    parser.add_argument("--complete", action="store_true", help="check: exit with 3 if names are missing or unknown")
+    parser.add_argument("--all", action="store_true", help="check: cut no list of names")
     parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="folder of the golden values")
     args = parser.parse_args(argv)
     if (args.command == "predict") != bool(args.weights and args.out):
         raise Refusal("predict needs WEIGHTS and --out FILE; check and write take neither")
     if args.command == "check":
-        return check(args.golden, args.dump, args.long)
+        return check(Golden(args.golden), args.dump, args.long, args.complete, args.only, args.all)
+    if args.complete or args.all or args.only != "*":
+        raise Refusal("--only, --complete and --all are for check; leave them out")
     if args.command == "predict":
         from flux_ref.golden.predict import predict
 
