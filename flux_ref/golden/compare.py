@@ -81,7 +81,7 @@ def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True
     if not in_full:
         return Difference(value, extent, lines, known)
     lines += [line] * bool(fp32) + list(resemblances(golden, value, yours, want))
-    causes = likely(golden, value, yours, want, known)
+    causes = list(dict.fromkeys(likely(golden, value, yours, want, known)))
     return Difference(value, extent, lines, [in_fp32] * bool(fp32) + causes)
 
 
