@@ -183,7 +183,7 @@ class TrainSet:
     def skipped_everywhere(self) -> dict[int, str]:
         """The damaged samples that any rank has left out so far, with the reasons. Collective."""
         every_rank = ranks.gather_objects(self.skipped) if self.may_skip else []  # the host waits only if it must
-        return {sample: reason for skipped in every_rank for sample, reason in skipped.items()}
+        return {int(sample): reason for skipped in every_rank for sample, reason in skipped.items()}
 
     def feed(self, samples: int) -> Feed:
         """Batches from position `samples` of the run on, without end."""

@@ -306,8 +306,8 @@ def stage(src: Path, dst: Path) -> int:
     began, src, dst = time.monotonic(), src.resolve(), dst.resolve()
     join()
     with ranks.agreed():
-        seen = files, sums = survey(src, dst)
-    first, *others = ranks.gather_objects(seen)
+        files, sums = survey(src, dst)
+    first, *others = ranks.gather_objects([[astuple(file) for file in files.values()], sums])
     for node, other in enumerate(others, 1):
         if other != first:
             raise Refusal(f"node {node} sees other files in {src} than node 0; is it the same storage, and at rest?")

@@ -41,11 +41,12 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
     # Has torchrun started this job before? Only the node that failed counts its restarts, so all ranks are asked.
     restarted = any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     with ExitStack() as stack:
-        start = None
+        start = Start(False, None)
         with ranks.agreed():
             if world.rank == 0:
                 start = stack.enter_context(claim(cfg, restarted))
-        yield ranks.gather_objects(start)[0]
+        is_new, checkpoint = ranks.gather_objects([start.is_new, start.checkpoint and str(start.checkpoint)])[0]
+        yield Start(is_new, checkpoint and Path(checkpoint))
 
 
 @contextmanager

@@ -187,13 +187,21 @@ def test_a_second_start_compiles_nothing_and_another_function_is_not_mistaken(tm
 
 @pytest.mark.nightly
 def test_a_run_compiles_nothing_that_prepare_cache_has_compiled(shapes_dir, tmp_path):
-    """prepare cache has one region of each kind; the run's net is deeper, on another number of ranks."""
+    """prepare cache has one region of each kind; the run's net is deeper, on another number of ranks.
+
+    eval.py compiles anew. Nothing is left in the temporary folder.
+    """
+    (tmp_path / "tmp").mkdir()
+    own = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": ""}
     switches = ("--parallel.compile=true", f"--parallel.compile_cache={tmp_path}/cache", "--eval.batch=6")
-    made = script("flux_ref/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600)
+    made = script("flux_ref/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600, **own)
     assert made.returncode == 0, made.stderr[-2000:]
-    ran = script("train.py", *micro_run(shapes_dir, tmp_path / "run", *switches), ranks=2, timeout=600)
+    ran = script("train.py", *micro_run(shapes_dir, tmp_path / "run", *switches), ranks=2, timeout=600, **own)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert f"graphs taken from {tmp_path}/cache, 0 compiled\n" in ran.stdout
     assert not list(tmp_path.glob(".cache*"))
+    evaluated = script("eval.py", str(tmp_path / "run"), "--json", ranks=0, timeout=600, **own)
+    assert evaluated.returncode == 0, evaluated.stderr[-2000:]
+    assert [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchelastic_")] == []
     header = json.loads((tmp_path / "cache").open("rb").readline())["made for"]
     assert header["samples per forward"] == "6" and "model.double_blocks" not in header
