@@ -19,7 +19,7 @@ from typing import IO
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files, outside
 
-BEAT_S, LEASE_S = 5.0, 60.0
+BEAT_S, LEASE_S = 5.0, 90.0  # some network disks show a new count after up to 60 seconds
 SETTLE_S = 0.3  # two processes that take over the same claim write it within this time
 POLL_S = 0.1
 MOST_BYTES = 4096
