@@ -11,6 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 143 and 138 SIGTERM and SIG
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +84,7 @@ def main(argv: list[str]) -> int:
             report.say(f"with captions permuted among the samples: {run.evaluate(permute_captions=True).loss:.4f}")
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
         if artist:
-            path = report.folder / "samples" / f"{state.samples:09d}.png"
-            with report.spare(path.name):
-                report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
+            run.paint(artist.paint)
         report.conclude(state, reached)
     return 0
 
@@ -207,6 +206,13 @@ class Run:
     def evaluate(self, permute_captions: bool = False) -> Validation:
         """The validation loss now. Collective."""
         return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, self.alive.at)
+
+    def paint(self, draw: Callable[..., str]) -> None:
+        """Pictures of captions, if they can be written. draw: `paint` of an Artist. Collective."""
+        path = self.report.folder / "samples" / f"{self.state.samples:09d}.png"
+        with self.report.spare(path.name):
+            line = draw(self.state.net, self.val_set, self.train_set.empty, path, self.alive.watch.at)
+            self.report.say(line)
 
     def save(self, finish: bool = False) -> None:
         """Begin to save a checkpoint. finish: wait until it is saved. Collective."""

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import IO
 
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files, outside
 
-BEAT_S, LEASE_S = 5.0, 60.0
+BEAT_S, LEASE_S = 5.0, 90.0  # some network disks show a new count after up to 60 seconds
 SETTLE_S = 0.3  # two processes that take over the same claim write it within this time
 POLL_S = 0.1
 MOST_BYTES = 4096
@@ -46,7 +46,7 @@ class Claim:
         self.closed.set()
         self.thread.join(BEAT_S)
         with contextlib.suppress(OSError):
-            if self._is_in(self.path.read_bytes()):
+            if self._is_in(_content(self.path)):
                 self.path.unlink()
 
     def _write(self, file: IO) -> None:
@@ -54,12 +54,13 @@ class Claim:
         self.count += 1
         file.seek(0)
         file.write(json.dumps(self.name | {"count": f"{self.count:012}"}).encode())
+        file.flush()
         os.fsync(file.fileno())
 
     def _make(self) -> bool:
         """Write the claim unless there is one. Returns whether there was none. Raises: OSError."""
         try:
-            with files.naming(self.path), self.path.open("xb", buffering=0) as file:
+            with files.naming(self.path), self.path.open("xb") as file:
                 try:
                     self._write(file)
                 except OSError:
@@ -73,7 +74,7 @@ class Claim:
         """Put the claim in the place of one that has ended. Returns whether no other process did the same."""
         own = self.path.with_name(f"{self.path.name}.{self.name['nonce']}")
         try:
-            with files.naming(self.path), own.open("xb", buffering=0) as file:
+            with files.naming(self.path), own.open("xb") as file:
                 self._write(file)
             own.replace(self.path)
         finally:
@@ -90,7 +91,7 @@ class Claim:
             with contextlib.suppress(OSError):  # the disk is full or away: what the owner writes will tell
                 if not self.path.exists() and self._make():
                     continue
-                with self.path.open("r+b", buffering=0) as file:
+                with self.path.open("r+b") as file:
                     content = file.read(MOST_BYTES)
                     if self._is_in(content):
                         self._write(file)
@@ -130,9 +131,9 @@ def owner(path: Path) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a claim. Empty if it is gone."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(MOST_BYTES)
+    """The bytes of a claim. Empty if it is gone or no file."""
+    with contextlib.suppress(Refusal):
+        return outside.read_bytes(path, "claim", MOST_BYTES)
     return b""
 
 
@@ -162,7 +163,8 @@ def _lives(name: dict) -> bool | None:
 def _place() -> str:
     """This boot of this host and this container, where a number names one process. "" on systems without /proc."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.uname().nodename} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

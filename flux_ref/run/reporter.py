@@ -22,7 +22,6 @@ from flux_ref.formats.files import append, write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
 from flux_ref.speed import fp8
@@ -191,6 +190,8 @@ class Reporter:
                 self.say(f"{alarm.level}: {alarm.text}")
         with self.spare("loss.png"):
             if self.speaks:
+                from flux_ref.run import loss_chart  # no other rank draws
+
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
         # The time of an evaluation does not count in the rate of training.
         self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])

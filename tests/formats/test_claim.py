@@ -1,6 +1,8 @@
 """A claim has one owner, on one host and on several, whatever locks the file system has."""
 
 import json
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -98,3 +100,21 @@ def test_one_of_many_gets_a_claim_that_has_ended_or_is_damaged(jobs, tmp_path):
         found = [jobs.start(path, "here") for _ in range(3)]
         first = [job.stdout.readline() for job in found]
         assert sorted(first) == ["owner\n", "refused\n", "refused\n"], (left, first)
+
+
+@pytest.mark.slow
+def test_what_is_no_file_is_no_claim_and_a_disk_that_takes_none_is_told(tmp_path, quick):
+    os.mkfifo(tmp_path / "fifo")
+    with claim.take(tmp_path / "fifo"):
+        assert (tmp_path / "fifo").is_file()
+    (tmp_path / "folder").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match="folder"):
+        claim.take(tmp_path / "folder")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/full'"):
+            claim.take(tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -27,7 +27,6 @@ from flux_ref.run.alive import Alive
 from flux_ref.sampling import grid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FULL, BROKEN = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO))
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
     "--sample.count=1",
@@ -70,15 +69,15 @@ def strikes(monkeypatch) -> Callable:
     return context
 
 
-def refuse(name: str, real: Callable, error: OSError, after: int = 0) -> Callable:
-    """A stand-in for a function of a path: it fails for files of this name, once `after` calls were let through."""
+def refuse(name: str, real: Callable, after: int = 0, times: int = 1) -> Callable:
+    """A stand-in for a function of a path. After so many calls for files of this name, it fails so many times."""
     calls = []
 
     def stand_in(path: Path, *args: object, **kwargs: object) -> object:
         if path.name == name:
             calls.append(path)
-            if len(calls) > after:
-                raise OSError(error.errno, error.strerror, str(path))
+            if after < len(calls) <= after + times:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(path, *args, **kwargs)
 
     return stand_in
@@ -101,7 +100,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
     for name, (after, module, function, want) in ESSENTIAL.items():
         run = tmp_path / name
         with monkeypatch.context() as patch:
-            patch.setattr(module, function, refuse(name, getattr(module, function), FULL, after))
+            patch.setattr(module, function, refuse(name, getattr(module, function), after))
             code, _, line = trains(run)
         assert code == want and f"No space left on device: '{run / name}'" in line, (name, code, line)
         assert not (run / "outcome.json").exists() and (want == 3 or not run.exists()), name
@@ -115,7 +114,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
 
 def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, monkeypatch):
     for module in (loss_chart, grid):
-        stand_in = refuse("loss.png" if module is loss_chart else "000000072.png", files.whole, FULL)
+        stand_in = refuse("loss.png" if module is loss_chart else "000000072.png", files.whole, times=9)
         monkeypatch.setattr(module, "whole", stand_in)
     code, out, _ = trains(tmp_path / "run")
     assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 2
@@ -189,9 +188,11 @@ def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, s
 
 @pytest.mark.slow
 def test_a_run_folder_that_is_removed_ends_the_run_and_stays_away(trains, calm, strikes, tmp_path):
-    run = tmp_path / "run"
+    """The checkpoint of step 4 comes before the next record."""
+    run, rarely = tmp_path / "run", ("--eval.every_samples=7200", "--train.log_every_samples=7200")
     with strikes(3, lambda: shutil.rmtree(run)):
-        code, _, line = trains(run)
+        code, out, line = trains(run, *rarely)
+    assert "step_000000004 NOT saved" in out
     assert code == 3 and f"No such file or directory: '{run}/" in line and not run.exists()
     assert trains(run)[0] == 0
     require_equal_runs(run, calm)
@@ -205,7 +206,7 @@ AGAIN = next(int(sample) for sample in rng.order(CFG.train.seed, 1, 50)[:22] if 
 
 
 def fail(views: list[memoryview]) -> None:
-    raise BROKEN
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def flip(view: int, place: int, views: list[memoryview]) -> None:
