@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import math
+import os
 import random
 import tomllib
 import zlib
@@ -20,6 +21,7 @@ from flux_ref.formats import jsonl
 from flux_ref.plan import commands as plan
 from flux_ref.report import band, result_log, score
 from flux_ref.report import commands as report
+from flux_ref.run import folder as run_folder
 from flux_ref.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
@@ -78,27 +80,28 @@ def run_records(folder: Path) -> tuple:
 
 def read_records(folder: Path) -> tuple:
     """By json alone. The last line may be half a record; other lines must be records."""
-    found = []
-    for name, figures in watch.FIGURES.items():
-        lines = _content(folder / "run" / name).split(b"\n")
-        kept = []
-        for i, line in enumerate(lines):
-            try:
-                record = json.loads(line)
-                wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
-            except (ValueError, KeyError, TypeError, IndexError):
-                wrong = [name]
-            if not wrong and record["samples"] >= 0:
-                kept.append(record)
-            elif i < len(lines) - 1:
-                raise ValueError(f"{name} line {i + 1}")
-        found.append(kept)
+    found = [_records(folder / "run" / name, figures) for name, figures in watch.FIGURES.items()]
     files = [_content(folder / "run" / name) for name in ("outcome.json", "environment.json")]
     ending, facts = (json.loads(content) if content else {} for content in files)
     ending = ending["outcome"] if files[0] or ending else ""
     if not isinstance(facts, dict) or ending not in ("", jsonl.REACHED, jsonl.ENDED):
         raise ValueError("outcome or environment")
     return (*found, ending, facts)
+
+
+def _records(path: Path, figures: tuple[str, ...]) -> list[dict]:
+    lines, kept = _content(path).split(b"\n"), []
+    for i, line in enumerate(lines):
+        try:
+            record = json.loads(line.decode())
+            wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
+        except (ValueError, KeyError, TypeError, IndexError):
+            wrong = [path.name]
+        if not wrong and record["samples"] >= 0:
+            kept.append(record)
+        elif i < len(lines) - 1:
+            raise ValueError(f"{path.name} line {i + 1}")
+    return kept
 
 
 def _content(path: Path) -> bytes:
@@ -136,6 +139,31 @@ def judge_band(folder: Path, rows: object) -> str:
     found = [(row["samples"], row["val_loss_min"], row["val_loss_max"]) for row in rows]
     want = [(at, min(values), max(values)) for at, values in sorted(points.items())]
     return "" if ending and found == want else f"want {want}"
+
+
+def make_unfinished(folder: Path) -> None:
+    make_run(folder)
+    (folder / "run" / "outcome.json").unlink()
+    cfg = config_file.replace(config_file.of_run(folder / "run"), run__dir="run")
+    (folder / "run" / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    (folder / "run" / "config.toml").write_text(config_file.dump(cfg))
+
+
+def run_claim(folder: Path) -> object:
+    """A run claims the folder of an unfinished one, and resumes its records."""
+    run = folder / "run"
+    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train", run__dir="run")
+    with run_folder.claim(cfg, False) as start:
+        if not start.is_new:
+            return jsonl.records(run / "metrics.jsonl", 120, ("loss",))
+    return []
+
+
+def judge_claim(folder: Path, found: object) -> str:
+    if not (folder / "run" / "metrics.jsonl").exists():
+        return ""
+    want = [record for record in _records(folder / "run" / "metrics.jsonl", ("loss",)) if record["samples"] <= 120]
+    return "" if found == want else "other records"
 
 
 # Benchmark logs
@@ -298,11 +326,14 @@ OF_RUN = damage.of_text("run/*") | {
 }
 OF_LOGS = damage.of_bytes("logs/result_*") | {"bomb": bomb, "packed": packed}
 OF_LOGS |= {f"log_{name}": hurt for name, hurt in damage.of_json_lines("result_0.txt").items()}
+OF_CLAIM = {name: hurt for name, hurt in OF_RUN.items() if name != "tree_of_outcome"}
+CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
     Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
     Target("records", make_run, OF_RUN, run_records, read_records),
     Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
     Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
+    Target("claim", make_unfinished, OF_CLAIM, run_claim, judge=judge_claim, writes=CLAIMED),
     Target("logs", make_logs, OF_LOGS, run_logs, judge=judge_logs, weight=2),
     Target("report", make_logs, OF_LOGS, run_report, judge=judge_report, writes=("figures.json",)),
     Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),
