@@ -8,7 +8,6 @@ import math
 import os
 import random
 import tomllib
-import zlib
 from pathlib import Path
 
 from fuzz import damage
@@ -180,9 +179,8 @@ def make_logs(folder: Path) -> None:
 def bomb(folder: Path, random: random.Random) -> str:
     """A log whose few packed bytes are many."""
     size, byte = random.choice((10, 300, 2000)), random.choice((b"\0", b"\n", b":::MLLOG {\n", b"x" * 99 + b"\n"))
-    packer = zlib.compressobj(9, wbits=31)
-    block = byte * (2**20 // len(byte))
-    packed = b"".join(packer.compress(block) for _ in range(size)) + packer.flush()
+    part = gzip.compress(byte * (10 * 2**20 // len(byte)), mtime=0)
+    packed = part * (size // 10)  # a file may have several packed parts
     (folder / "logs" / "result_1.txt.gz").write_bytes(packed)
     return f"{size} MiB of {byte[:12]!r} packed"
 
@@ -303,6 +301,15 @@ def _floats(table: dict[str, object]) -> dict[str, object]:
     return {k: v if isinstance(v, str) or k in ("node", "domain") else float(v) for k, v in table.items()}
 
 
+def sizes(folder: Path, random: random.Random) -> str:
+    """One to three sizes of the model or the batches become large."""
+    keys = [key for key, kind in config.TYPES.items() if kind is int and key.startswith(("model.", "train.", "eval."))]
+    chosen = {random.choice(keys): 2 ** random.randrange(1, 64) for _ in range(random.randrange(1, 4))}
+    values = config.flat(MICRO) | chosen
+    (folder / "one.toml").write_text("".join(f"{key} = {config_file._toml(value)}\n" for key, value in values.items()))
+    return ", ".join(f"{key}={value}" for key, value in chosen.items())
+
+
 def run_plan(folder: Path) -> Said:
     """The whole plan from a config and a table of hardware."""
     return command(plan.main, ["one.toml", "--gpus=4", "--gpu=h200", "--hardware=own.toml", "--json=plan.json"])
@@ -327,6 +334,7 @@ OF_RUN = damage.of_text("run/*") | {
 OF_LOGS = damage.of_bytes("logs/result_*") | {"bomb": bomb, "packed": packed}
 OF_LOGS |= {f"log_{name}": hurt for name, hurt in damage.of_json_lines("result_0.txt").items()}
 OF_CLAIM = {name: hurt for name, hurt in OF_RUN.items() if name != "tree_of_outcome"}
+OF_PLAN = damage.of_text("*.toml") | dict.fromkeys(("sizes", "sizes_too", "sizes_as_well"), sizes)
 CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
     Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
@@ -339,7 +347,5 @@ TARGETS = [
     Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),
     Target("curves", make_curves, damage.of_text("curves.csv"), run_curves, judge=judge_curves),
     Target("hardware", make_hardware, damage.of_text("own.toml"), run_hardware, read_hardware),
-    Target(
-        "plan", make_hardware, damage.of_text("*.toml"), run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3
-    ),
+    Target("plan", make_hardware, OF_PLAN, run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3),
 ]
