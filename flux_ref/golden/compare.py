@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from flux_ref.formats.outside import printable
 from flux_ref.golden import places
-from flux_ref.golden.files import Golden, TensorFile, Value, printable
+from flux_ref.golden.files import Golden, TensorFile, Value
 
 NAMES_SHOWN = 20  # of a longer list
 INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
@@ -124,4 +125,4 @@ def report(golden: Golden, dump: TensorFile) -> tuple[list[str], list[str], list
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(map(printable, names[:NAMES_SHOWN])) + rest
+    return ", ".join(printable(name)[:100] for name in names[:NAMES_SHOWN]) + rest

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from flux_ref.errors import Refusal
+from flux_ref.formats.outside import printable
 
 VALUES, INDEX, CONFIG = "golden.safetensors", "index.json", "config.toml"
 
@@ -42,7 +43,7 @@ class TensorFile:
             self.file = safe_open(path, framework="pt")
             slices = {name: self.file.get_slice(name) for name in self.file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise Refusal(f"{path} is not a whole safetensors file: {printable(str(error), 200)}") from None
+            raise Refusal(f"{path} is not a whole safetensors file: {printable(error)[:200]}") from None
         self.entries = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -81,8 +82,3 @@ class Golden:
 
 def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def printable(text: str, most: int = 100) -> str:
-    """Text from a foreign file as it may go to a terminal, cut to `most` characters."""
-    return ascii(text)[1:-1][:most]
