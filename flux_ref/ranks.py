@@ -199,7 +199,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """A small value of every rank, by rank; tuples come back as lists. sync: the host waits for all ranks.
 
-    It travels as JSON, filled up with spaces: torch's all_gather_object would unpickle what comes from the network, and pickles run code.
+    It travels as JSON: torch's all_gather_object unpickles what comes from the network, and pickles run code.
     """
     kinds = {backend: kind for kind, backend in BACKENDS.items()}
     text = json.dumps(value).encode()
