@@ -26,6 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import one_line
 from flux_ref.preflight.verdict import NodeReport
 
 POLL_S = 0.005
@@ -51,8 +52,8 @@ class Node:
         except (RuntimeError, OSError, UnicodeError) as error:
             silent = f"does not answer within {self.wait_s:g} s"
             if self.number and isinstance(error, TimeoutError):
-                name, what = args.nodes[0], f"{args.address} listens but {silent}; has another program that port?"
-                raise Fault(f"{name}: {what}\npreflight: bad nodes: {name}") from None
+                what = f"{args.address} listens but {silent}; has another program that port?"
+                raise unfit(args.nodes[0], what) from None
             why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
@@ -64,8 +65,7 @@ class Node:
                 return socket.create_connection((host, port), timeout=self.wait_s).close()
             except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
-                    silent = f"{name}: {host}:{port} does not answer ({error})"
-                    raise Fault(f"{silent}\npreflight: bad nodes: {name}") from None
+                    raise unfit(name, f"{host}:{port} does not answer ({error})") from None
                 time.sleep(0.2)
 
     def set(self, key: str, value: object = "") -> None:
@@ -146,6 +146,12 @@ class Leader(Node):
         """Let the others end before this process, as the store ends with it."""
         self.set(f"round/{self.turn}", [])
         self._gather("bye/{}", set(nodes) - {0}, 5.0)
+
+
+def unfit(name: str, what: str) -> Fault:
+    """Print what is wrong with a node. The error is a line of its own, which slurm.sbatch looks for."""
+    print(one_line(f"preflight: {name}: {what}"), file=sys.stderr, flush=True)
+    return Fault(f"bad nodes: {name}")
 
 
 def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, int]]:
