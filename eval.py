@@ -28,6 +28,7 @@ from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, loss_chart, reporter, weight_files
 from flux_ref.run.hang_watch import HangWatch
+from flux_ref.run.options import STEP, Options
 from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
 from flux_ref.steps import Steps
@@ -39,25 +40,16 @@ def table(result: Validation) -> str:
     return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
 
 
-def step_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step; give the step of a checkpoint, as in --checkpoint=900")
-    return int(text)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for; `overrides` are keys of the config. Raises: Refusal."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--checkpoint", dest="step", type=step_number, metavar="STEP")
+    parser = Options("eval.py", add_help=False)
+    parser.add_argument("--checkpoint", dest="step", type=STEP, metavar="STEP")
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("--vae", metavar="FILE")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", action="store_true")
     path, rest = cli.config_and_overrides(argv, default="runs/tiny")
-    try:
-        options, overrides = parser.parse_known_args(rest)
-    except argparse.ArgumentError as error:
-        raise Refusal(f"{error}; see --help") from None
+    options, overrides = parser.parse_known_args(rest)
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
     options.path = Path(path)

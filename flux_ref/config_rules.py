@@ -28,6 +28,11 @@ POSITIVE = (
     *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
     *("parallel.region_blocks", "fp8.history", "sample.steps"),
 )
+# The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
+MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "fp8", "parallel"), 2**24)
+MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 4096)
+MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample"), 10**6)
+MOST_ELEMENTS = 2**50  # of the largest tensor of a step
 
 
 def validate(cfg, values: dict[str, object]) -> None:
@@ -39,8 +44,9 @@ def validate(cfg, values: dict[str, object]) -> None:
         if values[key] <= 0:
             raise Refusal(f"{key}={values[key]} must be greater than 0")
     for key, value in values.items():
-        if isinstance(value, (int, float)) and not (value >= 0 and value < 2**63):
-            raise Refusal(f"{key}={value} must be a finite number from 0 to below 2**63")
+        most = MOST.get(key, MOST.get(key.split(".")[0], 2**63 - 1))
+        if isinstance(value, (int, float)) and not 0 <= value <= most:
+            raise Refusal(f"{key}={value} must be a finite number from 0 to {most:,}")
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
                 raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")
@@ -49,6 +55,7 @@ def validate(cfg, values: dict[str, object]) -> None:
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg.model)
+    _validate_sizes(cfg)
     _validate_parallel(cfg.parallel)
     _validate_fp8(cfg)
     if (file := cfg.parallel.compile_cache) and not (cfg.parallel.compile and cfg.train.synthetic_steps):
@@ -72,6 +79,14 @@ def _validate_model(model) -> None:
         raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
     if model.latent_height % 2 or model.latent_width % 2:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
+
+
+def _validate_sizes(cfg) -> None:
+    model, rows = cfg.model, max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
+    tokens = model.text_tokens + model.image_tokens
+    wide = max(model.hidden * (3 + 2 * model.mlp_ratio), model.t5_dim, model.packed_channels, model.heads * tokens)
+    if (elements := max(rows * tokens, model.hidden, model.clip_dim) * wide) > MOST_ELEMENTS:
+        raise Refusal(f"model.* and the batches give a tensor of {elements:.1e} elements; make them smaller")
 
 
 def _validate_parallel(cfg) -> None:

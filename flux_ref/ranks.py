@@ -7,6 +7,7 @@ Graphs have their own such file, speed/graphs.py; kernels of attention have spee
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import of_environment
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
-TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MOST = 2**20  # ranks
 SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
 
@@ -59,10 +62,13 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
-    if "RANK" in os.environ and missing:
-        raise Refusal(f"RANK is set but {', '.join(missing)} is not; start with torchrun, which sets them")
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
+        raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
+    address = os.environ.get("MASTER_ADDR", "")
+    if not re.fullmatch(r"[\w.:%-]*", address, re.ASCII):
+        raise Refusal(f"environment variable MASTER_ADDR={address!r} is no name or number of a host; mend or unset it")
+    size, port = of_environment("WORLD_SIZE", 1, MOST, 1), of_environment("MASTER_PORT", 0, 65535, 0)
+    rank, device = of_environment("RANK", 0, size - 1, 0), _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
@@ -70,7 +76,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
+        place = f"{address}:{port}: {str(error).splitlines()[0]}"
         raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")

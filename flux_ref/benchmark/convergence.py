@@ -6,6 +6,7 @@ loss by about 0.001.
 """
 
 import csv
+import io
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from flux_ref.benchmark.facts import TARGET
 from flux_ref.benchmark.reference_points import points
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.formats.outside import decimal, read_text, shown
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")
 QUARTILES = ("val_loss_p25", "val_loss_median", "val_loss_p75")
 HEADER = ("global_batch", "lr", "warmup_steps", "samples", "runs", "val_loss_min", *QUARTILES, "val_loss_max")
+AT_LEAST_SOME = ("global_batch", "runs", *QUARTILES, "val_loss_min", "val_loss_max")  # are above zero
 CURVES = ("low", "median", "high", "spread")
 PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
 LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
@@ -61,6 +64,10 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
     low, high = pooled(by_batch[below], ""), pooled(by_batch[above], "")
     share = math.log(global_batch / below) / math.log(above / below)
     grid = [samples for samples in high.samples if samples >= low.samples[0]]
+    if not grid:
+        raise Refusal(
+            f"{path}: the bands of batch {below:.0f} and {above:.0f} share no samples; set eval.band to another"
+        )
     curves = {}
     for name in CURVES:
         curves[name] = tuple((1 - share) * low.at(samples, name) + share * high.at(samples, name) for samples in grid)
@@ -68,13 +75,19 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
+    text = read_text(path, "band")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [{name: float(row[name]) for name in HEADER} for row in csv.DictReader(file)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal(
-            f"{path} is no band ({type(error).__name__}: {error}); it wants the columns {', '.join(HEADER)}"
-        ) from None
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise Refusal(f"{path} is no band ({error}); it wants the columns {', '.join(HEADER)}") from None
+    for number, row in enumerate(rows, 1):
+        for name in HEADER:
+            value = decimal(row.get(name) or "", 1e-12 if name in AT_LEAST_SOME else 0, 1e15)
+            if value is None:
+                what = f"{name}={shown(row.get(name))} in row {number}"
+                raise Refusal(f"{path} is no band ({what}); it wants numbers for {', '.join(HEADER)}")
+            row[name] = value
+    return rows
 
 
 def pooled(rows: list[dict[str, float]], source: str) -> Band:

@@ -1,7 +1,6 @@
 """Figures of GPUs and links: from hardware.toml, and from a file of your own."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +88,6 @@ def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> obje
         value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
         if key.endswith("_share") and not 0.001 <= value <= 1:
             raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")
-        if key_type is not str and not (0 < value < math.inf or (value == 0 and key in MAY_BE_ZERO)):
-            raise Refusal(f"{table}.{key}={value!r} is not a positive number")
+        if key_type is not str and not (1e-6 <= value <= 1e12 or (value == 0 and key in MAY_BE_ZERO)):
+            raise Refusal(f"{table}.{key}={value!r} is not a number from 1e-6 to 1e12")
     return kind(**values)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 from flux_ref.formats.files import write_whole
 
 REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes of a run that came to its end
@@ -16,7 +17,7 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
 
     A damaged line raises a Refusal unless it is the last line: a killed run may have left half a line.
     """
-    lines, kept = path.read_bytes().split(b"\n") if path.exists() else [], []
+    lines, kept = outside.read_bytes(path, "records").split(b"\n") if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         record = _parsed(line) or {}
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
@@ -35,7 +36,7 @@ def is_number(value: object) -> bool:
 
 def json_object(path: Path) -> dict:
     """The JSON object in a file; {} if there is no file. Raises: Refusal."""
-    content = _parsed(path.read_bytes()) if path.exists() else {}
+    content = _parsed(outside.read_bytes(path, "file")) if path.exists() else {}
     if content is None:
         raise Refusal(f"{path} is damaged (no JSON object); mend it")
     return content
@@ -44,8 +45,8 @@ def json_object(path: Path) -> dict:
 def _parsed(text: bytes) -> dict | None:
     """A JSON object; None for anything else."""
     try:
-        content = json.loads(text.decode())
-    except (ValueError, RecursionError):  # also bad UTF-8
+        content = outside.parse_json(text)
+    except ValueError:
         return None
     return content if isinstance(content, dict) else None
 

@@ -4,6 +4,7 @@ Nothing is allocated or looped over before its size is known to be sound. Errors
 """
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from flux_ref.errors import Refusal
 
 TEXT_BYTES = 64 * 2**20  # no config, index or list of flux_ref's is longer
+MOST_DEPTH = 100  # levels of nesting; deeper values cannot be printed or compared without recursion
+MOST_SHOWN = 200  # characters of a foreign value in a message
 
 
 def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
@@ -42,9 +45,20 @@ def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
 def parse_json(text: str | bytes) -> object:
     """The value of a JSON text. Raises: ValueError, also for nesting that is too deep and for bytes beyond UTF-8."""
     try:
-        return json.loads(text)
+        return shallow(json.loads(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def shallow(value: object) -> object:
+    """The value, if lists and dicts in it are nested at most MOST_DEPTH deep. Raises: ValueError."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        nests = [item for item in level if isinstance(item, (list, dict))]
+        level = [item for nest in nests for item in (nest.values() if isinstance(nest, dict) else nest)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
 
 
 def read_json(path: Path, what: str, most: int = TEXT_BYTES) -> dict:
@@ -64,6 +78,15 @@ def whole_number(text: str, least: int, most: int) -> int | None:
     return int(text) if is_short and least <= int(text) <= most else None
 
 
+def decimal(text: str, least: float, most: float) -> float | None:
+    """The number that ASCII text is, as in 1.5 or 1e-3; None for other text and for numbers outside least .. most."""
+    try:
+        number = float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return None
+    return number if least <= number <= most else None
+
+
 def of_environment(name: str, least: int, most: int, default: int) -> int:
     """The number in an environment variable. Raises: Refusal."""
     value = os.environ.get(name)
@@ -79,3 +102,18 @@ def of_environment(name: str, least: int, most: int, default: int) -> int:
 def printable(text: object) -> str:
     """Foreign text for a terminal, a page or a picture; control characters and lone surrogates as in \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def one_line(text: object, most: int = 2000) -> str:
+    """Text with foreign parts as one printable line of at most `most` characters."""
+    line = printable(" ".join(str(text).splitlines()))
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def shown(value: object) -> str:
+    """A foreign value as in a source text, cut to MOST_SHOWN characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer with more than 4,300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

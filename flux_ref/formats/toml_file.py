@@ -1,13 +1,14 @@
 """TOML that people write: read, checked for types and unknown names, refused in one line."""
 
 import difflib
-import math
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 
+MOST_BYTES = 2**20  # a config has a few kilobytes
 KINDS = {
     str: "a string",
     int: "an integer",
@@ -20,11 +21,10 @@ KINDS = {
 
 def read(path: Path, what: str) -> dict[str, object]:
     """The tree of a TOML file. what: its kind, for the message. Raises: Refusal."""
+    text = outside.read_text(path, what, MOST_BYTES)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"{what} {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless integers
+        return outside.shallow(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:  # also endless integers
         raise Refusal(f"{what} {path} is not valid TOML: {error}") from None
 
 
@@ -33,24 +33,26 @@ def parse(key: str, text: str, kind: type) -> object:
     if kind is str:
         return text
     try:
-        tree = tomllib.loads(f"value = {text}")
+        tree = outside.shallow(tomllib.loads(f"value = {text}"))
     except (ValueError, RecursionError):
         tree = {}
     if tree.keys() != {"value"}:
-        raise Refusal(f"{key}={text!r} is not {KINDS[kind]}")
+        raise Refusal(f"{key}={outside.shown(text)} is not {KINDS[kind]}")
     return tree["value"]
 
 
 def typed(key: str, value: object, kind: type) -> object:
     """The value in a key's type. An int may stand for a float and a list for a tuple, nothing else. Raises: Refusal."""
-    if kind is float and type(value) is int:
-        return float(value) if abs(value) < 2**63 else math.inf
     is_list = kind in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
+    if any(type(item) is int and abs(item) >= 2**63 for item in (value if is_list else [value])):
+        raise Refusal(f"{key}={outside.shown(value)} is out of range; TOML's integers are below 2**63")
+    if kind is float and type(value) is int:
+        return float(value)
     if is_list and all(type(item) is kind.__args__[0] for item in value):
         return tuple(value)
     if type(value) is kind:
         return value
-    raise Refusal(f"{key}={value!r} is not {KINDS[kind]}")
+    raise Refusal(f"{key}={outside.shown(value)} is not {KINDS[kind]}")
 
 
 def unknown(what: str, name: str, known: Collection[str], otherwise: str) -> Refusal:

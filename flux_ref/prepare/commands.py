@@ -1,9 +1,9 @@
 """Making data sets and looking after them.   python -m flux_ref.prepare COMMAND --help"""
 
-import argparse
 import importlib
 
 from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options
 
 COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
     "shapes": "captioned drawings with stand-in encoders, for the CPU",
@@ -16,7 +16,11 @@ COMMANDS = {  # the file of each is imported when it is called, as the packages 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flux_ref.prepare", description="Make and look after data sets.")
+    return attempt("prepare", lambda: run(argv))
+
+
+def run(argv: list[str]) -> int:
+    parser = Options("python -m flux_ref.prepare", "Make and look after data sets.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text)
@@ -24,4 +28,4 @@ def main(argv: list[str]) -> int:
             module = importlib.import_module(f"flux_ref.prepare.{name}")
             module.add_arguments(command)
     args = parser.parse_args(argv)
-    return attempt("prepare", lambda: module.run(args))
+    return module.run(args)

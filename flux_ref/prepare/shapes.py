@@ -5,14 +5,15 @@ from pathlib import Path
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
+from flux_ref.prepare.options import number
 from flux_ref.toy.make import make_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--config", default="configs/tiny.toml", help="use the sizes of this config's model")
-    parser.add_argument("--train", type=int, help="training samples (default: the config's)")
-    parser.add_argument("--val", type=int, help="validation samples (default: the config's)")
+    parser.add_argument("--train", type=number, help="training samples (default: the config's)")
+    parser.add_argument("--val", type=number, help="validation samples (default: the config's)")
 
 
 def run(args: argparse.Namespace) -> int:

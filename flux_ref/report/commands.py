@@ -17,27 +17,30 @@ from flux_ref import config_rules
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
+from flux_ref.formats.outside import printable
 from flux_ref.report import official, result_files, result_log, score
-from flux_ref.report.result_log import printable
 from flux_ref.report.score import RUN_COLUMNS, Run, System, show
 from flux_ref.run.attempt import attempt
 from flux_ref.run.json_option import give, json_option, text_beside
+from flux_ref.run.options import Options
 
 INVALID = 1  # exit code
 COLUMNS = 80
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flux_ref.report", description="Score and compare MLPerf Training logs of FLUX.1."
-    )
+    return attempt("report", lambda: run(parse(argv)))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options. Raises: Refusal."""
+    parser = Options("python -m flux_ref.report", "Score and compare MLPerf Training logs of FLUX.1.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, run folders, or trees of them")
     parser.add_argument("--ruleset", choices=config_rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
     parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
     json_option(parser)
-    args = parser.parse_args(argv)
-    return attempt("report", lambda: run(args))
+    return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ traceback at some damage. Here they get copies of the logs in a folder of their 
 
 import contextlib
 import io
-import json
 import logging
 import re
 import tempfile
@@ -19,6 +18,7 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
 
 from flux_ref.errors import Refusal
+from flux_ref.formats.outside import read_json
 from flux_ref.report.result_log import ResultLog, number
 
 BENCHMARK = "flux1"
@@ -50,11 +50,7 @@ class Verdicts:
 
 def require_points(path: Path) -> None:
     """Raises: Refusal if a file holds no reference convergence points; OSError if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # also bad UTF-8
-        content = None
-    points = content.values() if isinstance(content, dict) else ()
+    points = read_json(path, "reference points").values()
     if not points or not all(isinstance(point, dict) and point.get("Benchmark") == BENCHMARK for point in points):
         raise Refusal(
             f"{path} is no file of reference convergence points for {BENCHMARK}; it wants mlperf-logging's format,"

@@ -3,9 +3,9 @@
 import html
 from collections.abc import Iterable
 
+from flux_ref.formats.outside import printable
 from flux_ref.report import charts, score
 from flux_ref.report.charts import COLOURS
-from flux_ref.report.result_log import printable
 from flux_ref.report.score import RUN_COLUMNS, System, show
 
 TITLE = "FLUX.1 training benchmark"

@@ -16,7 +16,7 @@ from flux_ref import config_file
 from flux_ref.config import flat
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
-from flux_ref.report.result_log import printable
+from flux_ref.formats.outside import printable, whole_number
 
 RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
 DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
@@ -69,7 +69,7 @@ def _system_of(path: Path) -> object:
 
 def _number(path: Path) -> tuple:
     """result_2 before result_10, run_2 before run_10."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path)))
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", str(path))))
 
 
 def _names(folders: list[Path]) -> list[str]:
@@ -107,8 +107,6 @@ def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:
 
 def accelerators(machine: dict[str, str]) -> int | None:
     """Accelerators of the whole system; for our own runs the number of ranks."""
-    ranks = re.match(r"\d+", machine.get("ranks", ""))
-    try:
-        return int(ranks[0]) if ranks else int(machine["number_of_nodes"]) * int(machine["accelerators_per_node"])
-    except (KeyError, ValueError):
-        return None
+    counts = [whole_number(machine.get(name, ""), 1, 10**7) for name in ("number_of_nodes", "accelerators_per_node")]
+    ranks = whole_number(machine.get("ranks", "").split(" ")[0], 1, 10**7)
+    return ranks or (counts[0] * counts[1] if all(counts) else None)

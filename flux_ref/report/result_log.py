@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flux_ref.formats.outside import printable, shallow
+
 TOKEN, SYSTEM_TOKEN = ":::MLLOG ", ":::SYSJSON "
 LINE_LIMIT = 16_384  # characters; the official parser takes time that grows with the square of an entry's length
 MOST = 1e15  # every count and time of a run is smaller
@@ -122,14 +124,10 @@ def _object(text: str) -> tuple[dict, str]:
     text = text.strip()
     try:
         content, end = json.JSONDecoder().raw_decode(text)
+        shallow(content)
     except (ValueError, RecursionError):
         return {}, ""
     return (content, text[end:].strip()) if isinstance(content, dict) else ({}, "")
-
-
-def printable(text: object) -> str:
-    """Foreign text for a terminal, a page or a picture: no control characters, nothing that UTF-8 cannot hold."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def number(value: object) -> float | None:

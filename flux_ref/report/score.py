@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flux_ref.formats.outside import printable
 from flux_ref.report import official, result_files
-from flux_ref.report.result_log import ResultLog, number, printable
+from flux_ref.report.result_log import ResultLog, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 # Settings that all runs of a system must share.

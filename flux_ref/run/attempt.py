@@ -4,22 +4,36 @@ import os
 import sys
 from collections.abc import Callable
 
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault, Refusal, Stop
+from flux_ref.formats.outside import one_line
 
 
 def attempt(name: str, task: Callable[[], int]) -> int:
     """Run a command of one process; an error becomes one line. Returns the exit code. For ranks see run/cli.py."""
+    make_terminal_patient()
     try:
         return task()
     except (Refusal, Fault) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        complain(name, error)
         return error.exit_code
     except OSError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        complain(name, error)
         _give_stdout_up()
         return Refusal.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def make_terminal_patient() -> None:
+    """Escape what a terminal or a file in another encoding than UTF-8 cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def complain(name: str, error: Stop | OSError) -> None:
+    """Print the one line with which a command ends."""
+    print(one_line(f"{name}: {error}"), file=sys.stderr, flush=True)
 
 
 def _give_stdout_up() -> None:

@@ -14,13 +14,16 @@ from typing import NoReturn
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
+from flux_ref.formats.outside import whole_number
 from flux_ref.run.alive import SIGNALS, received
+from flux_ref.run.attempt import complain, make_terminal_patient
 
 LINGER_S = 5.0
 
 
 def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a task. An error becomes one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
+    make_terminal_patient()
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
@@ -80,13 +83,12 @@ def leave(code: int) -> NoReturn:
 
 
 def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
-    rank = int(os.environ.get("RANK", 0))
+    rank = whole_number(os.environ.get("RANK", ""), 0, ranks.MOST) or 0
     # Before the process group exists, one rank of each node prints.
-    speaks = rank == 0 or (ranks.is_apart() and os.environ.get("LOCAL_RANK") == "0")
+    speaks = rank == 0 or (ranks.is_apart() and not whole_number(os.environ.get("LOCAL_RANK", ""), 0, ranks.MOST))
     if speaks or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
-        line = " ".join(f"{name}: {prefix}{error}".splitlines())
-        print(line, file=sys.stderr, flush=True)
+        complain(f"{name}: {prefix}".removesuffix(": "), error)
     else:
         time.sleep(LINGER_S)  # torchrun ends all ranks when one ends; rank 0 must print before that
     return error.exit_code

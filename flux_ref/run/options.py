@@ -1,20 +1,19 @@
 """Command lines: bad arguments are refused in one line. Needs no torch."""
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import NoReturn
 
 from flux_ref.errors import Refusal
+from flux_ref.formats.outside import decimal, shown, whole_number
 
 
 class Options(argparse.ArgumentParser):
     """A parser whose help is a module's docstring. No option is abbreviated: it could be meant for the config."""
 
-    def __init__(self, name: str, text: str):
-        super().__init__(
-            name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+    def __init__(self, prog: str, description: str = "", **others):
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; see --help")
@@ -24,16 +23,16 @@ def between(least: float, most: float, kind: type = int) -> Callable[[str], floa
     """The type of an option that takes a number from `least` to `most`."""
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
+        value = whole_number(text, least, most) if kind is int else decimal(text, least, most)
+        if value is None:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r}: give {what} from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{shown(text)}: give {what} from {least} to {most}")
         return value
 
     return parse
+
+
+STEP = between(0, 2**63 - 1)  # the type of an option that names a checkpoint
 
 
 def listed(kind: Callable[[str], object] = str) -> Callable[[str], list]:

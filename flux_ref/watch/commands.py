@@ -30,6 +30,7 @@ from flux_ref.run.options import Options, between
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 MARKS = "●◆▲■○◇△□"
+SIGNS = MARKS + "━─│└░╌…"
 LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # the usual rate is the median of so many logged steps
 TAIL = 65_536  # bytes to read from the end of a log
@@ -250,12 +251,14 @@ def show(argv: list[str]) -> int:
     if len(args.runs) > len(MARKS):
         raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
     try:
+        SIGNS.encode(sys.stdout.encoding or "utf-8")  # escaped signs would be no panel
+    except UnicodeEncodeError as error:
+        raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
+    try:
         if args.once or not sys.stdout.isatty():
             print(panel([look(folder) for folder in args.runs], 80, coloured=False), flush=True)
         else:
             follow(args.runs, args.every)
-    except UnicodeEncodeError as error:
-        raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
     except KeyboardInterrupt:
         pass  # Ctrl-C is how a user leaves
     return 0

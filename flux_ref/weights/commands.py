@@ -15,18 +15,17 @@ from pathlib import Path
 
 from flux_ref.run import weight_files
 from flux_ref.run.attempt import attempt
+from flux_ref.run.options import STEP, Options
 from flux_ref.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flux_ref.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options("python -m flux_ref.weights", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("export", "import", "inspect"):
         command = commands.add_parser(name)
         command.add_argument("source", type=Path)
-        command.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: the newest")
+        command.add_argument("--checkpoint", type=STEP, metavar="STEP", help="of a run; default: the newest")
         command.add_argument("--config", help="a config with the sizes of the model")
         if name != "inspect":
             command.add_argument("out", type=Path)
@@ -54,5 +53,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
-    return attempt("weights", lambda: run(args))
+    return attempt("weights", lambda: run(parse(argv)))

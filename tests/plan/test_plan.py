@@ -284,7 +284,7 @@ WRONG_HARDWARE = [
     ("zzz", "", "a100, h100"),
     ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
     ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
-    ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a positive number"),
+    ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-6 to 1e12"),
     ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
     ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is a share"),
     ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),

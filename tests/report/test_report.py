@@ -425,13 +425,14 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     for name, points in (("text", "{"), ("bare", "{}"), ("list", "[1]"), ("other", '{"a": {"Benchmark": "bert"}}')):
         (tmp_path / name).write_text(points)
     cases = [
-        *(([results, f"--points={name}"], f"{name} is no file of ref") for name in ("text", "bare", "list", "other")),
-        (["empty", "--points=text"], "text is no file of reference"),  # before the first log is read
+        *(([results, f"--points={name}"], f"{name} is no file of ref") for name in ("bare", "other")),
+        *(([results, f"--points={name}"], f"reference points {name} ") for name in ("text", "list")),
+        (["empty", "--points=text"], "text is no JSON"),  # before the first log is read
         ([results, ""], "an empty path is no result file"),
         (["nothing"], "nothing holds no result_*.txt"),
         (["empty"], "empty holds no result_*.txt"),
         (["result_0.txt"], "no log could be read"),
-        ([results, "--points=x"], "No such file or directory: 'x'"),
+        ([results, "--points=x"], "reference points x: No such file"),
         ([results, "--out=file"], "File exists: 'file'"),
         ([results, "--out=file/sub"], "Not a directory: 'file/sub'"),
     ]

@@ -1,0 +1,322 @@
+"""A fuzzer that knows what it hurts: it damages a sound input, lets flux_ref read it, and judges the result.
+
+An input is (target, damage, seed): the damage of this name, drawn from this seed alone. New damages and targets
+do not change what an old input means. Each input is read in a worker process, which the engine replaces if it dies.
+"""
+
+import contextlib
+import importlib
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from random import Random
+
+from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import one_line
+
+REFUSED, SAME, AS_READ = "refusal", "same outcome", "as read"  # the good results
+TRACEBACK, HANG, MEMORY = "traceback", "hang", "memory"
+WRONG, LEFTOVER, UNCLEAR = "wrong acceptance", "leftover", "unclear"  # unclear: several lines, control characters
+GOOD = (REFUSED, SAME, AS_READ)
+RESULTS = (*GOOD, TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
+MEMORY_BYTES = 2 * 2**30  # an input may take so much memory
+LONGEST_LINE = 2000  # a refusal with more characters is not clear
+
+Damage = Callable[[Path, Random], str]
+Input = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that flux_ref reads, and how it is hurt. Every function works in `folder`, the current folder."""
+
+    name: str
+    make: Callable[[Path], None]  # writes a sound input into the empty folder; once per process
+    damages: dict[str, Damage]  # each changes files in the folder, and says how in one line without paths
+    run: Callable[[Path], object]  # reads the input; what it found, or a Said. Raises: Refusal, Fault
+    # What a reader of its own says that `run` must find in the hurt input. Raises: ValueError for a bad input.
+    reading: Callable[[Path], object] | None = None
+    # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
+    judge: Callable[[Path, object], str] | None = None
+    view: Callable[[object], object] = lambda outcome: outcome  # the part of an outcome that is compared
+    writes: tuple[str, ...] = ()  # patterns of the files that `run` may write if it accepts
+    weight: float = 1.0  # how often it is drawn
+    limit_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Result:
+    kind: str
+    damage: str
+    detail: str = ""
+
+
+def command(main: Callable[[list[str]], int], argv: list[str], encoding: str = "utf-8") -> Said:
+    """Call a command as its __main__.py does; the terminal has this encoding. An exit counts as a return."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2)]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    return Said(code or 0, *(stream.buffer.getvalue().decode(encoding, "surrogateescape") for stream in streams))
+
+
+# One input, in the worker
+
+
+class Bench:
+    """The folders in which a worker hurts and reads inputs."""
+
+    def __init__(self, root: Path, targets: dict[str, Target]):
+        self.root, self.targets = root, targets
+        self.sound: dict[str, str] = {}  # what each target finds in the sound input
+        self.environment = dict(os.environ)
+        self.output = root / "output"  # what libraries write past Python
+
+    def try_input(self, name: str, damage: str, seed: int) -> Result:
+        """Hurt a sound input, read it, and judge."""
+        target = self.targets[name]
+        self._prepare(target)
+        folder = self._fresh(target)
+        said = target.damages[damage](folder, Random(f"{damage}/{seed}"))
+        before = _listing(folder)
+        kind, detail, outcome = self._read(target, folder)
+        if not (written := self.output.read_text("utf-8", "replace")).replace("\n", "").replace("\t", "").isprintable():
+            kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
+        if kind == SAME and repr(target.view(outcome)) != self.sound[name]:
+            kind, detail = self._judge(target, folder, outcome)
+        allowed = target.writes if kind in (SAME, AS_READ) else ()
+        changed = [
+            path for path in _listing(folder) ^ before if not any(fnmatch(path[0], pattern) for pattern in allowed)
+        ]
+        if changed and kind in GOOD:
+            kind, detail = LEFTOVER, ", ".join(sorted({path[0] for path in changed}))[:LONGEST_LINE]
+        return Result(kind, said, detail)
+
+    def _prepare(self, target: Target) -> None:
+        """Make the sound input once, and see that it is accepted."""
+        if target.name in self.sound:
+            return
+        place = self.root / "sound" / target.name
+        place.mkdir(parents=True)
+        os.chdir(place)
+        target.make(place)
+        kind, detail, outcome = self._read(target, self._fresh(target))
+        assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
+        self.sound[target.name] = repr(target.view(outcome))
+
+    def _fresh(self, target: Target) -> Path:
+        folder = self.root / "input"
+        os.truncate(self.output, 0)
+        os.chdir(self.root)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.root / "sound" / target.name, folder, symlinks=True)
+        os.chdir(folder)
+        return folder
+
+    def _read(self, target: Target, folder: Path) -> tuple[str, str, object]:
+        """(kind, detail, outcome); SAME stands for accepted."""
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGALRM, _raise_hang)
+        signal.setitimer(signal.ITIMER_REAL, target.limit_s)
+        try:
+            outcome = target.run(folder)
+        except (Refusal, Fault) as error:
+            return REFUSED if _is_clear(one_line(error)) else UNCLEAR, one_line(error), None
+        except _Hang:
+            return HANG, _where(), None
+        except MemoryError:
+            return MEMORY, _where(), None
+        except BaseException:
+            return TRACEBACK, _where(), None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            os.environ.clear()
+            os.environ.update(self.environment)
+        return (*_of_command(outcome), outcome) if isinstance(outcome, Said) else (SAME, "", outcome)
+
+    def _judge(self, target: Target, folder: Path, outcome: object) -> tuple[str, str]:
+        """Whether an outcome that differs from the sound input's is what a reader of its own finds."""
+        found, want = repr(target.view(outcome)), "no other reading"
+        try:
+            if target.judge:
+                wrong = target.judge(folder, outcome)
+                return (WRONG, f"{wrong}; found {found[:700]}") if wrong else (AS_READ, "")
+            if target.reading:
+                want = repr(target.reading(folder))
+        except ValueError as error:
+            want = f"a refusal: {error}"
+        return (AS_READ, "") if want == found else (WRONG, f"found {found[:700]}, want {want[:700]}")
+
+
+class _Hang(BaseException):
+    """The time is over. No handler of flux_ref's catches this."""
+
+
+def _raise_hang(number: int, frame: object) -> None:
+    raise _Hang
+
+
+def _of_command(said: Said) -> tuple[str, str]:
+    if "Traceback (most recent" in said.err:
+        return TRACEBACK, said.err[-LONGEST_LINE:]
+    raw = [line for line in (said.out + said.err).splitlines() if not line.isprintable()]
+    if raw:
+        return UNCLEAR, f"control characters: {ascii(raw[0])[:LONGEST_LINE]}"
+    if said.code not in (2, 3):
+        return SAME, ""
+    is_clear = _is_clear(said.err.removesuffix("\n"))
+    return (REFUSED if is_clear else UNCLEAR), said.err[: 2 * LONGEST_LINE]
+
+
+def _is_clear(line: str) -> bool:
+    return 8 < len(line) <= LONGEST_LINE and len(line.splitlines()) == 1
+
+
+def _where() -> str:
+    """The error that is being handled and the places that it went through, innermost first."""
+    error = sys.exc_info()[1]
+    frames = traceback.extract_tb(error.__traceback__)[:0:-1]
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if frame.filename != __file__]
+    return f"{type(error).__name__}: {ascii(str(error))[:300]} at {' < '.join(places[:12])}"
+
+
+def _listing(folder: Path) -> set[tuple]:
+    """What lies in a folder tree: names, kinds, sizes, times of change."""
+    found = set()
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            stat = os.lstat(os.path.join(parent, name))
+            of_file = () if os.path.isdir(os.path.join(parent, name)) else (stat.st_size, stat.st_mtime_ns)
+            found.add((os.path.relpath(os.path.join(parent, name), folder), stat.st_mode, *of_file))
+    return found
+
+
+# Many inputs
+
+
+def targets() -> dict[str, Target]:
+    """All targets: the list TARGETS of each file targets_*.py beside this one."""
+    files = sorted(Path(__file__).parent.glob("targets_*.py"))
+    lists = [importlib.import_module(f"fuzz.{file.stem}").TARGETS for file in files]
+    return {target.name: target for several in lists for target in several}
+
+
+def drawn(seed: int, count: int, only: Iterable[str] = ()) -> list[Input]:
+    """`count` inputs that follow from a seed."""
+    known = [target for target in targets().values() if not only or target.name in only]
+    random, weights = Random(seed), [target.weight for target in known]
+    chosen = random.choices(known, weights, k=count)
+    return [(target.name, random.choice(sorted(target.damages)), random.getrandbits(32)) for target in chosen]
+
+
+def tried(inputs: Iterable[Input]) -> Iterator[tuple[Input, Result]]:
+    """The result of each input, one after another. A worker that dies or does not answer is replaced."""
+    limits = {name: target.limit_s for name, target in targets().items()}
+    with contextlib.ExitStack() as stack:
+        worker = None
+        for one in inputs:
+            if worker is None:
+                worker = stack.enter_context(_Worker())
+            result = worker.ask(one, limits[one[0]])
+            if result.kind in (HANG, MEMORY) or (result.kind == TRACEBACK and not result.damage):
+                worker.kill()
+                worker = None
+            yield one, result
+
+
+class _Worker:
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")  # no thread of this process's torch
+        self.connection, far = context.Pipe()
+        self.root = tempfile.TemporaryDirectory(prefix="fuzz_")
+        self.process = context.Process(target=_work, args=(far, Path(self.root.name)), daemon=True)
+        self.process.start()
+        far.close()
+        assert self.connection.poll(120) and self.connection.recv() == "ready", "the worker does not start"
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def ask(self, one: Input, limit_s: float) -> Result:
+        self.connection.send(one)
+        try:  # the first input of a target is made, and read twice
+            if self.connection.poll(3 * limit_s + 30):
+                return self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            last = Path(self.root.name, "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
+            return Result(TRACEBACK, "", f"the worker died with {self.process.exitcode}: {last}")
+        return Result(HANG, "", "the worker does not answer")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.root.cleanup()
+
+
+def _work(connection: multiprocessing.connection.Connection, root: Path) -> None:
+    """The worker: answers inputs until it is killed."""
+    output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    bench = Bench(root.resolve(), targets())
+    connection.send("ready")
+    while True:
+        connection.send(bench.try_input(*connection.recv()))
+
+
+@dataclass
+class Count:
+    """How the inputs of each target ended."""
+
+    of: dict[str, Counter] = field(default_factory=dict)
+    bad: list[tuple[Input, Result]] = field(default_factory=list)
+
+    def add(self, one: Input, result: Result) -> None:
+        self.of.setdefault(one[0], Counter())[result.kind] += 1
+        if result.kind not in GOOD:
+            self.bad.append((one, result))
+
+    def table(self) -> str:
+        """A row per target, a column per result."""
+        total = sum(self.of.values(), Counter())
+        rows = [("target", *RESULTS, "all")]
+        rows += [
+            (name, *(str(count[kind]) for kind in RESULTS), str(count.total()))
+            for name, count in (*sorted(self.of.items()), ("all", total))
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+
+def written(one: Input, damage: str) -> str:
+    """An input as a line of the corpus."""
+    return f"{one[0]} {one[1]} {one[2]}: {damage}"
