@@ -196,6 +196,8 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     with torch.device("meta"):
         net = Autoencoder(sizes).requires_grad_(False)
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for ever
+        raise Refusal(f"autoencoder {path} is not a regular file; give ae.safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
