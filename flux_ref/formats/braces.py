@@ -19,7 +19,10 @@ def expanded(patterns: list[str]) -> list[str]:
 
 
 def _expanded(pattern: str, room: int) -> list[str]:
-    """At most `room` names of a pattern. Raises: ValueError for unbalanced braces, too many names, and what hides their number."""
+    """At most `room` names of a pattern.
+
+    Raises: ValueError for unbalanced braces, for too many names, and for what hides their number.
+    """
     if "{" not in pattern:
         return [pattern]
     if not (pattern.isascii() and pattern.isprintable()) or "\\" in pattern:  # braceexpand takes digits of any script

@@ -14,7 +14,6 @@ from flux_ref.formats import outside
 from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry, step_of
 from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 
-
 MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
 MOST = 2**53  # of any number in a manifest
 INFO = {"step": int, "samples": int, "name": str, "config": dict}  # what each manifest says of the training

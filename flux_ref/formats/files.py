@@ -63,7 +63,7 @@ def locked(path: Path) -> IO | None:
 
     The lock lasts until the returned file is closed or the process ends.
     """
-    file = path.open("a+", encoding="utf-8")
+    file = path.open("a+", encoding="utf-8", errors="replace")
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):

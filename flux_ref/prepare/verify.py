@@ -14,12 +14,13 @@ import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, manifest, shards
+from flux_ref.formats import files, manifest, outside, shards
 from flux_ref.formats.energon import META
 from flux_ref.formats.manifest import MANIFEST
 from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Shard
@@ -45,7 +46,7 @@ class Problems:
     def add(self, kind: str, where: object, what: str = "") -> None:
         """where: a place, or an error whose message says all."""
         line = f"{where}: {what}" if what else str(where)
-        self.lines[kind].append(line if line.isprintable() else line.encode("unicode_escape").decode())
+        self.lines[kind].append(outside.printable(line))
 
 
 @dataclass
@@ -158,12 +159,14 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
-    ends = {path: re.search(r"(\d+)\.tar$", path.name) for path in paths}
-    numbers = {int(end[1]) for end in ends.values() if end}
+    ends = {path: re.search(r"([0-9]+)\.tar$", path.name) for path in paths}
+    numbers = sorted({int(end[1]) for end in ends.values() if end})
     for path in (path for path, end in ends.items() if not end):
         problems.add("file name", path, "does not end with a number")
-    for number in sorted(set(range(max(numbers, default=0))) - numbers):
-        problems.add("missing", folder, f"there is no shard {number}, although there is shard {max(numbers)}")
+    for before, number in pairwise([-1, *numbers]):
+        if number > before + 1:
+            gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
+            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {numbers[-1]}")
     return paths
 
 
@@ -190,7 +193,7 @@ def _check_keys(reports: list[Report], problems: Problems) -> None:
     first: dict[tuple[str, str], str] = {}
     for report in reports:
         for position, key in report.keys:
-            split = report.split if key.isdecimal() else ""
+            split = report.split if key.isascii() and key.isdecimal() else ""
             place = f"{report.path}, sample {position}, key {key}"
             other = first.setdefault((split, key), place)
             if other != place:
@@ -221,7 +224,7 @@ def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
 
 def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> None:
     """Compare with the manifest. sums: the SHA-256 of each file, "" if unknown."""
-    listed, unusable = manifest.parse(path.read_text("utf-8", "replace"))
+    listed, unusable = manifest.read(path)
     for number in unusable:
         problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
     for name in sorted(listed):
@@ -230,7 +233,7 @@ def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> Non
         elif sums[name] not in ("", listed[name]):
             problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
     for name in sorted(sums.keys() - listed.keys()):
-        if name.endswith(".tar"):
+        if name.endswith((".tar", ".npy")):
             problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
 
 

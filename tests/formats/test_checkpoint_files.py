@@ -290,10 +290,13 @@ def test_numbers_and_texts_of_the_wrong_kind_and_a_folder_of_another_step_are_re
         },
     }
     cases = [(place, value) for place in places for value in bad]
-    cases += [(None, lambda info, key=key, value=value: info.update({key: value})) for key in ("config", "name", "skipped")
-              for value in (7, None, ["x"], {"x": "y", "\u0663": "y"} if key == "skipped" else 0.5)]
+    cases += [
+        (None, lambda info, key=key, value=value: info.update({key: value}))
+        for key in ("config", "name", "skipped")
+        for value in (7, None, ["x"], {"x": "y", "\u0663": "y"} if key == "skipped" else 0.5)
+    ]
     for place, value in cases:
-        change = (lambda content: value(content["info"])) if place is None else partial(places[place], value=value)
+        change = partial(places[place], value=value) if place else lambda content, value=value: value(content["info"])
         try:
             refusal_of(saved, change)
         except pytest.fail.Exception:

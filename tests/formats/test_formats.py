@@ -118,7 +118,15 @@ def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout
     listing = root / ".nv-meta" / "split.yaml"
     bomb = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
     bomb = f"a0: &a0 [x]\n{bomb}\nsplit_parts: {{train: *a29}}"
-    for text in ("a: [", "- a", "", "[" * 9999, "- " * 9999, bomb, f"x: !!python/object/apply:os.mkdir ['{root}/made']"):
+    for text in (
+        "a: [",
+        "- a",
+        "",
+        "[" * 9999,
+        "- " * 9999,
+        bomb,
+        f"x: !!python/object/apply:os.mkdir ['{root}/made']",
+    ):
         listing.write_text(text)
         wrong += [] if "lists no shards" in (line := refusal(numbers, root, layout)) else [line]
     listing.unlink()

@@ -258,6 +258,8 @@ def without_last_file(folder: Path, missing: str) -> Path:
 
 
 PROJ = "single_transformer_blocks.0.proj_mlp.bias"
+
+
 def write_twice(folder: Path, value: float) -> Path:
     """A folder without an index, in which two files hold a tensor."""
     write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model))
@@ -305,7 +307,11 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     (write_index, {"weight_map": {"x_embedder.bias": "a\0b"}}, INDEX),
     *((write_index, {"weight_map": {"x_embedder.bias": file}}, NO_INDEX) for file in (["a"], 5)),
     *((write_index, text, f"index of weights|{INDEX}|JSON") for text in ("{", "[]", "[" * 100_000)),
-    (write_index, {"weight_map": {"x_embedder.bias": "diffusion_pytorch_model-00001-of-00002.safetensors"}}, "do not fit"),
+    (
+        write_index,
+        {"weight_map": {"x_embedder.bias": "diffusion_pytorch_model-00001-of-00002.safetensors"}},
+        "do not fit",
+    ),
     (write_swapped, None, f"{INDEX} and its files do not fit"),
     (write_twice, 0.0, f"{PROJ} is in {FILE}, too"),
     *((write_metadata, count, "is no count") for count in ("-1", "\u0663", "1e3", "")),
