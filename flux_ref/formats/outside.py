@@ -45,7 +45,7 @@ def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
 def parse_json(text: str | bytes) -> object:
     """The value of a JSON text. Raises: ValueError, also for nesting that is too deep and for bytes beyond UTF-8."""
     try:
-        return shallow(json.loads(text))
+        return shallow(json.loads(text.decode() if isinstance(text, bytes) else text))  # json would take UTF-16, too
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

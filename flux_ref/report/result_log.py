@@ -21,6 +21,7 @@ from flux_ref.formats.outside import printable, shallow
 TOKEN, SYSTEM_TOKEN = ":::MLLOG ", ":::SYSJSON "
 LINE_LIMIT = 16_384  # characters; the official parser takes time that grows with the square of an entry's length
 MOST = 1e15  # every count and time of a run is smaller
+MOST_BYTES, MOST_LINES, MOST_ENTRIES = 2**28, 2_000_000, 200_000  # of a log; a few packed bytes can be many more
 INTRODUCTION = re.compile(r"  (ranks|compute|steps|batch|data) +(\S.*)")  # lines of run.reporter.Reporter.introduce
 
 
@@ -58,16 +59,21 @@ def read(path: Path) -> ResultLog:
     log = ResultLog(path, name=printable(path.name))
     damaged: list[str] = []
     try:
+        if not path.is_file():
+            raise OSError("it is not a regular file")
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
             for number, line in enumerate(_lines(io.TextIOWrapper(stream, encoding="latin-1")), 1):
+                if number > MOST_LINES or len(log.lines) > MOST_ENTRIES:
+                    log.events, log.lines, log.numbers = [], [], []  # the official checkers take minutes for so many
+                    raise OSError(f"it has more than {MOST_LINES:,} lines or {MOST_ENTRIES:,} entries")
                 if TOKEN in line:
                     _take(log, number, line, damaged)
                 elif SYSTEM_TOKEN in line and not log.system:
                     log.system = _object(line.rpartition(SYSTEM_TOKEN)[2])[0]
-                elif (told := INTRODUCTION.fullmatch(line.rstrip())) and not log.events:
+                elif not log.events and (told := INTRODUCTION.fullmatch(line.rstrip())):
                     log.system.setdefault(told[1], told[2])
     except (OSError, EOFError, zlib.error) as error:
         log.problems.append(f"cannot be read to its end: {getattr(error, 'strerror', None) or error}")
@@ -84,13 +90,23 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
 
     Memory never holds such a line: a few packed bytes can be a line of many gigabytes.
     """
-    while piece := text.readline(LINE_LIMIT):
+
+    def read() -> str:
+        nonlocal size
+        piece = text.readline(LINE_LIMIT)
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise OSError(f"it has more than {MOST_BYTES:,} bytes")
+        return piece
+
+    size = 0
+    while piece := read():
         if len(piece) < LINE_LIMIT:
             yield piece
             continue
         has_token, end = TOKEN in piece, piece
         while piece and not piece.endswith("\n"):
-            piece = text.readline(LINE_LIMIT)
+            piece = read()
             end = end[-len(TOKEN) :] + piece  # the token may lie across two pieces
             has_token = has_token or TOKEN in end
         yield f"{TOKEN}\n" if has_token else "\n"

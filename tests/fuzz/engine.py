@@ -50,7 +50,6 @@ class Target:
     reading: Callable[[Path], object] | None = None
     # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
     judge: Callable[[Path, object], str] | None = None
-    view: Callable[[object], object] = lambda outcome: outcome  # the part of an outcome that is compared
     writes: tuple[str, ...] = ()  # patterns of the files that `run` may write if it accepts
     weight: float = 1.0  # how often it is drawn
     limit_s: float = 10.0
@@ -105,7 +104,7 @@ class Bench:
         kind, detail, outcome = self._read(target, folder)
         if not (written := self.output.read_text("utf-8", "replace")).replace("\n", "").replace("\t", "").isprintable():
             kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
-        if kind == SAME and repr(target.view(outcome)) != self.sound[name]:
+        if kind == SAME and repr(outcome) != self.sound[name]:
             kind, detail = self._judge(target, folder, outcome)
         allowed = target.writes if kind in (SAME, AS_READ) else ()
         changed = [
@@ -125,7 +124,7 @@ class Bench:
         target.make(place)
         kind, detail, outcome = self._read(target, self._fresh(target))
         assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
-        self.sound[target.name] = repr(target.view(outcome))
+        self.sound[target.name] = repr(outcome)
 
     def _fresh(self, target: Target) -> Path:
         folder = self.root / "input"
@@ -161,7 +160,7 @@ class Bench:
 
     def _judge(self, target: Target, folder: Path, outcome: object) -> tuple[str, str]:
         """Whether an outcome that differs from the sound input's is what a reader of its own finds."""
-        found, want = repr(target.view(outcome)), "no other reading"
+        found, want = repr(outcome), "no other reading"
         try:
             if target.judge:
                 wrong = target.judge(folder, outcome)

@@ -142,8 +142,8 @@ def is_override(word: str) -> bool:
     return True
 
 
-def judge(rules: dict[str, Rule], first: int) -> Callable[[Path, Said], str]:
-    """The judge of a command line: `first` words that are no options, then options; twice the same is fine."""
+def judge(rules: dict[str, Rule], *counts: int) -> Callable[[Path, Said], str]:
+    """The judge of a command line. counts: how many words may be no options. Twice the same option is fine."""
 
     def wrong(folder: Path, said: Said) -> str:
         argv, free = arguments(folder)[0], 0
@@ -162,7 +162,7 @@ def judge(rules: dict[str, Rule], first: int) -> Callable[[Path, Said], str]:
                     return f"{word[:80]} makes no sense"
             elif not is_override(word):
                 return f"{word[:80]} is no option"
-        return "" if free == first else f"{free} words, want {first}"
+        return "" if free in counts else f"{free} words, want {counts}"
 
     return wrong
 
@@ -225,7 +225,13 @@ def judge_preflight(folder: Path, said: Said) -> str:
 def eval_parse(argv: list[str]) -> int:
     import eval as script
 
-    return cli.run("eval.py", "usage", lambda argv: print(script.parse(argv).step) or 0, argv)
+    def task(argv: list[str]) -> int:
+        options = script.parse(argv)
+        config_file.override(config.Config(), options.overrides)
+        print(options.step)
+        return 0
+
+    return cli.run("eval.py", "usage", task, argv)
 
 
 def prepare_parse(argv: list[str]) -> int:
@@ -249,23 +255,18 @@ def tables(argv: list[str]) -> int:
     return cli.run("tables", "usage", commands.main, argv)
 
 
-def code(said: Said) -> int:
-    return said.code
-
-
 FREE = str(MICRO)
 STEP = whole(0, 2**63 - 1)
 TARGETS = [
     Target("overrides", make_overrides, ARGV, run_overrides, read_overrides, weight=2),
-    Target("train_options", made([FREE, "--train.seed=3"]), ARGV, run_train, judge=judge({}, 1), view=code),
-    Target("ranks", made([FREE], RANKS), ENV, run_train, judge=judge_ranks, view=code, weight=2),
+    Target("train_options", made([FREE, "--train.seed=3"]), ARGV, run_train, judge=judge({}, 1)),
+    Target("ranks", made([FREE], RANKS), ENV, run_train, judge=judge_ranks, weight=2),
     Target(
         "eval_options",
         made(["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--sample.count=2"]),
         ARGV,
         cli_command(eval_parse),
         judge=judge({"--checkpoint": STEP, "--config": bool, "--vae": bool, "--json": None, "--all": None}, 1),
-        view=code,
     ),
     Target(
         "preflight_options",
@@ -276,7 +277,6 @@ TARGETS = [
         ARGV | ENV,
         cli_command(preflight),
         judge=judge_preflight,
-        view=code,
     ),
     Target(
         "prepare_options",
@@ -286,7 +286,6 @@ TARGETS = [
         judge=judge(
             dict.fromkeys(("--out", "--config"), bool) | dict.fromkeys(("--train", "--val"), whole(1, 10**9)), 1
         ),
-        view=code,
     ),
-    Target("tables_options", made(["log"]), ARGV, cli_command(tables), judge=judge({}, 1), view=code, weight=0.3),
+    Target("tables_options", made(["log"]), ARGV, cli_command(tables), judge=judge({}, 0, 1), weight=0.3),
 ]

@@ -1,18 +1,36 @@
-"""Targets: configs, options, environment variables, logs, curves and tables, that is text."""
+"""Targets: configs, logs, records of runs, curves, hardware figures and reference points, all text."""
 
+import csv
+import gzip
+import io
+import json
+import math
+import random
 import tomllib
+import zlib
 from pathlib import Path
 
 from fuzz import damage
-from fuzz.engine import Target
+from fuzz.engine import Said, Target, command
+from made_logs import MadeLog
 
 from flux_ref import config, config_file
+from flux_ref.benchmark import convergence, hardware
+from flux_ref.formats import jsonl
+from flux_ref.plan import commands as plan
+from flux_ref.report import band, result_log, score
+from flux_ref.report import commands as report
+from flux_ref.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
+MICRO = config_file.load(ROOT / "tests" / "micro.toml")
+
+
+# Configs
 
 
 def make_config(folder: Path) -> None:
-    (folder / "one.toml").write_text(config_file.dump(config_file.load(ROOT / "tests" / "micro.toml")))
+    (folder / "one.toml").write_text(config_file.dump(MICRO))
 
 
 def run_config(folder: Path) -> dict[str, object]:
@@ -31,6 +49,266 @@ def _typed(value: object, kind: type) -> object:
     return float(value) if kind is float else tuple(value) if isinstance(value, list) else value
 
 
+# The records of a run
+
+
+def make_run(folder: Path) -> None:
+    """A run that came to its end."""
+    run = folder / "run"
+    run.mkdir()
+    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train")
+    (run / "config.toml").write_text(config_file.dump(cfg))
+    facts = {"ranks": 2, "nodes": ["a", "a"], "device": "NVIDIA H200", "torch": "2.11.0"}
+    (run / "environment.json").write_text(json.dumps(facts))
+    step = {"loss": 1.5, "samples_per_s": 100.0, "data_wait": 0.01, "peak_memory_gb": 2.0, "grad_norm": 1.0}
+    records = [{"step": i, "samples": 12 * i, **step, "samples_per_s": 100.0 + i % 3} for i in range(1, 40)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    losses = [{"samples": 36 * i, "val_loss": 1 / i, "seconds": 0.5, "losses": [1.0] * 8} for i in range(1, 4)]
+    (run / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in losses))
+    (run / "outcome.json").write_text(json.dumps({"outcome": jsonl.REACHED, "samples": 108}))
+    MadeLog(1, evaluations=3).write(run / "result_0.txt")
+
+
+def run_records(folder: Path) -> tuple:
+    """What every reader of these files gets: records, outcome, environment."""
+    run = folder / "run"
+    found = [jsonl.records(run / name, figures=figures) for name, figures in watch.FIGURES.items()]
+    return (*found, jsonl.outcome(run), jsonl.json_object(run / "environment.json"))
+
+
+def read_records(folder: Path) -> tuple:
+    """By json alone. The last line may be half a record; other lines must be records."""
+    found = []
+    for name, figures in watch.FIGURES.items():
+        lines = _content(folder / "run" / name).split(b"\n")
+        kept = []
+        for i, line in enumerate(lines):
+            try:
+                record = json.loads(line)
+                wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
+            except (ValueError, KeyError, TypeError, IndexError):
+                wrong = [name]
+            if not wrong and record["samples"] >= 0:
+                kept.append(record)
+            elif i < len(lines) - 1:
+                raise ValueError(f"{name} line {i + 1}")
+        found.append(kept)
+    files = [_content(folder / "run" / name) for name in ("outcome.json", "environment.json")]
+    ending, facts = (json.loads(content) if content else {} for content in files)
+    ending = ending["outcome"] if files[0] or ending else ""
+    if not isinstance(facts, dict) or ending not in ("", jsonl.REACHED, jsonl.ENDED):
+        raise ValueError("outcome or environment")
+    return (*found, ending, facts)
+
+
+def _content(path: Path) -> bytes:
+    """None for a missing file, as for an empty one."""
+    if not path.exists():
+        return b""
+    if not path.is_file():
+        raise ValueError("no file")
+    return path.read_bytes()
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) < 1e100
+
+
+def run_watch(folder: Path) -> Said:
+    return command(watch.main, ["run", "--once"])
+
+
+def judge_watch(folder: Path, said: Said) -> str:
+    """The panel of other records is another; it must have lines of 80 columns."""
+    read_records(folder)
+    return "" if max(map(len, said.out.splitlines())) <= 80 else "a line is too long"
+
+
+def run_band(folder: Path) -> object:
+    return band.of_runs([folder / "run"])
+
+
+def judge_band(folder: Path, rows: object) -> str:
+    _, losses, ending, _ = read_records(folder)
+    points = {}
+    for record in losses:
+        points.setdefault(record["samples"], []).append(record["val_loss"])
+    found = [(row["samples"], row["val_loss_min"], row["val_loss_max"]) for row in rows]
+    want = [(at, min(values), max(values)) for at, values in sorted(points.items())]
+    return "" if ending and found == want else f"want {want}"
+
+
+# Benchmark logs
+
+
+def make_logs(folder: Path) -> None:
+    (folder / "logs").mkdir()
+    MadeLog(1, evaluations=3).write(folder / "logs" / "result_0.txt")
+    path = MadeLog(2, evaluations=4).write(folder / "plain")
+    (folder / "logs" / "result_1.txt.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    path.unlink()
+
+
+def bomb(folder: Path, random: random.Random) -> str:
+    """A log whose few packed bytes are many."""
+    size, byte = random.choice((10, 300, 2000)), random.choice((b"\0", b"\n", b":::MLLOG {\n", b"x" * 99 + b"\n"))
+    packer = zlib.compressobj(9, wbits=31)
+    block = byte * (2**20 // len(byte))
+    packed = b"".join(packer.compress(block) for _ in range(size)) + packer.flush()
+    (folder / "logs" / "result_1.txt.gz").write_bytes(packed)
+    return f"{size} MiB of {byte[:12]!r} packed"
+
+
+def packed(folder: Path, random: random.Random) -> str:
+    """A damage of the text inside of the packed log."""
+    path = folder / "logs" / "result_1.txt.gz"
+    change = random.choice([*sorted(damage.TEXT)])
+    content, said = damage.TEXT[change](gzip.decompress(path.read_bytes()), random)
+    path.write_bytes(gzip.compress(content, mtime=0))
+    return f"inside: {said}"
+
+
+def run_logs(folder: Path) -> list[tuple]:
+    """The figures of each log, as a report counts them; only "faulty" for a log that does not count."""
+    found = []
+    for path in sorted((folder / "logs").glob("result_*")):
+        run = score.measure(result_log.read(path))
+        found.append("faulty" if run.faults else (run.run_ms, run.samples, run.val_curve))
+    return found
+
+
+def judge_logs(folder: Path, found: list) -> str:
+    """A log that counts has the figures that json finds in its lines."""
+    for path, figures in zip(sorted((folder / "logs").glob("result_*")), found, strict=True):
+        if figures != "faulty":
+            content = path.read_bytes()
+            content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+            text = io.TextIOWrapper(
+                io.BytesIO(content), encoding="latin-1"
+            ).read()  # all ends of lines, as the official parser
+            entries = [json.loads(line.rpartition(":::MLLOG ")[2]) for line in text.split("\n") if ":::MLLOG " in line]
+            times = {key: [e["time_ms"] for e in entries if e["key"] == key] for key in ("run_start", "run_stop")}
+            losses = {}
+            for entry in entries:
+                if entry["key"] == "eval_accuracy":
+                    losses.setdefault(entry["metadata"]["samples_count"], entry["value"])
+            if figures[2] != sorted(losses.items()) or figures[0] != times["run_stop"][0] - times["run_start"][-1]:
+                return f"{path.name} differs from {sorted(losses.items())}, {times}"
+    return ""
+
+
+def run_report(folder: Path) -> Said:
+    return command(report.main, ["logs", "--json=figures.json"])
+
+
+def judge_report(folder: Path, said: Said) -> str:
+    """Two runs are no valid result, whatever they hold."""
+    figures = json.loads((folder / "figures.json").read_text())
+    valid = [system["system"] for system in figures["systems"] if system["valid"]]
+    return "" if said.code == 1 and not valid else f"{valid} are valid, exit code {said.code}"
+
+
+# Tables of figures
+
+
+def make_points(folder: Path) -> None:
+    make_logs(folder)
+    content = (ROOT / "configs" / "closed_smoke_points.json").read_text()
+    (folder / "points.json").write_text(content)
+
+
+def run_points(folder: Path) -> Said:
+    return command(report.main, ["logs", "--points=points.json"])
+
+
+def judge_points(folder: Path, said: Said) -> str:
+    points = json.loads((folder / "points.json").read_text()).values()
+    return "" if said.code == 1 and all(point["Benchmark"] == "flux1" for point in points) else "no points"
+
+
+def make_curves(folder: Path) -> None:
+    with convergence.PUBLIC.open() as file:
+        lines = [line for line in file if line.startswith(("global_batch", "512,", "1024,"))]
+    (folder / "curves.csv").write_text("".join(lines[:1] + lines[1::4]))
+
+
+def run_curves(folder: Path) -> tuple:
+    found = [convergence.band(folder / "curves.csv", batch, "own") for batch in (512, 700, 1024, 2048)]
+    return tuple(found)
+
+
+def judge_curves(folder: Path, found: tuple) -> str:
+    """Whatever is accepted consists of finite losses in order, at samples that the file has."""
+    rows = list(csv.DictReader(io.StringIO((folder / "curves.csv").read_bytes().decode(), newline="")))
+    samples = {float(row["samples"]) for row in rows}
+    for curves in filter(None, found):
+        figures = [*curves.low, *curves.median, *curves.high]
+        if not all(math.isfinite(figure) and figure > 0 for figure in figures):
+            return f"{figures} are not all above 0"
+        if list(curves.samples) != sorted(set(curves.samples)) or not {*map(float, curves.samples)} <= {
+            *map(int, samples)
+        }:
+            return f"{curves.samples} are not in the file"
+    return ""
+
+
+def make_hardware(folder: Path) -> None:
+    (folder / "own.toml").write_text(hardware.TABLE.read_text())
+    make_config(folder)
+
+
+def run_hardware(folder: Path) -> object:
+    return hardware.load("h200", folder / "own.toml")
+
+
+def read_hardware(folder: Path) -> object:
+    tree = tomllib.loads((folder / "own.toml").read_bytes().decode())
+    table = tomllib.loads(hardware.TABLE.read_text())
+    gpu = table["gpu"]["h200"] | tree.get("gpu", {}).get("h200", {})
+    assumed = table["assumed"] | tree.get("assumed", {})
+    if {*tree} - {"gpu", "assumed"} or not all(value >= 0 for value in assumed.values()):
+        raise ValueError("a table too many, or a negative figure")
+    return hardware.Gpu(**_floats(gpu)), hardware.Assumed(**_floats(assumed))
+
+
+def _floats(table: dict[str, object]) -> dict[str, object]:
+    return {k: v if isinstance(v, str) or k in ("node", "domain") else float(v) for k, v in table.items()}
+
+
+def run_plan(folder: Path) -> Said:
+    """The whole plan from a config and a table of hardware."""
+    return command(plan.main, ["one.toml", "--gpus=4", "--gpu=h200", "--hardware=own.toml", "--json=plan.json"])
+
+
+def judge_plan(folder: Path, said: Said) -> str:
+    figures = json.loads((folder / "plan.json").read_text())
+    wanted = ("total", "samples_per_s", "evaluation", "disk", "checkpoint", "init")
+    wrong = [name for name in wanted if not isinstance(figures[name], (int, float)) or not figures[name] >= 0]
+    run_config(folder)
+    run_hardware(folder)
+    return f"{wrong} are no figures" if wrong else ""
+
+
+RUN_FILES = ("metrics.jsonl", "eval.jsonl", "outcome.json", "environment.json", "config.toml", "result_0.txt")
+OF_RUN = damage.of_text("run/*") | {
+    "tree_of_metrics": damage.in_file("metrics.jsonl", damage.tree_line),
+    "tree_of_eval": damage.in_file("eval.jsonl", damage.tree_line),
+    "tree_of_outcome": damage.in_file("outcome.json", damage.tree),
+    "tree_of_environment": damage.in_file("environment.json", damage.tree),
+}
+OF_LOGS = damage.of_bytes("logs/result_*") | {"bomb": bomb, "packed": packed}
+OF_LOGS |= {f"log_{name}": hurt for name, hurt in damage.of_json_lines("result_0.txt").items()}
 TARGETS = [
-    Target("config", make_config, damage.of_text("one.toml"), run_config, read_config),
+    Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
+    Target("records", make_run, OF_RUN, run_records, read_records),
+    Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
+    Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
+    Target("logs", make_logs, OF_LOGS, run_logs, judge=judge_logs, weight=2),
+    Target("report", make_logs, OF_LOGS, run_report, judge=judge_report, writes=("figures.json",)),
+    Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),
+    Target("curves", make_curves, damage.of_text("curves.csv"), run_curves, judge=judge_curves),
+    Target("hardware", make_hardware, damage.of_text("own.toml"), run_hardware, read_hardware),
+    Target(
+        "plan", make_hardware, damage.of_text("*.toml"), run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3
+    ),
 ]
