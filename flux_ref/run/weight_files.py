@@ -59,7 +59,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
         raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
 
 

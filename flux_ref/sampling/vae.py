@@ -210,6 +210,6 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
                     kinds = ", ".join(safetensors_io.DTYPES)
                     raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {kinds}")
                 parameter.copy_(fit.finite(file.get_tensor(name), name, f"autoencoder {path}"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
         raise Refusal(f"autoencoder {path}: {error}") from None
     return net
