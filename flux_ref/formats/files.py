@@ -63,10 +63,15 @@ def locked(path: Path) -> IO | None:
 
     The lock lasts until the returned file is closed or the process ends.
     """
-    file = path.open("a+", encoding="utf-8", errors="replace")
+    file = open(path, "a+", encoding="utf-8", errors="replace", opener=_open_no_link)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     file.close()
     return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file for the one who locks it, who may cut it off: a link could lead to a file of another."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -262,7 +262,7 @@ def run_verify(folder: Path) -> Said:
     files = sorted(path for path in Path("set").rglob("*") if path.suffix in (".tar", ".npy") and path.is_file())
     contents = [(str(path), crc(path.read_bytes())) for path in files] if said.code == 0 else said.code
     text = re.sub(r" in [0-9.]+ s, .*", "", said.out) if said.code else ""
-    return Said(said.code, f"{text}\nseen {contents}", said.err)
+    return Said(said.code, f"{text}\nseen {contents}", said.err.rpartition("\r")[2])
 
 
 def judge_verify(folder: Path, said: Said) -> str:
