@@ -15,7 +15,7 @@ from typing import IO
 from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
+from flux_ref.formats import checkpoint_files, outside
 from flux_ref.formats.files import locked, write_whole
 from flux_ref.ranks import World
 
@@ -92,7 +92,7 @@ def _lock(folder: Path) -> IO:
     deadline = time.monotonic() + LOCK_WAIT_S
     while not (lock := locked(path)):
         if time.monotonic() > deadline:
-            owner = path.read_text(encoding="utf-8").strip()
+            owner = outside.read_bytes(path, "lock").decode(errors="replace").strip()
             raise Refusal(f"{folder} is in use by another job ({owner}); wait for it or set run.dir to another")
         time.sleep(0.2)
     lock.truncate(0)

@@ -15,6 +15,12 @@ class Options(argparse.ArgumentParser):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=raw, allow_abbrev=False, **others)
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Raises: Refusal. argparse of Python 3.11 drops a value that is two dashes."""
+        if empty := next((word for word in args or () if word.endswith("=--")), None):
+            self.error(f"{shown(empty)} gives no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; see --help")
 

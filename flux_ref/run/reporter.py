@@ -19,6 +19,7 @@ from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
 from flux_ref.formats.files import write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
+from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import loss_chart
@@ -47,6 +48,7 @@ class Reporter:
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
         if self.speaks:
+            line = "\n".join(map(printable, line.split("\n")))
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
             self.log.text(line)

@@ -13,9 +13,11 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ WRONG, LEFTOVER, UNCLEAR = "wrong acceptance", "leftover", "unclear"  # unclear:
 GOOD = (REFUSED, SAME, AS_READ)
 RESULTS = (*GOOD, TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
 MEMORY_BYTES = 2 * 2**30  # an input may take so much memory
+FIRST_S = 100.0  # for the sound input of a target, whose modules may have to be imported
+CHECKED_BYTES = 16 * 2**20  # of a larger file only the size is compared
 LONGEST_LINE = 2000  # a refusal with more characters is not clear
 
 Damage = Callable[[Path, Random], str]
@@ -122,7 +126,7 @@ class Bench:
         place.mkdir(parents=True)
         os.chdir(place)
         target.make(place)
-        kind, detail, outcome = self._read(target, self._fresh(target))
+        kind, detail, outcome = self._read(target, self._fresh(target), limit_s=FIRST_S)
         assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
         self.sound[target.name] = repr(outcome)
 
@@ -135,12 +139,12 @@ class Bench:
         os.chdir(folder)
         return folder
 
-    def _read(self, target: Target, folder: Path) -> tuple[str, str, object]:
+    def _read(self, target: Target, folder: Path, limit_s: float = 0.0) -> tuple[str, str, object]:
         """(kind, detail, outcome); SAME stands for accepted."""
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
         signal.signal(signal.SIGALRM, _raise_hang)
-        signal.setitimer(signal.ITIMER_REAL, target.limit_s)
+        signal.setitimer(signal.ITIMER_REAL, limit_s or target.limit_s)
         try:
             outcome = target.run(folder)
         except (Refusal, Fault) as error:
@@ -205,13 +209,14 @@ def _where() -> str:
 
 
 def _listing(folder: Path) -> set[tuple]:
-    """What lies in a folder tree: names, kinds, sizes, times of change."""
+    """What lies in a folder tree: names, kinds, sizes, checksums."""
     found = set()
     for parent, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            stat = os.lstat(os.path.join(parent, name))
-            of_file = () if os.path.isdir(os.path.join(parent, name)) else (stat.st_size, stat.st_mtime_ns)
-            found.add((os.path.relpath(os.path.join(parent, name), folder), stat.st_mode, *of_file))
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            about = path.lstat()
+            is_file = stat.S_ISREG(about.st_mode)
+            checksum = zlib.crc32(path.read_bytes()) if is_file and about.st_size < CHECKED_BYTES else 0
+            found.add((str(path.relative_to(folder)), about.st_mode, about.st_size if is_file else 0, checksum))
     return found
 
 
@@ -266,8 +271,8 @@ class _Worker:
 
     def ask(self, one: Input, limit_s: float) -> Result:
         self.connection.send(one)
-        try:  # the first input of a target is made, and read twice
-            if self.connection.poll(3 * limit_s + 30):
+        try:
+            if self.connection.poll(2 * FIRST_S + 2 * limit_s):
                 return self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(5)

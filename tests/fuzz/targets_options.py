@@ -7,21 +7,28 @@ change places. A changed command line may be accepted only if each of its words 
 import json
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fuzz import damage
+from fuzz import damage, targets_text
 from fuzz.engine import Said, Target, command
 
 from flux_ref import config, config_file, config_rules, ranks
+from flux_ref.benchmark import hardware
 from flux_ref.formats.outside import whole_number
-from flux_ref.run import cli
+from flux_ref.plan import commands as plan
+from flux_ref.report import commands as report
+from flux_ref.run import cli, weight_files
 from flux_ref.run.attempt import attempt
+from flux_ref.watch import commands as watch
+from flux_ref.weights import commands as weights
 
 ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "tests" / "micro.toml"
+TERMINAL = "FUZZ_TERMINAL"  # the encoding of the terminal
 
 
 def arguments(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -88,7 +95,18 @@ def variable(folder: Path, random: Random) -> str:
     return f"{name} becomes {text[:30]!a} of {len(text)}"
 
 
-ARGV = {change.__name__: change for change in (value, words)}
+def terminal(folder: Path, random: Random) -> str:
+    """A value that a terminal in another encoding cannot show."""
+    argv, env = arguments(folder)
+    at, encoding = random.randrange(len(argv)), random.choice(("ascii", "latin-1", "cp437"))
+    text = random.choice(("\u2501", "\U0001f600", "\u00e9", "\u0663", "\ud800", "\x9b"))
+    said = f"{argv[at][:40]} gets {text!a} more, in {encoding}"
+    argv[at] += text
+    _put(folder, argv, env | {TERMINAL: encoding})
+    return said
+
+
+ARGV = {change.__name__: change for change in (value, words, terminal)}
 ENV = {variable.__name__: variable}
 
 
@@ -173,7 +191,7 @@ def cli_command(main: Callable[[list[str]], int]) -> Callable[[Path], Said]:
     def run(folder: Path) -> Said:
         argv, env = arguments(folder)
         os.environ.update(env)
-        return command(main, argv)
+        return command(main, argv, env.get(TERMINAL, "utf-8"))
 
     return run
 
@@ -255,7 +273,78 @@ def tables(argv: list[str]) -> int:
     return cli.run("tables", "usage", commands.main, argv)
 
 
+def plan_parse(argv: list[str]) -> int:
+    """All of a plan's input; nothing is counted."""
+
+    def task() -> int:
+        args, overrides = plan.parse(argv)
+        cfg = config_file.load(args.config, overrides)
+        print(hardware.load(args.gpu, args.hardware)[0].arch)
+        config_rules.validate_world(cfg, args.gpus)
+        return 0
+
+    return attempt("plan", task)
+
+
+def weights_parse(argv: list[str]) -> int:
+    def task() -> int:
+        args = weights.parse(argv)
+        print(args.checkpoint, weight_files.config_of(args.source, args.config).name)
+        return 0
+
+    return attempt("weights", task)
+
+
+def golden_parse(argv: list[str]) -> int:
+    """golden's parser. Nothing is recorded or compared."""
+    from flux_ref.golden import commands
+
+    tasks = {name: getattr(commands, name) for name in ("check", "write", "predict") if hasattr(commands, name)}
+    try:
+        for name in tasks:
+            setattr(commands, name, lambda *args: 0)
+        return commands.main(argv)
+    finally:
+        for name, own in tasks.items():
+            setattr(commands, name, own)
+
+
+def is_card(text: str) -> bool:
+    return f"[gpu.{text}]" in hardware.TABLE.read_text().splitlines()
+
+
+def run_terminal(folder: Path) -> Said:
+    """The panel for a terminal as COLUMNS, LINES and NO_COLOR describe it."""
+
+    def show(argv: list[str]) -> int:
+        columns = shutil.get_terminal_size().columns
+        print(watch.panel([watch.look(Path("run"))], min(watch.MOST_COLUMNS, columns), coloured=False))
+        return 0
+
+    return cli_command(show)(folder)
+
+
+def judge_terminal(folder: Path, said: Said) -> str:
+    """The text cut to the columns; 80 if the variable makes no sense."""
+    text = arguments(folder)[1].get("COLUMNS", "80")
+    columns = int(text) if whole(1, 10**9)(text) else 100
+    return "" if max(map(len, said.out.splitlines())) <= min(100, columns) else f"wider than {columns}"
+
+
+def make_watched(folder: Path) -> None:
+    targets_text.make_run(folder)
+    made(["run", "--once", "--every=2"], {"COLUMNS": "80", "LINES": "24", "NO_COLOR": "1"})(folder)
+
+
+def make_reported(folder: Path) -> None:
+    targets_text.make_points(folder)
+    made(["logs", "--ruleset=6.0.0", "--points=points.json", "--json=figures.json"])(folder)
+
+
 FREE = str(MICRO)
+JSON = {"--json": lambda text: text.endswith(".json")}
+PLANNED = {"--gpus": whole(1, 16384), "--gpu": is_card, "--price-per-gpu-hour": number(0, 1e9), "--hardware": bool}
+REPORTED = JSON | {"--ruleset": lambda text: text in config_rules.CHOICES["mllog.ruleset"], "--points": bool}
 STEP = whole(0, 2**63 - 1)
 TARGETS = [
     Target("overrides", make_overrides, ARGV, run_overrides, read_overrides, weight=2),
@@ -286,6 +375,44 @@ TARGETS = [
         judge=judge(
             dict.fromkeys(("--out", "--config"), bool) | dict.fromkeys(("--train", "--val"), whole(1, 10**9)), 1
         ),
+    ),
+    Target(
+        "plan_options",
+        made([FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"]),
+        ARGV,
+        cli_command(plan_parse),
+        judge=judge(PLANNED | JSON, 1),
+    ),
+    Target(
+        "report_options",
+        make_reported,
+        ARGV,
+        cli_command(report.main),
+        judge=judge(REPORTED, 1, 2),
+        writes=("*.json",),
+    ),
+    Target(
+        "watch_options",
+        make_watched,
+        ARGV,
+        cli_command(watch.main),
+        judge=judge({"--once": None, "--every": number(0.01, 3600)}, 1, 2),
+    ),
+    Target("terminal", make_watched, ENV, run_terminal, judge=judge_terminal, weight=0.5),
+    Target(
+        "weights_options",
+        made(["inspect", "w.safetensors", "--checkpoint=7", f"--config={FREE}", "--verify"]),
+        ARGV,
+        cli_command(weights_parse),
+        judge=judge({"--checkpoint": STEP, "--config": bool, "--verify": None}, 2),
+    ),
+    Target(
+        "golden_options",
+        made(["check", "--from=dump.safetensors", "--golden=values"]),
+        ARGV,
+        cli_command(golden_parse),
+        judge=judge({"--from": bool, "--golden": bool}, 1, 2),
+        weight=0.5,
     ),
     Target("tables_options", made(["log"]), ARGV, cli_command(tables), judge=judge({}, 0, 1), weight=0.3),
 ]

@@ -5,9 +5,9 @@ import gzip
 import io
 import json
 import math
+import os
 import random
 import tomllib
-import zlib
 from pathlib import Path
 
 from fuzz import damage
@@ -20,6 +20,7 @@ from flux_ref.formats import jsonl
 from flux_ref.plan import commands as plan
 from flux_ref.report import band, result_log, score
 from flux_ref.report import commands as report
+from flux_ref.run import folder as run_folder
 from flux_ref.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
@@ -78,27 +79,28 @@ def run_records(folder: Path) -> tuple:
 
 def read_records(folder: Path) -> tuple:
     """By json alone. The last line may be half a record; other lines must be records."""
-    found = []
-    for name, figures in watch.FIGURES.items():
-        lines = _content(folder / "run" / name).split(b"\n")
-        kept = []
-        for i, line in enumerate(lines):
-            try:
-                record = json.loads(line)
-                wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
-            except (ValueError, KeyError, TypeError, IndexError):
-                wrong = [name]
-            if not wrong and record["samples"] >= 0:
-                kept.append(record)
-            elif i < len(lines) - 1:
-                raise ValueError(f"{name} line {i + 1}")
-        found.append(kept)
+    found = [_records(folder / "run" / name, figures) for name, figures in watch.FIGURES.items()]
     files = [_content(folder / "run" / name) for name in ("outcome.json", "environment.json")]
     ending, facts = (json.loads(content) if content else {} for content in files)
     ending = ending["outcome"] if files[0] or ending else ""
     if not isinstance(facts, dict) or ending not in ("", jsonl.REACHED, jsonl.ENDED):
         raise ValueError("outcome or environment")
     return (*found, ending, facts)
+
+
+def _records(path: Path, figures: tuple[str, ...]) -> list[dict]:
+    lines, kept = _content(path).split(b"\n"), []
+    for i, line in enumerate(lines):
+        try:
+            record = json.loads(line.decode())
+            wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
+        except (ValueError, KeyError, TypeError, IndexError):
+            wrong = [path.name]
+        if not wrong and record["samples"] >= 0:
+            kept.append(record)
+        elif i < len(lines) - 1:
+            raise ValueError(f"{path.name} line {i + 1}")
+    return kept
 
 
 def _content(path: Path) -> bytes:
@@ -138,6 +140,31 @@ def judge_band(folder: Path, rows: object) -> str:
     return "" if ending and found == want else f"want {want}"
 
 
+def make_unfinished(folder: Path) -> None:
+    make_run(folder)
+    (folder / "run" / "outcome.json").unlink()
+    cfg = config_file.replace(config_file.of_run(folder / "run"), run__dir="run")
+    (folder / "run" / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    (folder / "run" / "config.toml").write_text(config_file.dump(cfg))
+
+
+def run_claim(folder: Path) -> object:
+    """A run claims the folder of an unfinished one, and resumes its records."""
+    run = folder / "run"
+    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train", run__dir="run")
+    with run_folder.claim(cfg, False) as start:
+        if not start.is_new:
+            return jsonl.records(run / "metrics.jsonl", 120, ("loss",))
+    return []
+
+
+def judge_claim(folder: Path, found: object) -> str:
+    if not (folder / "run" / "metrics.jsonl").exists():
+        return ""
+    want = [record for record in _records(folder / "run" / "metrics.jsonl", ("loss",)) if record["samples"] <= 120]
+    return "" if found == want else "other records"
+
+
 # Benchmark logs
 
 
@@ -152,9 +179,8 @@ def make_logs(folder: Path) -> None:
 def bomb(folder: Path, random: random.Random) -> str:
     """A log whose few packed bytes are many."""
     size, byte = random.choice((10, 300, 2000)), random.choice((b"\0", b"\n", b":::MLLOG {\n", b"x" * 99 + b"\n"))
-    packer = zlib.compressobj(9, wbits=31)
-    block = byte * (2**20 // len(byte))
-    packed = b"".join(packer.compress(block) for _ in range(size)) + packer.flush()
+    part = gzip.compress(byte * (10 * 2**20 // len(byte)), mtime=0)
+    packed = part * (size // 10)  # a file may have several packed parts
     (folder / "logs" / "result_1.txt.gz").write_bytes(packed)
     return f"{size} MiB of {byte[:12]!r} packed"
 
@@ -275,6 +301,15 @@ def _floats(table: dict[str, object]) -> dict[str, object]:
     return {k: v if isinstance(v, str) or k in ("node", "domain") else float(v) for k, v in table.items()}
 
 
+def sizes(folder: Path, random: random.Random) -> str:
+    """One to three sizes of the model or the batches become large."""
+    keys = [key for key, kind in config.TYPES.items() if kind is int and key.startswith(("model.", "train.", "eval."))]
+    chosen = {random.choice(keys): 2 ** random.randrange(1, 64) for _ in range(random.randrange(1, 4))}
+    values = config.flat(MICRO) | chosen
+    (folder / "one.toml").write_text("".join(f"{key} = {config_file._toml(value)}\n" for key, value in values.items()))
+    return ", ".join(f"{key}={value}" for key, value in chosen.items())
+
+
 def run_plan(folder: Path) -> Said:
     """The whole plan from a config and a table of hardware."""
     return command(plan.main, ["one.toml", "--gpus=4", "--gpu=h200", "--hardware=own.toml", "--json=plan.json"])
@@ -298,17 +333,19 @@ OF_RUN = damage.of_text("run/*") | {
 }
 OF_LOGS = damage.of_bytes("logs/result_*") | {"bomb": bomb, "packed": packed}
 OF_LOGS |= {f"log_{name}": hurt for name, hurt in damage.of_json_lines("result_0.txt").items()}
+OF_CLAIM = {name: hurt for name, hurt in OF_RUN.items() if name != "tree_of_outcome"}
+OF_PLAN = damage.of_text("*.toml") | dict.fromkeys(("sizes", "sizes_too", "sizes_as_well"), sizes)
+CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
     Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
     Target("records", make_run, OF_RUN, run_records, read_records),
     Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
     Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
+    Target("claim", make_unfinished, OF_CLAIM, run_claim, judge=judge_claim, writes=CLAIMED),
     Target("logs", make_logs, OF_LOGS, run_logs, judge=judge_logs, weight=2),
     Target("report", make_logs, OF_LOGS, run_report, judge=judge_report, writes=("figures.json",)),
     Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),
     Target("curves", make_curves, damage.of_text("curves.csv"), run_curves, judge=judge_curves),
     Target("hardware", make_hardware, damage.of_text("own.toml"), run_hardware, read_hardware),
-    Target(
-        "plan", make_hardware, damage.of_text("*.toml"), run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3
-    ),
+    Target("plan", make_hardware, OF_PLAN, run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3),
 ]
