@@ -190,8 +190,9 @@ def renamed(path: Path, random: Random) -> str:
 
 
 def doubled(path: Path, random: Random) -> str:
-    """The file is there once more under a name beside."""
+    """The file, or that of the other set, is there once more under a name beside."""
+    source = random.choice([path, *Path("other").rglob(path.name)])
     name = random.choice((f"0{path.name}", path.name.replace("0", "7", 1), f"z_{path.name}"))
     if path.is_file() and not path.with_name(name).exists():
-        shutil.copyfile(path, path.with_name(name))
-    return f"is there as {name}, too"
+        shutil.copyfile(source, path.with_name(name))
+    return f"is there as {name}, too{'' if source == path else ', of another set'}"
