@@ -203,8 +203,9 @@ def _members(path: Path, note: Callable[[Exception], object]) -> Iterator[dict]:
                     continue
                 yield {"fname": member.name, "data": archive.extractfile(member).read(), "__url__": str(path)}
             file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile ends there without a word
-                note(tarfile.ReadError("a damaged header"))
+            end = file.read(2**20)
+            if not end or any(end) or file.read(1):  # tarfile ends there without a word
+                note(tarfile.ReadError("a damaged header, or members after the end"))
     except Exception as error:  # tarfile raises a dozen kinds
         note(error)
 

@@ -471,15 +471,16 @@ def test_damage_to_an_archive_loses_only_what_it_hits(tmp_path):
     assert read(whole.rename(tmp_path / "a{1..2}.tar"))[:8] == good, "braces in the name of a file that is there"
     twice = [(name, members[name]) for name in ("0.png", "0.txt", "0.txt", "1.png", "1.txt")]
     assert read(write_archive(tmp_path / "d.tar", twice)) == [*good[:2], (f"{tmp_path}/d.tar", damage)]
-    content = whole_bytes = (tmp_path / "a{1..2}.tar").read_bytes()
+    content = (tmp_path / "a{1..2}.tar").read_bytes()
     for at, patch in ((148, b"x"), (124, b"7" * 11), (156, b"L"), (156, b"x")):  # of a header: sum, size, kinds
-        head = bytearray(whole_bytes[:512])
+        head = bytearray(content[:512])
         head[at : at + len(patch)] = patch
         if at != 148:
             head[148:156] = b"%06o\0 " % sum(head[:148] + b" " * 8 + head[156:])
         begin = content.index(b"2.png")
         damaged = content[:begin] + head + content[begin + 512 :]
         assert (f"{tmp_path}/e.tar", damage) in read(write(tmp_path / "e.tar", damaged)), (at, patch)
+    assert (f"{tmp_path}/f.tar", damage) in read(write(tmp_path / "f.tar", content + content))  # as cat would
 
 
 def test_a_caption_belongs_to_one_image(tmp_path):
