@@ -9,7 +9,7 @@
 Takes a run, a checkpoint, a safetensors file in BFL's layout or diffusers' transformer folder. A run's or checkpoint's
 own settings are used, for other weights those of --config=FILE (default: FLUX.1-schnell's); any key of
 flux_ref/config.py can be given. --json prints one JSON object instead of text. With the run's own settings the number
-equals the one that training logged.
+equals the one that training logged. Pictures go to the run's samples/; for other weights to the current folder.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -26,7 +26,7 @@ from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.ranks import World
-from flux_ref.run import cli, loss_chart, reporter, weight_files
+from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling.euler import Artist
@@ -65,8 +65,15 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    paths = ranks.gather_objects(paths)[0]  # training may save and delete while ranks look
-    with contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)) as watch:
+    paths = [
+        Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]
+    ]  # training may save and delete while ranks look
+    with contextlib.ExitStack() as stack:
+        if cfg.parallel.compile:
+            compile_cache.own_folder(cfg, world, stack)
+        watch = stack.enter_context(
+            contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s))
+        )
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0

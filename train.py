@@ -11,6 +11,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 143 and 138 SIGTERM and SIG
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
 
     with contextlib.ExitStack() as stack:
+        own_compiler(cfg, world, stack)
         start = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
         saved_step = resumed and resumed.info["step"]
         saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
-        warm_up(own_steps, cfg, world, stack, report)
+        warm_up(own_steps, cfg, world, report)
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
@@ -82,8 +84,7 @@ def main(argv: list[str]) -> int:
             report.say(f"with captions permuted among the samples: {run.evaluate(permute_captions=True).loss:.4f}")
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
         if artist:
-            path = report.folder / "samples" / f"{state.samples:09d}.png"
-            report.say(artist.paint(state.net, val_set, train_set.empty, path, alive.watch.at))
+            run.paint(artist.paint)
         report.conclude(state, reached)
     return 0
 
@@ -99,6 +100,14 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
+def own_compiler(cfg: Config, world: World, stack: contextlib.ExitStack) -> None:
+    """Keep the compiler's files in a folder that the stack removes. Collective."""
+    if cfg.parallel.compile:
+        from flux_ref.run import compile_cache
+
+        compile_cache.own_folder(cfg, world, stack)
+
+
 def initial_state(cfg: Config, world: World, start: Path | None, log: BenchmarkLog) -> State:
     """A state with the weights of the seed or of init.weights. start: a checkpoint, whose weights come later."""
     given = cfg.init.weights and not start
@@ -111,13 +120,13 @@ def initial_state(cfg: Config, world: World, start: Path | None, log: BenchmarkL
     return state
 
 
-def warm_up(own_steps: steps.Steps, cfg: Config, world: World, stack: contextlib.ExitStack, report: Reporter) -> None:
+def warm_up(own_steps: steps.Steps, cfg: Config, world: World, report: Reporter) -> None:
     """The steps on synthetic data, which compile what parallel.compile_cache does not hold. Collective."""
     if not cfg.parallel.compile_cache:
         return own_steps.warm_up()
     from flux_ref.run import compile_cache
 
-    report.say(compile_cache.warm_up(own_steps, cfg, world, stack))
+    report.say(compile_cache.warm_up(own_steps, cfg, world))
 
 
 @dataclass(frozen=True)
@@ -136,14 +145,16 @@ class Run:
 
     def train_on_the_clock(self) -> bool:
         """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
-        self.log.run_start()  # spec: the first byte of training data is read after this
+        self.log.run_start()  # spec: the first byte of training and validation data is read after this
         try:
+            ranks.gather_objects(None)  # rank 0 has the clock; no rank reads before it has started
             with ranks.agreed():
                 self.train_set.open()
                 self.val_set.open()
             reached = self.train()
         except BaseException as error:
-            self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
+            with contextlib.suppress(OSError):  # the disk may be the reason
+                self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
@@ -195,6 +206,13 @@ class Run:
     def evaluate(self, permute_captions: bool = False) -> Validation:
         """The validation loss now. Collective."""
         return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, self.alive.at)
+
+    def paint(self, draw: Callable[..., str]) -> None:
+        """Pictures of captions, if they can be written. draw: `paint` of an Artist. Collective."""
+        path = self.report.folder / "samples" / f"{self.state.samples:09d}.png"
+        with self.report.spare(path.name):
+            line = draw(self.state.net, self.val_set, self.train_set.empty, path, self.alive.watch.at)
+            self.report.say(line)
 
     def save(self, finish: bool = False) -> None:
         """Begin to save a checkpoint. finish: wait until it is saved. Collective."""

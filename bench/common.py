@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from flux_ref import config, config_file, ranks, steps
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import json_option
+from flux_ref.run import compile_cache, json_option
 from flux_ref.run.environment import commit, device_name
 from flux_ref.run.options import Options, between
 
@@ -64,13 +65,16 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     args, overrides = parse(argv)
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
-    report = head(name, argv, world.device) | {
-        "steps_run": steps.mode(cfg, world.device),
-        "ranks": world.size,
-        "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
-        "config": config.flat(cfg),
-    }
-    report |= measure(cfg, world, args)
+    with ExitStack() as stack:
+        compile_cache.own_folder(cfg, world, stack)
+        report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
+        report |= {
+            "steps_run": steps.mode(cfg, world.device),
+            "ranks": world.size,
+            "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
+            "config": config.flat(cfg),
+        }
+        report |= measure(cfg, world, args)
     if world.rank == 0:
         give(report, args.json)
     return 0

@@ -64,9 +64,10 @@ def start(path: str, overrides: list[str]) -> dict[str, object]:
     cfg = config_file.load(path, overrides)
     world = ranks.start(cfg.parallel)
     with ExitStack() as stack:
+        compile_cache.own_folder(cfg, world, stack)
         steps = Steps(State.build(cfg, world, cfg.train.seed), cfg, world)
         stack.callback(steps.close)
-        wall_s, cpu_s, line = spent(lambda: compile_cache.warm_up(steps, cfg, world, stack))
+        wall_s, cpu_s, line = spent(lambda: compile_cache.warm_up(steps, cfg, world))
         again_s, again_cpu_s, _ = spent(steps.warm_up)
         file_mb = Path(cfg.parallel.compile_cache).stat().st_size / 1e6
     figures = {"wall_s": wall_s - again_s, "cpu_s": cpu_s - again_cpu_s, "file_mb": file_mb}

@@ -1,12 +1,13 @@
 """A port of flux_ref to JAX, as small as it goes: it makes the golden values again. Written from PORTING.md alone.
 
     pip install jax safetensors
-    python examples/jax_port.py tests/golden dump.safetensors
+    python examples/jax_port.py tests/golden dump.safetensors blocks
     python -m flux_ref.golden check --from dump.safetensors
 
-It reads config.toml, the values that index.json calls given (start weights, data set, operands of FP8), the times of
-the validation samples and the input that bf16.rms_norm asks for. It computes all others: draws, initial weights,
-latents, the network in fp32 and bf16, gradients, three steps, a validation, FP8.
+It reads config.toml, the values that index.json calls given (start weights, data set, operands) and the input that
+bf16.rms_norm asks for. It computes all others but full.init.norms, which takes long: draws, initial weights, latents,
+the network in fp32 and bf16, gradients, six steps, two ranks, a validation, FP8. With the word blocks it also computes
+two blocks of full width.
 
 Axes, as config.toml counts them: B batch, C channels, Y X latent, N image tokens, P their features, T text tokens,
 S = T + N, D hidden, H heads, K of a head, R = K / 2 rotations, M inner features of the MLP.
@@ -116,21 +117,27 @@ def make_batch(golden, seed, split, draws):
     return {k: v.astype(bf16 if k in stored else f32) for k, v in batch.items()}
 
 
-def train_batch(cfg, golden, step):
-    """The batch of a step, counted from 0; a batch may run over into the next epoch."""
-    seed, count, size = cfg["train"]["seed"], cfg["data"]["train_count"], cfg["train"]["global_batch"]
-    draws = []
-    for position in range(step * size, (step + 1) * size):
-        epoch = position // count
-        i = order(seed, epoch, count)[position % count]
-        drop, t = scalars(seed, i, epoch)
-        draws.append((i, epoch, t, drop))
-    return make_batch(golden, seed, "train", draws)
+def rows_of(seed, count, positions):
+    """Sample, epoch, t and dropped caption at positions of a run; a batch may run over into the next epoch."""
+    orders = {epoch: order(seed, epoch, count) for epoch in {p // count for p in positions}}
+    pairs = [(orders[p // count][p % count], p // count) for p in positions]
+    drawn = [scalars(seed, *pair) for pair in pairs]
+    return [(*pair, t, drop) for pair, (drop, t) in zip(pairs, drawn)]
+
+
+def train_batch(cfg, golden, positions, place, out):
+    """The batch at these positions of the run."""
+    seed = cfg["train"]["seed"]
+    rows = rows_of(seed, cfg["data"]["train_count"], positions)
+    sample, epoch, t, drop = (np.array(column) for column in zip(*rows))
+    named = {"position": np.array(positions), "epoch": epoch, "sample": sample, "drop": drop, "t": t.astype(f32)}
+    out |= {f"{place}.{k}": x for k, x in named.items()}
+    return make_batch(golden, seed, "train", rows)
 
 
 def val_batch(cfg, golden, seen=0):
     """All validation samples, after that many training samples."""
-    draws = [(i, seen, golden["val.t"][i], False) for i in range(cfg["data"]["val_count"])]
+    draws = [(i, seen, golden["data.val.timestep"][i] / 8, False) for i in range(cfg["data"]["val_count"])]
     return make_batch(golden, cfg["train"]["seed"], "val", draws)
 
 
@@ -289,21 +296,51 @@ def norms(tensors):
     return np.array([np.linalg.norm(np.asarray(x, np.float64)) for x in tensors], f32)
 
 
-def three_steps(cfg, golden, gradient, start, out):
+def rate(peak, warmup, step):
+    """step: counted from 1."""
+    return f32(peak * min(1, step / warmup))
+
+
+def clip(norm, clip_norm):
+    return jnp.minimum(1, clip_norm / (norm + 1e-6))
+
+
+def total(g):
+    return jnp.sqrt(sum((x * x).sum() for x in g.values()))
+
+
+def some_steps(cfg, golden, gradient, start, out, count=6):
     p, m, v = start, {k: jnp.zeros_like(x) for k, x in start.items()}, {k: jnp.zeros_like(x) for k, x in start.items()}
-    for step in (1, 2, 3):
-        (loss, _), g = gradient(p, train_batch(cfg, golden, step - 1))
-        norm = jnp.sqrt(sum((x * x).sum() for x in g.values()))
-        coefficient = jnp.minimum(1, 1 / (norm + 1e-6))
-        lr = cfg["optim"]["lr"] * min(1, step / cfg["optim"]["warmup_steps"])
+    size, optim = cfg["train"]["global_batch"], cfg["optim"]
+    for step in range(1, count + 1):
+        batch = train_batch(cfg, golden, range((step - 1) * size, step * size), f"step{step}", out)
+        (loss, inner), g = gradient(p, batch)
+        norm, lr = total(g), rate(optim["lr"], optim["warmup_steps"], step)
+        coefficient = clip(norm, optim["clip_norm"])
         for k in p:
             p[k], m[k], v[k] = adamw(p[k], m[k], v[k], coefficient * g[k], lr, step)
-        values = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": f32(lr)}
+        values = {"loss": loss, "losses": inner["losses"], "grad_norm": norm, "clip_coefficient": coefficient, "lr": lr}
         out |= {f"step{step}.{k}": x for k, x in values.items()}
         for kind, tensors in dict(exp_avg=m, exp_avg_sq=v, weights=p).items():
             out |= {f"step{step}.{kind}.{k}": x for k, x in tensors.items()}
             out[f"step{step}.{kind}.norms"] = norms(tensors.values())
         out[f"step{step}.update_norms"] = norms(p[k] - golden[f"weights.{k}"] for k in p)
+
+
+def two_ranks(cfg, golden, gradient, start, out, batch=4, ranks=2):
+    """Positions 4 to 7 on two ranks: each rank takes the mean over its rows, then the ranks take theirs."""
+    part, each = batch // ranks, []
+    for rank in range(ranks):
+        first, own = batch + rank * part, {}
+        (loss, inner), g = gradient(start, train_batch(cfg, golden, range(first, first + part), "ranks", own))
+        del own["ranks.t"]
+        each.append(
+            own | {"ranks.losses": inner["losses"], "ranks.loss": loss, "ranks.grad_norm_of_rank": total(g), "g": g}
+        )
+    mean = {k: sum(rank["g"][k] for rank in each) / ranks for k in start}
+    out |= {k: np.stack([rank[k] for rank in each]) for k in each[0] if k != "g"}
+    out |= {"ranks.mean_loss": out["ranks.loss"].mean(), "ranks.grad_norm": total(mean)}
+    out["ranks.grad.norms"] = norms(mean.values())
 
 
 # FP8
@@ -318,8 +355,13 @@ def largest(dtype):
     return f32(ml_dtypes.finfo(dtype).max)
 
 
+def scale_of(amax, top):
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.minimum(top / f32(amax), f32(2**44))
+
+
 def quantise(x, dtype):
-    scale = largest(dtype) / np.abs(x).max()
+    scale = scale_of(np.abs(x).max(), largest(dtype))
     return scale, np.clip(x * scale, -largest(dtype), largest(dtype)).astype(dtype)
 
 
@@ -336,6 +378,25 @@ def fp8(golden, out):
     out |= {f"fp8.{k}": y.astype(bf16) for k, y in products.items()}
     scales = [delayed(x, largest(d)) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])]
     out["fp8.delayed.scale"] = np.stack(scales, 1)
+    for dtype in (d for pair in FORMATS.values() for d in pair):
+        kind = dtype.__name__.removeprefix("float8_")
+        bits = np.clip(golden[f"fp8.edge.{kind}.x"], -largest(dtype), largest(dtype)).astype(dtype)
+        out |= {f"fp8.edge.{kind}.bits": bits.view(np.uint8), f"fp8.edge.{kind}.decoded": bits.astype(f32)}
+        out[f"fp8.scales.{kind}"] = scale_of(golden["fp8.scales.amax"], largest(dtype))
+    fp8_order(golden, out)
+
+
+def fp8_order(golden, out):
+    """Which scales four steps cast with: inputs and gradients remember two steps, weights nothing."""
+    (forward, backward), factors, seen, casts = FORMATS[""], golden["fp8.order.factors"], {"x": [], "grad": []}, []
+    magnitude = {name: np.abs(golden[f"fp8.{name}"]).max() for name in ("x", "weight", "grad")}
+    for step, row in enumerate(factors):
+        weight = scale_of(magnitude["weight"] * f32(2**step), largest(forward))
+        for factor in row:  # a micro-batch; the first step is dynamic
+            now = {k: max(seen[k][-2:]) if step else magnitude[k] * factor for k in seen}
+            casts.append((scale_of(now["x"], largest(forward)), weight, scale_of(now["grad"], largest(backward))))
+        seen = {k: [*seen[k], magnitude[k] * row.max()] for k in seen}
+    out["fp8.order.scale"] = np.array(casts, f32).reshape(*factors.shape, 3)
 
 
 def delayed(amax, top, history=3, margin=1):
@@ -350,18 +411,84 @@ def delayed(amax, top, history=3, margin=1):
 # The golden values
 
 
-PLACES = (  # of draws.words: seed, stream, sample, epoch, first word
-    (0, 0, 0, 0, 0),
-    (25952, 3, 1099775, 23, 0),
-    (2**63 - 1, 1, 5, 2**40, 0),
-    (7, 6, 16600177376939802456, 0, 2**34),
-    (1, 5, 29695, 25165824, 400),
-)
+def operations(golden, out):
+    """Single operations in bf16: rounded once at the end, or not at all where the result is fp32."""
+    fed = {k.removeprefix("bf16.fed."): x for k, x in golden.items() if k.startswith("bf16.fed.")}
+    narrow = {k: jnp.asarray(x, bf16) for k, x in fed.items()}
+    wide = {k: jnp.asarray(x) for k, x in fed.items()}
+    x = layer_norm(narrow["modulate.x"])
+    rope = rope_table(1, 2, 3, (4, 4, 8))[:, None]
+    q, k, v = (wide[f"attention.{part}"] for part in "qkv")
+    scores = jnp.einsum("bshk,bthk->bhst", q, k) / math.sqrt(q.shape[-1])
+    attended = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), v)
+    found = {
+        "modulate": (1 + narrow["modulate.scale"]) * x + narrow["modulate.shift"],
+        "rope": apply_rope(rms_norm(narrow["rope.x"], narrow["rope.norm"]), rope),
+        "attention": attended.reshape(*attended.shape[:2], -1).astype(bf16),
+        "gelu": jax.nn.gelu(wide["gelu.x"], approximate=True).astype(bf16),
+        "linear": (wide["linear.x"] @ wide["linear.weight"].T + wide["linear.bias"]).astype(bf16),
+        "gate": (wide["gate.x"] + wide["gate.gate"] * wide["gate.y"]).astype(bf16),
+        "losses": ((wide["loss.prediction"] - wide["loss.target"]) ** 2).mean((1, 2)),
+    }
+    out |= {f"bf16.only.{k}": x for k, x in found.items()}
 
 
-def draws(seed, shape, out):
-    for i, (*place, first) in enumerate(PLACES):
-        out[f"draws.words.{i}"] = words(*place, 8, first)
+FULL = {"hidden": 3072, "heads": 24, "text_tokens": 4, "latent_height": 4, "latent_width": 8, "rope_axes": (16, 56, 56)}
+
+
+def drawn(name, shape, width=1.0):
+    """As the given values are drawn; a weight of full width repeats every 131,071 numbers."""
+    u = uniform(words(0, INIT, name_key(name), 0, min(131_071, math.prod(shape))))
+    return np.resize((2 * u - 1) * f32(width) + name.endswith(".scale"), shape)
+
+
+def full_block(kind, streams, index, out):
+    """A block of width 3072 on a few tokens, forward and backward."""
+    names = index[f"full.{kind}.grad.norms"]["names"]
+    parameters = {}
+    for name in names:
+        d, module = FULL["hidden"], name.rpartition(".")[0]
+        outs = {"linear1": 7, "mlp.0": 4, "modulation.lin": 3, "mod.lin": 6, "qkv": 3}
+        rows = next((n for end, n in outs.items() if module.endswith(end)), 1) * d
+        columns = {"linear2": 5, "img_mlp.2": 4, "txt_mlp.2": 4}.get(module, 1) * d
+        shape = (128,) if name.endswith(".scale") else (rows,) if name.endswith(".bias") else (rows, columns)
+        width = 2.0 ** -round(math.log2(columns) / 2) if len(shape) == 2 else 0.25
+        width = 2.0**-6 if ".qkv." in name else width
+        parameters[f"b.{name}"] = drawn(f"full.{kind}.{name}", shape, width)
+    tokens = {k: drawn(f"full.{kind}.{k}", (1, n, FULL["hidden"])) for k, n in streams.items()}
+    tokens["vec"] = drawn(f"full.{kind}.vec", (1, FULL["hidden"]))
+    weights = [drawn(f"full.{kind}.{k}.grad", tokens[k].shape) for k in streams]
+
+    def task(p, tokens):
+        net = Net(FULL, p)
+        block = net.double_block if kind == "double" else net.single_block
+        result = block("b", *(tokens[k] for k in (*streams, "vec")))
+        result = result if kind == "double" else (result,)
+        return sum((x * w).sum() for x, w in zip(result, weights)), result
+
+    (_, result), (g, inputs) = jax.value_and_grad(task, (0, 1), has_aux=True)(parameters, tokens)
+    shown = dict(zip(streams, result)) | {f"grad.{k}": x for k, x in inputs.items()}
+    for k, x in shown.items():
+        rows = np.asarray(x).reshape(-1, FULL["hidden"])
+        out |= {f"full.{kind}.{k}": rows[:, :8], f"full.{kind}.{k}.size": norms(rows)}
+    out[f"full.{kind}.grad.norms"] = norms(g[f"b.{name}"] for name in names)
+
+
+def full_size(golden, index, out):
+    seed, count = index["full.sample"]["seed"], index["full.sample"]["count"]
+    sample, _, t, drop = zip(*rows_of(seed, count, golden["full.positions"].tolist()))
+    out |= {"full.sample": np.array(sample), "full.t": np.array(t, f32), "full.drop": np.array(drop)}
+    rope = rope_table(256, 16, 16, FULL["rope_axes"])
+    out |= {
+        "full.rope": rope[index["full.rope"]["tokens"]],
+        "full.rope.sums": rope.astype(np.float64).sum(0).astype(f32),
+    }
+
+
+def draws(seed, shape, index, out):
+    for name in (name for name in index if name.startswith("draws.words.")):
+        place = index[name]
+        out[name] = words(*(place[k] for k in ("seed", "stream", "sample", "epoch", "count", "first")))
     out |= {"draws.uniform": uniform(out["draws.words.1"]), "draws.normal": normal(out["draws.words.1"])}
     out |= {f"draws.order.{epoch}": order(seed, epoch, 50) for epoch in (0, 1)}
     drops, times = zip(*(scalars(seed, i, 1) for i in range(50)))
@@ -370,21 +497,25 @@ def draws(seed, shape, out):
         out[f"draws.{name}"] = normals(seed, stream, 3, 262144 if name.startswith("val") else 1, shape)
 
 
-def main(folder, dump):
+def main(folder, dump, *wanted):
     folder = pathlib.Path(folder)
     cfg = tomllib.loads((folder / "config.toml").read_text())
     index = json.loads((folder / "index.json").read_text())
-    given = {v["name"] for v in index["values"] if v["given"]} | {"bf16.rms_norm.input", "val.t"}
+    given = {v["name"] for v in index["values"] if v["given"]} | {"bf16.rms_norm.input"}
     golden = load_file(folder / "golden.safetensors")
     golden = {k: golden[k] for k in given}  # the rest is not looked at
     model, seed = cfg["model"], cfg["train"]["seed"]
     start = {k: jnp.asarray(golden[f"weights.{k}"]) for k in index["parameters"]}
 
     out = {}
-    draws(seed, (model["latent_channels"], model["latent_height"], model["latent_width"]), out)
+    inputs = {v["name"]: v["inputs"] for v in index["values"]}
+    draws(seed, (model["latent_channels"], model["latent_height"], model["latent_width"]), inputs, out)
+    lr = inputs["schedule.lr"]
+    out["schedule.lr"] = np.array([rate(lr["peak"], lr["warmup_steps"], step + 1) for step in lr["steps"]])
+    out["clip.coefficient"] = clip(golden["clip.norms"], inputs["clip.coefficient"]["clip_norm"])
     initial = {k: initial_weight(seed, k, x.shape) for k, x in start.items()}
     out |= {f"init.{k}": x[:4] for k, x in initial.items()} | {"init.norms": norms(initial.values())}
-    batch = train_batch(cfg, golden, 0)
+    batch = train_batch(cfg, golden, range(cfg["train"]["global_batch"]), "step1", out)
     out |= {f"batch.{k}": x for k, x in batch.items()}
 
     losses_in = {d: functools.partial(objective, model, d) for d in (f32, bf16)}
@@ -402,8 +533,14 @@ def main(folder, dump):
     per_timestep = np.array([losses[batch["t"] == k / 8].mean() for k in range(8)])
     out |= {"val.t": batch["t"], "val.losses": losses, "val.loss": per_timestep.mean()}
     out["val.loss_per_timestep"] = per_timestep
-    three_steps(cfg, golden, gradient[f32], dict(start), out)
+    some_steps(cfg, golden, gradient[f32], dict(start), out)
+    two_ranks(cfg, golden, gradient[f32], dict(start), out)
+    operations(golden, out)
     fp8(golden, out)
+    full_size(golden, inputs, out)
+    if "blocks" in wanted:  # of full width: a minute, and 6 GB of memory
+        full_block("double", {"img": 8, "txt": 4}, inputs, out)
+        full_block("single", {"x": 12}, inputs, out)
 
     wanted = [v["name"] for v in index["values"] if v["name"] not in given or v["name"] in out]
     print("not computed:", [k for k in wanted if k not in out])

@@ -134,7 +134,10 @@ class Saver:
         self.wait()
         if self.step == state.step and self.failure is None:
             return
-        copied = self._copy(state)
+        try:
+            copied = self._copy(state)
+        except (MemoryError, RuntimeError) as error:  # perhaps on this rank alone; `_write` tells all ranks
+            self.host, copied = {}, OSError(f"the copy to host memory failed: {error}")
         info = {
             "step": state.step,
             "samples": state.samples,
@@ -174,9 +177,7 @@ class Saver:
         final = checkpoint_files.folder_of(self.run) / name
         partial = final.with_name(f".{name}.{self.nonce}")
         try:
-            if copied is not None:
-                copied.synchronize()
-            self._write(partial, final, info)
+            self._write(partial, final, info, copied)
             self.failure = None
         except Exception as error:  # on every rank: disks fill up
             self.failure = " ".join(str(error).split())
@@ -192,13 +193,18 @@ class Saver:
         except OSError as error:
             self.say(f"older checkpoints are not deleted: {error}; training goes on")
 
-    def _write(self, partial: Path, final: Path, info: dict) -> None:
+    def _write(self, partial: Path, final: Path, info: dict, copied: object) -> None:
         """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
         with ranks.agreed(self.group):
+            if isinstance(copied, OSError):
+                raise copied
+            if copied is not None:
+                copied.synchronize()
             if self.world.rank == 0:
+                partial.parent.mkdir(exist_ok=True)  # it was removed; a run folder that was removed stays away
                 size = sum(rows.shape.numel() * rows.local.itemsize for rows in self.host.values())
                 checkpoint_files.require_space(partial.parent, size + HEAD_BYTES * len(self.host) * self.world.size)
-                partial.mkdir(parents=True)
+                partial.mkdir()
         with ranks.agreed(self.group):
             part = checkpoint_files.write_rank(partial, self.world.rank, rows_to_write(self.host, self.world))
         parts = ranks.gather_objects(part, self.group)

@@ -30,9 +30,11 @@ POSITIVE = (
 )
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
 MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "fp8", "parallel"), 2**24)
-MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 4096)
+MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks"), 256)
+MOST |= dict.fromkeys(("data.workers", "data.prefetch"), 4096)
 MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample"), 10**6)
 MOST_ELEMENTS = 2**50  # of the largest tensor of a step
+MOST_MICRO_BATCHES = 10_000  # of a step
 
 
 def validate(cfg, values: dict[str, object]) -> None:
@@ -141,6 +143,10 @@ def validate_world(cfg, world_size: int) -> None:
         raise Refusal(
             f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
             f"{', or another micro_batch' if micro else ''}"
+        )
+    if (count := train.global_batch // chunk) > MOST_MICRO_BATCHES and train.micro_batch:
+        raise Refusal(
+            f"train.micro_batch={train.micro_batch} makes {count:,} micro-batches of a step; use a larger one"
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")

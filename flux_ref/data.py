@@ -170,7 +170,7 @@ class TrainSet:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Read the first bytes. Raises: Refusal."""
+        """Read the first bytes, those of the empty caption included. Raises: Refusal."""
         self.shards.open(self.rank, self.size)
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
@@ -183,7 +183,7 @@ class TrainSet:
     def skipped_everywhere(self) -> dict[int, str]:
         """The damaged samples that any rank has left out so far, with the reasons. Collective."""
         every_rank = ranks.gather_objects(self.skipped) if self.may_skip else []  # the host waits only if it must
-        return {sample: reason for skipped in every_rank for sample, reason in skipped.items()}
+        return {int(sample): reason for skipped in every_rank for sample, reason in skipped.items()}
 
     def feed(self, samples: int) -> Feed:
         """Batches from position `samples` of the run on, without end."""

@@ -104,8 +104,8 @@ def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
 
 
 def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, seed: int) -> None:
-    """Elements start, start + 1, ... of a parameter's random values, drawn a few million at a time."""
-    piece = 1 << 22
+    """Elements start, start + 1, ... of a parameter's random values, drawn in pieces that fit a processor's cache."""
+    piece = 1 << 16
     for begin in range(0, flat.numel(), piece):
         count = min(piece, flat.numel() - begin)
         lead = (start + begin) % 4  # words come in blocks of four

@@ -5,25 +5,46 @@ A line is written when the event that it reports happens.
 """
 
 import logging
+import threading
+import time
 from pathlib import Path
 
 from mlperf_logging.mllog import constants, mllog
 
 from flux_ref import schedule
 from flux_ref.config import Config, micro_batch
+from flux_ref.formats import files
 
+CLOCK_JUMP_S, CLOCK_DRIFT = 0.5, 5e-4  # seconds that a clock may be off its rate; NTP slews by at most 5e-4
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
+
+
+class LogFile(logging.Handler):
+    """Appends lines to a file. Nothing follows a line that failed; the main thread gets this OSError each time."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.failure = path, None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self.failure is None:
+                files.append(self.path, self.format(record) + "\n")
+        except OSError as error:
+            self.failure = error
+        if self.failure is not None and threading.current_thread() is threading.main_thread():
+            raise self.failure
 
 
 class BenchmarkLog:
     """Writes result_N.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
 
     def __init__(self, path: Path | None):
-        self.in_block, self.flaw = False, ""
+        self.in_block, self.flaw, self.begin = False, "", (0.0, 0.0)
         self.logger = logging.getLogger(f"flux_ref.{path}")
         self.logger.propagate = False
         self.logger.setLevel(logging.INFO)
-        self.handler = logging.FileHandler(path) if path else logging.NullHandler()
+        self.handler = LogFile(path) if path else logging.NullHandler()
         self.logger.addHandler(self.handler)
         self.mllogger = mllog.MLLogger(logger=self.logger)
 
@@ -71,8 +92,9 @@ class BenchmarkLog:
             self.mllogger.event(key, value)
 
     def run_start(self) -> None:
-        """The clock starts; training data is first read after this."""
+        """The clock starts; the first byte of training and validation data is read after this."""
         self.mllogger.end(constants.INIT_STOP)
+        self.begin = time.time(), steady_s()
         self.mllogger.start(constants.RUN_START)
 
     def block_start(self, samples: int) -> None:
@@ -100,6 +122,10 @@ class BenchmarkLog:
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
         """The clock stops. reason: why, in words."""
+        wall_s, true_s = time.time() - self.begin[0], steady_s() - self.begin[1]
+        if abs(wall_s - true_s) > CLOCK_JUMP_S + CLOCK_DRIFT * true_s:  # the log's times are those of the wall clock
+            why = f"the clock was set by {wall_s - true_s:+.1f} s in the run"
+            self.disqualify("clock_set_s", wall_s - true_s, f"{self.flaw}; {why}" if self.flaw else why)
         if self.flaw:  # spec: one run on one clock, from random weights
             success, reason = False, f"{reason}; {self.flaw}, so not a valid timed result"
         status = constants.SUCCESS if success else constants.ABORTED
@@ -109,6 +135,11 @@ class BenchmarkLog:
     def close(self) -> None:
         self.logger.removeHandler(self.handler)
         self.handler.close()
+
+
+def steady_s() -> float:
+    """Seconds of a clock that nobody sets. It counts while the machine sleeps, as the wall clock does (Linux)."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _disclosure(cfg: Config, micro: int) -> dict[str, object]:

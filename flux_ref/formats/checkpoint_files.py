@@ -104,7 +104,8 @@ def require_space(folder: Path, size: int) -> None:
         raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB")
 
 
-Part = tuple[dict[str, FileEntry], dict[str, TensorEntry]]  # what one rank has written: no file if it has no rows
+# What one rank has written, for JSON: its FileEntry by name, none if it has no rows, and its TensorEntry by key.
+Part = tuple[dict[str, dict], dict[str, dict]]
 
 
 def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
@@ -126,17 +127,17 @@ def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
     for key, part in rows.items():
         file.write_tensor(part.local)
         chunk = (name, begins[key], part.first, len(part.local))
-        tensors[key] = TensorEntry(entries[key][0], list(part.shape), [chunk])
-    return {name: file.close()}, tensors
+        tensors[key] = vars(TensorEntry(entries[key][0], list(part.shape), [chunk]))
+    return {name: vars(file.close())}, tensors
 
 
 def manifest(info: dict, parts: list[Part]) -> Manifest:
     """The manifest of the files of all ranks. Raises: ValueError if rows of a tensor are missing or doubled."""
     files, tensors = {}, {}
     for part_files, part_tensors in parts:
-        files |= part_files
+        files |= {name: FileEntry(**entry) for name, entry in part_files.items()}
         for key, entry in part_tensors.items():
-            tensors.setdefault(key, TensorEntry(entry.dtype, entry.shape, [])).chunks.extend(entry.chunks)
+            tensors.setdefault(key, TensorEntry(entry["dtype"], entry["shape"], [])).chunks.extend(entry["chunks"])
     return Manifest(info, files, tensors)
 
 

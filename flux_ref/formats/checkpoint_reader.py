@@ -1,6 +1,8 @@
 """Reads checkpoints: any rows of any tensor, and no byte before its checksum is checked."""
 
+import contextlib
 import json
+import shlex
 import zlib
 from math import prod
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside
-from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry, step_of
+from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry, folder_of, found, step_of
 from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 
 MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
@@ -59,28 +61,62 @@ def _are_counts(numbers: object) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= MOST for number in numbers)
 
 
+def whole_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with their sizes. Their bytes are not read.
+
+    Raises: ValueError that says what is damaged; Refusal for another version.
+    """
+    path = folder / MANIFEST
+    try:
+        text = outside.read_bytes(path, f"{folder} is not a checkpoint:", MANIFEST_BYTES)
+    except Refusal as error:
+        raise ValueError(str(error)) from None
+    try:
+        manifest = parse_manifest(text)
+    except Refusal as error:
+        raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint manifest {path} is damaged: {error}") from None
+    if NAME.fullmatch(folder.name) and step_of(folder) != manifest.info["step"]:
+        raise ValueError(f"checkpoint {folder} holds step {manifest.info['step']}, so this is not the name that it had")
+    for name, entry in manifest.files.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+        if size != entry.bytes:
+            fault = f"has {size} bytes, its manifest says {entry.bytes}" if size >= 0 else "is missing"
+            raise ValueError(f"checkpoint file {folder / name} {fault}")
+    return manifest
+
+
+def instead_of(folder: Path) -> str:
+    """What a user can type about a damaged checkpoint: the newest older one of its run that is whole is named.
+
+    Nothing takes an older checkpoint by itself: a run would train again on what it has trained on, unasked.
+    """
+    run = folder.parent.parent
+    if not NAME.fullmatch(folder.name) or folder.parent != folder_of(run):
+        return "use another checkpoint"
+    for older in reversed([path for path in found(run) if path.name < folder.name]):
+        with contextlib.suppress(ValueError, OSError, Refusal):
+            whole_manifest(older)
+            aside = shlex.join(("mv", str(folder), f"{folder}.damaged"))
+            return (
+                f"the newest older checkpoint that is whole is that of step {step_of(older)}: `{aside}` lets the same"
+                f" command take it; eval.py and flux_ref.weights also take --checkpoint={step_of(older)}"
+            )
+    return "no older checkpoint of the run is whole; --run.overwrite=true begins the run again"
+
+
 class Checkpoint:
     """A whole checkpoint, open for reading. It names damage where it meets damage, and returns no damaged bytes."""
 
     def __init__(self, folder: Path):
         """Raises: Refusal if the manifest is missing, damaged or of another version, or a file missing or cut short."""
         self.folder = folder
-        path = folder / MANIFEST
-        text = outside.read_bytes(path, f"{folder} is not a checkpoint:", MANIFEST_BYTES)
         try:
-            manifest = parse_manifest(text)
-        except Refusal as error:
-            raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Refusal(f"checkpoint manifest {path} is damaged: {error}; use another checkpoint") from None
-        if NAME.fullmatch(folder.name) and step_of(folder) != manifest.info["step"]:
-            raise Refusal(f"checkpoint {folder} holds step {manifest.info['step']}; give it the name that it had")
+            manifest = whole_manifest(folder)
+        except ValueError as error:
+            raise Refusal(f"{error}; {instead_of(folder)}") from None
         self.info, self.files, self.tensors = manifest.info, manifest.files, manifest.tensors
-        for name, entry in self.files.items():
-            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-            if size != entry.bytes:
-                fault = f"has {size} bytes, its manifest says {entry.bytes}" if size >= 0 else "is missing"
-                raise Refusal(f"checkpoint file {folder / name} {fault}; use another checkpoint")
         self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
@@ -120,11 +156,11 @@ class Checkpoint:
                 file.seek(begin)
                 content = file.read(BLOCK)
         except OSError as error:
-            raise Refusal(f"checkpoint file {path}: {error.strerror}") from None
+            raise Refusal(f"checkpoint file {path}: {error.strerror}; {instead_of(self.folder)}") from None
         if zlib.crc32(content) != self.files[name].crc32[number]:
             raise Refusal(
                 f"checkpoint file {path} is damaged between bytes {begin} and {begin + len(content)}"
-                " (checksum differs); use another checkpoint"
+                f" (checksum differs); {instead_of(self.folder)}"
             )
         Moved.total += len(content)
         self._cache[name] = (number, content)

@@ -1,15 +1,13 @@
-"""Files and folders that appear whole or not at all, and locks on them.
+"""Files, folders and lines that appear whole or not at all.
 
 What is being written lies beside its place as `.NAME.partial`. No reader looks at such a name.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 
 def partial_of(path: Path) -> Path:
@@ -23,20 +21,22 @@ def whole(path: Path) -> Iterator[Path]:
 
     A file replaces an older one of its name. A folder does not: an OSError is raised if `path` holds something.
     The bytes are on the disk before the name is. Files inside a folder are synced by who writes them.
+    Raises: OSError, which names the file.
     """
     partial = partial_of(path)
-    remove(partial)  # a process that was killed may have left one
-    try:
-        yield partial
-        sync(partial)
-        partial.rename(path)
-        sync(path.parent)
-    finally:
-        remove(partial)
+    with naming(path):
+        remove(partial)  # a process that was killed may have left one
+        try:
+            yield partial
+            sync(partial)
+            partial.rename(path)
+            sync(path.parent)
+        finally:
+            remove(partial)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all."""
+    """Write a text file that is there whole or not at all. Raises: OSError."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -58,20 +58,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def locked(path: Path) -> IO | None:
-    """Lock a file for this process, and make it if it is missing. None if another process holds or removes it.
-
-    The lock lasts until the returned file is closed or the process ends.
-    """
-    file = open(path, "a+", encoding="utf-8", errors="replace", opener=_open_no_link)
-    with contextlib.suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    file.close()
-    return None
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block names a file. The system's errors of writing, such as a full disk, name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    """Open a file for the one who locks it, who may cut it off: a link could lead to a file of another."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def append(path: Path, text: str, on_disk: bool = False) -> None:
+    """Append text to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        size, rest = file.seek(0, os.SEEK_END), text.encode()
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[file.write(rest) :]
+            if on_disk:
+                os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise

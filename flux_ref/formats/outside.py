@@ -7,7 +7,10 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from flux_ref.errors import Refusal
 
@@ -16,8 +19,9 @@ MOST_DEPTH = 100  # levels of nesting; deeper values cannot be printed or compar
 MOST_SHOWN = 200  # characters of a foreign value in a message
 
 
-def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal.
+@contextmanager
+def opened(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. what: its kind, for the message. Raises: Refusal, also while it is read.
 
     Pipes and devices are refused: some never end, and some wait for ever.
     """
@@ -26,9 +30,15 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Refusal(f"{what} {path} is not a regular file; give a file")
-            content = file.read(most + 1)
+            yield file
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         raise Refusal(f"{what} {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
+    with opened(path, what) as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
     return content

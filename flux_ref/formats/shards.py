@@ -9,7 +9,7 @@ uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
     payload            t5 2,097,152 (256 x 4096)   clip 1,536 (768)   mean, logvar 32,768 each (16 x 32 x 32)
     sample             2,169,344, without a gap to the next
 
-Every member has a fixed size, so sample i of a shard begins at i * stride.
+Every member has a fixed size, so sample i of a shard begins at i * stride, and the file's size gives the count.
 One read puts each payload straight into its row.
 """
 
@@ -96,22 +96,31 @@ class Shard:
     """One file of samples."""
 
     def __init__(self, path: Path, layout: Layout):
-        """Count the samples by the size of the file. Raises: Refusal for a truncated or foreign shard; OSError."""
+        """Count the samples by the size of the file, which is not opened.
+
+        An archive ends where its last sample's end marker does, or at the next full record, as tar pads it.
+        Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
+        """
         self.path, self.layout = path, layout
-        size, stride = path.stat().st_size, layout.stride
+        self.stamp = _stamp(path.stat())
+        size, stride = self.stamp[0], layout.stride
         most = max(0, size - END_BYTES) // stride
         ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
-        counts = [n for n, end in ends.items() if size in (end, _round_up(end, RECORD))]
-        if len(counts) > 1:  # tar's padding may be longer than a tiny sample: look where the last sample begins
-            with path.open("rb") as file:
-                counts = [n for n in counts if any(os.pread(file.fileno(), BLOCK, (n - 1) * stride))]
+        exact = [n for n, end in ends.items() if size == end]
+        counts = exact or [n for n, end in ends.items() if size == _round_up(end, RECORD)]
+        if len(counts) > 1:
+            raise Refusal(
+                f"shard {path} ({size} bytes) is padded to records of {RECORD} bytes, and samples of {stride} bytes are"
+                f" so small that it may hold {counts[0]} to {counts[-1]} of them; pack it again with tar"
+                " --blocking-factor=1, which does not pad"
+            )
         if not counts:
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
                 f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
                 f" copy it again; {ORDER}"
             )
-        self.count = counts[-1]
+        self.count = counts[0]
         self.descriptor = -1  # until opened
 
     def open(self) -> None:
@@ -177,15 +186,18 @@ class Shard:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
+        if _stamp(os.fstat(self.descriptor)) != self.stamp:
+            raise BadSample(f"{self.where(position)}: the file has changed since the start; copy it again")
 
 
 class ShardSet:
     """A data set as one sequence of samples, in the order of its shards."""
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
-        """Look at names and sizes alone. split: "train" or "val", for a folder that holds both in Energon's way.
+        """Look at names and sizes alone: no shard is opened, whatever its layout (spec: not before run_start).
 
-        Raises: Refusal for a missing or empty folder and for a shard that is truncated or foreign.
+        split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
         """
         self.layout, self.paths = layout, paths_of(Path(folder), split)
         self.shards = [Shard(path, layout) for path in self.paths]
@@ -212,7 +224,7 @@ class ShardSet:
             raise Refusal(str(error)) from None
 
     def evict(self) -> None:
-        """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux)."""
+        """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux). Reads no byte."""
         for path in self.paths:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -249,6 +261,11 @@ def paths_of(folder: Path, split: str) -> list[Path]:
     if not (paths := sorted(folder.glob("*.tar"))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """What changes when a file is written: its size, and its time in nanoseconds."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:

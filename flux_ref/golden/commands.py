@@ -3,68 +3,66 @@
     python -m flux_ref.golden check                          this code against tests/golden
     python -m flux_ref.golden check --from dump.safetensors  a port's values, under the same names; any part of them
     python -m flux_ref.golden write                          record tests/golden anew, after a change that is meant
+    python -m flux_ref.golden predict WEIGHTS --out FILE     what given weights predict, for two programs to compare
 
+--long takes the norms of the 776 initial tensors of FLUX.1-schnell in, which are drawn for many minutes.
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
-port may be off. `check` names the first value that differs. Exit codes: 0 all agree, 1 some differ, 2 nothing could be
-compared.
+port may be off. `check` explains the first value that differs and lists the others. `check --from` needs Python and
+numpy only. Exit codes: 0 all given values agree, 1 some differ, 2 nothing could be compared, 3 with --complete: names
+are missing or unknown.
 """
 
-import json
 import tempfile
-from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
-
-from safetensors.numpy import save
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
-from flux_ref.formats.files import whole, write_whole
+from flux_ref.formats.tensor_file import TensorFile
 from flux_ref.golden import places
 from flux_ref.golden.compare import report
-from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden, TensorFile, Value, checksum
+from flux_ref.golden.files import CONFIG, INDEX, VALUES, Golden
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
 
-def check(folder: Path, dump: Path | None) -> int:
-    """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal."""
-    golden = Golden(folder)
+def check(
+    golden: Golden,
+    dump: Path | None,
+    is_long: bool = False,
+    complete: bool = False,
+    only: str = "*",
+    shows_all: bool = False,
+) -> int:
+    """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal.
+
+    is_long: this code also computes the values of places.LONG. complete: missing and unknown names count.
+    """
+    index = golden.folder / INDEX
+    if not any(fnmatchcase(value.name, only) for value in golden.values):
+        raise Refusal(f"--only={only!r} matches no name in {index}; give a pattern such as 'step1.*'")
     if dump:
         file = TensorFile(dump)
-        if not file.entries.keys() & {value.name for value in golden.values}:
-            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {folder / INDEX}; see there")
-        differ, _, _ = report(golden, file)
-        return 1 if differ else 0
-    from flux_ref.golden import record  # brings the whole training code
+        if not any(value.name in file.entries and fnmatchcase(value.name, only) for value in golden.values):
+            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {index}; see there")
+        found = report(golden, file, only, shows_all)
+        lacks = complete and (found.missing or found.unknown)
+        return 1 if found.differ else 3 if lacks else 0
+    from safetensors.numpy import save  # check --from needs numpy only
 
-    recorded = record.record(config_file.load(folder / CONFIG), golden.given())
+    from flux_ref.golden import full_size, record  # bring the whole training code
+
+    recorded = record.record(config_file.load(golden.folder / CONFIG), golden.given())
+    if is_long:
+        recorded["full.init.norms"] = record.plain(full_size.initial_norms())
+    golden.values = [value for value in golden.values if is_long or value.name not in places.LONG]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / VALUES
         path.write_bytes(save({name: value.array for name, value in recorded.items()}))
-        return 1 if any(report(golden, TensorFile(path))) else 0
-
-
-def write(folder: Path) -> int:
-    """Record all values anew, the given ones too. Returns the exit code. Raises: Refusal."""
-    from flux_ref.golden import record
-
-    cfg = config_file.load(folder / CONFIG)
-    recorded = record.record(cfg, record.inputs(cfg))
-    entries = []
-    for name, (dtype, array) in recorded.items():
-        kind = places.place(name).kind
-        about = (places.meaning(name), *kind.tolerances(array), kind.why)
-        entries.append(asdict(Value(name, list(array.shape), dtype, places.is_given(name), *about)))
-    with whole(folder / VALUES) as partial:
-        partial.write_bytes(save({name: value.array for name, value in recorded.items()}))
-    parameters = [name.removeprefix("weights.") for name in recorded if name.startswith("weights.")]
-    head = {"sha256": checksum(folder / VALUES), "parameters": parameters}
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    write_whole(folder / INDEX, json.dumps(head)[:-1] + f', "values": [\n{lines}\n]}}\n')
-    print(f"{folder}: {len(entries)} values, {(folder / VALUES).stat().st_size / 1e3:.0f} kB")
-    return 0
+        found = report(golden, TensorFile(path), only, shows_all)
+        return 1 if found.differ or found.missing or found.unknown else 0
 
 
 def main(argv: list[str]) -> int:
@@ -74,12 +72,29 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("python -m flux_ref.golden", __doc__)
-    parser.add_argument("command", choices=("check", "write"))
+    parser.add_argument("command", choices=("check", "write", "predict"))
+    parser.add_argument("weights", nargs="?", type=Path, help="predict: weights in any form that eval.py takes")
+    parser.add_argument("--out", type=Path, help="predict: a new safetensors file")
+    parser.add_argument("--config", help="predict: the config of the weights' model; FLUX.1-schnell if not given")
+    parser.add_argument("--long", action="store_true", help="also the initial norms of FLUX.1-schnell")
     parser.add_argument("--from", dest="dump", type=Path, help="a port's values as a safetensors file")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="check: compare these names, such as 'grad.*'")
+    parser.add_argument("--complete", action="store_true", help="check: exit with 3 if names are missing or unknown")
+    parser.add_argument("--all", action="store_true", help="check: cut no list of names")
     parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="folder of the golden values")
     args = parser.parse_args(argv)
+    if (args.command == "predict") != bool(args.weights and args.out):
+        raise Refusal("predict needs WEIGHTS and --out FILE; check and write take neither")
     if args.command == "check":
-        return check(args.golden, args.dump)
+        return check(Golden(args.golden), args.dump, args.long, args.complete, args.only, args.all)
+    if args.complete or args.all or args.only != "*":
+        raise Refusal("--only, --complete and --all are for check; leave them out")
+    if args.command == "predict":
+        from flux_ref.golden.predict import predict
+
+        return predict(args.weights, args.out, args.config, args.dump)
     if args.dump:
-        raise Refusal("--from is for check; write records this code's own values")
-    return write(args.golden)
+        raise Refusal("--from is for check and predict; write records this code's own values")
+    from flux_ref.golden.write import write
+
+    return write(args.golden, args.long)

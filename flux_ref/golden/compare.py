@@ -1,12 +1,18 @@
-"""Comparing a dump with the golden values: where it differs, by how much, and what it holds instead."""
+"""Comparing a dump with the golden values: where it differs and by how much. causes.py says why."""
 
+import difflib
+import itertools
 import textwrap
-from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
+from flux_ref.formats import outside
+from flux_ref.formats.tensor_file import TensorFile
 from flux_ref.golden import places
-from flux_ref.golden.files import Golden, TensorFile, Value, printable
+from flux_ref.golden.causes import differs, likely, off_grid, relative, resemblances
+from flux_ref.golden.files import Golden, Value
 
 NAMES_SHOWN = 20  # of a longer list
 INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
@@ -20,108 +26,158 @@ ACCEPTED = {  # dtype of a golden value -> the dtypes in which a dump may hold i
 }
 
 
-def differs(yours: np.ndarray, golden: np.ndarray, atol: float, rtol: float) -> np.ndarray:
-    """For each element, whether it is off."""
-    if atol == rtol == 0:
-        return yours != golden  # differences of unsigned integers would wrap around
-    return ~(np.abs(yours - golden) <= atol + rtol * np.abs(golden))
+@dataclass
+class Difference:
+    """How a value of a dump is off. extent: in a few words, for a list. lines and causes: in full."""
+
+    value: Value
+    extent: str
+    lines: list[str]
+    causes: list[str]
 
 
-def compare(golden: Golden, value: Value, dump: TensorFile) -> list[str]:
-    """How a value of a dump is off, in words; [] if it agrees. Read only if its shape can be right or transposed."""
+@dataclass
+class Report:
+    """What a dump's comparison has found, as names of values."""
+
+    differ: list[str]
+    missing: list[str]
+    unknown: list[str]
+
+
+def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True) -> Difference | None:
+    """How a value of a dump is off; None if it agrees. Read only if its shape can be right or transposed.
+
+    in_full: also look for what the value is instead, and for causes.
+    """
     dtype, shape = dump.entries[value.name]
-    want_shape = tuple(value.shape)
+    want_shape, known = tuple(value.shape), _known_causes(value.name)
     if dtype not in ACCEPTED[value.dtype]:
-        return [f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"]
+        line = f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"
+        return Difference(value, f"dtype {dtype}", [line], known)
     if shape != want_shape and (shape, want_shape) != ((1,), ()):  # some frameworks have no scalars
         line = f"its shape is {list(shape)}, want {value.shape}"
         if len(shape) == 2 and shape == want_shape[::-1]:
             yours, want = dump.read(value.name).T, golden.file.read(value.name)
             is_transposed = not differs(yours, want, value.atol, value.rtol).any()
             line += " (it is the transposed)" if is_transposed else ""
-        return [line]
+        return Difference(value, f"shape {list(shape)}", [line], known)
     yours, want = dump.read(value.name).reshape(want_shape), golden.file.read(value.name)
     if want.dtype.kind == "f":
-        yours, want = yours.astype(np.float64), want.astype(np.float64)
-        if not np.isfinite(yours).all():
-            return [f"{(~np.isfinite(yours)).sum()} of its {yours.size} elements are not finite"]
+        with np.errstate(invalid="ignore"):  # some NaNs complain when they are cast
+            yours, want = yours.astype(np.float64), want.astype(np.float64)
+        if (bad := ~np.isfinite(yours) & np.isfinite(want)).any():
+            line = f"{bad.sum()} of its {bad.size} elements are not finite, the first at {_first(bad)}"
+            return Difference(value, f"{bad.sum()} of {bad.size} not finite", [line], known)
     else:
         yours, want = (array.astype(np.int64 if want.dtype == bool else want.dtype) for array in (yours, want))
     wrong = differs(yours, want, value.atol, value.rtol)
+    fp32 = off_grid(yours) if value.dtype == "bf16" else 0
+    line = f"yours is not bf16: {fp32} of its {yours.size} elements lie off the grid of bf16. Computed in fp32?"
+    in_fp32 = f"computed in fp32; {value.name} is bf16"
     if not wrong.any():
+        return Difference(value, "not bf16", [line], [in_fp32]) if fp32 else None
+    extent, lines = _distance(golden, value, yours, want, wrong)
+    if not in_full:
+        return Difference(value, extent, lines, known)
+    lines += [line] * bool(fp32) + list(resemblances(golden, value, yours, want))
+    causes = list(dict.fromkeys(likely(golden, value, yours, want, known)))
+    return Difference(value, extent, lines, [in_fp32] * bool(fp32) + causes)
+
+
+def _known_causes(name: str) -> list[str]:
+    """Those of the table; none for a name that this version's table does not know."""
+    try:
+        return list(places.place(name).causes)
+    except KeyError:
         return []
-    return [*_distance(golden, value, yours, want, wrong), *resemblances(golden, value, yours, want)]
 
 
-def _distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> list[str]:
-    """How many elements differ, where and how far."""
-    is_float = want.dtype.kind == "f"
-    distance = np.abs(yours - want) if is_float else wrong
-    at = np.unravel_index(np.argmax(distance), distance.shape)
-    place, count = [int(i) for i in at], f"{wrong.sum()} of {wrong.size} differ"
-    if not is_float:
-        return [f"{count}, first at {place}: yours {yours[at]}, golden {want[at]}"]
-    tolerance = f"{value.atol:.1e}" if value.atol else f"{value.rtol:.1e} of each" if value.rtol else "0"
-    lines = [
-        f"max |difference| {distance[at]:.3g} at {place}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
-        f"relative to the largest magnitude {distance[at] / max(np.abs(want).max(), 1e-300):.3g};"
-        f" {count}; tolerance {tolerance} ({value.why})",
-    ]
+def _first(marked: np.ndarray) -> list[int]:
+    return [int(i) for i in np.unravel_index(np.argmax(marked), marked.shape)]
+
+
+def _distance(
+    golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray
+) -> tuple[str, list[str]]:
+    """How many elements differ, where and how far: in a few words, and in lines."""
+    count, allowed = f"{wrong.sum()} of {wrong.size}", value.atol + value.rtol * np.abs(want)
+    if value.atol == value.rtol == 0 or not allowed[wrong].all():
+        place = _first(wrong)
+        at, extent = tuple(place), f"{count} elements"
+        lines = [f"{count} differ, first at {place}: yours {yours[at]}, golden {want[at]}; tolerance 0 ({value.why})"]
+    else:
+        ratio = np.where(wrong, np.abs(yours - want) / np.where(wrong, allowed, 1), 0)
+        place = _first(ratio == ratio.max())
+        at, extent = tuple(place), f"{ratio.max():.3g} x its tolerance"
+        tolerance = f"{value.rtol:.1e} of each" if value.rtol else f"{value.atol:.1e}"
+        lines = [
+            f"worst: {ratio.max():.3g} times the tolerance, at {place}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
+            f"{count} differ by more than {tolerance} ({value.why})",
+            f"root mean square of the difference: {relative(yours, want):.2g} of golden's own",
+        ]
     if value.name.endswith("norms"):
-        names = [name for name, off in zip(golden.parameters, wrong) if off]
+        names = [name for name, off in zip(value.inputs.get("names", golden.parameters), wrong) if off]
         lines.append(f"parameters that differ, in the order of backward: {_some(names[::-1])}")
-    return lines
-
-
-def resemblances(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> Iterator[str]:
-    """What the values are instead, where that can be told."""
-
-    def same(a: np.ndarray, b: np.ndarray) -> bool:
-        return not differs(a, b, 2 * value.atol, 2 * value.rtol).any()
-
-    for other in golden.values:
-        is_alike = other.name != value.name and (other.shape, other.dtype) == (value.shape, value.dtype)
-        if is_alike and same(yours, golden.file.read(other.name).astype(yours.dtype)):
-            yield f"yours is the golden value of {other.name}"
-            break
-    if want.dtype.kind != "f" or want.size < 2:
-        return
-    factor = float((yours * want).sum() / max((want * want).sum(), 1e-300))
-    if abs(factor - 1) > 1e-3 and same(yours, factor * want):
-        yield "yours is the golden value negated" if abs(factor + 1) < 1e-3 else f"yours is {factor:.6g} x golden"
-        return
-    for axis in (*(axis for axis, size in enumerate(want.shape) if size > 1), None):  # None: all elements
-        if same(np.sort(yours, axis), np.sort(want, axis)):
-            yield "yours has the same numbers in another order" + (f" along axis {axis}" if axis is not None else "")
-            return
+    return extent, lines
 
 
 # Reporting
 
 
-def report(golden: Golden, dump: TensorFile) -> tuple[list[str], list[str], list[str]]:
-    """Print how a dump compares. Returns the names of the values that differ, are missing, and are unknown."""
-    compared = [value for value in golden.values if value.name in dump.entries]
-    missing = [value.name for value in golden.values if value.name not in dump.entries and not value.given]
-    unknown = sorted(dump.entries.keys() - {value.name for value in golden.values})
-    differences = [(value, lines) for value in compared if (lines := compare(golden, value, dump))]
+def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = False) -> Report:
+    """Print how a dump compares. only: a pattern of the names to compare. shows_all: lists are not cut."""
+    asked = [value for value in golden.values if fnmatchcase(value.name, only)]
+    compared = [value for value in asked if value.name in dump.entries]
+    missing = [value.name for value in asked if value.name not in dump.entries and not value.given]
+    names = {value.name for value in golden.values}
+    unknown = sorted(dump.entries.keys() - names)
+    differences: list[Difference] = []
+    for value in compared:
+        if difference := compare(golden, value, dump, in_full=not differences):
+            differences.append(difference)
     print(f"{len(compared)} places compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
+    most = len(names | dump.entries.keys()) if shows_all else NAMES_SHOWN
     if differences:
-        first, lines = differences[0]
-        before = compared[: compared.index(first)]
-        print(f"\nfirst difference: {first.name}\n  {first.meaning}; {first.shape} {first.dtype}")
-        print("".join(f"  {line}\n" for line in lines), end="")
-        last = f"all values before it agree, the last of them is {before[-1].name}" if before else ""
-        print(f"  {last or 'no value before it was compared'}")
-        if causes := places.place(first.name).causes:
-            print("  known causes:\n" + "".join(f"    - {cause}\n" for cause in causes), end="")
-        print(f"  of the {len(compared) - len(before) - 1} values after it, {len(differences) - 1} differ")
-    for title, names in (("missing", missing), ("unknown", unknown)):
-        if names:
-            print(f"\n{title}:\n" + textwrap.fill(_some(names), 118, initial_indent="  ", subsequent_indent="  "))
-    return [value.name for value, _ in differences], missing, unknown
+        _print_first(differences[0], compared)
+        print("\nall that differ, in the order of computation:")
+        print("".join(f"  {line}\n" for line in _extents(differences, most)), end="")
+    free = sorted(names - dump.entries.keys())
+    hints = [_nearest(name, free) for name in unknown[:NAMES_SHOWN]]  # slow, so not for all of a foreign file
+    unknown_texts = [_name(name) + hint for name, hint in itertools.zip_longest(unknown[:most], hints, fillvalue="")]
+    for title, texts, count in (("missing", missing, len(missing)), ("unknown", unknown_texts, len(unknown))):
+        if texts:
+            some = _some(texts, most, count)
+            print(f"\n{title}:\n" + textwrap.fill(some, 118, initial_indent="  ", subsequent_indent="  "))
+    return Report([difference.value.name for difference in differences], missing, unknown)
 
 
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(map(printable, names[:NAMES_SHOWN])) + rest
+def _print_first(first: Difference, compared: list[Value]) -> None:
+    value, before = first.value, compared[: compared.index(first.value)]
+    print(f"\nfirst difference: {value.name}\n  {value.meaning}; {value.shape} {value.dtype}")
+    print("".join(f"  {line}\n" for line in first.lines), end="")
+    last = f"all values before it agree, the last of them is {before[-1].name}" if before else ""
+    print(f"  {last or 'no value before it was compared'}")
+    if first.causes:
+        print("  known causes, the likeliest first:\n" + "".join(f"    - {cause}\n" for cause in first.causes), end="")
+
+
+def _extents(differences: list[Difference], most: int) -> list[str]:
+    lines = [f"{difference.value.name}: {difference.extent}" for difference in differences[:most]]
+    return lines + ([f"and {len(differences) - most} more; --all lists them"] if len(differences) > most else [])
+
+
+def _name(name: str) -> str:
+    """A foreign name as it may go to a terminal."""
+    return outside.printable(name)[:100]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """The golden name that an unknown one may mean: one that the dump does not hold."""
+    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.8)
+    return f" (do you mean {near[0]}?)" if near else ""
+
+
+def _some(texts: list[str], most: int = NAMES_SHOWN, count: int | None = None) -> str:
+    count = len(texts) if count is None else count
+    return ", ".join(texts[:most]) + (f" and {count - most} more" if count > most else "")

@@ -1,17 +1,16 @@
-"""The golden values on the disk, and the dump of a port: tensors by name in a safetensors file."""
+"""The golden values on the disk."""
 
 import hashlib
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
+from flux_ref.formats.tensor_file import TensorFile
 
-VALUES, INDEX, CONFIG = "golden.safetensors", "index.json", "config.toml"
+VALUES, INDEX, CONFIG, DATA = "golden.safetensors", "index.json", "config.toml", "data"
 
 
 @dataclass(frozen=True)
@@ -26,32 +25,7 @@ class Value:
     atol: float
     rtol: float
     why: str  # the reason of the tolerance
-
-
-class TensorFile:
-    """The tensors of a safetensors file. Each is read when it is asked for.
-
-    entries: name -> (dtype as the format names it, shape).
-    """
-
-    def __init__(self, path: Path):
-        """Raises: Refusal for a file that is not a whole safetensors file."""
-        if not path.is_file():
-            raise Refusal(f"{path}: {'not a file' if path.exists() else 'no such file'}")
-        try:
-            self.file = safe_open(path, framework="pt")
-            slices = {name: self.file.get_slice(name) for name in self.file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise Refusal(f"{path} is not a whole safetensors file: {printable(str(error), 200)}") from None
-        self.entries = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor: bf16 as float32, FP8 as its bytes."""
-        tensor = self.file.get_tensor(name)
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.float()
-        is_fp8 = tensor.is_floating_point() and tensor.itemsize == 1
-        return (tensor.view(torch.uint8) if is_fp8 else tensor).numpy()
+    inputs: dict = field(default_factory=dict)  # what it is computed from, beside other values; names: of its elements
 
 
 class Golden:
@@ -63,15 +37,14 @@ class Golden:
     def __init__(self, folder: Path):
         """Raises: Refusal if a file is missing, or is not as it was written."""
         self.folder, self.file = folder, TensorFile(folder / VALUES)
+        index = outside.read_json(folder / INDEX, "index of golden values")
         try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self.parameters, self.values = index["parameters"], [Value(**entry) for entry in index["values"]]
+            shapes = {value.name: tuple(value.shape) for value in self.values}
             is_whole = index["sha256"] == checksum(folder / VALUES)
-        except OSError as error:
-            raise Refusal(f"{folder / INDEX}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Refusal(f"{folder / INDEX} is no index of golden values: {error}") from None
-        if not is_whole:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Refusal(f"{folder / INDEX} is no index of golden values: {error!r}; restore it") from None
+        if not is_whole or shapes != {name: shape for name, (_, shape) in self.file.entries.items()}:
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
 
     def given(self) -> dict[str, np.ndarray]:
@@ -80,9 +53,5 @@ class Golden:
 
 
 def checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def printable(text: str, most: int = 100) -> str:
-    """Text from a foreign file as it may go to a terminal, cut to `most` characters."""
-    return ascii(text)[1:-1][:most]
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,6 +18,7 @@ import socket
 import torch
 
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import printable
 from flux_ref.preflight import nodes
 from flux_ref.preflight.verdict import Verdict, judge
 from flux_ref.run.attempt import attempt
@@ -69,11 +70,11 @@ def check(args: argparse.Namespace) -> int:
     if not verdict.complaints:
         reports = leader.survey(present)
         for node, report in reports.items():
-            print(f"{args.nodes[node]}: {report.row()}")
+            print(printable(f"{args.nodes[node]}: {report.row()}"))
         judge(verdict, reports, args)
     leader.end(present)
     if verdict.complaints:
-        print("\n".join(f"preflight: {line}" for line in verdict.lines()), flush=True)
+        print("\n".join(printable(f"preflight: {line}") for line in verdict.lines()), flush=True)
         return Fault.exit_code
     print(f"preflight: {len(args.nodes)} nodes are fit")
     return 0

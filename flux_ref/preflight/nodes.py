@@ -7,6 +7,7 @@ first each node alone, then all pairs of neighbours on a ring. Each measurement 
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -43,7 +44,9 @@ class Node:
         leads, wait = self.number == 0, timedelta(seconds=self.wait_s)
         try:
             socket.getaddrinfo(host, port)  # c10d would try an unknown name again and again
-            open_store = partial(dist.TCPStore, host, int(port), is_master=leads, wait_for_workers=False, timeout=wait)
+            port, own = listener(host, int(port), len(args.nodes)) if leads else (int(port), {})
+            own |= {"is_master": leads, "wait_for_workers": False, "timeout": wait}
+            open_store = partial(dist.TCPStore, host, port, **own)
             self.store = within(self.wait_s, open_store)
         except (RuntimeError, OSError, UnicodeError) as error:
             silent = f"does not answer within {self.wait_s:g} s"
@@ -78,6 +81,8 @@ class Node:
                     return None
                 time.sleep(POLL_S)
             return json.loads(self.store.get(key))
+        except ValueError:
+            raise Fault(f"{self.address} gives no JSON for {key}; does something else write to this port?") from None
         except RuntimeError:
             raise Fault("node 0 has ended") from None
 
@@ -141,6 +146,19 @@ class Leader(Node):
         """Let the others end before this process, as the store ends with it."""
         self.set(f"round/{self.turn}", [])
         self._gather("bye/{}", set(nodes) - {0}, 5.0)
+
+
+def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, int]]:
+    """The port of node 0's store, and the store's option for a socket that listens on this address only.
+
+    By itself the store listens on every network of the node, and it takes what anybody sends. It still does so where
+    /etc/hosts leads the node's own name to the node itself (127.0.1.1) and other nodes come. Raises: OSError.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if nodes > 1 and host != address[0] and ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        return port, {}
+    own = socket.create_server(address[:2], family=family)
+    return own.getsockname()[1], {"master_listen_fd": own.detach()}
 
 
 def ring(nodes: list[int]) -> list[list[list[int]]]:

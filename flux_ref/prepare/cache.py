@@ -39,8 +39,9 @@ def _make(argv: list[str], later: int | None) -> int:
     cfg = config_file.replace(cfg, model__double_blocks=double, model__single_blocks=single)
     cfg = config_file.replace(cfg, train__global_batch=rows * world.size, train__micro_batch=0)
     with ExitStack() as stack:
+        compile_cache.own_folder(cfg, world, stack)
         state = State.build(cfg, world, cfg.train.seed)
-        line = compile_cache.warm_up(Steps(state, cfg, world), cfg, world, stack)
+        line = compile_cache.warm_up(Steps(state, cfg, world), cfg, world)
     if world.rank == 0:
         print(line)
     return 0

@@ -179,7 +179,7 @@ def _check(job: Job) -> Checked:
                 count += 1
                 bar.update()
             mine[number] = [count, rejected]
-    merged = {number: part for share in ranks.gather_objects(mine) for number, part in share.items()}
+    merged = {number: part for share in ranks.gather_objects([*mine.items()]) for number, part in share}
     checked = [merged[number] for number in range(len(job.parts))]
     with ranks.agreed():
         if job.world.rank == 0:

@@ -1,11 +1,10 @@
 """A data set grows in a folder of its own, OUTPUT/SPLIT.partial, and becomes OUTPUT/SPLIT once it is whole.
 
-SPLIT.partial/plan.json says what the set is made from. The process that writes there holds a lock on plan.json.
+SPLIT.partial/plan.json says what the set is made from. The process that writes there claims OUTPUT/.SPLIT.claim.
 A job that was stopped goes on if its plan is the same.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, outside, shard_writer
+from flux_ref.formats import claim, files, outside, shard_writer
 
 PLAN = "plan.json"
 Plan = dict  # {"options": {name: value}, "files": [[name, ...] of each input file, in order]}
@@ -37,21 +36,18 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = files.locked(folder / PLAN)
-    if lock is None:
+    own = claim.take(final.with_name(f".{final.name}.claim"))
+    if own is None:
         raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
-    with lock:
-        lock.seek(0)
-        begun, wanted = lock.read(outside.TEXT_BYTES), json.dumps(plan)
+    with own:
+        plan_path, wanted = folder / PLAN, json.dumps(plan)
+        begun = outside.read_bytes(plan_path, "plan").decode(errors="replace") if plan_path.exists() else ""
         if begun != wanted:
             if any(folder.glob("*.tar")):
                 raise Refusal(f"{folder} was begun otherwise: {_difference(begun, wanted)}; remove it to begin again")
-            for path in set(folder.glob("*.json")) - {folder / PLAN}:
+            for path in set(folder.glob("*.json")) - {plan_path}:
                 path.unlink()
-            lock.truncate(0)
-            lock.write(wanted)
-            lock.flush()
-            os.fsync(lock.fileno())
+            files.write_whole(plan_path, wanted)
         for path in folder.glob(".*.partial"):  # left by a job that was killed
             files.remove(path)
         yield

@@ -26,7 +26,7 @@ import socket
 import stat
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO
@@ -36,8 +36,8 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import claim, manifest, outside
 from flux_ref.formats import files as whole_files
-from flux_ref.formats import manifest, outside
 from flux_ref.formats.manifest import MANIFEST
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
@@ -111,6 +111,15 @@ class Disk:
     def __init__(self, dst: Path):
         self.dst, self.partial, self.lock = dst, dst / HIDDEN / "files", threading.Lock()
         self.whole: dict[str, str] = {}  # name: sha256
+        self.claim: claim.Claim | None = None
+        self.journal: IO | None = None
+
+    def close(self) -> None:
+        """Leave DST to other processes."""
+        if self.journal:
+            self.journal.close()
+        if self.claim:
+            self.claim.close()
 
     def take_stock(self, files: dict[str, File]) -> dict[str, str]:
         """The SHA-256 of each whole file. Raises: Refusal, OSError."""
@@ -140,10 +149,12 @@ class Disk:
 
     def _open_journal(self) -> dict[File, str]:
         path, staged = self.dst / HIDDEN / "journal", {}
-        self.journal = whole_files.locked(path)
-        if self.journal is None:
+        self.claim = claim.take(path.with_name("claim"))
+        if self.claim is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
-        for line in outside.read_bytes(path, "journal").splitlines():
+        written = outside.read_bytes(path, "journal") if os.path.lexists(path) else b""
+        self.journal = path.open("a+", encoding="utf-8")
+        for line in written.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # cut short by a kill, before the file got its name
                 name, size, mtime_ns, *_, digest = outside.parse_json(line)  # older versions put one number between
                 if manifest.is_sha256(digest):
@@ -173,7 +184,6 @@ class Disk:
         if MANIFEST not in files:
             whole_files.write_whole(self.dst / MANIFEST, text)
         whole_files.remove(self.partial)
-        self.journal.close()
         return text
 
 
@@ -297,18 +307,18 @@ def stage(src: Path, dst: Path) -> int:
     began, src, dst = time.monotonic(), src.resolve(), dst.resolve()
     join()
     with ranks.agreed():
-        seen = files, sums = survey(src, dst)
-    first, *others = ranks.gather_objects(seen)
+        files, sums = survey(src, dst)
+    first, *others = ranks.gather_objects([[astuple(file) for file in files.values()], sums])
     for node, other in enumerate(others, 1):
         if other != first:
             raise Refusal(f"node {node} sees other files in {src} than node 0; is it the same storage, and at rest?")
-    disk = Disk(dst)
-    with ranks.agreed():
-        whole = disk.take_stock(files)
-    transfers = plan(files, sums, ranks.gather_objects(whole))
-    move([Stream(part, src, disk, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)])
-    with ranks.agreed():
-        text = disk.finish(files)
+    with closing(Disk(dst)) as disk:
+        with ranks.agreed():
+            whole = disk.take_stock(files)
+        transfers = plan(files, sums, ranks.gather_objects(whole))
+        move([Stream(part, src, disk, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)])
+        with ranks.agreed():
+            text = disk.finish(files)
     ranks.require_same(text, f"{dst}: {MANIFEST}")
     if dist.get_rank() == 0:
         seconds, total = time.monotonic() - began, sum(file.bytes for file in files.values())

@@ -1,11 +1,14 @@
 """How a command of one process ends: an error becomes one line and an exit code. For ranks see cli.py."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 
 from flux_ref.errors import Fault, Refusal, Stop
 from flux_ref.formats.outside import one_line
+
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def attempt(name: str, task: Callable[[], int]) -> int:
@@ -19,7 +22,7 @@ def attempt(name: str, task: Callable[[], int]) -> int:
     except OSError as error:
         complain(name, error)
         _give_stdout_up()
-        return Refusal.exit_code
+        return Fault.exit_code if error.errno in BROKEN_DISK and error.filename else Refusal.exit_code
     except KeyboardInterrupt:
         return 130
 

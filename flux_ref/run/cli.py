@@ -65,6 +65,10 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        text = str(error) or "MemoryError"
+        if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", text):
+            reason = f"out of memory: {text.splitlines()[0]}; free memory or lower train.micro_batch"
+            return _complain(name, Fault(reason, alone=True))
         if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
             # Another rank broke and prints the reason. torchrun ends this rank, meanwhile or already.
             if caught == signal.SIGTERM:

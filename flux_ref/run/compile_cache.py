@@ -1,8 +1,12 @@
-"""The compiler's cache as one file: the first start writes it, a later start compiles nothing.
+"""Where torch's compiler keeps its files, and these files as one file that a later start reads.
 
-The file is one line of JSON, which says what it was made for, and a tar archive of what torch's compiler keeps on disk.
-torch.compiler.save_cache_artifacts would leave out C++ kernels, which take most of a start on the CPU. Compiled code
-names its device, so one file holds the code of all ranks of a node.
+By itself torch keeps pickled graphs, compiled code and compiled headers in /tmp/torchinductor_USER, and takes what lies
+there. Here each start has a folder of its own, which only its user may enter and which is removed at the end.
+
+parallel.compile_cache names a file: the first start writes it, a later start compiles nothing. The file is one line of
+JSON, which says what it was made for, and a tar archive of the folder. torch.compiler.save_cache_artifacts would leave
+out C++ kernels, which take most of a start on the CPU. Compiled code names its device, so one file holds the code of
+all ranks of a node.
 
 torch unpickles graphs and loads kernels from the archive. So the file is as trusted as code: it is read only if it
 belongs to the user and nobody else may write it.
@@ -19,17 +23,19 @@ import stat
 import tarfile
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from flux_ref import config, ranks
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, outside
+from flux_ref.formats import claim, files, outside
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.speed.fp8_product import architecture
 from flux_ref.steps import Steps
 
+PLACE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder of torch's compiler
 KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
 # These keys decide no graph. Equal regions share one graph, whatever their number.
 FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
@@ -38,21 +44,48 @@ HEADER_BYTES = 2**20
 LEFT_OUT = {"triton", "locks"}
 
 
-def warm_up(steps: Steps, cfg: config.Config, world: ranks.World, stack: ExitStack) -> str:
-    """Warm the steps up with the file's code. Write the file if it is missing or lacked a graph.
+def own_folder(cfg: config.Config, world: ranks.World, stack: ExitStack) -> None:
+    """Make a folder for the compiler of all ranks of a node; the stack removes it. Collective. Raises: Refusal.
 
-    stack: removes the unpacked files at its end; until then torch may open them. Returns one line for the log.
-    Collective. Raises: Refusal, Fault.
+    Call this before a net is built: torch then imports its compiler, which looks for the folder.
+    TORCHINDUCTOR_CACHE_DIR of the user stays, except with parallel.compile_cache. The folder is on the node's own disk:
+    a shared one may be slow and may lack the locks that torch takes. The run's folder does not hold it: people hand
+    runs on, and this is code.
     """
-    path, use, folder = Path(cfg.parallel.compile_cache), purpose(cfg, world), ""
-    leader = world.nodes.index(world.nodes[world.rank])  # the first rank of this node reads and writes
+    leader, path = world.nodes.index(world.nodes[world.rank]), ""  # leader: the first rank of this node
     with ranks.agreed():
         if world.rank == leader:
-            folder = tempfile.mkdtemp(prefix="flux_ref_compiled_")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            read(path, use, Path(folder))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = ranks.gather_objects(folder)[leader]
-    stack.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
+            path = tempfile.mkdtemp(prefix="flux_ref_compiled_")  # its mode is 0700
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            (Path(path) / "code").mkdir()
+    path = ranks.gather_objects(path)[leader]
+    own = {"TMPDIR": path}  # torch keeps some files below the temporary folder whatever TORCHINDUCTOR_CACHE_DIR says
+    if cfg.parallel.compile_cache or not os.environ.get(PLACE):
+        own[PLACE] = f"{path}/code"
+        if "TRITON_CACHE_DIR" not in os.environ:
+            own["TRITON_CACHE_DIR"] = f"{path}/code/triton"
+    stack.callback(_set, {name: os.environ.get(name) for name in own}, tempfile.tempdir)
+    _set(own, path)
+
+
+def _set(variables: dict[str, str | None], temporary: str | None) -> None:
+    """Set environment variables, for this process and those that it starts, and Python's temporary folder."""
+    tempfile.tempdir = temporary
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        os.environ |= {} if value is None else {name: value}
+
+
+def warm_up(steps: Steps, cfg: config.Config, world: ranks.World) -> str:
+    """Warm the steps up with the file's code. Write the file if it is missing or lacked a graph.
+
+    Call `own_folder` before. Returns one line for the log. Collective. Raises: Refusal, Fault.
+    """
+    path, use, folder = Path(cfg.parallel.compile_cache), purpose(cfg, world), Path(os.environ[PLACE])
+    leads = world.rank == world.nodes.index(world.nodes[world.rank])  # the first rank of a node reads and writes
+    with ranks.agreed():
+        if leads:
+            read(path, use, folder)
     before = torch._dynamo.utils.counters["inductor"].copy()
     # Otherwise torch compiles graphs with FP8 anew: its products are functions with a backward of their own.
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
@@ -63,8 +96,8 @@ def warm_up(steps: Steps, cfg: config.Config, world: ranks.World, stack: ExitSta
     with ranks.agreed():
         if not found + compiled:
             raise Refusal(f"{KEY}={path}: torch's cache is off; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like")
-        if world.rank == leader and compiled:
-            write(path, use, Path(folder))
+        if leads and compiled:
+            write(path, use, folder)
     return f"compiler: {found} graphs taken from {path}, {compiled} compiled{' and added' if compiled else ''}"
 
 
@@ -120,9 +153,8 @@ def write(path: Path, use: dict[str, str], folder: Path) -> None:
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.add(folder, ".", filter=lambda entry: entry if LEFT_OUT.isdisjoint(Path(entry.name).parts) else None)
     header = {"made for": use, "sha256": hashlib.sha256(archive.getbuffer()).hexdigest()}
-    busy = path.with_name(f".{path.name}.lock")
-    if lock := files.locked(busy):  # nodes may share a path
-        with lock, files.whole(path) as partial:
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))
-            busy.unlink()
+    busy = path.with_name(f".{path.name}.claim")
+    if own := claim.take(busy):  # nodes may share a path
+        private = partial(os.open, mode=0o600)
+        with own, files.whole(path) as unfinished, open(unfinished, "xb", opener=private) as file:
+            file.writelines((json.dumps(header).encode(), b"\n", archive.getbuffer()))

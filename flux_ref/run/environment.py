@@ -29,14 +29,21 @@ def environment(world: World) -> dict[str, object]:
     }
 
 
-def commit() -> str:
-    """The commit of this code, "+" with changes that are not in it; "" outside a repository."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of the code in a folder, "+" with changes that are not in it; "" outside a repository.
+
+    Nothing is written: `git describe --dirty` would lock and rewrite the index.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    asked = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]
     try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
+        head, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in asked
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
+    return f"{head}{'+' if changes else ''}"
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -1,28 +1,26 @@
-"""Locks a run's folder for one job, and picks the checkpoint from which an unfinished run goes on.
+"""Claims a run's folder for one job, and picks the checkpoint from which an unfinished run goes on.
 
 Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it.
 """
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, outside
-from flux_ref.formats.files import locked, write_whole
+from flux_ref.formats import checkpoint_files
+from flux_ref.formats.files import write_whole
 from flux_ref.ranks import World
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
 RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "outcome.json")
-LOCK = ".lock"
-LOCK_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
+CLAIM = ".claim"
+CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
 
 @dataclass(frozen=True)
@@ -43,39 +41,47 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
     # Has torchrun started this job before? Only the node that failed counts its restarts, so all ranks are asked.
     restarted = any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     with ExitStack() as stack:
-        start = None
+        start = Start(False, None)
         with ranks.agreed():
             if world.rank == 0:
                 start = stack.enter_context(claim(cfg, restarted))
-        yield ranks.gather_objects(start)[0]
+        is_new, checkpoint = ranks.gather_objects([start.is_new, start.checkpoint and str(start.checkpoint)])[0]
+        yield Start(is_new, checkpoint and Path(checkpoint))
 
 
 @contextmanager
 def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     """`claimed` on rank 0. restarted: torchrun repeats its command after a failure."""
+    from flux_ref.formats.claim import owner, take  # no other rank needs it
+
     folder, is_new = config.run_dir(cfg), False
     is_made = not folder.exists()
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-    try:
+    with ExitStack() as stack:
         with _writing(folder):
-            checkpoint = _checkpoint(cfg, folder, restarted)
-            checkpoint_files.clean(folder)
-            own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
-            write_whole(folder / "config.toml", config_file.dump(own))
-        is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
-        yield Start(is_new, checkpoint)
-    except Refusal:
-        if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
-            _remove(folder)
-        if [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
+            folder.mkdir(parents=True, exist_ok=True)
             if is_made:
-                folder.rmdir()
-        raise
-    finally:
-        lock.close()
+                stack.callback(_remove_if_empty, folder)
+            if not (own := take(folder / CLAIM, CLAIM_WAIT_S)):
+                who = owner(folder / CLAIM)
+                raise Refusal(f"{folder} is in use by another job ({who}); wait for it or set run.dir to another")
+            stack.enter_context(own)
+        try:
+            with _writing(folder):
+                checkpoint = _checkpoint(cfg, folder, restarted)
+                checkpoint_files.clean(folder)
+                own_cfg = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
+                write_whole(folder / "config.toml", config_file.dump(own_cfg))
+            is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
+            yield Start(is_new, checkpoint)
+        except Refusal:
+            if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
+                _remove(folder)
+            raise
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
@@ -85,20 +91,6 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Refusal(f"run.dir={folder} cannot be made or written: {error.strerror}; set run.dir to another") from None
-
-
-def _lock(folder: Path) -> IO:
-    path = folder / LOCK
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while not (lock := locked(path)):
-        if time.monotonic() > deadline:
-            owner = outside.read_bytes(path, "lock").decode(errors="replace").strip()
-            raise Refusal(f"{folder} is in use by another job ({owner}); wait for it or set run.dir to another")
-        time.sleep(0.2)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    lock.flush()
-    return lock
 
 
 def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:

@@ -1,9 +1,10 @@
 """What a run writes into its folder and shows on the terminal while it trains. Only rank 0 writes."""
 
 import json
-import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -17,12 +18,11 @@ from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
-from flux_ref.formats.files import write_whole
+from flux_ref.formats.files import append, write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
 from flux_ref.speed import fp8
@@ -53,8 +53,17 @@ class Reporter:
             sys.stdout.flush()
             self.log.text(line)
 
+    @contextmanager
+    def spare(self, what: str) -> Iterator[None]:
+        """The run goes on if this block cannot write its file, a picture. A line says so."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{what} NOT drawn: {error}; the run goes on without")
+
+    @ranks.agreed()
     def introduce(self, train_count: int, val_count: int) -> None:
-        """Print what is going to run, and write environment.json. train_count, val_count: samples."""
+        """Print what runs, and write environment.json. train_count, val_count: samples. Collective. Raises: Refusal."""
         if not self.speaks:
             return
         cfg, world = self.cfg, self.world
@@ -181,8 +190,11 @@ class Reporter:
         for alarm in alarms.of_losses(self.val_curve, self.band):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
-        if self.speaks:
-            loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
+        with self.spare("loss.png"):
+            if self.speaks:
+                from flux_ref.run import loss_chart  # no other rank draws
+
+                loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
         # The time of an evaluation does not count in the rate of training.
         self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])
 
@@ -199,10 +211,7 @@ class Reporter:
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                os.fsync(file.fileno())  # a checkpoint that comes later must not outlive its line
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # no later checkpoint outlives a line
 
     def close(self) -> None:
         if self.bar is not None:

@@ -1,7 +1,7 @@
 """Tables for ports, made from the code at the benchmark's shape.
 
     python -m flux_ref.tables         all tables, as docs/tables.md holds them
-    python -m flux_ref.tables NAME    one table: parameters, operations, communication or log
+    python -m flux_ref.tables NAME    one table: shapes, parameters, operations, communication or log
 
 The command needs no device and allocates no weights. Exit codes: 0 done, 2 refused.
 """
@@ -22,7 +22,7 @@ from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import FP8_LINEAR, Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names
-from flux_ref.model import initialiser, parameter_table
+from flux_ref.model import TIME_WAVES, initialiser, parameter_table
 from flux_ref.sharding import DTYPES
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
@@ -39,6 +39,38 @@ def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
     columns = [name.strip() for name in header.split("|")]
     lines = [[name.lstrip(">") for name in columns], ["---:" if name[0] == ">" else "---" for name in columns]]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [*lines, *rows])
+
+
+def shapes() -> str:
+    """The sizes of FLUX.1-schnell at the benchmark's resolution."""
+    m, rope = BENCHMARK.model, BENCHMARK.model.rope_axes
+    grid = (m.latent_height // 2, m.latent_width // 2)
+    rows = [
+        ["hidden width", m.hidden, f"{m.heads} heads of {m.head_dim} features"],
+        ["MLP width", m.mlp_ratio * m.hidden, f"{m.mlp_ratio} times the hidden width"],
+        ["blocks", f"{m.double_blocks} double, {m.single_blocks} single", "double blocks come first"],
+        ["text", f"{m.text_tokens} x {m.t5_dim}", "tokens x features of T5; all tokens take part, padding too"],
+        ["CLIP", m.clip_dim, "features of the pooled vector"],
+        ["waves of t", TIME_WAVES, "half of them cosines"],
+        [
+            "latent",
+            " x ".join(map(str, m.latent_shape)),
+            "channels x rows x columns; the image has 8 times as many pixels",
+        ],
+        ["image tokens", m.image_tokens, f"a grid of {grid[0]} x {grid[1]} patches of 2 x 2, row by row"],
+        ["features of a token", m.packed_channels, "(channel, dy, dx): 4 per channel"],
+        [
+            "RoPE axes",
+            ", ".join(map(str, rope)),
+            "features of a head that turn by 0, by the row and by the column, in this order",
+        ],
+        [
+            "pairs of RoPE",
+            ", ".join(str(axis // 2) for axis in rope),
+            f"theta {m.rope_theta}; the first pairs never turn",
+        ],
+    ]
+    return "Sizes of FLUX.1-schnell at 256 x 256 pixels.\n\n" + markdown("what | size | meaning", rows)
 
 
 def parameters() -> str:
@@ -132,10 +164,26 @@ def communication() -> str:
 | all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {REDUCED_ITEM} * W / n * (r - 1) / r |
 | all-reduce of the gradient norm | once | one fp32 number |
 
+{_uneven(512)}
+
 With parallel.replicate=0 each node of {NODE} ranks holds a copy. Beyond one node, the second row shows
 parallel.replicate=1.
 
 {markdown(header, rows)}"""
+
+
+def _uneven(ranks: int) -> str:
+    """Which tensors a number of ranks cannot share equally, in words."""
+    found = {_fold(name): shape for name, shape in parameter_table(BENCHMARK.model).items() if shape[0] % ranks}
+    number = sum(1 for shape in parameter_table(BENCHMARK.model).values() if shape[0] % ranks)
+    kinds = Counter(name.rpartition("norm.")[1] + name.rpartition(".")[2] for name in found)
+    assert {*kinds} == {"norm.scale", "weight", "bias"} and len(found) == 8, kinds
+    head, scale = found["final_layer.linear.weight"][0], BENCHMARK.model.head_dim
+    return f"""With {ranks} shards, {number} tensors are uneven: `final_layer.linear.weight` and `.bias` with {head}
+rows, and all `query_norm.scale` and `key_norm.scale` with {scale} elements. torch.chunk gives each
+rank ceil(rows / ranks) rows until none are left. So ranks 0 to {head - 1} hold one row of the head each.
+Ranks 0 to {scale - 1} hold one element of each scale. The other ranks hold none.
+A framework that needs equal shards adds zeros to these tensors, or copies them to every rank."""
 
 
 def log() -> str:
@@ -180,6 +228,7 @@ def _events(ruleset: str) -> list[dict]:
 
 
 TABLES = {
+    "shapes": ("Shapes", shapes),
     "parameters": ("Parameters", parameters),
     "operations": ("Operations, bytes and kept activations", operations),
     "communication": ("Communication", communication),

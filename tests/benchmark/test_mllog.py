@@ -1,12 +1,14 @@
 """The benchmark log: keys, order and values per ruleset, judged by mlperf-logging's own checker."""
 
 import json
+import time
 
 import pytest
 from compliance import RULESETS, check
 from conftest import ROOT
 
 from flux_ref import config_file
+from flux_ref.benchmark import mllog
 from flux_ref.benchmark.mllog import BenchmarkLog
 
 PREFIX = ":::MLLOG "
@@ -92,3 +94,26 @@ def test_order_values_and_outcome(tmp_path, cfg):
     assert values["gradient_accumulation_steps"] == 2304 // 8 // 8
     assert values["opt_base_learning_rate"] == cfg.optim.lr
     assert values["opt_learning_rate_warmup_steps"] == cfg.optim.warmup_steps
+
+
+def test_a_clock_that_is_set_in_the_run_is_told_and_slow_drift_is_not(tmp_path, cfg, monkeypatch):
+    """Times in the log are those of the wall clock, so a result over a jump is none."""
+    real, steady, run_stop, jump = time.time, mllog.steady_s, BenchmarkLog.run_stop, [0.0, 0.0]
+
+    def stop(log: BenchmarkLog, *args: object) -> None:
+        jump[:] = set_by + took, took
+        run_stop(log, *args)
+
+    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
+    monkeypatch.setattr(mllog, "steady_s", lambda: steady() + jump[1])
+    monkeypatch.setattr(BenchmarkLog, "run_stop", stop)
+    cases = ((0.3, 0, False), (0.8, 0, True), (-0.8, 0, True), (1.5, 3600, False), (-4, 3600, True))
+    for number, case in enumerate(cases):
+        set_by, took, told = case  # seconds, seconds
+        path, jump[:] = tmp_path / str(number) / "result_0.txt", (0.0, 0.0)
+        path.parent.mkdir()
+        found = write_log(path, cfg)
+        assert check(path, "6.0.0")[0] and found[-1]["metadata"]["status"] == ("aborted" if told else "success"), set_by
+        if told:
+            assert f"the clock was set by {set_by:+.1f} s in the run, so not a valid" in found[-1]["metadata"]["reason"]
+            assert values_of(found)["clock_set_s"] == pytest.approx(set_by, abs=0.2)

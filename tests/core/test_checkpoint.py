@@ -189,11 +189,11 @@ def gate(monkeypatch) -> threading.Event:
     event, write, running = threading.Event(), Saver._write, []
     event.overlaps = []
 
-    def slow(saver: Saver, partial: Path, final: Path, info: dict) -> None:
+    def slow(saver: Saver, partial: Path, final: Path, info: dict, copied: object) -> None:
         event.overlaps += running
         running.append(final.name)
         assert event.wait(30)
-        write(saver, partial, final, info)
+        write(saver, partial, final, info, copied)
         running.pop()
 
     monkeypatch.setattr(Saver, "_write", slow)
@@ -274,7 +274,7 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
 
 
 def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
-    def publish_only(saver: Saver, partial: Path, final: Path, info: dict) -> None:
+    def publish_only(saver: Saver, partial: Path, final: Path, info: dict, copied: object) -> None:
         final.mkdir(parents=True)
 
     monkeypatch.setattr(Saver, "_write", publish_only)
@@ -314,7 +314,10 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
         blamed = rank % writers
-        reason = f"{f'rank {blamed}: ' if blamed else ''}[Errno 28] No space left on device"
+        error = (
+            "the copy to host memory failed: cannot pin" if what == "copying" else "[Errno 28] No space left on device"
+        )
+        reason = f"{f'rank {blamed}: ' if blamed else ''}{error}"
         assert found[what]["failures"] == [reason] * writers, what
         assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
         assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers

@@ -17,7 +17,7 @@ from conftest import refusal
 from flux_ref import config_file, rng
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Feed, HostBatch, TrainSet, ValSet, rank_slice
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.formats.shards import MEMBERS, Layout, ShardSet
@@ -440,24 +440,33 @@ def test_to_bf16_bits_rounds_as_torch_does_and_from_bf16_bits_inverts_it():
     assert np.array_equal(shards.to_bf16_bits(shards.from_bf16_bits(bits)), bits)
 
 
-def test_a_shard_that_plain_tarfile_wrote_is_counted_right(micro, tmp_path):
-    """Padding to 10,240 bytes may be longer than a small sample."""
-    layout = shards.layout(micro.model)
+def test_shards_that_tarfile_wrote_are_counted_by_their_size_alone(micro, tmp_path, monkeypatch):
+    """Padding to 10,240 bytes may be longer than a small sample. Then the size leaves the count open."""
+    layout, ambiguous = shards.layout(micro.model), 0
     assert layout.stride < shards.RECORD
     zeros = {f"{name}.bytes": blob(np.zeros(shape, np.uint16)) for name, shape in layout.shapes.items()}
-    for count in range(1, 25):
-        path = tmp_path / str(count) / "shard_000000.tar"
+    for count, record in itertools.product(range(1, 25), (shards.BLOCK, shards.RECORD)):
+        path = tmp_path / f"{count}.{record}" / "shard_000000.tar"
         path.parent.mkdir()
+        monkeypatch.setattr(tarfile, "RECORDSIZE", record)  # tar's --blocking-factor
         with tarfile.open(path, "w", tarfile.USTAR_FORMAT) as archive:
             for i in range(count):
                 for kind, content in ({"json": shard_writer.description(f"{i:08d}", 3, "")} | zeros).items():
                     entry = tarfile.TarInfo(f"{i:08d}.{kind}")
                     entry.size = len(content)
                     archive.addfile(entry, io.BytesIO(content))
-        assert path.stat().st_size % shards.RECORD == 0
-        stored = ShardSet(path.parent, layout)
-        assert len(stored) == count
-        stored.open()
+        try:
+            stored = ShardSet(path.parent, layout)
+        except Refusal as refused:
+            assert record == shards.RECORD and f"{path} ({path.stat().st_size} bytes)" in str(refused)
+            assert "blocking-factor=1" in str(refused)
+            ambiguous += 1
+            continue
+        if len(stored) == count:
+            stored.open()
+        else:  # the padding has just the length of a sample
+            assert record == shards.RECORD and f"sample {len(stored) - 1}: no tar header" in refusal(stored.open)
+    assert 0 < ambiguous < 24
 
 
 def test_waiting_is_timed_and_counts_only_once_the_device_is_idle(micro):

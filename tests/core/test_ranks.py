@@ -1,7 +1,9 @@
-"""Replicas by node."""
+"""Replicas by node; what ranks send to each other."""
 
 import pytest
 
+from flux_ref import ranks
+from flux_ref.config import ParallelConfig
 from flux_ref.errors import Refusal
 from flux_ref.ranks import replica_count
 
@@ -40,3 +42,16 @@ def test_what_cannot_be_is_refused(nodes, wanted, words):
     with pytest.raises(Refusal, match=words):
         replica_count(wanted, nodes)
     assert replica_count(1, nodes) == 1
+
+
+def test_values_travel_as_json_and_never_as_pickles():
+    ranks.start(ParallelConfig())
+    try:
+        for value in (None, 1.5, float("inf"), 2**70, "é\udcff\n", {"a": [1, "x" * 5000, {}]}, [], ""):
+            assert ranks.gather_objects(value) == [value]
+        assert ranks.gather_objects({1: (2, 3)}) == [{"1": [2, 3]}]
+        for value in (object(), b"bytes", {1, 2}):
+            with pytest.raises(TypeError):
+                ranks.gather_objects(value)
+    finally:
+        ranks.stop()

@@ -1,8 +1,10 @@
-"""Files and folders appear whole or not at all."""
+"""Files, folders and lines appear whole or not at all."""
+
+import resource
 
 import pytest
 
-from flux_ref.formats.files import locked, partial_of, whole, write_whole
+from flux_ref.formats.files import append, partial_of, whole, write_whole
 
 
 def test_a_file_appears_whole_and_replaces_an_older_one(tmp_path):
@@ -30,9 +32,17 @@ def test_a_folder_appears_whole_and_replaces_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_is_held_by_one_and_ends_with_its_file(tmp_path):
-    path = tmp_path / ".lock"
-    held = locked(path)
-    assert held and locked(path) is None
-    held.close()
-    locked(path).close()
+def test_a_line_that_does_not_fit_leaves_no_part_of_itself_and_names_the_file(tmp_path):
+    path, before = tmp_path / "a.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    append(path, "first\n", on_disk=True)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            append(path, "second\n")
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/b'"):
+            write_whole(tmp_path / "b", "more than ten bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "first\n" and list(tmp_path.iterdir()) == [path]
+    append(path, "second\n")
+    assert path.read_text() == "first\nsecond\n"

@@ -191,7 +191,8 @@ def test_a_file_truncated_after_opening_is_noticed(folder, shard):
     stored = opened(folder)
     for left in (STRIDE, STRIDE - 1, 0):
         os.truncate(shard, STRIDE + left)
-        assert stored.read(0, LAYOUT.rows()).key == "some_00000000"
+        with pytest.raises(BadSample, match="sample 0: the file has changed since the start"):
+            stored.read(0, LAYOUT.rows())
         for index in range(1 + left // STRIDE, PER_SHARD):
             with pytest.raises(BadSample, match=f"sample {index}: the file ends"):
                 stored.read(index, LAYOUT.rows())
@@ -277,7 +278,24 @@ def read_as_written_or_bad(stored: ShardSet, index: int) -> bool:
     return True
 
 
-def test_any_changed_byte_of_a_header_is_harmless_or_noticed(folder, shard):
+@pytest.fixture
+def bad_disk(monkeypatch):
+    """Damage of the disk itself, which changes no time of a file."""
+    monkeypatch.setattr(shards, "_stamp", lambda status: (status.st_size, 0))
+
+
+def test_a_file_that_is_written_after_opening_is_noticed(folder, shard):
+    """Also if the bytes of the sample that is read are sound."""
+    stored = opened(folder)
+    stored.read(0, LAYOUT.rows())
+    overwrite_value(shard, "mean", 0, sample=1)
+    for index in (0, 1):
+        with pytest.raises(BadSample, match=f"sample {index}: the file has changed since the start; copy it again"):
+            stored.read(index, LAYOUT.rows())
+    assert stored.read(PER_SHARD, LAYOUT.rows()).key == "some_00000003"
+
+
+def test_any_changed_byte_of_a_header_is_harmless_or_noticed(folder, shard, bad_disk):
     stored, whole, rng = opened(folder), shard.read_bytes(), random.Random(0)
     harmless = noticed = 0
     with shard.open("r+b", buffering=0) as file:
@@ -320,7 +338,7 @@ def test_a_damaged_validation_sample_or_one_without_a_usable_timestep_stops_the_
 
 
 @pytest.mark.parametrize("skip_bad", [0, 1, 2])
-def test_as_many_damaged_training_samples_are_skipped_as_allowed(skip_bad, folder, shard, shapes_dir):
+def test_as_many_damaged_training_samples_are_skipped_as_allowed(skip_bad, folder, shard, shapes_dir, bad_disk):
     damaged = range(skip_bad + 1)
     cfg = config_for(folder, folder, shapes_dir / "empty_encodings", data__skip_bad=skip_bad, train__global_batch=COUNT)
     train_set = data.TrainSet(cfg, rank=0, size=1, pin=False)

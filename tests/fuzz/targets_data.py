@@ -294,17 +294,12 @@ def make_stage(folder: Path) -> None:
 def run_stage(folder: Path) -> list:
     """What would be copied to where, and which files are trusted."""
     files, sums = stage.survey(Path("src").resolve(), Path("dst").resolve())
-    journal = Path("dst", stage.HIDDEN, "journal")
-    is_new = not os.path.lexists(journal)
     disk = stage.Disk(Path("dst").resolve())
     try:
         whole = disk.take_stock(files)
         streams = stage.plan(files, sums, [whole])
     finally:
-        if getattr(disk, "journal", None):
-            disk.journal.close()
-        if is_new:  # an empty one stays for the next attempt
-            journal.unlink(missing_ok=True)
+        disk.close()
     moves = sorted((transfer.file.name, transfer.sha256) for stream in streams for transfer in stream)
     return [sorted(files), sums, whole, moves]
 

@@ -6,7 +6,6 @@ itself, and reads arrow files by pyarrow alone.
 
 import io
 import json
-import os
 import tarfile
 import zlib
 from pathlib import Path
@@ -201,14 +200,9 @@ def make_job(folder: Path) -> None:
 @refuses_os_errors
 def run_job(folder: Path) -> tuple:
     final = Path("train").resolve()
-    plan, checked = (jobs.growing(final) / name for name in (jobs.PLAN, images.CHECKED))
-    is_new = not os.path.lexists(plan)
-    try:
-        with jobs.claimed(final, PLAN):
-            found = sorted(jobs.missing(final, 5, 2)), images._read_checked(checked) if checked.exists() else PARTS
-    finally:
-        if is_new:  # an empty one stays for the next attempt
-            plan.unlink(missing_ok=True)
+    checked = jobs.growing(final) / images.CHECKED
+    with jobs.claimed(final, PLAN):
+        found = sorted(jobs.missing(final, 5, 2)), images._read_checked(checked) if checked.exists() else PARTS
     final.rename(jobs.growing(final))
     return found
 

@@ -35,6 +35,7 @@ FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
 BREAKS = {  # what fails, and on which rank; -1: the last
+    "copying": (checkpoint.Saver, "_copy", -1),
     "choosing rows": (checkpoint, "rows_to_write", -1),
     "the folder": (checkpoint_files, "require_space", 0),
     "opening a file": (safetensors_io.CheckedFile, "__init__", -1),
@@ -43,6 +44,7 @@ BREAKS = {  # what fails, and on which rank; -1: the last
     "the manifest": (checkpoint_files, "publish", 0),
 }
 FULL = OSError(errno.ENOSPC, "No space left on device")
+ERRORS = {what: MemoryError("cannot pin") if what == "copying" else FULL for what in BREAKS}
 
 
 def narrow_config(run: Path, **values: object) -> Config:
@@ -203,7 +205,7 @@ def breaking(cfg: Config, world: World) -> dict:
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size
-        patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
+        patch = mock.patch.object(owner, attribute, side_effect=ERRORS[name]) if here else contextlib.nullcontext()
         with patch:
             found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": of_all(said)}
     before.verify()

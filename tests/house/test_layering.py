@@ -1,6 +1,7 @@
 """The rule of the house, read from the syntax trees: who may import whom, and how large things may grow."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 
 from conftest import ROOT
@@ -11,7 +12,8 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
-    *("formats.braces", "formats.energon", "formats.files", "formats.jsonl", "formats.outside", "formats.shard_writer"),
+    *("formats.braces", "formats.claim", "formats.energon", "formats.files", "formats.jsonl", "formats.outside"),
+    "formats.shard_writer",
     *("formats.shards",),
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
@@ -97,13 +99,18 @@ def backend_words(tree: ast.AST) -> list[str]:
     return words
 
 
+# They pickle what they save or send.
+PICKLING = re.compile(r"torch\.(load|save)|(torch\.distributed|dist)\.\w*_object(s|_list)?")
+
+
 def unsafe(tree: ast.AST) -> list[str]:
     """Bare excepts, strict=False, pickle in any form."""
     found = [f"imports {name}" for name in imported(tree) if name.split(".")[0] in ("pickle", "dill", "shelve")]
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             found.append(f"line {node.lineno}: bare except")
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save"):
+        is_pickling = isinstance(node, ast.Call) and PICKLING.fullmatch(ast.unparse(node.func))
+        if is_pickling:
             found.append(f"line {node.lineno}: {ast.unparse(node.func)} pickles")
         if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
             if (node.arg, node.value.value) in (("strict", False), ("allow_pickle", True)):
@@ -157,6 +164,8 @@ BAD: list[tuple[Callable, str]] = [
     (unsafe, "net.load_state_dict(state, strict=False)"),
     (unsafe, "from pickle import loads"),
     (unsafe, "torch.load(path)"),
+    (unsafe, "dist.all_gather_object(values, value)"),
+    (unsafe, "dist.broadcast_object_list(values)"),
     (unsafe, "np.load(path, allow_pickle=True)"),
     (backend_words, "tensor.to('cuda:0')"),
     (backend_words, "torch.cuda.synchronize()"),

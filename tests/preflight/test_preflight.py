@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, refusal
 
 from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight import commands
@@ -279,3 +279,18 @@ def test_a_node_whose_processes_hang_is_named():
     done.set()
     assert codes[0] == 3 and said[0].splitlines()[-1] == "preflight: bad nodes: n2", said[0]
     assert "hangs" in said[0], said[0]
+
+
+def test_the_store_listens_on_the_given_address_only_and_its_values_are_json():
+    """127.0.0.2 is this machine, too: what listens everywhere answers there."""
+    args = argparse.Namespace(node=0, gpus=1, wait=5.0, address="127.0.0.1:0", nodes=["a"])
+    leader = preflight.Leader(args)
+    port = int(leader.address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    leader.set("key", [1, "two"])
+    assert leader.get("key", 1.0) == [1, "two"]
+    leader.store.set("strange", b"\x80\x04.")
+    assert f"{leader.address} gives no JSON for strange" in refusal(leader.get, "strange", 1.0, kind=Fault)
+    assert preflight.listener("localhost", 4, nodes=2) == (4, {})

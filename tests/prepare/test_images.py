@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import re
 import struct
 import tarfile
 import zlib
@@ -22,27 +21,25 @@ import pytest
 import torch
 from conftest import MICRO, called, refusal, script, the_line
 from payload import Payload
-from peer_vae import lively_net, relative_error
+from peer_vae import relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from shard_damage import LAYOUT, opened
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from small_encoders import SMALL, WORDS, save_ae, save_clip, save_t5
 from torchvision.transforms import InterpolationMode, v2
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import shards
+from flux_ref.formats import shard_writer, shards
 from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import images, raw_images
 from flux_ref.prepare.encoders import Encoders
 from flux_ref.prepare.raw_images import Rejected
 from flux_ref.sampling import vae
-from flux_ref.sampling.vae import FLUX, Sizes
+from flux_ref.sampling.vae import FLUX
 
-WORDS = re.findall(r"\w+", "a red green blue small large cat dog sits stands on in the grass water at night photo of")
 HEIGHT, WIDTH = 32, 48  # the micro model's
-SMALL = Sizes(base=32)
 MODEL = config_file.load(MICRO).model
 pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 
@@ -198,49 +195,12 @@ def test_no_damage_to_a_file_raises_anything_else():
 # Encoders
 
 
-def save_tokenizer(folder: Path, start: str | None, end: str, pad: str) -> dict[str, int]:
-    """One word, one token."""
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([pad, end, "<unk>", start or pad, *WORDS]))}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    template = f"{start} $A {end}" if start else f"$A {end}"
-    specials = [(token, vocabulary[token]) for token in (start, end) if token]
-    words.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=end, unk_token="<unk>")
-    fast.save_pretrained(folder)
-    return vocabulary
-
-
-def save_t5(folder: Path, features: int = 28, seed: int = 0) -> Path:
-    """Weights and tokenizer in one folder."""
-    vocabulary = save_tokenizer(folder, None, "</s>", "<pad>")
-    torch.manual_seed(seed)
-    sizes = {"d_model": features, "d_kv": 7, "num_heads": 4, "d_ff": 40, "num_layers": 2, "vocab_size": len(vocabulary)}
-    T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu")).save_pretrained(folder)
-    return folder
-
-
-def save_clip(folder: Path, features: int = 14, seed: int = 1) -> Path:
-    """Weights in text_encoder, tokenizer in tokenizer."""
-    vocabulary = save_tokenizer(folder / "tokenizer", "<start>", "<end>", "<end>")
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": features, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"bos_token_id": vocabulary["<start>"], "eos_token_id": vocabulary["<end>"], "vocab_size": len(vocabulary)}
-    CLIPTextModel(CLIPTextConfig(**sizes, **ids)).save_pretrained(folder / "text_encoder")
-    return folder / "text_encoder"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def small_autoencoder() -> Iterator[None]:
     """FLUX's autoencoder would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
         yield
-
-
-def save_ae(path: Path, sizes: Sizes) -> Path:
-    save_file({name: tensor.bfloat16() for name, tensor in lively_net(sizes).state_dict().items()}, path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -586,6 +546,28 @@ def test_a_job_stopped_by_ctrl_c_goes_on_without_a_second_look(stopped, nets, tm
     monkeypatch.setattr(images.Job, "load", lambda job, candidate: looks.append(candidate.name) or load(job, candidate))
     assert prepare.main(stopped) == 0
     assert looks == list(CAPTIONS)[5:]
+    assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_job_which_goes_on_with_the_missing_shards(nets, tmp_path, monkeypatch, capsys):
+    lay_out(tmp_path / "in", with_bad=False)
+    args, add, calls = make(nets, tmp_path / "in", tmp_path / "out"), shard_writer.ShardWriter.add, []
+
+    def full(*given: object) -> None:
+        calls.append(given)
+        if len(calls) == 7:
+            raise OSError(28, "No space left on device")
+        add(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer.ShardWriter, "add", full)
+        shard = tmp_path / "out" / "train.partial" / "shard_000001.tar"
+        assert f"No space left on device: '{shard}'" in refused(args, capsys, code=3)
+    left = {path.name for path in shard.parent.iterdir()}
+    assert left == {"plan.json", "checked.json", "shard_000000.tar"}
+    assert prepare.main(args) == 0
     assert prepare.main(make(nets, tmp_path / "in", tmp_path / "again")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 

@@ -309,7 +309,7 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
     args = ["mlcommons", *map(str, args), "--per-shard", str(PER_SHARD), "--workers", "2"]
     add, full = shard_writer.ShardWriter.add, OSError(28, "No space left on device")
     ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
-    for last, strike, code in (("train_00000009", ctrl_c, 130), ("train_00000021", Mock(side_effect=full), 2)):
+    for last, strike, code in (("train_00000009", ctrl_c, 130), ("train_00000021", Mock(side_effect=full), 3)):
 
         def struck(shard, key, *given, last=last, strike=strike):
             if key == last:
@@ -321,7 +321,7 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
             patch.setattr(shard_writer.ShardWriter, "add", struck)
             assert prepare.main(args) == code
         err = capsys.readouterr().err
-        assert "Traceback" not in err and ("No space left" in err) == (code == 2)
+        assert "Traceback" not in err and ("No space left" in err) == (code == 3)
         assert not [thread for thread in threading.enumerate() if "PoolExecutor" in thread.name]
         assert not list((output / "train.partial").glob(".*"))
         assert list((output / "train.partial").glob("*.tar")) and not (output / "train").exists()

@@ -1,5 +1,6 @@
 """Making the shapes data set, as `python -m flux_ref.prepare shapes` does."""
 
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -58,6 +59,17 @@ def test_an_interrupted_set_is_never_visible_and_the_next_call_succeeds(tmp_path
     (tmp_path / ".set.partial" / "train").mkdir(parents=True)  # as a kill leaves it
     assert prepare.main([*ARGS, "--out", str(tmp_path / "set")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        assert prepare.main([*ARGS, "--out", str(tmp_path / "set")]) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"prepare: [Errno 27] File too large: '{tmp_path}/" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import stat
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ import torch
 from conftest import MICRO, micro_run, refusal, script
 from torch._inductor.utils import clear_caches
 
-from flux_ref import config_file, ranks
-from flux_ref.formats import files
+from flux_ref import config, config_file, ranks
+from flux_ref.formats import claim, files
 from flux_ref.run import compile_cache
 
 USE = {"torch": "1", "device": "cpu", "parallel.dtype": "fp32"}
@@ -94,9 +95,31 @@ def test_a_file_appears_whole_or_not_at_all_and_only_its_owner_may_read_it(folde
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "compiled", "into"]
     content = path.read_bytes()
-    with files.locked(tmp_path / ".cache.lock"):  # another process writes it
+    with claim.take(tmp_path / ".cache.claim"):  # another process writes it
         compile_cache.write(path, USE | {"new": "1"}, folder)
     assert path.read_bytes() == content and not (tmp_path / ".cache.partial").exists()
+
+
+def test_a_start_has_a_folder_of_its_own_which_ends_with_it(tmp_path, monkeypatch):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    cfg, world = config.Config(), ranks.start(config.ParallelConfig())
+    with_file = config_file.replace(cfg, parallel__compile=True, parallel__compile_cache="file")
+    cases = ((cfg, "", True), (cfg, "mine", False), (with_file, "mine", True))  # what the user set; whether it is ours
+    for given_cfg, given, is_ours in cases:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        before = {name: os.environ.get(name) for name in names}
+        with ExitStack() as stack:
+            compile_cache.own_folder(given_cfg, world, stack)
+            (own,) = tmp_path.iterdir()
+            assert (stat.S_IMODE(own.stat().st_mode), own.stat().st_uid) == (0o700, os.geteuid())
+            assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(own)
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (f"{own}/code" if is_ours else given)
+            assert os.environ["TRITON_CACHE_DIR"] == "mine"
+        assert list(tmp_path.iterdir()) == [] and tempfile.gettempdir() == str(tmp_path)
+        assert {name: os.environ.get(name) for name in names} == before
+    ranks.stop()
 
 
 def test_a_config_whose_file_would_stay_empty_is_refused():
@@ -132,7 +155,8 @@ def test_a_second_start_compiles_nothing_and_another_function_is_not_mistaken(tm
     def warm_up(task) -> tuple[str, list[str]]:
         """The line, and the names of the kernels on the disk."""
         with ExitStack() as stack:
-            line = compile_cache.warm_up(SimpleNamespace(warm_up=task), cfg, world, stack)
+            compile_cache.own_folder(cfg, world, stack)
+            line = compile_cache.warm_up(SimpleNamespace(warm_up=task), cfg, world)
             compiled = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
             kernels = sorted(kernel.name for kernel in compiled.rglob("*.so"))
         assert not compiled.exists() and str(compiled) not in os.environ.values()
@@ -163,13 +187,21 @@ def test_a_second_start_compiles_nothing_and_another_function_is_not_mistaken(tm
 
 @pytest.mark.nightly
 def test_a_run_compiles_nothing_that_prepare_cache_has_compiled(shapes_dir, tmp_path):
-    """prepare cache has one region of each kind; the run's net is deeper, on another number of ranks."""
+    """prepare cache has one region of each kind; the run's net is deeper, on another number of ranks.
+
+    eval.py compiles anew. Nothing is left in the temporary folder.
+    """
+    (tmp_path / "tmp").mkdir()
+    own = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": ""}
     switches = ("--parallel.compile=true", f"--parallel.compile_cache={tmp_path}/cache", "--eval.batch=6")
-    made = script("flux_ref/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600)
+    made = script("flux_ref/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600, **own)
     assert made.returncode == 0, made.stderr[-2000:]
-    ran = script("train.py", *micro_run(shapes_dir, tmp_path / "run", *switches), ranks=2, timeout=600)
+    ran = script("train.py", *micro_run(shapes_dir, tmp_path / "run", *switches), ranks=2, timeout=600, **own)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert f"graphs taken from {tmp_path}/cache, 0 compiled\n" in ran.stdout
     assert not list(tmp_path.glob(".cache*"))
+    evaluated = script("eval.py", str(tmp_path / "run"), "--json", ranks=0, timeout=600, **own)
+    assert evaluated.returncode == 0, evaluated.stderr[-2000:]
+    assert [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchelastic_")] == []
     header = json.loads((tmp_path / "cache").open("rb").readline())["made for"]
     assert header["samples per forward"] == "6" and "model.double_blocks" not in header

@@ -13,7 +13,8 @@ from conftest import MICRO
 from flux_ref import config, config_file, config_rules
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats.files import locked
+from flux_ref.formats import claim
+from flux_ref.formats.claim import take
 from flux_ref.run import folder as run_folder
 
 
@@ -190,13 +191,12 @@ def test_what_decides_nothing_may_change_and_is_written_down(cfg):
 def test_a_job_waits_for_one_that_is_just_ending_and_is_refused_if_it_goes_on(cfg, monkeypatch):
     folder = put(cfg, "saved")
     before = contents(folder)
-    (folder / run_folder.LOCK).write_text("process 123 on elsewhere\n")
-    other_job = locked(folder / run_folder.LOCK)
-    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.3)
+    other_job = take(folder / run_folder.CLAIM)
+    monkeypatch.setattr(run_folder, "CLAIM_WAIT_S", 0.3)
     for own in (cfg, config_file.replace(cfg, run__overwrite=True)):
-        assert f"{folder} is in use by another job (process 123 on elsewhere)" in outcome(own)
+        assert f"{folder} is in use by another job (process {os.getpid()} on {os.uname().nodename})" in outcome(own)
     assert contents(folder) == before
-    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: other_job.close())
+    monkeypatch.setattr(claim.time, "sleep", lambda seconds: other_job.close())
     assert outcome(cfg) == "from step_000000004"
     assert A_RUN in outcome(config_file.replace(cfg, run__resume="never"))
     assert outcome(cfg) == "from step_000000004", "a job that has ended or was refused frees the folder"

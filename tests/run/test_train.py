@@ -17,7 +17,7 @@ from flux_ref.sampling import euler
 from flux_ref.toy import make, shapes
 
 FILES = [
-    *(".lock", "checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
+    *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
 ]
 

@@ -47,7 +47,7 @@ def test_one_table_by_its_name_and_nothing_else(capsys):
     assert tables.main(["operations"]) == 0
     assert capsys.readouterr().out == tables.page(["operations"])
     for argv in (["speed"], ["log", "parameters"], ["--all"]):
-        with pytest.raises(Refusal, match="parameters, operations"):
+        with pytest.raises(Refusal, match="shapes, parameters, operations"):
             tables.main(argv)
 
 

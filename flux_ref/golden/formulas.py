@@ -1,0 +1,341 @@
+"""What each known mistake would give at a place, computed from the golden values before it.
+
+formulas.toml holds the table and says how its rows are read. The functions below are the words of its expressions.
+"""
+
+import functools
+import hashlib
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from flux_ref import config_file, rng
+from flux_ref.config import Config
+from flux_ref.formats.fp8_codes import FORMATS
+from flux_ref.golden import places
+from flux_ref.golden.files import CONFIG, Golden
+
+RIGHT = "right"
+TABLE = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text(encoding="utf-8"))
+EPS = 1e-6
+# B batch  H heads  S tokens  K head dim  D hidden  P packed features
+
+
+def formulas(golden: Golden, name: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(cause, what a port with this mistake has) for each mistake that is known of a place.
+
+    A row is left out where its inputs are not among these golden values, or have no such shapes.
+    """
+    pattern = next((pattern for pattern in TABLE["formulas"] if re.fullmatch(pattern, name)), None)
+    if pattern is None:
+        return
+
+    def g(of: str) -> np.ndarray:
+        array = golden.file.read(of)
+        return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+    cfg = config_file.load(golden.folder / CONFIG)
+    scope = WORDS | {"g": g, "golden": golden, "cfg": cfg, "m": re.fullmatch(pattern, name), "seed": cfg.train.seed}
+    scope |= {"text": cfg.model.text_tokens, "parameters": golden.parameters}
+    with np.errstate(all="ignore"):
+        for row in rows(TABLE["formulas"][pattern]):
+            cause, *expressions = row.split(" | ")
+            try:
+                if not expressions:
+                    exec(row, scope)  # the table is this package's own
+                    continue
+                for i in eval(expressions[1], scope) if len(expressions) > 1 else (None,):
+                    scope["i"], text = i, f"{i:.6g}" if isinstance(i, float) else str(i)
+                    yield cause.replace("{i}", text), np.asarray(eval(expressions[0], scope))
+            except (KeyError, ValueError, IndexError, NameError, TypeError):
+                continue
+
+
+def rows(text: str) -> Iterator[str]:
+    for row in text.strip().replace("\n  ", " ").splitlines():
+        yield from rows(TABLE["shared"][row[1:]]) if row.startswith("@") else [row]
+
+
+# Arithmetic
+
+
+def rounded(x: np.ndarray, bits: int) -> np.ndarray:
+    """To `bits` bits after the leading one, ties to even: 10 is TF32, 7 is bf16."""
+    drop = np.uint32(23 - bits)
+    words = np.array(x, np.float32, order="C").view(np.uint32)
+    half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1) + (words >> drop & np.uint32(1))
+    return ((words + half) >> drop << drop).view(np.float32).astype(np.float64)
+
+
+def cut(x: np.ndarray, bits: int) -> np.ndarray:
+    """To `bits` bits after the leading one, the others cut off."""
+    drop = np.uint32(23 - bits)
+    return (np.array(x, np.float32, order="C").view(np.uint32) >> drop << drop).view(np.float32).astype(np.float64)
+
+
+def low(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+    """The scores q k^T / sqrt(K), or weights v, of operands with few bits."""
+    is_scores = a.shape[-1] == b.shape[-1]
+    a, b = rounded(a, bits), rounded(b, bits)
+    return a @ b.swapaxes(-1, -2) * a.shape[-1] ** -0.5 if is_scores else a @ b
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    powers = np.exp(x - x.max(axis, keepdims=True))
+    return powers / powers.sum(axis, keepdims=True)
+
+
+ACTIVATIONS = {
+    "GELU by erf": lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "GELU by its tanh formula": gelu,
+    "GELU by sigmoid(1.702 x)": lambda x: x * sigmoid(1.702 * x),
+    "SiLU": silu,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+    "tanh": np.tanh,
+    "no activation": lambda x: x,
+}
+
+
+def centred(x: np.ndarray) -> np.ndarray:
+    return x - x.mean(-1, keepdims=True)
+
+
+def layer_norm(x: np.ndarray, eps: float = EPS) -> np.ndarray:
+    return centred(x) / np.sqrt(x.var(-1, keepdims=True) + eps)
+
+
+def bf16_layer_norm(x: np.ndarray) -> np.ndarray:
+    """With mean and variance summed in bf16."""
+    total = total_squares = 0.0
+    for column in np.moveaxis(x, -1, 0):
+        total = rounded(total + column, 7)
+    mean = rounded(total / x.shape[-1], 7)[..., None]
+    for column in np.moveaxis(rounded(x - mean, 7), -1, 0):
+        total_squares = rounded(total_squares + column**2, 7)
+    return rounded((x - mean) / np.sqrt(total_squares[..., None] / x.shape[-1] + EPS), 7)
+
+
+def rms_norm(x: np.ndarray, eps: float = EPS, axes: int | tuple[int, ...] = -1) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axes, keepdims=True) + eps)
+
+
+# Draws and batches
+
+
+def block_words(key: tuple[int, int], *counter: int) -> np.ndarray:
+    """Eight words of Philox from the counter given."""
+    whole = sum(word << 64 * place for place, word in enumerate(counter)) - 1  # numpy counts up before its first block
+    return np.random.Philox(key=key[0] | key[1] << 64, counter=whole % 2**256).random_raw(8)
+
+
+def box_muller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """(n, 2) normals of 53-bit numbers: radius of a, angle of b."""
+    radius, angle = np.sqrt(-2 * np.log((a + 1.0) * 2.0**-53)), 2 * np.pi * b * 2.0**-53
+    return np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1)
+
+
+def batch_rows(g, cfg: Config, field: str, samples, epoch: int = 0, draws=None, drop=None, empty=None) -> np.ndarray:
+    """A field of some samples. draws: the numbers to draw by, the samples' own if None. drop, empty: of captions."""
+    scalars = samples if draws is None else draws
+    drawn = [
+        rng.train_draw(cfg.train.seed, epoch, int(i), cfg.model.latent_shape, cfg.train.caption_drop) for i in scalars
+    ]
+    if field in ("t", "latent_eps", "noise"):
+        return np.stack([getattr(draw, field) for draw in drawn])
+    values = g(f"data.train.{field}")[samples]
+    if field in ("t5", "clip"):
+        drop = np.array([draw.drop_caption for draw in drawn]) if drop is None else drop
+        values[drop] = g(f"data.empty.{field}") if empty is None else empty
+    return values
+
+
+def row_draw(cfg: Config, field: str, p: np.ndarray, epoch=None, sample=None) -> np.ndarray:
+    """A field of the rows at positions p of the run, or of the epoch and the samples given."""
+    count, seed = cfg.data.train_count, cfg.train.seed
+    epoch = np.maximum(p // count if epoch is None else epoch, 0)
+    orders = {int(e): rng.order(seed, int(e), count) for e in np.unique(epoch)}
+    own = np.array([orders[int(e)][q % count] for e, q in zip(epoch.flat, p.flat)]).reshape(p.shape)
+    sample = own if sample is None else sample
+    if field in ("position", "epoch", "sample"):
+        return {"position": p, "epoch": epoch, "sample": sample}[field]
+    drawn = [
+        rng.train_draw(seed, int(e), int(s), (2,), cfg.train.caption_drop) for e, s in zip(epoch.flat, sample.flat)
+    ]
+    values = [draw.t if field == "t" else draw.drop_caption for draw in drawn]
+    return np.array(values, np.float32 if field == "t" else bool).reshape(p.shape)
+
+
+def inverse_samples(cfg: Config, p: np.ndarray) -> np.ndarray:
+    """The samples at positions p if each epoch had the inverse of its order."""
+    count = cfg.data.train_count
+    ranks = [np.argsort(rng.order(cfg.train.seed, int(q) // count, count))[q % count] for q in p.flat]
+    return np.array(ranks).reshape(p.shape)
+
+
+def dropped_last(p: np.ndarray, size: int, count: int) -> np.ndarray:
+    """Positions if each epoch ends with its last whole batch."""
+    whole = count // size * size
+    return p // whole * count + p % whole
+
+
+# Objective
+
+
+OTHER_LATENTS = {"Stable Diffusion": (0.18215, 0.0), "SDXL": (0.13025, 0.0), "Stable Diffusion 3": (1.5305, 0.0609)}
+
+
+def pack(x: np.ndarray, features=(0, 1, 2), by_column: bool = False) -> np.ndarray:
+    """(B, C, Y, X) -> (B, N, P). features: the order of C, dy, dx within a token."""
+    batch, channels, height, width = x.shape
+    order = (4, 2) if by_column else (2, 4)
+    split = x.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    split = split.transpose(0, *order, *(2 * axis + 1 for axis in features))
+    return split.reshape(batch, height * width // 4, 4 * channels)
+
+
+def rope_table(
+    model, axes=None, order=(0, 1, 2), start=0, step=1, theta=None, exponent=None, text=0, bits=0
+) -> np.ndarray:
+    """(S, R, 2) cosines and sines of a model's tokens; the changes are mistakes."""
+    row, column = np.divmod(np.arange(model.latent_height * model.latent_width // 4), model.latent_width // 2)
+    grid = step * np.stack((0 * row, row, column), 1) + start * np.array((0, 1, 1))
+    words = text * np.repeat(np.arange(model.text_tokens)[:, None], 3, 1)
+    positions, theta = np.concatenate((words, grid))[:, list(order)], theta or model.rope_theta
+    exponent = exponent or (lambda n: np.arange(0, n, 2) / n)
+    powers = [float(theta) ** -exponent(n) for n in axes or model.rope_axes]
+    angles = np.concatenate([positions[:, [axis]] * power for axis, power in enumerate(powers)], 1)
+    angles = rounded(angles, bits) if bits else angles
+    return np.stack((np.cos(angles), np.sin(angles)), -1)
+
+
+# Blocks
+
+
+def last(cfg: Config, kind: str) -> str:
+    """The name of the last block of a kind."""
+    return f"{kind}_blocks.{getattr(cfg.model, f'{kind}_blocks') - 1}"
+
+
+def parts(g, cfg: Config, name: str) -> list[np.ndarray]:
+    """The parts of a modulation, each (B, 1, D)."""
+    return np.split(g(name)[:, None], g(name).shape[-1] // cfg.model.hidden, -1)
+
+
+def permutations(of) -> list[tuple]:
+    """All orders but the given one."""
+    return list(itertools.permutations(of))[1:]
+
+
+LAYOUTS = {  # of the 3 D features of qkv; how they become (q|k|v, head, dim)
+    "": lambda x, h: x.reshape(*x.shape[:2], 3, h, -1),
+    "qkv order (head, q, k, v, dim)": lambda x, h: np.moveaxis(x.reshape(*x.shape[:2], h, 3, -1), 3, 2),
+    "head order (q, k, v, dim, head)": lambda x, h: np.swapaxes(x.reshape(*x.shape[:2], 3, -1, h), 3, 4),
+    "qkv order (head, dim, q, k, v)": lambda x, h: np.moveaxis(x.reshape(*x.shape[:2], h, -1, 3), 4, 2),
+}
+
+
+def heads(cfg: Config, qkv: np.ndarray, layout: str = "") -> np.ndarray:
+    """(q|k|v, B, H, S, K) of (B, S, 3 D)."""
+    return LAYOUTS[layout](qkv, cfg.model.heads).transpose(2, 0, 3, 1, 4)
+
+
+def raw_qkv(g, cfg: Config, path: str) -> np.ndarray:
+    """The linear's 3 D features before the norms at a path."""
+    if path.startswith("single"):
+        return g("single_blocks.0.linear1")[..., : 3 * cfg.model.hidden]
+    return g(path.replace(".norm", ".qkv"))
+
+
+def joint(g, block: str, part: str, order=("txt", "img")) -> np.ndarray:
+    """Normed queries or keys of the joint sequence: (B, H, S, K)."""
+    if block.startswith("single"):
+        return g(f"{block}.norm.{part}_norm")
+    return np.concatenate([g(f"{block}.{stream}_attn.norm.{part}_norm") for stream in order], 2)
+
+
+def turned(x: np.ndarray, table: np.ndarray, halves: bool = False) -> np.ndarray:
+    """Rotated pairs of (B, H, S, K): neighbours, or r and r + K / 2."""
+    x = x if halves else to_halves(x)
+    (a, b), cos, sin = np.split(x, 2, -1), table[..., 0], table[..., 1]
+    result = np.concatenate((cos * a - sin * b, sin * a + cos * b), -1)
+    return result if halves else from_halves(result)
+
+
+def to_halves(x: np.ndarray) -> np.ndarray:
+    """Even features before odd ones."""
+    return np.concatenate((x[..., 0::2], x[..., 1::2]), -1)
+
+
+def from_halves(x: np.ndarray) -> np.ndarray:
+    return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
+
+
+def merged_as(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """(B, H, S, K) with other axes, read as (B, S, D)."""
+    return x.transpose(axes).reshape(x.shape[0], x.shape[2], -1)
+
+
+def merged(x: np.ndarray) -> np.ndarray:
+    return merged_as(x, (0, 2, 1, 3))
+
+
+# FP8
+
+
+PRODUCTS = {  # operands, product
+    "y": ("x", "weight", lambda x, w: x @ w.T),
+    "grad_x": ("grad", "weight", lambda grad, w: grad @ w),
+    "grad_weight": ("grad", "x", lambda grad, x: grad.T @ x),
+}
+
+
+def fp8_operands(g) -> tuple[dict, dict, dict]:
+    """x, weight and grad as given, as cast, and the scales."""
+    raw = {name: g(f"fp8.{name}") for name in ("x", "weight", "grad")}
+    kinds = {"x": "e4m3", "weight": "e4m3", "grad": "e5m2"}
+    cast = {name: FORMATS[kinds[name]].decode(g(f"fp8.{name}.bits")) for name in raw}
+    return raw, cast, {name: float(g(f"fp8.{name}.scale")) for name in raw}
+
+
+def recast(x: np.ndarray, is_gradient: bool) -> np.ndarray:
+    """x after a cast to a format with its own scale, and back."""
+    form = FORMATS["e5m2" if is_gradient else "e4m3"]
+    scale = form.top / np.abs(x).max()
+    return form.decode(form.encode(x * scale)) / scale
+
+
+def delayed_scales(
+    amax, history=3, margin=1, cap=44, keeps=True, late=False, pick=max, tops=(448, 57344)
+) -> np.ndarray:
+    """The scale after each step. keeps: a 0 changes nothing. late: a step's own magnitude does not count yet."""
+    columns = []
+    for column, top in zip(amax.T, tops):
+        seen, scales = [], []
+        for magnitude in column:
+            before, seen = seen, [*seen, magnitude] if magnitude or not keeps else seen
+            window = (before if late else seen)[-history:]
+            used = pick(window) if window else 0
+            scales.append(min(top / 2**margin / used, 2.0**cap) if used else 2.0**cap if window else 1.0)
+        columns.append(scales)
+    return np.array(columns).T
+
+
+WORDS = dict(globals()) | {"functools": functools, "hashlib": hashlib, "places": places, "itertools": itertools}

@@ -1,0 +1,125 @@
+"""The given values: weights, data and operands from which the golden run starts. A port reads or draws them.
+
+An element is (2 u - 1) * width, u being uniforms of stream INIT with seed 0 and the key of the value's name. Scales of
+norms add 1. Values that are bf16 in a data set, and operands in bf16 and FP8, are then rounded to bf16.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flux_ref import data, model, rng
+from flux_ref.benchmark.facts import TRAIN_SAMPLES
+from flux_ref.config import Config
+from flux_ref.formats import shard_writer, shards
+
+SEED = 0
+VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wrong order show
+# Inputs are uniform in -width .. width. Powers of two keep them exact in every arithmetic. Inputs of norms are small:
+# then a wrong epsilon shows. Weights that are not listed have the width at which a linear keeps magnitudes.
+WIDTHS = {
+    **{"t5": 2.0, "clip": 2.0, "mean": 4.0, "logvar": 2.0, "x": 8.0, "grad": 2.0**-7},
+    **{"img_in.weight": 2.0**-5, "txt_in.weight": 2.0**-5, "img_in.bias": 2.0**-4, "txt_in.bias": 2.0**-4},
+    **{"qkv.weight": 2.0**-6, "qkv.bias": 2.0**-6, "bias": 0.25, "scale": 0.25},
+}
+# Largest magnitudes of (input, gradient) in six steps. A 0 leaves history and scale as they were.
+AMAXES = ((3, 0.5), (12, 0.25), (5, 0), (4, 2.0**-70), (6, 2.0**-71), (7, 2.0**-72))
+# What the operands of the FP8 linear are multiplied with: in four steps of two micro-batches.
+FACTORS = ((1, 4), (2, 0.5), (8, 0.25), (0.125, 0.5))
+# Magnitudes from which scales are made: zero, the smallest fp32, where the cap of 2^44 begins, the largest, infinity.
+MAGNITUDES = (0.0, 2.0**-149, 1e-30, 2.0**-37, 2.0**-28, 0.3, 448.0, 57344.0, 3.4e38, np.inf)
+CLIP_NORMS = (0.0, 1e-3, 0.5, 0.99999, 1.0, 1.00001, 1.5, 40.0)
+FULL_BATCH, AROUND = 512, 8  # positions of the first batch, and on both sides of the start of a full-size epoch
+FP8_FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+# Operands of single operations in bf16: shape, width and centre. Each is made so that sums or scores in bf16 show.
+FED = {
+    **{"modulate.x": ((3, 500), 1.0, 16.0), "modulate.shift": ((1, 500), 0.5, 0.0)},
+    **{"modulate.scale": ((1, 500), 0.5, 0.0), "rope.x": ((1, 7, 2, 16), 4.0, 0.0), "rope.norm": ((16,), 0.5, 1.0)},
+    **{"attention.q": ((1, 9, 2, 16), 8.0, 0.0), "attention.k": ((1, 700, 2, 16), 8.0, 0.0)},
+    **{"attention.v": ((1, 700, 2, 16), 1.0, 0.5), "gelu.x": ((256,), 4.0, 0.0), "linear.x": ((5, 600), 1.0, 1.0)},
+    **{"linear.weight": ((12, 600), 1.0, 1.0), "linear.bias": ((12,), 64.0, 0.0), "gate.x": ((4, 64), 8.0, 0.0)},
+    **{"gate.gate": ((1, 64), 2.0, 0.0), "gate.y": ((4, 64), 2.0, 0.0), "loss.prediction": ((3, 6, 28), 0.25, 16.0)},
+}
+
+
+def drawn(name: str, shape: tuple[int, ...], width: float, centre: float = 0.0) -> np.ndarray:
+    """(2 u - 1) * width + centre in fp32: one uniform per element, of the name's key."""
+    u = rng.uniform(rng.words(SEED, rng.INIT, int(np.prod(shape)), sample=rng.name_key(name))).reshape(shape)
+    return ((2 * u - 1) * width + centre).astype(np.float32)
+
+
+def to_bf16(array: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(array).bfloat16().float().numpy()
+
+
+def width_of(name: str, shape: tuple[int, ...]) -> float:
+    """The width of a weight or of a value of the data."""
+    width = next((WIDTHS[end] for end in WIDTHS if name.endswith("." + end)), None)
+    return width or 2.0 ** -round(np.log2(shape[1]) / 2)
+
+
+def inputs(cfg: Config) -> dict[str, np.ndarray]:
+    """The given values by name, all exact in fp32 but the timesteps, which are whole numbers."""
+    fields = data.fields(cfg.model)
+    shapes = {f"weights.{name}": shape for name, shape in model.parameter_table(cfg.model).items()}
+    for part, count in (("train", cfg.data.train_count), ("val", cfg.data.val_count)):
+        shapes |= {f"data.{part}.{name}": (count, *fields[name][0]) for name in shards.MEMBERS}
+    shapes |= {f"data.empty.{name}": fields[name][0] for name in ("t5", "clip")}
+    shapes |= {"fp8.x": (32, 48), "fp8.weight": (16, 48), "fp8.bias": (16,), "fp8.grad": (32, 16)}
+    given = {}
+    for name, shape in shapes.items():
+        value = drawn(name, shape, width_of(name, shape), float(name.endswith(".scale")))
+        given[name] = value if name.startswith("weights.") else to_bf16(value)
+    given["data.val.timestep"] = np.resize(VAL_TIMESTEPS, cfg.data.val_count)
+    given |= {"fp8.delayed.amax": np.array(AMAXES, np.float32), "fp8.order.factors": np.array(FACTORS, np.float32)}
+    given["clip.norms"] = np.array(CLIP_NORMS, np.float32)
+    starts = [(epoch * TRAIN_SAMPLES + i) for epoch in (1, 2) for i in range(-AROUND, AROUND)]
+    given["full.positions"] = np.array([*range(FULL_BATCH), *starts])
+    given["fp8.scales.amax"] = np.array(MAGNITUDES, np.float32)
+    given |= {f"fp8.edge.{kind}.x": edges(getattr(torch, f"float8_{kind}")) for kind in FP8_FORMATS}
+    for name, (shape, width, centre) in FED.items():
+        given[f"bf16.fed.{name}"] = to_bf16(drawn(f"bf16.fed.{name}", shape, width, centre))
+    given["bf16.fed.attention.q"][:, :, 1] /= 64  # flat scores in one head: a long sum; in the other large ones
+    target = drawn("bf16.fed.loss.target", FED["loss.prediction"][0], 2.0**-5)
+    given["bf16.fed.loss.target"] = given["bf16.fed.loss.prediction"] + target  # close to it: its rounding shows
+    return given
+
+
+def edges(dtype: torch.dtype) -> np.ndarray:
+    """Values at the edges of an FP8 format, in fp32, of both signs: (count,).
+
+    Zeros; all subnormals and the first normals; the middle between each two of them, and its neighbours in fp32; the
+    four largest values, and the middles between them; beyond the largest, up to infinity. NaN is left out, because some
+    formats have several.
+    """
+    codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    grid = codes[codes.isfinite()].sort().values
+    small = int((grid <= 2 * torch.finfo(dtype).smallest_normal).sum())
+    ends = [torch.cat((grid[:1], grid[1:small])), grid[-4:]]
+    middles = torch.cat([(part[1:] + part[:-1]) / 2 for part in ends])
+    largest = grid[-1]
+    beyond = torch.stack((largest + (grid[-1] - grid[-2]) / 4, largest + (grid[-1] - grid[-2]) / 2, 2 * largest))
+    infinite = torch.tensor([torch.inf])
+    below, above = (torch.nextafter(middles, limit) for limit in (torch.zeros(1), infinite))
+    positive = torch.cat((*ends, grid[1:2] / 4, middles, below, above, beyond, infinite))
+    return torch.cat((positive, -positive)).numpy()
+
+
+def write_data(folder: Path, given: dict[str, np.ndarray]) -> None:
+    """Write the given data as the shards of a data set: training in two shards, which differ in length."""
+    for part in ("train", "val"):
+        bits = {name: shards.to_bf16_bits(given[f"data.{part}.{name}"]) for name in shards.MEMBERS}
+        count = len(bits["t5"])
+        timesteps = given["data.val.timestep"].tolist() if part == "val" else [None] * count
+        rows = ({name: array[i] for name, array in bits.items()} for i in range(count))
+        samples = (shard_writer.Sample(row, timestep) for row, timestep in zip(rows, timesteps))
+        shard_writer.write(folder / part, samples, part, per_shard=count if part == "val" else count // 2 + 1)
+    # Foreign tools fill an archive up to whole records. Not where a sample would fit in: then the number is unsure.
+    last = max((folder / "train").glob("*.tar"))
+    filling = -last.stat().st_size % shards.RECORD
+    if filling < shards.Layout({name: array.shape[1:] for name, array in bits.items()}).stride:
+        with last.open("ab") as file:
+            file.write(bytes(filling))
+    empty = {name: given[f"data.empty.{name}"][None] for name in ("t5", "clip")}
+    shard_writer.write_empty(folder / "empty_encodings", empty)

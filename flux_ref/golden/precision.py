@@ -1,0 +1,136 @@
+"""The golden values of bf16 and FP8: one step, single operations, casts, scales and their order."""
+
+import re
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flux_ref import config_file, flow, latents, model
+from flux_ref.config import Config, Fp8Config
+from flux_ref.golden.hooks import recording, wrapped
+from flux_ref.golden.inputs import FED, FP8_FORMATS
+from flux_ref.golden.training import CPU, gradients, initial_state, norms
+from flux_ref.ranks import World
+from flux_ref.speed import fp8, fp8_product
+
+KEPT = re.compile(
+    r"time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
+    r"|prediction|loss.*|grad.*"
+)
+
+
+def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
+    """Forward, loss and gradient norms of the first step, computed in bf16 as parallel.dtype=bf16 does."""
+    state, recorded = initial_state(config_file.replace(cfg, parallel__dtype="bf16"), world, given), {}
+    batch = {name.removeprefix("batch."): value for name, value in values.items() if name.startswith("batch.")}
+    batch["weight"] = torch.ones(cfg.train.global_batch)
+
+    def record_norm(module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
+        recorded["rms_norm.input"], recorded["rms_norm"] = (value.transpose(1, 2).clone() for value in (*args, result))
+
+    query_norm = next(m for name, m in state.net.named_modules() if name.endswith("img_attn.norm.query_norm"))
+    with recording(recorded, state.net), query_norm.register_forward_hook(record_norm):
+        flow.losses(state.net, batch, torch.bfloat16).mean().backward()
+    recorded["loss"], recorded["grad.norms"] = recorded["losses"].mean(), norms(gradients(state.net))
+    values.update({f"bf16.{name}": value for name, value in recorded.items() if KEPT.fullmatch(name)})
+
+
+def operations(values: dict, cfg: Config, given: dict) -> None:
+    """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
+    fed = {name: torch.from_numpy(given[f"bf16.fed.{name}"]).bfloat16() for name in FED}
+    names = ("modulate", "rope", "attention", "gelu", "linear", "gate")
+    modulate, rope, attention, gelu, linear, gate = (
+        {name.partition(".")[2]: value for name, value in fed.items() if name.startswith(f"{kind}.")} for kind in names
+    )
+    positions = torch.cat((torch.zeros(1, 3, dtype=torch.float64), latents.image_positions(4, 6)))
+    table = model.rope_table(positions, (4, 4, 8), 10_000)
+    norm = model.RMSNorm(16)
+    norm.scale = nn.Parameter(rope["norm"])
+    turned = model.apply_rope(norm(rope["x"]), table)
+    target = torch.from_numpy(given["bf16.fed.loss.target"])
+    square = {"logvar": torch.zeros(1), "mean": torch.zeros(1), "latent_eps": torch.zeros(1)}
+    square |= {"t": torch.zeros(len(target)), "t5": torch.zeros(1), "clip": torch.zeros(1)}
+    with torch.no_grad(), patch.object(latents, "sample", lambda *_: torch.zeros(())):  # the target is the noise then
+        noise = latents.unpack(target, 4, 6)
+        losses = flow.losses(lambda *_: fed["loss.prediction"], square | {"noise": noise}, torch.bfloat16)
+        results = {
+            "linear": F.linear(linear["x"], linear["weight"], linear["bias"]),
+            "modulate": model.modulate(modulate["x"], modulate["shift"], modulate["scale"]),
+            "rope": turned,
+            "attention": model.attention(*attention.values()),
+            "gelu": model.mlp(cfg.model)[1](gelu["x"]),
+            "gate": gate["x"] + gate["gate"] * gate["y"],
+            "losses": losses,
+        }
+    values.update({f"bf16.only.{name}": value for name, value in results.items()})
+
+
+def fp8_linear(values: dict, given: dict) -> None:
+    """One linear in FP8, forward and backward; casts to MI300X's formats; scales that are remembered over steps."""
+    x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
+    linear = nn.Linear(48, 16, dtype=torch.bfloat16)
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(torch.from_numpy(given["fp8.bias"]).bfloat16())
+    names = iter(("x", "weight", "grad", "weight"))  # the order in which a linear casts
+
+    def record_cast(result: Tensor, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        name = next(names)
+        values[f"fp8.{name}.scale"], values[f"fp8.{name}.bits"] = scale, result.view(torch.uint8)
+
+    with wrapped(fp8_product, "cast", after=record_cast):
+        in_fp8 = fp8.Fp8Linear(linear, Fp8Config(recipe="dynamic"), fp8_product.arithmetic("cpu"))
+        x.requires_grad_()
+        y = in_fp8(x)
+        y.backward(grad)
+    values |= {"fp8.y": y, "fp8.grad_x": x.grad}
+    values |= {"fp8.grad_weight": in_fp8.weight.grad, "fp8.grad_bias": in_fp8.bias.grad}
+    for name, tensor, dtype in (("x", x, torch.float8_e4m3fnuz), ("grad", grad, torch.float8_e5m2fnuz)):
+        scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype, 44)
+        values[f"fp8.fnuz.{name}.scale"] = scale
+        values[f"fp8.fnuz.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
+
+    cfg = Fp8Config(recipe="delayed", history=3, margin=1)
+    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
+    state, scales = fp8.Fp8State(net, cfg, CPU), []
+    for amax in torch.from_numpy(given["fp8.delayed.amax"]):
+        for noted, value in zip(state.amaxes, amax.unbind()):
+            noted.fill_(value)
+        state.update()
+        scales.append(torch.stack(state.scales))
+    values["fp8.delayed.scale"] = torch.stack(scales)
+
+
+def fp8_edges(values: dict, given: dict) -> None:
+    """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
+    for kind in FP8_FORMATS:
+        dtype = getattr(torch, f"float8_{kind}")
+        bits = fp8_product.cast(torch.from_numpy(given[f"fp8.edge.{kind}.x"]), torch.tensor(1.0), dtype)
+        values[f"fp8.edge.{kind}.bits"], values[f"fp8.edge.{kind}.decoded"] = bits.view(torch.uint8), bits.float()
+        amax = torch.from_numpy(given["fp8.scales.amax"])
+        exponent = Fp8Config().max_scale_exponent
+        values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(amax, torch.finfo(dtype).max, exponent)
+
+
+def fp8_order(values: dict, given: dict) -> None:
+    """Which scale each cast uses under delayed scaling: history 2, the first step dynamic, two micro-batches a step.
+
+    Step i casts inputs and gradients with the scales that were set after step i - 1. The weight doubles after each
+    step, and its scale is of the present weight.
+    """
+    x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
+    linear = nn.Linear(48, 16, dtype=torch.bfloat16)
+    linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    cfg = Fp8Config(recipe="delayed", history=2, dynamic_steps=1)
+    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
+    state, scales = fp8.Fp8State(net, cfg, CPU), []
+    with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
+        for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
+            state.begin(number)
+            for factor in factors:
+                net(x * factor).backward(grad * factor)
+            state.update()
+            with torch.no_grad():
+                net[0].weight.mul_(2)
+    casts = torch.stack(scales).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
+    values["fp8.order.scale"] = casts[..., :3]

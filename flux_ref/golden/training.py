@@ -1,0 +1,205 @@
+"""The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
+
+from contextlib import ExitStack, closing
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, steps
+from flux_ref.config import Config
+from flux_ref.formats import shards
+from flux_ref.golden.draws import RATE_PEAK, RATE_STEPS, RATE_WARMUP
+from flux_ref.golden.hooks import recording, wrapped
+from flux_ref.ranks import World
+from flux_ref.step import Health, State
+
+CPU = torch.device("cpu")
+STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
+ROWS = 4  # of an initial weight
+INITIAL = (  # one parameter of each kind and shape
+    *("img_in.weight", "time_in.in_layer.weight", "time_in.out_layer.weight", "vector_in.in_layer.weight"),
+    *("txt_in.weight", "double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.proj.weight"),
+    *("double_blocks.0.img_mlp.0.weight", "double_blocks.0.img_mlp.2.weight", "double_blocks.1.txt_mlp.2.weight"),
+    *("single_blocks.0.linear1.weight", "single_blocks.2.linear2.weight"),
+)
+WHOLE = (  # parameters whose gradients, moments and weights are kept whole; only norms are kept of the others
+    "img_in.weight",
+    "time_in.in_layer.bias",
+    "vector_in.out_layer.bias",
+    "txt_in.bias",
+    "double_blocks.0.img_mod.lin.bias",
+    "double_blocks.0.img_attn.qkv.weight",
+    "double_blocks.0.img_attn.norm.key_norm.scale",
+    "double_blocks.1.txt_attn.proj.weight",
+    "double_blocks.1.txt_mlp.2.bias",
+    "single_blocks.0.linear1.bias",
+    "single_blocks.1.norm.query_norm.scale",
+    "single_blocks.2.modulation.lin.bias",
+    "single_blocks.2.linear2.bias",
+    "final_layer.adaLN_modulation.1.bias",
+    "final_layer.linear.weight",
+)
+BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
+PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
+RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
+
+Values = dict[str, np.ndarray | Tensor]
+
+
+def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+    """Learning rates and clip coefficients on both sides of their corners."""
+    rates = [schedule.lr(step, RATE_PEAK, RATE_WARMUP) for step in RATE_STEPS]
+    values["schedule.lr"] = np.array(rates, np.float32)
+    state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
+    coefficients = []
+    for norm in given["clip.norms"].tolist():
+        for number, parameter in enumerate(state.opt.parameters):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().view(-1)[0] = norm if number == 0 else 0.0
+        state.opt.step()
+        coefficients.append(1 / state.opt.adamw.grad_scale)
+    values["clip.coefficient"] = torch.stack(coefficients)
+
+
+def init(values: Values, cfg: Config, world: World) -> None:
+    """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
+    initial = local(sharding.build(cfg, world, cfg.train.seed))
+    for name in INITIAL:
+        values[f"init.{name}"] = initial[name][:ROWS]
+    values["init.norms"] = norms(initial)
+
+
+def initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> State:
+    """The state of a run that starts from the given weights."""
+    net = sharding.build(cfg, world, None)
+    with torch.no_grad():
+        for name, parameter in sharding.named_parameters(net).items():
+            first, rows = sharding.local_rows(parameter)
+            rows.copy_(torch.from_numpy(given[f"weights.{name}"][first : first + len(rows)]))
+    return State.of(net, cfg, world)
+
+
+def local(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters, which share memory with the net."""
+    return {name: parameter.detach().to_local() for name, parameter in sharding.named_parameters(net).items()}
+
+
+def norms(tensors: dict[str, Tensor]) -> Tensor:
+    """The Euclidean norm of each, in order."""
+    return torch.stack([tensor.norm() for tensor in tensors.values()])
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.to_local() for name, parameter in sharding.named_parameters(net).items()}
+
+
+def rows_of(train_set: data.TrainSet, number: int) -> dict[str, np.ndarray]:
+    """Which positions, epochs and samples a rank takes in a step, and the captions that it drops. number: from 0."""
+    cfg = train_set.cfg
+    positions = data.rank_slice(number, train_set.rank, train_set.size, cfg.train.global_batch)
+    pairs = next(train_set._plan(number))
+    drawn = [rng.train_draw(cfg.train.seed, *pair, cfg.model.latent_shape, cfg.train.caption_drop) for pair in pairs]
+    rows = {"position": positions, "epoch": [epoch for epoch, _ in pairs], "sample": [sample for _, sample in pairs]}
+    whole = {name: np.array(row, np.int64) for name, row in rows.items()}
+    return whole | {"drop": np.array([draw.drop_caption for draw in drawn])}
+
+
+def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+    """Some optimizer steps. All values of the first one are recorded."""
+    state, health = initial_state(cfg, world, given), Health(CPU)
+    start = {name: tensor.clone() for name, tensor in local(state.net).items()}
+    train_set = data.TrainSet(cfg, 0, 1, pin=False)
+    train_set.open()
+    batch = data.allocate(cfg.model, cfg.train.global_batch)
+
+    def record_gradients(*_: object) -> None:
+        values["loss"] = values["losses"].mean()
+        grads = gradients(state.net)
+        values.update({f"grad.{name}": grads[name].clone() for name in reversed(WHOLE)})
+        values["grad.norms"] = norms(grads)
+
+    def record_losses(losses: Tensor, *_: object) -> None:
+        if number > 1:  # those of the first step have names of their own
+            values[f"step{number}.losses"] = losses.detach().clone()
+
+    with closing(train_set.feed(0)) as feed, wrapped(flow, "losses", after=record_losses):
+        for number in range(1, STEPS + 1):
+            feed.copy_into(batch)
+            state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
+            rows = rows_of(train_set, number - 1) | {"t": batch["t"].clone()}
+            values |= {f"step{number}.{name}": row for name, row in rows.items()}
+            with ExitStack() as stack:
+                if number == 1:
+                    values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+                    stack.enter_context(recording(values, state.net))
+                    stack.enter_context(wrapped(state.opt, "step", before=record_gradients))
+                loss, norm = step.train_step(state, batch, health, cfg)
+            _after_step(values, number, state, loss, norm, start)
+
+
+def _after_step(
+    values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]
+) -> None:
+    result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
+    if number in (1, STEPS):
+        for moment, tensors in state.opt.moments().items():
+            by_name = dict(zip(start, tensors))
+            result |= {f"{moment}.{parameter}": by_name[parameter] for parameter in WHOLE if number == 1}
+            result[f"{moment}.norms"] = norms(by_name)
+        weights = local(state.net)
+        result |= {f"weights.{parameter}": weights[parameter] for parameter in WHOLE}
+        result["update_norms"] = norms({parameter: weights[parameter] - start[parameter] for parameter in start})
+    values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
+
+
+def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+    """One step on two ranks with two micro-batches each, from the given weights.
+
+    One process plays both ranks, one after the other. Each has its own batch, its own accumulation and its own
+    gradients, by the product's own code. The mean over the ranks, which FSDP2 takes, is taken here.
+    tests/golden/test_two_ranks.py compares two real ranks with these values.
+    """
+    cfg = config_file.replace(cfg, **PARTS)
+    losses, rank_losses, rank_norms, mean = [], [], [], {}
+    for rank in range(RANKS):
+        train_set, state = data.TrainSet(cfg, rank, RANKS, pin=False), initial_state(cfg, world, given)
+        train_set.open()
+        for name, row in rows_of(train_set, RANKS_STEP).items():
+            values.setdefault(f"ranks.{name}", []).append(row)
+        batch = data.allocate(cfg.model, cfg.train.global_batch // RANKS)
+        with closing(train_set.feed(RANKS_STEP * cfg.train.global_batch)) as feed:
+            feed.copy_into(batch)
+
+        def add(*_: object, state: State = state) -> None:
+            grads = gradients(state.net)
+            rank_norms.append(torch.stack([grad.norm() for grad in grads.values()]).norm())
+            mean.update({name: mean.get(name, 0) + grad / RANKS for name, grad in grads.items()})
+
+        noted = wrapped(flow, "losses", after=lambda result, *_: losses.append(result.detach()))
+        with noted, wrapped(state.opt, "step", before=add):
+            rank_losses.append(step.train_step(state, batch, Health(CPU), cfg)[0])
+    for parameter, grad in zip(state.opt.parameters, mean.values()):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().copy_(grad)
+    values |= {name: np.stack(rows) for name, rows in values.items() if isinstance(rows, list)}
+    values["ranks.losses"] = torch.stack(losses).view(RANKS, -1)
+    values["ranks.loss"], values["ranks.grad_norm_of_rank"] = torch.stack(rank_losses), torch.stack(rank_norms)
+    values["ranks.mean_loss"], values["ranks.grad.norms"] = values["ranks.loss"].mean(), norms(mean)
+    values["ranks.grad_norm"] = state.opt.step()
+
+
+def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+    """The validation loss of the given weights."""
+    count = cfg.data.val_count  # the batch is larger: its last rows are padding
+    val_set = data.ValSet(cfg, 0, 1, pin=False)
+    val_set.open()
+    state = initial_state(cfg, world, given)
+
+    def record_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
+        values["val.t"], values["val.losses"] = batch["t"][:count].clone(), losses[:count]
+
+    with wrapped(flow, "losses", after=record_losses):
+        result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
+    values["val.loss_per_timestep"] = np.array(result.losses, np.float32)
+    values["val.loss"] = np.array(result.loss, np.float32)

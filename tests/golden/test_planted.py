@@ -1,0 +1,71 @@
+"""Mistakes planted in this code. The check names the first wrong value, and the cause among the first two."""
+
+import re
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from planted import Mistake, mistakes
+
+from flux_ref import config_file
+from flux_ref.golden import commands as golden
+from flux_ref.golden import record, training
+from flux_ref.golden.commands import FOLDER
+from flux_ref.golden.files import CONFIG, Golden
+
+CFG = config_file.load(FOLDER / CONFIG)
+CAUSES_READ = 2  # whoever looks for a mistake reads the first causes
+SECTIONS = {  # the longest beginning of a value's name -> the part of record.py that computes the value
+    **{"draws": "draws", "full": "full_draws", "clip": "schedules", "schedule": "schedules", "init": "init"},
+    **{
+        "ranks": "on_two_ranks",
+        "val": "validation",
+        "bf16.only": "operations",
+        "bf16": "bf16",
+        "fp8.edge": "fp8_edges",
+    },
+    **{"fp8.scales": "fp8_edges", "fp8.order": "fp8_order", "fp8": "fp8_linear", "": "training"},
+}
+FEW = 16  # one in this many is planted in the default suite
+
+
+def section_of(mistake: Mistake) -> str:
+    return next(section for beginning, section in SECTIONS.items() if mistake.place.startswith(beginning))
+
+
+def dump_of(mistake: Mistake, kept: Golden) -> dict[str, np.ndarray]:
+    """What a port with this mistake computes in one section, up to the step. The section bf16 needs the batch."""
+    section = section_of(mistake)
+    needed = {section, "training"} if section == "bf16" else {section}
+    with pytest.MonkeyPatch.context() as patch:
+        for other in {*SECTIONS.values(), "rope", "blocks"} - needed:
+            patch.setattr(record, other, lambda *args: None)
+        patch.setattr(training, "STEPS", int(mistake.place[4]) if re.match(r"step\d", mistake.place) else 1)
+        mistake.plant(patch)
+        recorded = record.record(CFG, kept.given())
+    prefix = "" if section == "training" else mistake.place.partition(".")[0]
+    return {name: np.array(value.array, order="C") for name, value in recorded.items() if name.startswith(prefix)}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("is_few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_planted_mistakes_are_found_where_they_are(is_few, tmp_path, capsys):
+    kept, complaints = Golden(FOLDER), []
+    planted = [mistake for number, mistake in enumerate(mistakes()) if (number % FEW == 0) == is_few]
+    for mistake in planted:
+        safetensors.numpy.save_file(dump_of(mistake, kept), tmp_path / "dump")
+        code = golden.main(["check", "--from", str(tmp_path / "dump")])
+        text = capsys.readouterr().out
+        causes = re.findall(r"^    - (.*)$", text, re.M)[:CAUSES_READ]
+        is_placed = code == 1 and f"first difference: {mistake.place}\n" in text
+        if not (is_placed and any(mistake.cause in cause for cause in causes)):
+            complaints.append(f"{mistake}\n{text[:1500]}\n")
+    assert planted and not complaints, f"{len(complaints)} of {len(planted)}\n" + "\n".join(complaints)
+
+
+def test_decay_after_the_update_is_accepted(tmp_path, capsys):
+    """Both orders differ by less than rounding in another order may."""
+    change = ("self.adamw.step()", '__import__("planted").decay_after(self)')
+    after = Mistake(f"step{training.STEPS}.weights", "", "optim.Optimizer.step", [change])
+    safetensors.numpy.save_file(dump_of(after, Golden(FOLDER)), tmp_path / "dump")
+    assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 0, capsys.readouterr().out
