@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from flux_ref.errors import Fault, Refusal
 from flux_ref.preflight.verdict import NodeReport
+from flux_ref.run.attempt import complain
 
 POLL_S = 0.005
 LINGER_S = 5.0  # lets processes that have lost another end by themselves
@@ -52,7 +53,8 @@ class Node:
             silent = f"does not answer within {self.wait_s:g} s"
             if self.number and isinstance(error, TimeoutError):
                 name, what = args.nodes[0], f"{args.address} listens but {silent}; has another program that port?"
-                raise Fault(f"{name}: {what}\npreflight: bad nodes: {name}") from None
+                complain("preflight", f"{name}: {what}")
+                raise Fault(f"bad nodes: {name}") from None
             why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
@@ -65,7 +67,8 @@ class Node:
             except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
                     silent = f"{name}: {host}:{port} does not answer ({error})"
-                    raise Fault(f"{silent}\npreflight: bad nodes: {name}") from None
+                    complain("preflight", silent)
+                    raise Fault(f"bad nodes: {name}") from None
                 time.sleep(0.2)
 
     def set(self, key: str, value: object = "") -> None:

@@ -34,7 +34,7 @@ def make_terminal_patient() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def complain(name: str, error: Stop | OSError) -> None:
+def complain(name: str, error: Stop | OSError | str) -> None:
     """Print the one line with which a command ends."""
     print(one_line(f"{name}: {error}"), file=sys.stderr, flush=True)
 

@@ -62,7 +62,7 @@ def test_a_damaged_line_is_refused_unless_it_is_the_last(tmp_path):
 
 
 def test_a_folder_in_place_of_the_file_is_no_empty_file(tmp_path):
-    with pytest.raises(OSError, match=str(tmp_path)):
+    with pytest.raises(Refusal, match=str(tmp_path)):
         jsonl.records(tmp_path)
 
 

@@ -209,13 +209,11 @@ def judge_logs(folder: Path, found: list) -> str:
         if figures != "faulty":
             content = path.read_bytes()
             content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-            text = io.TextIOWrapper(
-                io.BytesIO(content), encoding="latin-1"
-            ).read()  # all ends of lines, as the official parser
+            text = io.TextIOWrapper(io.BytesIO(content), encoding="latin-1").read()
             entries = [json.loads(line.rpartition(":::MLLOG ")[2]) for line in text.split("\n") if ":::MLLOG " in line]
             times = {key: [e["time_ms"] for e in entries if e["key"] == key] for key in ("run_start", "run_stop")}
-            losses = {}
-            for entry in entries:
+            keys, losses = [entry["key"] for entry in entries], {}
+            for entry in entries[keys.index("run_start") : keys.index("run_stop")]:
                 if entry["key"] == "eval_accuracy":
                     losses.setdefault(entry["metadata"]["samples_count"], entry["value"])
             if figures[2] != sorted(losses.items()) or figures[0] != times["run_stop"][0] - times["run_start"][-1]:

@@ -194,8 +194,8 @@ def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate,
 
 REFUSED = [
     (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
-    (["--checkpoint=last"], ["--checkpoint", "'last'", "as in --checkpoint=900"]),
-    (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give the step"]),
+    (["--checkpoint=last"], ["--checkpoint", "'last'", "give a whole number"]),
+    (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give a whole number"]),
     (["--checkpoint"], ["--checkpoint", "expected one argument"]),
     (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
     (["--al"], ["--al", "--section.key=value"]),
