@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flux_ref.formats.files import sync
+from flux_ref.formats.files import remove, sync
 from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedFile, FileEntry, header
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HEAD_BYTES = 512  # upper bound of what one tensor's rows take in the head of their file and in the manifest
-NAME = re.compile(r"step_(\d{9})")
+NAME = re.compile(r"step_([0-9]{9})")
 
 
 def folder_of(run: Path) -> Path:
@@ -46,7 +46,7 @@ def step_of(checkpoint: Path) -> int:
 def clean(run: Path) -> None:
     """Remove what interrupted saves and deletions have left."""
     for path in folder_of(run).glob(".step_*"):
-        shutil.rmtree(path)
+        remove(path)
 
 
 @dataclass(frozen=True)

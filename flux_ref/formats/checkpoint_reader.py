@@ -12,20 +12,53 @@ import torch
 from torch import Tensor
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry, folder_of, found, step_of
 from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 
+MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
+MOST = 2**53  # of any number in a manifest
+INFO = {"step": int, "samples": int, "name": str, "config": dict}  # what each manifest says of the training
+MORE_INFO = {"train_samples": int, "val_samples": int, "skipped": dict}  # what a run's checkpoint says besides
 
-def parse_manifest(text: str) -> Manifest:
-    """Raises: Refusal for another version; ValueError, KeyError or TypeError for damage."""
-    content = json.loads(text)
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Raises: Refusal for another version; ValueError, KeyError, TypeError or AttributeError for damage."""
+    content = outside.parse_json(text)
     checksum = content.pop("crc32")
     if content["format"] != FORMAT:
         raise Refusal(f"format version {content['format']!r}, this flux_ref reads {FORMAT}")
     if zlib.crc32(json.dumps(content).encode()) != checksum:
         raise ValueError("its checksum differs")
     files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return Manifest(content["info"], files, {key: TensorEntry(**entry) for key, entry in content["tensors"].items()})
+    tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
+    _require_kinds(content["info"], files, tensors)
+    return Manifest(content["info"], files, tensors)
+
+
+def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
+    """Raises: ValueError or KeyError if a value is of the wrong kind, or a number is out of range."""
+    for key, kind in (INFO | {key: kind for key, kind in MORE_INFO.items() if key in info}).items():
+        if type(info[key]) is not kind or (kind is int and not _are_counts([info[key]])):
+            raise ValueError(f"its {key} is {outside.shown(info[key])}")
+    batch = info["config"].get("train.global_batch")
+    if type(batch) is int and info["samples"] != info["step"] * batch:
+        raise ValueError(f"step {info['step']} and {info['samples']} samples do not belong together")
+    if any(outside.whole_number(sample, 0, MOST) is None for sample in info.get("skipped", ())):
+        raise ValueError("it lists skipped samples that are no numbers")
+    for name, file in files.items():
+        if not (_are_counts([file.bytes]) and _are_counts(file.crc32)):
+            raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no number")
+    for key, tensor in tensors.items():
+        chunks = tensor.chunks if isinstance(tensor.chunks, list) else [()]
+        is_sound = all(len(chunk) == 4 and type(chunk[0]) is str and _are_counts(chunk[1:]) for chunk in chunks)
+        if not (is_sound and _are_counts(tensor.shape) and tensor.shape and prod(tensor.shape[1:]) <= MOST):
+            raise ValueError(f"its entry of {outside.printable(key)[:80]} has no shape or no place of rows")
+
+
+def _are_counts(numbers: object) -> bool:
+    """Whether it is a list of whole numbers from 0 to MOST."""
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= MOST for number in numbers)
 
 
 def whole_manifest(folder: Path) -> Manifest:
@@ -35,13 +68,17 @@ def whole_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = parse_manifest(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{folder} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        text = outside.read_bytes(path, f"{folder} is not a checkpoint:", MANIFEST_BYTES)
+    except Refusal as error:
+        raise ValueError(str(error)) from None
+    try:
+        manifest = parse_manifest(text)
     except Refusal as error:
         raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint manifest {path} is damaged: {error}") from None
+    if NAME.fullmatch(folder.name) and step_of(folder) != manifest.info["step"]:
+        raise ValueError(f"checkpoint {folder} holds step {manifest.info['step']}, so this is not the name that it had")
     for name, entry in manifest.files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1
         if size != entry.bytes:

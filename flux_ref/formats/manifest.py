@@ -1,9 +1,17 @@
 """The checksums of a folder's files, as `sha256sum` writes and checks them."""
 
 import re
+from pathlib import Path
+
+from flux_ref.formats import outside
 
 MANIFEST = "manifest.sha256"
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+
+
+def read(path: Path) -> tuple[dict[str, str], list[int]]:
+    """`parse` of a file. Raises: Refusal."""
+    return parse(outside.read_bytes(path, "manifest").decode(errors="replace"))
 
 
 def parse(text: str) -> tuple[dict[str, str], list[int]]:
@@ -19,6 +27,10 @@ def parse(text: str) -> tuple[dict[str, str], list[int]]:
         else:
             unusable.append(number)
     return sums, unusable
+
+
+def is_sha256(value: object) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
 
 
 def written(sums: dict[str, str]) -> str:

@@ -15,8 +15,8 @@ One read puts each payload straight into its row.
 
 import contextlib
 import io
-import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +26,14 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
+NPY_MOST = 2**16  # bytes, of any header of a .npy file
+TAR_SIZE = re.compile(rb" *([0-7]+)[ \0]*")  # int() would take signs and underscores, too
 ORDER = "each sample needs KEY.json and then KEY.t5, clip, mean and logvar.bytes, in this order"
 
 
@@ -268,9 +271,9 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
     """(name, size) of the member whose header begins the block."""
     try:
-        if block[257:262] != b"ustar":
+        if block[257:262] != b"ustar" or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
             raise ValueError
-        return block[:100].rstrip(b"\0").decode(), int(block[124:136].rstrip(b"\0 "), 8)
+        return block[:100].rstrip(b"\0").decode(), int(size[1], 8)
     except ValueError:
         raise BadSample(f"{where}: no tar header where one belongs") from None
 
@@ -278,9 +281,9 @@ def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
 def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
     try:
-        content = json.loads(text)
+        content = outside.parse_json(text)
         timestep, caption = content.get("timestep"), content.get("caption") or ""
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
@@ -314,14 +317,26 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
     encodings = {}
     for name in ("t5", "clip"):
         path, shape = Path(folder) / f"{name}_empty.npy", layout.shapes[name]
+        content = outside.read_bytes(path, "empty encoding", NPY_MOST + 4 * prod(shape))
         try:
-            with path.open("rb") as file:
-                npy = np.lib.format.read_array(file, allow_pickle=False)
+            npy = _npy(content, (shape, (1, *shape)))
         except Exception as error:  # numpy's parser raises a dozen kinds
-            raise Refusal(f"empty encoding {path}: {' '.join(str(error).split())}") from None
-        if npy.shape not in (shape, (1, *shape)) or npy.dtype not in (np.float16, np.float32, np.uint16):
-            raise Refusal(f"empty encoding {path} is {npy.dtype} {npy.shape}; want uint16, float16 or float32 {shape}")
+            reason = outside.printable(" ".join(str(error).split()))[:200]
+            raise Refusal(f"empty encoding {path}: {reason}; want uint16, float16 or float32 {shape}") from None
         bits = encodings[name] = (npy if npy.dtype == np.uint16 else to_bf16_bits(npy)).reshape(shape)
         if _not_finite(bits) or not np.isfinite(npy).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
     return encodings
+
+
+def _npy(content: bytes, shapes: tuple) -> np.ndarray:
+    """The array of a .npy file, of one of the shapes. Nothing is allocated by its header alone. Raises: Exception."""
+    file = io.BytesIO(content)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[np.lib.format.read_magic(file)]
+    shape, by_columns, dtype = read_header(file)
+    if shape not in shapes or dtype not in (np.float16, np.float32, np.uint16):
+        raise ValueError(f"it is {dtype} {shape}")
+    return np.frombuffer(file.read(), dtype).reshape(shape, order="F" if by_columns else "C")

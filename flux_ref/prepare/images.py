@@ -14,6 +14,7 @@ import csv
 import io
 import json
 import warnings
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from flux_ref import ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import files, shards
+from flux_ref.formats import files, outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, npy_blob, shard_path
 from flux_ref.prepare import encoders, jobs, options, raw_images
 from flux_ref.prepare.encoders import Encoders
@@ -41,6 +42,7 @@ from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 
 CHECKED = "checked.json"
+LIST_BYTES = 2**30  # of CHECKED
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
@@ -166,7 +168,8 @@ def _check(job: Job) -> Checked:
     """Decode every picture, unless an earlier job did. Collective; each rank takes its share of the parts."""
     path, mine = job.folder / CHECKED, {}
     if ranks.gather_objects(path.exists())[0]:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with ranks.agreed():
+            return _read_checked(path)
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
             count, rejected = 0, []
@@ -180,8 +183,16 @@ def _check(job: Job) -> Checked:
     checked = [merged[number] for number in range(len(job.parts))]
     with ranks.agreed():
         if job.world.rank == 0:
-            files.write_whole(path, json.dumps(checked))
+            files.write_whole(path, json.dumps({"crc32": zlib.crc32(json.dumps(checked).encode()), "parts": checked}))
     return checked
+
+
+def _read_checked(path: Path) -> Checked:
+    """The outcome of an earlier job's first pass. Raises: Refusal."""
+    content = outside.read_json(path, "list of checked pictures", LIST_BYTES)
+    if zlib.crc32(json.dumps(content.get("parts")).encode()) != content.get("crc32"):
+        raise Refusal(f"list of checked pictures {path} is damaged; remove it to check all pictures again")
+    return content["parts"]
 
 
 def _report(rejected: list[list], path: Path) -> None:

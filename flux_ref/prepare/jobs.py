@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import claim, files, shard_writer
+from flux_ref.formats import claim, files, outside, shard_writer
 
 PLAN = "plan.json"
 Plan = dict  # {"options": {name: value}, "files": [[name, ...] of each input file, in order]}
@@ -41,7 +41,7 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
         raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
     with own:
         plan_path, wanted = folder / PLAN, json.dumps(plan)
-        begun = plan_path.read_text(encoding="utf-8", errors="replace") if plan_path.exists() else ""
+        begun = outside.read_bytes(plan_path, "plan").decode(errors="replace") if plan_path.exists() else ""
         if begun != wanted:
             if any(folder.glob("*.tar")):
                 raise Refusal(f"{folder} was begun otherwise: {_difference(begun, wanted)}; remove it to begin again")
@@ -60,7 +60,8 @@ def _difference(begun: str, wanted: str) -> str:
     """The first options and files that differ."""
     try:
         then, now = (
-            p["options"] | {name: about for name, *about in p["files"]} for p in map(json.loads, (begun, wanted))
+            p["options"] | {name: about for name, *about in p["files"]}
+            for p in map(outside.parse_json, (begun, wanted))
         )
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"

@@ -10,8 +10,8 @@ DIR/empty_encodings becomes OUTPUT/empty_encodings.
 """
 
 import argparse
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from flux_ref.benchmark import facts
 from flux_ref.errors import Refusal
-from flux_ref.formats import shards
+from flux_ref.formats import outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path
 from flux_ref.formats.shards import NPY_HEADER, Layout
 from flux_ref.prepare import jobs, options, pool
@@ -50,15 +50,27 @@ def _paths(source: Path) -> list[Path]:
         paths = sorted(source.glob("data-*.arrow"))
         if not paths:
             raise Refusal(f"{source} holds neither state.json nor data-*.arrow; give the folder in which they are")
-        return paths
+        return _whole_set(paths)
     try:
-        names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        names = [entry["filename"] for entry in outside.read_json(state, "list of arrow files")["_data_files"]]
+    except (KeyError, TypeError) as error:
         raise Refusal(f"{state} is damaged ({error!r}); download it again or remove it") from None
     for name in names:  # data from outside may not lead out of the folder
-        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+\.arrow", name)) or names.count(name) > 1:
-            raise Refusal(f"{state} lists {name!r}, which is no name of an arrow file, or twice; download it again")
-    return [source / name for name in names]
+        if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+\.arrow", name)):
+            raise Refusal(f"{state} lists {outside.shown(name)}, which is no name of an arrow file; download it again")
+    for name, count in Counter(names).most_common(1):
+        if count > 1:
+            raise Refusal(f"{state} lists {name!r} {count} times; download it again")
+    return _whole_set([source / name for name in names])
+
+
+def _whole_set(paths: list[Path]) -> list[Path]:
+    """The paths. Raises: Refusal unless those that are named data-I-of-N.arrow are all N of one set."""
+    matches = [re.fullmatch(r"data-([0-9]{5,9})-of-([0-9]{5,9})\.arrow", path.name) for path in paths]
+    found = sorted((int(match[1]), int(match[2])) for match in matches if match)
+    if found != [(number, len(found)) for number in range(len(found))]:
+        raise Refusal(f"{paths[0].parent} holds {len(found)} arrow files of sets of {found[0][1]}; download all of one")
+    return paths
 
 
 def _table(path: Path):
@@ -67,6 +79,8 @@ def _table(path: Path):
     Raises: Refusal for a file that is missing, truncated or has other columns.
     """
     pa = options.package("pyarrow", "reading arrow files")
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise Refusal(f"{path} is not a regular file; download it again")
     try:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_stream(file).read_all()

@@ -6,8 +6,9 @@ job. Only the decoders of FORMATS see a picture. No name in an archive leads out
 
 import contextlib
 import io
-import json
 import os
+import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from braceexpand import braceexpand
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -23,11 +23,15 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset import tariterators
 
 from flux_ref.errors import Refusal
+from flux_ref.formats import braces, outside
 from flux_ref.schedule import TIMESTEPS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
+MEMBER_BYTES = 2**28  # of a picture in an archive
+TWINS = "several images for one caption"  # which of them the caption describes is unknown
+TEXT_BYTES = 2**20  # of a caption or its JSON
 PART = 1024  # files that one rank looks at in one go
 
 
@@ -120,17 +124,21 @@ class Folder:
 
     def parts(self, files: Files) -> list[Part]:
         names = [name for name, *_ in files if not name.lower().endswith((".txt", ".json"))]
-        return [partial(self._part, names[start : start + PART]) for start in range(0, len(names), PART)]
+        stems = Counter(os.path.splitext(name)[0] for name in names if name.lower().endswith(SUFFIXES))
+        alone = [(name, stems[os.path.splitext(name)[0]] <= 1) for name in names]
+        return [partial(self._part, alone[start : start + PART]) for start in range(0, len(alone), PART)]
 
-    def _part(self, names: list[str]) -> Iterator[Candidate]:
-        return (Candidate(name, partial(self._read, self.root / name)) for name in names)
+    def _part(self, names: list[tuple[str, bool]]) -> Iterator[Candidate]:
+        """names: each with whether no other picture has the same name but for the suffix."""
+        for name, is_alone in names:
+            yield Candidate(name, partial(self._read, self.root / name) if is_alone else partial(_reject, TWINS))
 
     @staticmethod
     def _read(path: Path) -> Entry:
         if path.suffix.lower() not in SUFFIXES:
             raise Rejected("unsupported type")
         beside = {kind: path.with_suffix(f".{kind}") for kind in ("txt", "json")}
-        described = _described({kind: text.read_bytes() for kind, text in beside.items() if text.is_file()})
+        described = _described({kind: _text(text) for kind, text in beside.items() if text.is_file()})
         if not path.is_file():  # a pipe, for one, would never end
             raise Rejected("missing file")
         return path.open("rb"), *described
@@ -158,13 +166,8 @@ class Archives:
             damages.append(error)
             return True  # go on with what can be read
 
-        def wanted(name: str) -> bool:
-            return name.lower().endswith((*SUFFIXES, ".txt", ".json"))
-
-        with path.open("rb") as stream:
-            members = tariterators.tar_file_expander([{"url": str(path), "stream": stream}], note, wanted)
-            for sample in tariterators.group_by_keys(members, handler=note):
-                yield Candidate(f"{path}/{sample['__key__']}", partial(self._read, sample))
+        for sample in tariterators.group_by_keys(_members(path, note), handler=note):
+            yield Candidate(f"{path}/{sample['__key__']}", partial(self._read, sample))
         if damages:
             yield Candidate(str(path), partial(_reject, "damaged archive, some of it is lost"))
 
@@ -173,14 +176,45 @@ class Archives:
         images = [sample[suffix[1:]] for suffix in SUFFIXES if suffix[1:] in sample]
         if not images:
             raise Rejected("no image of a supported type")
+        if len(images) > 1:
+            raise Rejected(TWINS)
         return io.BytesIO(images[0]), *_described(sample)
+
+
+class _Bounded(io.FileIO):
+    """A file from which tarfile takes no more at a time than a member may have; headers announce any size."""
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MEMBER_BYTES:
+            raise tarfile.ReadError(f"a header announces {size} bytes")
+        return super().read(size)
+
+
+def _members(path: Path, note: Callable[[Exception], object]) -> Iterator[dict]:
+    """The pictures and texts of an archive, as webdataset groups them. note: is given what is damaged."""
+    try:
+        with _Bounded(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                archive.members = []  # of millions
+                if not member.isreg() or not member.name.lower().endswith((*SUFFIXES, ".txt", ".json")):
+                    continue
+                if member.size > MEMBER_BYTES:
+                    note(ValueError(f"{member.name} is too large"))
+                    continue
+                yield {"fname": member.name, "data": archive.extractfile(member).read(), "__url__": str(path)}
+            file.seek(archive.offset)
+            end = file.read(2**20)
+            if not end or any(end) or file.read(1):  # tarfile ends there without a word
+                note(tarfile.ReadError("a damaged header, or members after the end"))
+    except Exception as error:  # tarfile raises a dozen kinds
+        note(error)
 
 
 def source(text: str) -> Folder | Archives:
     """What --input names. Raises: Refusal."""
     path = Path(text)
     try:
-        named = [text] if path.exists() else list(braceexpand(text))
+        named = [text] if path.exists() else braces.expanded([text])
     except ValueError as error:
         raise Refusal(f"--input {text}: {error}; want a folder or tars such as x-{{000..137}}.tar") from None
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [Path(name) for name in named]
@@ -203,14 +237,22 @@ def _reject(reason: str) -> Entry:
     raise Rejected(reason)
 
 
+def _text(path: Path) -> bytes:
+    """The bytes of a file beside a picture. Raises: Rejected."""
+    try:
+        return outside.read_bytes(path, "caption", TEXT_BYTES)
+    except Refusal:
+        raise Rejected("unreadable caption") from None
+
+
 def _described(texts: dict) -> tuple[str, int | None]:
     """(caption, timestep) from the bytes of txt and json files. Raises: Rejected."""
     try:
-        content = json.loads(texts.get("json", b"{}"))
+        content = outside.parse_json(texts.get("json", b"{}"))
         caption = (texts["txt"].decode() if "txt" in texts else content.get("caption") or "").strip()
         caption.encode()
         timestep = content.get("timestep")
-    except (ValueError, AttributeError, RecursionError):  # also half of a surrogate pair, or no text
+    except (ValueError, AttributeError):  # also half of a surrogate pair, or no text
         raise Rejected("unreadable caption") from None
     if not caption:
         raise Rejected("no caption")

@@ -17,6 +17,7 @@ those of SRC and of the journal; `sha256sum -c manifest.sha256` reads all files.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -35,7 +36,7 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import claim, manifest
+from flux_ref.formats import claim, manifest, outside
 from flux_ref.formats import files as whole_files
 from flux_ref.formats.manifest import MANIFEST
 from flux_ref.run import cli
@@ -67,13 +68,13 @@ class Transfer:
     chain: tuple[int, ...]
 
 
-def scan(root: Path, folder: Path | None = None) -> dict[str, File]:
+def scan(root: Path) -> dict[str, File]:
     """All files below a folder, by name, without those in .stage. Raises: Refusal for a link or FIFO; OSError."""
-    files = {}
-    for path in sorted((folder or root).iterdir()):
+    files, folders = {}, [root]
+    for path in (path for folder in folders for path in sorted(folder.iterdir())):
         status, name = path.lstat(), path.relative_to(root).as_posix()
         if stat.S_ISDIR(status.st_mode):
-            files |= scan(root, path) if name != HIDDEN else {}
+            folders += [path] if name != HIDDEN else []
         elif not stat.S_ISREG(status.st_mode):
             raise Refusal(f"{path} is a link or special file; only plain files are staged: replace or remove it")
         elif not manifest.fits(name):
@@ -94,7 +95,7 @@ def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
         raise Refusal(f"source {src} holds no file")
     if MANIFEST not in files:
         return files, {}
-    sums, unusable = manifest.parse((src / MANIFEST).read_text("utf-8", "replace"))
+    sums, unusable = manifest.read(src / MANIFEST)
     if unusable:
         raise Refusal(
             f"{src / MANIFEST}, line {unusable[0]}: not a line of sha256sum, or names a file again; remake it"
@@ -151,13 +152,13 @@ class Disk:
         self.claim = claim.take(path.with_name("claim"))
         if self.claim is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
+        written = outside.read_bytes(path, "journal") if os.path.lexists(path) else b""
         self.journal = path.open("a+", encoding="utf-8")
-        for line in path.read_bytes().splitlines():
-            try:
-                name, size, mtime_ns, *_, digest = json.loads(line)  # older versions put one more number between
-                staged[File(name, size, mtime_ns)] = digest
-            except (ValueError, TypeError):
-                continue  # cut short by a kill, before the file got its name
+        for line in written.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # cut short by a kill, before the file got its name
+                name, size, mtime_ns, *_, digest = outside.parse_json(line)  # older versions put one number between
+                if manifest.is_sha256(digest):
+                    staged[File(name, size, mtime_ns)] = digest
         return staged
 
     def keep(self, transfer: Transfer, output: IO, digest: str) -> None:

@@ -14,12 +14,13 @@ import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, manifest, shards
+from flux_ref.formats import files, manifest, outside, shards
 from flux_ref.formats.energon import META
 from flux_ref.formats.manifest import MANIFEST
 from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Shard
@@ -30,6 +31,7 @@ from flux_ref.schedule import TIMESTEPS
 EMPTY, SPLITS = "empty_encodings", ("train", "val")
 SHOWN = 20  # lines per kind of problem
 CHUNK = 4 << 20  # bytes
+OTHER_BYTES = 2**36  # of a file that is no shard
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
@@ -45,7 +47,7 @@ class Problems:
     def add(self, kind: str, where: object, what: str = "") -> None:
         """where: a place, or an error whose message says all."""
         line = f"{where}: {what}" if what else str(where)
-        self.lines[kind].append(line if line.isprintable() else line.encode("unicode_escape").decode())
+        self.lines[kind].append(outside.printable(line))
 
 
 @dataclass
@@ -79,6 +81,8 @@ def look(job: tuple[Path, str, bool, Layout], advance: pool.Advance) -> Report:
             for position in sorted({0, report.samples - 1}) if shard else ():
                 _look_at_sample(report, shard, position, rows)
             return report
+        if not shard and report.bytes > OTHER_BYTES:
+            raise Refusal(f"{path} has {report.bytes:,} bytes, which no file beside sound shards has")
         digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))  # a sample at a time
         with path.open("rb", buffering=0) as file:
             for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
@@ -158,12 +162,14 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
-    ends = {path: re.search(r"(\d+)\.tar$", path.name) for path in paths}
-    numbers = {int(end[1]) for end in ends.values() if end}
+    ends = {path: re.search(r"([0-9]+)\.tar$", path.name) for path in paths}
+    numbers = sorted({int(end[1]) for end in ends.values() if end})
     for path in (path for path, end in ends.items() if not end):
         problems.add("file name", path, "does not end with a number")
-    for number in sorted(set(range(max(numbers, default=0))) - numbers):
-        problems.add("missing", folder, f"there is no shard {number}, although there is shard {max(numbers)}")
+    for before, number in pairwise([-1, *numbers]):
+        if number > before + 1:
+            gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
+            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {numbers[-1]}")
     return paths
 
 
@@ -190,7 +196,7 @@ def _check_keys(reports: list[Report], problems: Problems) -> None:
     first: dict[tuple[str, str], str] = {}
     for report in reports:
         for position, key in report.keys:
-            split = report.split if key.isdecimal() else ""
+            split = report.split if key.isascii() and key.isdecimal() else ""
             place = f"{report.path}, sample {position}, key {key}"
             other = first.setdefault((split, key), place)
             if other != place:
@@ -219,9 +225,10 @@ def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
         problems.add("empty encoding", error)
 
 
-def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> None:
-    """Compare with the manifest. sums: the SHA-256 of each file, "" if unknown."""
-    listed, unusable = manifest.parse(path.read_text("utf-8", "replace"))
+def _check_manifest(
+    path: Path, listed: dict[str, str], unusable: list[int], sums: dict[str, str], problems: Problems
+) -> None:
+    """Compare with what the manifest lists. sums: the SHA-256 of each file, "" if unknown."""
     for number in unusable:
         problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
     for name in sorted(listed):
@@ -230,7 +237,7 @@ def _check_manifest(path: Path, sums: dict[str, str], problems: Problems) -> Non
         elif sums[name] not in ("", listed[name]):
             problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
     for name in sorted(sums.keys() - listed.keys()):
-        if name.endswith(".tar"):
+        if name.endswith((".tar", ".npy")):
             problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
 
 
@@ -251,6 +258,8 @@ def run(args: argparse.Namespace) -> int:
     began, problems = time.monotonic(), Problems()
     cfg = options.config(args.config)
     layout, folders = shards.layout(cfg.model), _folders(args.dir, problems)
+    path = args.dir / MANIFEST
+    listed = manifest.read(path) if path.exists() else None  # before the hours that reading all files may take
     paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
     paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
     jobs = [(path, split, args.fast, layout) for path, split in paths.items()]
@@ -267,9 +276,9 @@ def run(args: argparse.Namespace) -> int:
         lines.append(_sum_up(folder, split, parts, getattr(cfg.data, f"{split}_count", 0), problems))
     if (args.dir / EMPTY).is_dir():
         _check_empty(args.dir / EMPTY, layout, problems)
-    path, sums = args.dir / MANIFEST, {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
-    if path.exists():
-        _check_manifest(path, sums, problems)
+    sums = {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
+    if listed is not None:
+        _check_manifest(path, *listed, sums, problems)
     elif not args.fast and not problems.lines:
         try:
             files.write_whole(path, manifest.written(sums))

@@ -30,7 +30,7 @@ import torch
 
 from flux_ref import config, ranks
 from flux_ref.errors import Refusal
-from flux_ref.formats import claim, files
+from flux_ref.formats import claim, files, outside
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.speed.fp8_product import architecture
 from flux_ref.steps import Steps
@@ -40,6 +40,7 @@ KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
 # These keys decide no graph. Equal regions share one graph, whatever their number.
 FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
 # Triton's files name their folder, so they fit no other. Each graph holds a copy of its kernels, which torch unpacks.
+HEADER_BYTES = 2**20
 LEFT_OUT = {"triton", "locks"}
 
 
@@ -129,7 +130,7 @@ def read(path: Path, use: dict[str, str], folder: Path) -> None:
             owner = f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
             raise Refusal(f"{KEY}={path} {owner}; it is code: only you may own and write it; {REMEDY}")
         try:
-            header = json.loads(file.readline())
+            header = outside.parse_json(file.readline(HEADER_BYTES))
             made_for, checksum = dict(header["made for"]), header["sha256"]
         except (ValueError, KeyError, TypeError):
             raise Refusal(f"{KEY}={path} is no compile cache; {REMEDY}") from None
@@ -139,8 +140,11 @@ def read(path: Path, use: dict[str, str], folder: Path) -> None:
             raise Refusal(f"{KEY}={path} was made for {name}={made_for.get(name)}, not {use.get(name)}; {REMEDY}")
     if hashlib.sha256(archive).hexdigest() != checksum:
         raise Refusal(f"{KEY}={path} is damaged, its checksum is wrong; {REMEDY}")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")  # refuses links and paths that lead out of the folder
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            tar.extractall(folder, filter="data")  # refuses links and paths that lead out of the folder
+    except (tarfile.TarError, ValueError, RecursionError, MemoryError, OverflowError, KeyError) as error:
+        raise Refusal(f"{KEY}={path} holds no archive: {error}; {REMEDY}") from None
 
 
 def write(path: Path, use: dict[str, str], folder: Path) -> None:

@@ -32,9 +32,9 @@ def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint
     wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items()}
     fit.require_fit(shapes, wanted, f"checkpoint {path}")
     for key, value in data_sizes.items():
-        if saved.info[key] != value:
+        if (had := saved.info.get(key)) != value:
             raise Refusal(
-                f"checkpoint {path} comes from a data set of {saved.info[key]} {key.replace('_', ' ')}, this one has"
+                f"checkpoint {path} comes from a data set of {had} {key.replace('_', ' ')}, this one has"
                 f" {value}: order and noise would change; give the data set of the run"
             )
     return saved

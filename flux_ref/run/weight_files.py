@@ -1,7 +1,5 @@
 """Reading a model's weights from the forms in which people keep them, a few rows at a time."""
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from flux_ref import config_file, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, fit, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, fit, outside, safetensors_io
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
@@ -29,12 +27,17 @@ class Tensors:
     """The tensors of some safetensors files by name. Rows are read when they are asked for; none are kept."""
 
     def __init__(self, files: list[Path]):
-        """Raises: Refusal for a file that is not a whole safetensors file, or has tensors of another dtype."""
+        """Raises: Refusal for a file that is not a whole safetensors file or has tensors of another dtype.
+
+        No two files may hold the same tensor.
+        """
         self.files, self.shapes, self.metadata = {}, {}, {}
         for path in files:
             with _opened(path) as file:
                 self.metadata |= file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118
+                    if name in self.files:
+                        raise Refusal(f"weights {path}: {name} is in {self.files[name].name}, too; keep one of them")
                     part = file.get_slice(name)
                     if part.get_dtype() not in safetensors_io.DTYPES:
                         wanted = ", ".join(safetensors_io.DTYPES)
@@ -51,10 +54,12 @@ class Tensors:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise Refusal(f"weights {path} is not a regular file; {KINDS}")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
         raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
 
 
@@ -149,8 +154,11 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     if path.is_dir():
         diffusers_names.require_diffusers(model)
         _require_config(path / "config.json", model)
-    tensors = Tensors(_files(path))
+    tensors = _tensors(path)
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
+    for key in ("step", "samples"):
+        if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
+            raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
     if "x_embedder.weight" in tensors.shapes:
         fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
         return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
@@ -158,35 +166,32 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     return Source("BFL", path, tensors, whole_parts(table), info)
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files of a path. A folder with an index has the files that the index names."""
-    if path.is_file():
-        return [path]
+def _tensors(path: Path) -> Tensors:
+    """The tensors of a file or a folder. A folder with an index has the files that the index names. Raises: Refusal."""
     index = path / f"{DIFFUSERS_STEM}.safetensors.index.json"
-    if not index.is_file():
-        return sorted(path.glob("*.safetensors"))
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        listed = sorted({os.fspath(name) for name in weight_map.values()})
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise Refusal(f"{index} is not an index of weights: {error}") from None
+    if path.is_file() or not index.is_file():
+        return Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    weight_map = outside.read_json(index, "index of weights").get("weight_map")
+    if not (isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
+        raise Refusal(f"{index} is not an index of weights: its weight_map names no files")
+    listed = sorted(set(weight_map.values()))
     for name in listed:
         if Path(name).name != name or not (path / name).is_file():  # an index names no path outside of its folder
             raise Refusal(f"{index} lists {name!r}, which is not a file beside it; fetch it again")
-    return [path / name for name in listed]
+    tensors = Tensors([path / name for name in listed])
+    places = {name: file.name for name, file in tensors.files.items()}
+    if astray := sorted(name for name, _ in weight_map.items() ^ places.items()):
+        raise Refusal(f"{index} and its files do not fit: they differ on the place of {astray[0]}; fetch both again")
+    return tensors
 
 
 def _require_config(path: Path, model: ModelConfig) -> None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        want = diffusers_names.diffusers_config(model)
-        wrong = [
-            f"{key}={content[key]!r}, want {value!r}" for key, value in want.items() if content.get(key, value) != value
-        ]
-    except OSError as error:
-        raise Refusal(f"{path}: {error.strerror}; it belongs beside diffusers' weights") from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise Refusal(f"{path} is not diffusers' config: {error}") from None
+    content, want = outside.read_json(path, "diffusers' config"), diffusers_names.diffusers_config(model)
+    wrong = [
+        f"{key}={outside.shown(content[key])}, want {value!r}"
+        for key, value in want.items()
+        if content.get(key, value) != value
+    ]
     if wrong:
         raise Refusal(f"{path} is another model's: {'; '.join(wrong)}; give the right --config")
 

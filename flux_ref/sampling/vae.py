@@ -196,6 +196,8 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     with torch.device("meta"):
         net = Autoencoder(sizes).requires_grad_(False)
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for ever
+        raise Refusal(f"autoencoder {path} is not a regular file; give ae.safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -208,6 +210,6 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
                     kinds = ", ".join(safetensors_io.DTYPES)
                     raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {kinds}")
                 parameter.copy_(fit.finite(file.get_tensor(name), name, f"autoencoder {path}"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
         raise Refusal(f"autoencoder {path}: {error}") from None
     return net

@@ -7,6 +7,7 @@ import pickle
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def test_what_is_no_manifest_or_half_of_one_is_refused(saved, tmp_path):
     path.unlink()
     (tmp_path / "file").write_text("x")
     for path in (saved, tmp_path / "absent", tmp_path / "file"):
-        assert f"{path} is not a checkpoint: manifest.json" in refusal(Checkpoint, path)
+        assert f"{path} is not a checkpoint: {path}/manifest.json" in refusal(Checkpoint, path)
 
 
 def rewrite(folder: Path, change: Callable[[dict], object]) -> None:
@@ -270,6 +271,42 @@ def test_another_version_of_the_format_is_refused(saved):
         assert "format version" in text and "this flux_ref reads 1" in text
 
 
+def test_numbers_and_texts_of_the_wrong_kind_and_a_folder_of_another_step_are_refused(saved):
+    """With a right checksum, as only another program would write them."""
+    wrong, bad = [], [-1, 2**60, 1.5, True, None, "7", [], {}]
+    places = {
+        "step": lambda content, value: content["info"].update(step=value),
+        "samples": lambda content, value: content["info"].update(samples=value),
+        "train_samples": lambda content, value: content["info"].update(train_samples=value),
+        "bytes": lambda content, value: content["files"][NAME].update(bytes=value),
+        "crc32": lambda content, value: content["files"][NAME]["crc32"].__setitem__(0, value),
+        "dtype": lambda content, value: content["tensors"]["model.w"].update(dtype=value),
+        "shape": lambda content, value: content["tensors"]["model.w"].update(shape=value),
+        "axis": lambda content, value: content["tensors"]["model.w"]["shape"].__setitem__(1, value),
+        "chunk": lambda content, value: content["tensors"]["model.w"]["chunks"].__setitem__(0, value),
+        **{
+            f"chunk {i}": lambda content, value, i=i: content["tensors"]["model.w"]["chunks"][0].__setitem__(i, value)
+            for i in range(4)
+        },
+    }
+    cases = [(place, value) for place in places for value in bad]
+    cases += [
+        (None, lambda info, key=key, value=value: info.update({key: value}))
+        for key in ("config", "name", "skipped")
+        for value in (7, None, ["x"], {"x": "y", "\u0663": "y"} if key == "skipped" else 0.5)
+    ]
+    for place, value in cases:
+        change = partial(places[place], value=value) if place else lambda content, value=value: value(content["info"])
+        try:
+            refusal_of(saved, change)
+        except pytest.fail.Exception:
+            wrong.append((place, value))
+    assert wrong == []
+    other = saved.rename(saved.with_name("step_000000009"))
+    assert f"{other} holds step 7" in refusal(Checkpoint, other)
+    Checkpoint(other.rename(saved.with_name("mine")))
+
+
 def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, tmp_path):
     """Whether it lists such a file or lets rows lie in it."""
     (tmp_path / "x.safetensors").write_bytes((saved / NAME).read_bytes())
@@ -292,7 +329,7 @@ def test_rows_that_no_file_holds_or_that_lie_outside_it_are_refused(tmp_path):
         words: [[(file, offset + low * width, low, high - low) for low, high in kept] for kept in ranges]
         for words, ranges in cases.items()
     }
-    cases["outside"] = [[(file, place, 0, 13)] for place in (-8, 10**9)]
+    cases["outside"] = [[(file, 10**9, 0, 13)]]
     for words, tables in cases.items():
         for chunks in tables:
             text = refusal_of(

@@ -96,11 +96,18 @@ def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout
     splits = [
         ({"val": ["val/shard_000000.tar"]}, "lists no shards for 'train'"),
         ({"train": []}, "lists no shards for 'train'"),
-        ({"train": "train"}, "lists no shards for 'train' ('train' is not a list)"),
+        ({"train": "train"}, "lists no shards for 'train' (no list of names)"),
         ({"train": ["train/shard_{000000..000003}.tar"]}, "train/shard_000003.tar, which is not a file in"),
         ({"train": ["../train/shard_000000.tar"]}, "which is not a file in"),
         ({"train": ["/etc/passwd"]}, "lists /etc/passwd, which is not a file in"),
         (None, "lists no shards for 'train'"),
+        ({"train": ["train/shard_{0..99999999999}.tar"]}, "stand for more than 100,000 names"),
+        ({"train": ["{a..z}" * 9, *["{,}" * 16] * 9]}, "stand for more than 100,000 names"),
+        ({"train": ["{" * 99 + "}" * 99]}, "nested more than 20 deep"),
+        ({"train": ["train/shard_{\u0660..\u0661}.tar"]}, "holds only ASCII"),
+        ({"train": [["train/shard_000000.tar"]]}, "no list of names"),
+        ({"train": ["train/shard_000000.tar", "train/shard_{000000..000001}.tar"]}, "of 'train' more than once"),
+        ({"train": ["train/shard_000000.tar"], "val": ["train/shard_000000.tar"]}, "for 'train' and for 'val'"),
     ]
     wrong = []
     for split_parts, words in splits:
@@ -109,7 +116,17 @@ def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout
     describe(root, PARTS, exclude=["train/shard_000000.tar/train_00000001"])
     assert "excludes the sample train/shard_000000.tar/train_00000001" in refusal(numbers, root, layout)
     listing = root / ".nv-meta" / "split.yaml"
-    for text in ("a: [", "- a", "", f"x: !!python/object/apply:os.mkdir ['{root}/made']"):
+    bomb = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
+    bomb = f"a0: &a0 [x]\n{bomb}\nsplit_parts: {{train: *a29}}"
+    for text in (
+        "a: [",
+        "- a",
+        "",
+        "[" * 9999,
+        "- " * 9999,
+        bomb,
+        f"x: !!python/object/apply:os.mkdir ['{root}/made']",
+    ):
         listing.write_text(text)
         wrong += [] if "lists no shards" in (line := refusal(numbers, root, layout)) else [line]
     listing.unlink()

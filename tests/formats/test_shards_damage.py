@@ -404,6 +404,24 @@ def test_an_empty_encoding_of_another_kind_or_not_finite_in_bf16_or_absent_is_re
         empty_refusal(empty)
 
 
+def test_the_header_of_an_empty_encoding_allocates_nothing_and_its_file_has_an_end(empty):
+    path, shape = empty / "t5_empty.npy", LAYOUT.shapes["t5"]
+    stored = np.arange(252, dtype=np.float32).reshape(shape)
+    np.save(path, np.asfortranarray(stored))
+    assert np.array_equal(shards.from_bf16_bits(shards.read_empty(empty, LAYOUT)["t5"]), stored)
+    whole = path.read_bytes()
+    for found in ("(9, 2800000000000)", "(-9, 28)", "(9, 28, 0)", "(True, 9, 28)", "9" * 40, "(" * 40, "'\x1b[2J'"):
+        path.write_bytes(whole.replace(b"(9, 28), }", f"{found}, }}".encode()))
+        assert "\x1b" not in empty_refusal(empty)
+    path.write_bytes(whole + b"x" * 8)
+    empty_refusal(empty)
+    path.write_bytes(whole.ljust(2**20))
+    assert "larger than" in empty_refusal(empty)
+    path.unlink()
+    os.mkfifo(path)
+    assert "is not a regular file" in empty_refusal(empty)
+
+
 def test_an_empty_encoding_is_never_unpickled(empty, tmp_path):
     trap = Payload(tmp_path / "sprung")
     with (empty / "t5_empty.npy").open("wb") as file:

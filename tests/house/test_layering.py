@@ -12,7 +12,8 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
-    *("formats.claim", "formats.energon", "formats.files", "formats.jsonl", "formats.outside", "formats.shard_writer"),
+    *("formats.braces", "formats.claim", "formats.energon", "formats.files", "formats.jsonl", "formats.outside"),
+    "formats.shard_writer",
     *("formats.shards",),
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),

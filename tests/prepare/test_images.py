@@ -162,9 +162,9 @@ BAD = {  # content, reason
     "bomb.png": (claiming(10_000, 10_000), "too many pixels"),
     "huge_bomb.png": (claiming(60_000, 30_000), "too many pixels"),
     "ribbon.png": (saved(Image.new("1", (64, 400_000))), "too long and narrow"),
-    "cut.jpg": (cut(saved(drawn(300, 200), "JPEG")), "damaged image"),
-    "cut.png": (cut(WHOLE), "damaged image"),
-    "cut.webp": (cut(saved(drawn(300, 200), "WEBP")), "damaged image"),
+    "cut_a.jpg": (cut(saved(drawn(300, 200), "JPEG")), "damaged image"),
+    "cut_b.png": (cut(WHOLE), "damaged image"),
+    "cut_c.webp": (cut(saved(drawn(300, 200), "WEBP")), "damaged image"),
     "damaged.png": (WHOLE[:20_000] + bytes(40) + WHOLE[20_040:], "damaged image"),
     "head.png": (WHOLE[:40], "not an image"),
 }
@@ -431,6 +431,29 @@ def test_damage_to_an_archive_loses_only_what_it_hits(tmp_path):
     assert read(whole.rename(tmp_path / "a{1..2}.tar"))[:8] == good, "braces in the name of a file that is there"
     twice = [(name, members[name]) for name in ("0.png", "0.txt", "0.txt", "1.png", "1.txt")]
     assert read(write_archive(tmp_path / "d.tar", twice)) == [*good[:2], (f"{tmp_path}/d.tar", damage)]
+    content = (tmp_path / "a{1..2}.tar").read_bytes()
+    for at, patch in ((148, b"x"), (124, b"7" * 11), (156, b"L"), (156, b"x")):  # of a header: sum, size, kinds
+        head = bytearray(content[:512])
+        head[at : at + len(patch)] = patch
+        if at != 148:
+            head[148:156] = b"%06o\0 " % sum(head[:148] + b" " * 8 + head[156:])
+        begin = content.index(b"2.png")
+        damaged = content[:begin] + head + content[begin + 512 :]
+        assert (f"{tmp_path}/e.tar", damage) in read(write(tmp_path / "e.tar", damaged)), (at, patch)
+    assert (f"{tmp_path}/f.tar", damage) in read(write(tmp_path / "f.tar", content + content))  # as cat would
+
+
+def test_a_caption_belongs_to_one_image(tmp_path):
+    members = {"0.png": saved(drawn(100, 90)), "0.JPG": saved(drawn(100, 90), "JPEG"), "0.txt": b"a cat"}
+    write_archive(tmp_path / "a.tar", members.items())
+    (tmp_path / "in").mkdir()
+    for name, content in members.items():
+        write(tmp_path / "in" / name, content)
+    assert read(tmp_path / "a.tar") == [("0", raw_images.TWINS)]
+    assert read(tmp_path / "in") == [("0.JPG", raw_images.TWINS), ("0.png", raw_images.TWINS)]
+    write(tmp_path / "in" / "0.txt", b"x" * 2**21)
+    (tmp_path / "in" / "0.JPG").unlink()
+    assert read(tmp_path / "in") == [("0.png", "unreadable caption")]
 
 
 def test_names_inside_an_archive_are_no_paths(tmp_path, monkeypatch):

@@ -258,7 +258,32 @@ def without_last_file(folder: Path, missing: str) -> Path:
 
 
 PROJ = "single_transformer_blocks.0.proj_mlp.bias"
-NO_INDEX, NO_CONFIG = f"{INDEX}|is not an index", "config.json is not diffusers' config"
+
+
+def write_twice(folder: Path, value: float) -> Path:
+    """A folder without an index, in which two files hold a tensor."""
+    write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model))
+    save_file({PROJ: torch.full((96,), value)}, folder / "transformer" / "more.safetensors")
+    return folder
+
+
+def write_swapped(folder: Path, _: object) -> Path:
+    """A folder whose two files have each other's names, as the index knows them."""
+    write_folder(folder, INDEX, {})
+    first, second = sorted((folder / "transformer").glob("*.safetensors"))
+    first.rename(folder / "x")
+    second.rename(first)
+    (folder / "x").rename(second)
+    return folder
+
+
+def write_metadata(folder: Path, samples: str) -> Path:
+    metadata = {"trained_by": weight_files.TRAINER, "samples": samples}
+    save_file(tensors_of(CFG.model), folder / "w.safetensors", metadata)
+    return folder / "w.safetensors"
+
+
+NO_INDEX, NO_CONFIG = f"{INDEX}|is not an index", "diffusers' config|config.json|JSON"
 REFUSED = [  # what makes it, with which argument, and words of the line, divided by |
     (write_bfl, lambda t: [t.pop(name) for name in list(t)[:4]], "4 missing: img_in.bias, img_in.weight, time_in"),
     (write_bfl, lambda t: t.update({"img_in.bias": torch.zeros(())}), "1 misshaped: img_in.bias (), want (24,)"),
@@ -281,7 +306,15 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     ),
     (write_index, {"weight_map": {"x_embedder.bias": "a\0b"}}, INDEX),
     *((write_index, {"weight_map": {"x_embedder.bias": file}}, NO_INDEX) for file in (["a"], 5)),
-    *((write_index, text, NO_INDEX) for text in ("{", "[]", "[" * 100_000)),
+    *((write_index, text, f"index of weights|{INDEX}|JSON") for text in ("{", "[]", "[" * 100_000)),
+    (
+        write_index,
+        {"weight_map": {"x_embedder.bias": "diffusion_pytorch_model-00001-of-00002.safetensors"}},
+        "do not fit",
+    ),
+    (write_swapped, None, f"{INDEX} and its files do not fit"),
+    (write_twice, 0.0, f"{PROJ} is in {FILE}, too"),
+    *((write_metadata, count, "is no count") for count in ("-1", "\u0663", "1e3", "")),
     (write_index, '{"metadata": {}}', f"{INDEX}|weight_map"),
     (write_config, {"guidance_embeds": True}, "another model's: guidance_embeds=True, want False|--config"),
     (write_config, {"num_layers": 19, "num_single_layers": 38}, "num_layers=19, want 2; num_single_layers=38, want 3"),

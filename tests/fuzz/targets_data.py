@@ -1,0 +1,367 @@
+"""Targets: shards, Energon's lists, encodings of the empty caption, whole data sets with a manifest, staging.
+
+Payloads of shards and encodings have no checksum. Damage to them changes the value that it hits. The oracle reads the
+hurt files by Python's tarfile and numpy.load, and every value of every sample must be the one found there.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+import zlib
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import shard_damage
+import yaml
+from fuzz import damage, damage_files
+from fuzz.engine import Said, Target, command
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import energon, manifest, shard_writer, shards
+from flux_ref.prepare import commands as prepare
+from flux_ref.prepare import stage
+
+LAYOUT, COUNT, PER_SHARD = shard_damage.LAYOUT, 5, 3
+MICRO = Path(__file__).parents[1] / "micro.toml"
+
+
+def refuses_os_errors(run):
+    """As ranks.agreed and the commands do."""
+
+    def refusing(folder: Path) -> object:
+        try:
+            return run(folder)
+        except OSError as error:
+            raise Refusal(str(error)) from None
+
+    return refusing
+
+
+def crc(content: object) -> int:
+    return zlib.crc32(bytes(content))
+
+
+# Shards
+
+
+def make_shards(folder: Path) -> None:
+    for name, seed in (("set", 0), ("other", 1)):
+        shard_writer.write(folder / name, shard_damage.samples(COUNT, seed), "some", PER_SHARD)
+
+
+@refuses_os_errors
+def run_shards(folder: Path) -> list[tuple]:
+    """Key, timestep and checksums of each sample."""
+    stored, found = shards.ShardSet(Path("set"), LAYOUT), []
+    try:
+        stored.open()
+        for index in range(len(stored)):
+            rows = LAYOUT.rows()
+            try:
+                meta = stored.read(index, rows)
+            except shards.BadSample as error:
+                raise Refusal(str(error)) from None
+            found.append((meta.key, meta.timestep, [crc(rows[name]) for name in shards.MEMBERS]))
+    finally:
+        for shard in stored.shards:
+            if shard.descriptor >= 0:
+                shard.close()
+    return found
+
+
+def read_shards(folder: Path) -> list[tuple]:
+    found = []
+    for path in sorted(Path("set").glob("*.tar")):
+        try:
+            with tarfile.open(path, "r:") as archive:
+                content = [(entry.name, archive.extractfile(entry).read()) for entry in archive]
+        except (tarfile.TarError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        for first in range(0, len(content), 5):
+            (name, text), *blobs = content[first : first + 5]
+            key = name.removesuffix(".json")
+            if [name for name, _ in blobs] != [f"{key}.{member}.bytes" for member in shards.MEMBERS]:
+                raise ValueError(f"members of {key}")
+            arrays = [np.load(io.BytesIO(blob)) for _, blob in blobs]
+            sums = [crc(np.ascontiguousarray(array)) for array in arrays]
+            found.append((key, json.loads(text).get("timestep"), sums))
+    return found
+
+
+def samples(content: bytes, random: Random) -> tuple[bytes, str]:
+    """Whole samples gone, twice, exchanged."""
+    return damage_files.moved(lambda content: list(range(0, len(content) - shards.END_BYTES, LAYOUT.stride)))(
+        content, random
+    )
+
+
+def own_text(content: bytes, random: Random) -> tuple[bytes, str]:
+    """The json of a sample holds another text of the same length."""
+    at = content.index(b'{"key"', random.randrange(len(content) // 2))
+    end = content.index(b"\0", at)
+    text = random.choice(
+        (
+            b"[" * 400,
+            b'{"timestep": 1e999}',
+            b'{"timestep": true}',
+            b'{"timestep": -1}',
+            b"{}",
+            b"null",
+            b'{"timestep": 3}',
+        )
+    )
+    return content[:at] + text[: end - at].ljust(end - at) + content[end:], f"json at byte {at} is {text[:20]!a}"
+
+
+def end(content: bytes, random: Random) -> tuple[bytes, str]:
+    """Bytes more or fewer at the end."""
+    count = random.choice((-1024, -512, -1, 1, 512, 1024, 10240, LAYOUT.stride))
+    filling = random.choice((b"\0", b"x"))
+    return (content[:count] if count < 0 else content + filling * count), f"{count} bytes {filling!a} at the end"
+
+
+SHARD_CHANGES = {
+    change.__name__: change
+    for change in (damage_files.tar_field, damage_files.tar_chain, damage_files.members, damage_files.npy_head)
+} | {change.__name__: change for change in (samples, own_text, end)}
+PLACES = {
+    change.__name__: change
+    for change in (damage_files.exchanged, damage_files.of_other_set, damage_files.renamed, damage_files.doubled)
+}
+
+
+def on(pattern: str, changes: dict) -> dict:
+    return {name: damage.in_file(pattern, change) for name, change in changes.items()}
+
+
+def places(pattern: str) -> dict:
+    return {name: damage.on_file(pattern, change) for name, change in PLACES.items()}
+
+
+# Energon's lists
+
+
+def make_energon(folder: Path) -> None:
+    for split, count in (("train", 5), ("val", 2)):
+        shard_writer.write(folder / "set" / split, shard_damage.samples(count), split, 2)
+    meta = folder / "set" / energon.META
+    meta.mkdir()
+    parts = {"train": ["train/shard_{000000..000001}.tar", "train/shard_000002.tar"], "val": ["val/shard_000000.tar"]}
+    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts, "exclude": ["train/shard_000001.tar"]}))
+
+
+@refuses_os_errors
+def run_energon(folder: Path) -> dict[str, list[str]]:
+    return {split: [str(path) for path in energon.shards_of(Path("set"), split)] for split in ("train", "val")}
+
+
+def read_energon(folder: Path) -> dict[str, list[str]]:
+    content = yaml.safe_load(Path("set", energon.META, "split.yaml").read_text("utf-8"))
+    excluded = _names(content.get("exclude") or [])
+    found = {split: _names(content["split_parts"][split]) for split in ("train", "val")}
+    kept = {split: [f"set/{Path(name)}" for name in names if name not in excluded] for split, names in found.items()}
+    if set(kept["train"]) & set(kept["val"]) or any(len(set(names)) < len(names) for names in found.values()):
+        raise ValueError("a shard is listed twice")
+    return kept
+
+
+def _names(patterns: list[str]) -> list[str]:
+    names = []
+    for pattern in patterns:
+        parts = re.fullmatch(r"(.*)\{([0-9]+)\.\.([0-9]+)\}(.*)", pattern, re.S)
+        if parts:
+            low, high = parts[2], parts[3]
+            step = 1 if int(low) <= int(high) else -1
+            width = max(len(low), len(high)) if "0" in (low[0], high[0]) else 0
+            names += [f"{parts[1]}{n:0{width}d}{parts[4]}" for n in range(int(low), int(high) + step, step)]
+        else:
+            names.append(pattern)
+    return names
+
+
+BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
+
+
+def pattern(content: bytes, random: Random) -> tuple[bytes, str]:
+    """A pattern of shards becomes a hostile one."""
+    old = random.choice(re.findall(rb"(?:train|val)/shard_\S+\.tar", content))
+    new = random.choice(
+        (
+            *("{0..99999999999}", "{a..z}" * 9, "{,}" * 40, "{" * 50 + "}" * 50, "{" * 5000, "{1..{2..3}}", "*a29"),
+            *(
+                "train/shard_{\u0660..\u0662}.tar",
+                "../x.tar",
+                "/etc/passwd",
+                "train",
+                "train/shard_{000002..000000}.tar",
+            ),
+            *("train/shard_{000000..000002..9999999999999999999}.tar", "train/shard_{000002..000000}.tar"),
+            *(
+                "train/shard_{000000..000003}.tar",
+                "!!python/object/apply:os.getcwd []",
+                '"\\0"',
+                "2026-01-01",
+                "val/*.tar",
+            ),
+        )
+    )
+    bomb = BOMB.encode() + b"\n" if "*a29" in new else b""
+    return bomb + content.replace(old, new.encode(), 1), f"{old.decode()} becomes {new[:30]!a} of {len(new)}"
+
+
+# Encodings of the empty caption
+
+
+def make_empty(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, dtype in (("set", np.float16), ("other", np.float32)):
+        drawn = {k: rng.standard_normal(LAYOUT.shapes[k]).astype(dtype) for k in ("t5", "clip")}
+        shard_writer.write_empty(folder / name, drawn)
+
+
+def run_empty(folder: Path) -> dict[str, int]:
+    return {name: crc(bits) for name, bits in shards.read_empty(Path("set"), LAYOUT).items()}
+
+
+def read_empty(folder: Path) -> dict[str, int]:
+    found = {}
+    for name in ("t5", "clip"):
+        array = np.load(f"set/{name}_empty.npy")
+        if array.shape not in (LAYOUT.shapes[name], (1, *LAYOUT.shapes[name])):
+            raise ValueError(f"shape {array.shape}")
+        bits = array if array.dtype == np.uint16 else shards.to_bf16_bits(array.astype(np.float32))
+        found[name] = crc(np.ascontiguousarray(bits))
+    return found
+
+
+# Whole sets with a manifest
+
+
+def make_set(folder: Path) -> None:
+    root = folder / "set"
+    for split, count in (("train", 5), ("val", 8)):
+        shard_writer.write(root / split, shard_damage.samples(count, timesteps=split == "val"), split, PER_SHARD)
+    rng = np.random.default_rng(0)
+    empty = {k: rng.standard_normal(LAYOUT.shapes[k]).astype(np.float32) for k in ("t5", "clip")}
+    shard_writer.write_empty(root / "empty_encodings", empty)
+    text = re.sub("train_count = 50", "train_count = 5", MICRO.read_text())
+    (folder / "sizes.toml").write_text(re.sub("val_count = 45", "val_count = 8", text))
+    assert _verify().code == 0
+
+
+def _verify() -> Said:
+    return command(prepare.main, ["verify", "set", "--config=sizes.toml", "--workers=1"])
+
+
+def run_verify(folder: Path) -> Said:
+    said = _verify()
+    files = sorted(path for path in Path("set").rglob("*") if path.suffix in (".tar", ".npy") and path.is_file())
+    contents = [(str(path), crc(path.read_bytes())) for path in files] if said.code == 0 else said.code
+    text = re.sub(r" in [0-9.]+ s, .*", "", said.out) if said.code else ""
+    return Said(said.code, f"{text}\nseen {contents}", said.err.rpartition("\r")[2])
+
+
+def judge_verify(folder: Path, said: Said) -> str:
+    return "a changed set passed" if said.code == 0 else ""
+
+
+# Staging
+
+
+def make_stage(folder: Path) -> None:
+    source, target = folder / "src", folder / "dst"
+    (source / "train").mkdir(parents=True)
+    shutil.copytree(source, target)
+    (target / stage.HIDDEN).mkdir()
+    sums, lines = {}, []
+    for number in range(4):
+        path = source / "train" / f"shard_{number:06d}.tar"
+        path.write_bytes(bytes([number]) * 700)
+        digest = sums[f"train/{path.name}"] = stage.hashlib.sha256(path.read_bytes()).hexdigest()
+        os.utime(path, ns=(10**18 + number, 10**18 + number))
+        if number < 3:
+            shutil.copy2(path, target / "train" / path.name)
+            lines.append(json.dumps([f"train/{path.name}", 700, 10**18 + number, digest]))
+    (source / "manifest.sha256").write_text(manifest.written(sums))
+    (target / stage.HIDDEN / "journal").write_text("\n".join(lines))
+
+
+@refuses_os_errors
+def run_stage(folder: Path) -> list:
+    """What would be copied to where, and which files are trusted."""
+    files, sums = stage.survey(Path("src").resolve(), Path("dst").resolve())
+    disk = stage.Disk(Path("dst").resolve())
+    try:
+        whole = disk.take_stock(files)
+        streams = stage.plan(files, sums, [whole])
+    finally:
+        disk.close()
+    moves = sorted((transfer.file.name, transfer.sha256) for stream in streams for transfer in stream)
+    return [sorted(files), sums, whole, moves]
+
+
+def judge_stage(folder: Path, outcome: list) -> str:
+    """Each trusted copy is its source's, and each file is trusted or copied."""
+    names, sums, whole, moves = outcome
+    for name, digest in whole.items():
+        copy, source = (Path(root, name).read_bytes() for root in ("dst", "src"))
+        if copy != source or digest != stage.hashlib.sha256(source).hexdigest():
+            return f"{name} is trusted and is another"
+    there = {path.relative_to("src").as_posix() for path in Path("src").rglob("*") if path.is_file()}
+    if set(names) != there or {name for name, _ in moves} | set(whole) != there:
+        return "files are left out"
+    return "" if all(sums.get(name) == digest for name, digest in moves) else "another checksum"
+
+
+TARGETS = [
+    Target(
+        "shards",
+        make_shards,
+        damage.of_bytes("set/*.tar") | on("set/*.tar", SHARD_CHANGES) | places("set/*.tar"),
+        run_shards,
+        reading=read_shards,
+        weight=3,
+    ),
+    Target(
+        "energon",
+        make_energon,
+        damage.of_text("split.yaml") | on("split.yaml", {"pattern": pattern}) | places("*.tar"),
+        run_energon,
+        reading=read_energon,
+        weight=2,
+    ),
+    Target(
+        "empty",
+        make_empty,
+        damage.of_bytes("set/*.npy") | on("set/*.npy", {"npy_head": damage_files.npy_head}) | places("set/*.npy"),
+        run_empty,
+        reading=read_empty,
+        weight=2,
+    ),
+    Target(
+        "verify",
+        make_set,
+        {f"tar_{name}": hurt for name, hurt in (damage.of_bytes("*.tar") | on("*.tar", SHARD_CHANGES)).items()}
+        | {f"sums_{name}": hurt for name, hurt in damage.of_text("manifest.sha256").items()}
+        | {f"empty_{name}": hurt for name, hurt in damage.of_bytes("*.npy").items()}
+        | places("*.*"),
+        run_verify,
+        judge=judge_verify,
+        writes=("set/manifest.sha256",),
+        weight=2,
+    ),
+    Target(
+        "stage",
+        make_stage,
+        {f"sums_{name}": hurt for name, hurt in damage.of_text("manifest.sha256").items()}
+        | {f"journal_{name}": hurt for name, hurt in damage.of_text("journal").items()}
+        | places("*.tar"),
+        run_stage,
+        judge=judge_stage,
+        writes=("dst/.stage*",),
+    ),
+]

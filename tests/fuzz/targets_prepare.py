@@ -1,0 +1,256 @@
+"""Targets: what data sets are made from (pictures with captions, arrow files) and the notes of a job that goes on.
+
+A hurt picture or caption may lose or change its own sample and no other. The oracle pairs captions and pictures by
+itself, and reads arrow files by pyarrow alone.
+"""
+
+import io
+import json
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import shard_damage
+from fuzz import damage, damage_files
+from fuzz.engine import Target
+from fuzz.targets_data import LAYOUT, PLACES, crc, on, places, refuses_os_errors
+from PIL import Image
+
+from flux_ref.formats import shard_writer
+from flux_ref.prepare import images, jobs, mlcommons, raw_images
+
+COUNT, SIDE = 4, 16
+
+
+def picture(number: int, kind: str = "PNG") -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, kind)
+    return out.getvalue()
+
+
+def contents(seed: int = 0) -> dict[str, bytes]:
+    """The files of a few samples: captions beside as txt, or as json with a timestep."""
+    found = {}
+    for number in range(COUNT):
+        kind = ("PNG", "JPEG")[number % 2]
+        found[f"{number}.{kind.lower()}"] = picture(number + 10 * seed, kind)
+        if number < 2:
+            found[f"{number}.txt"] = f"a cat {number}{seed}".encode()
+        else:
+            found[f"{number}.json"] = json.dumps({"caption": f"a dog {number}{seed}", "timestep": number}).encode()
+    return found
+
+
+def make_pictures(folder: Path) -> None:
+    for name, seed in (("set", 0), ("other", 1)):
+        (folder / name).mkdir()
+        for file, content in contents(seed).items():
+            (folder / name / file).write_bytes(content)
+
+
+def make_archives(folder: Path) -> None:
+    for name, seed in (("set", 0), ("other", 1)):
+        (folder / name).mkdir()
+        with tarfile.open(folder / name / "0.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+            for file, content in contents(seed).items():
+                entry = tarfile.TarInfo(file)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+
+
+@refuses_os_errors
+def run_pictures(folder: Path) -> list[tuple]:
+    """Name, caption, timestep and pixels of each sample, or why it is rejected."""
+    source, found = raw_images.source("set"), []
+    for part in source.parts(source.files()):
+        for candidate in part():
+            try:
+                file, caption, timestep = candidate.read()
+                with file:
+                    pixels = raw_images.pixels(file, SIDE, SIDE, 8)
+                found.append((candidate.name, caption, timestep, crc(pixels.numpy())))
+            except (raw_images.Rejected, OSError) as error:
+                found.append((candidate.name, str(error) if isinstance(error, raw_images.Rejected) else "unreadable"))
+    return found
+
+
+def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
+    """Each accepted sample is one picture and the caption of the same name; no sample is lost without a word."""
+    files = {path.name: _head(path) for path in Path("set").iterdir() if path.is_file()}
+    found = {name: rest for name, *rest in outcome}
+    shown = [file for file in files if file.endswith(raw_images.SUFFIXES) and not file.startswith(".")]
+    if not found.keys() >= set(shown):
+        return "a picture is lost"
+    return _judge(files, found, lambda name: Path(name).stem)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(2**20)
+    except OSError:
+        return b""
+
+
+def judge_archives(folder: Path, outcome: list[tuple]) -> str:
+    """As read by Python's tarfile, as far as tarfile can read. Damage to the archive must be told."""
+    found = {name: rest for name, *rest in outcome}
+    damaged = any("damaged archive" in rest[0] for rest in found.values())
+    files, complete = {}, True
+    for path in sorted(Path("set").glob("*.tar")):
+        try:
+            with tarfile.open(path, "r:", errorlevel=2) as archive:
+                for entry in archive:
+                    name, keys = f"{path}/{entry.name}", {"data": archive.extractfile(entry)}
+                    if name not in files and keys["data"]:
+                        files[name] = keys["data"].read()
+        except Exception:  # tarfile raises a dozen kinds
+            complete = False
+    lost = [name for name in ("0", "1", "2", "3") if not any(key.endswith(f"/{name}") for key in found)]
+    if lost and not damaged and complete and any(f"/{name}." in file for name in lost for file in files):
+        return f"{lost} are lost without a word"
+    samples = {name: rest for name, rest in found.items() if len(rest) == 3}
+    return _judge(files, samples, lambda name: name) if complete else ""
+
+
+def _judge(files: dict[str, bytes], found: dict[str, list], key) -> str:
+    for name, rest in found.items():
+        if len(rest) == 3:
+            beside = {Path(file).suffix: content for file, content in files.items() if _stem(file) == _stem(key(name))}
+            caption = beside[".txt"].decode() if ".txt" in beside else json.loads(beside[".json"])["caption"]
+            pictures = [content for suffix, content in beside.items() if suffix in raw_images.SUFFIXES]
+            pixels = raw_images.pixels(io.BytesIO(pictures[0]), SIDE, SIDE, 8)
+            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc(pixels.numpy()):
+                return f"{name} is not what its files say"
+    return ""
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix else name
+
+
+# Arrow files
+
+
+def make_arrow(folder: Path) -> None:
+    import pyarrow as pa
+
+    columns = [pa.field(name, pa.binary()) for name in mlcommons.COLUMNS.values()]
+    schema = pa.schema([pa.field("timestep", pa.int64()), *columns])
+    for name, seed in (("set", 0), ("other", 1)):
+        (folder / name).mkdir()
+        rows = [
+            {"timestep": sample.timestep}
+            | {mlcommons.COLUMNS[key]: shard_writer.npy_blob(bits) for key, bits in sample.members.items()}
+            for sample in shard_damage.samples(5, seed)
+        ]
+        files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+        for file, part in zip(files, (rows[:3], rows[3:])):
+            with pa.OSFile(str(folder / name / file), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
+                for row in part:
+                    writer.write_batch(pa.RecordBatch.from_pylist([row], schema))
+        state = {"_data_files": [{"filename": file} for file in files], "_fingerprint": "x", "_split": None}
+        (folder / name / "state.json").write_text(json.dumps(state))
+
+
+@refuses_os_errors
+def run_arrow(folder: Path) -> list[tuple]:
+    rows = mlcommons._inspect(Path("set"), "val", LAYOUT)
+    found = mlcommons._samples(rows, range(sum(rows.values())), "val", LAYOUT)
+    return [(timestep, [crc(blob) for blob in blobs.values()]) for _, blobs, timestep in found]
+
+
+def read_arrow(folder: Path) -> list[tuple]:
+    import pyarrow as pa
+
+    state, found = Path("set/state.json"), []
+    names = sorted(path.name for path in Path("set").glob("data-*.arrow"))
+    if state.exists():
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+    if len(names) != 2:
+        raise ValueError("not all files of the set")
+    for name in names:
+        try:
+            with pa.memory_map(f"set/{name}") as file:
+                table = pa.ipc.open_stream(file).read_all()
+        except pa.ArrowException as error:
+            raise ValueError(str(error)) from None
+        for row in table.to_pylist():
+            found.append((row["timestep"], [crc(row[column]) for column in mlcommons.COLUMNS.values()]))
+    return found
+
+
+# A job that goes on
+
+PLAN = {"options": {"split": "train", "per_shard": 2}, "files": [["a.png", 10, 11], ["b.png", 12, 13]]}
+PARTS = [[3, [[1, "b.png", "too small"]]], [2, []]]
+
+
+def make_job(folder: Path) -> None:
+    growing = jobs.growing(folder / "train")
+    growing.mkdir()
+    (growing / jobs.PLAN).write_text(json.dumps(PLAN))
+    checked = {"crc32": zlib.crc32(json.dumps(PARTS).encode()), "parts": PARTS}
+    (growing / images.CHECKED).write_text(json.dumps(checked))
+    (growing / "shard_000001.tar").write_bytes(b"x")
+
+
+@refuses_os_errors
+def run_job(folder: Path) -> tuple:
+    final = Path("train").resolve()
+    checked = jobs.growing(final) / images.CHECKED
+    with jobs.claimed(final, PLAN):
+        found = sorted(jobs.missing(final, 5, 2)), images._read_checked(checked) if checked.exists() else PARTS
+    final.rename(jobs.growing(final))
+    return found
+
+
+TARGETS = [
+    Target(
+        "pictures",
+        make_pictures,
+        {f"picture_{name}": hurt for name, hurt in damage.of_bytes("set/*.*g").items()}
+        | {f"text_{name}": hurt for name, hurt in damage.of_text("set/*.txt").items()}
+        | {f"json_{name}": hurt for name, hurt in damage.of_json("set/*.json").items()}
+        | places("set/*.*"),
+        run_pictures,
+        judge=judge_pictures,
+        weight=2,
+    ),
+    Target(
+        "archives",
+        make_archives,
+        damage.of_bytes("set/*.tar")
+        | on(
+            "set/*.tar",
+            {
+                "tar_field": damage_files.tar_field,
+                "tar_chain": damage_files.tar_chain,
+                "members": damage_files.members,
+            },
+        ),
+        run_pictures,
+        judge=judge_archives,
+        weight=2,
+    ),
+    Target(
+        "arrow",
+        make_arrow,
+        {f"file_{name}": hurt for name, hurt in damage.of_bytes("set/*.arrow").items()}
+        | on("set/*.arrow", {"npy_head": damage_files.npy_head})
+        | {f"state_{name}": hurt for name, hurt in damage.of_json("set/state.json").items()}
+        | {name: damage.on_file("set/*.arrow", change) for name, change in PLACES.items()},
+        run_arrow,
+        reading=read_arrow,
+        weight=2,
+    ),
+    Target(
+        "job",
+        make_job,
+        {f"plan_{name}": hurt for name, hurt in damage.of_json("train.partial/plan.json").items()}
+        | {f"checked_{name}": hurt for name, hurt in damage.of_json("train.partial/checked.json").items()},
+        run_job,
+    ),
+]
