@@ -21,6 +21,7 @@ from torch import Tensor
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats.checkpoint_files import MANIFEST, Manifest
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
@@ -238,15 +239,19 @@ def test_a_run_is_exported_as_its_newest_checkpoint_or_that_of_a_step(lively, tm
     (run / "config.toml").write_text(config_file.dump(CFG))
     for step in (3, 7):
         save_file({name: tensor * step for name, tensor in lively.items()}, tmp_path / f"{step}.safetensors")
-        import_(tmp_path / f"{step}.safetensors", run / "checkpoints" / f"step_{step:09d}")
+        path = import_(tmp_path / f"{step}.safetensors", tmp_path / f"ours {step}")
+        ours = Checkpoint(path)
+        info = ours.info | {"step": step, "samples": step * CFG.train.global_batch}
+        (path / MANIFEST).write_text(Manifest(info, ours.files, ours.tensors).dump())
+        path.rename(run / "checkpoints" / f"step_{step:09d}")
     for option, step in (([], 7), (["--checkpoint=3"], 3)):
         assert command("export", run, tmp_path / f"out {step}", *option) == 0
         require_same(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
 
 
-def complaint(capsys, *argv: object) -> str:
+def complaint(capsys, *argv: object, code: int = 2) -> str:
     capsys.readouterr()
-    assert command(*argv) == 2
+    assert command(*argv) == code
     (line,) = re.findall(r"weights: ([^\r\n]*)", capsys.readouterr().err)  # a progress bar may stand before it
     return line
 
@@ -298,7 +303,7 @@ def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively
             break_off(patch, KeyboardInterrupt())
             assert command(*first, checkpoint, out) == 130
             break_off(patch, OSError(28, "No space left on device"))
-            assert "No space left on device" in complaint(capsys, *first, checkpoint, out)
+            assert "No space left on device" in complaint(capsys, *first, checkpoint, out, code=3)
         assert set(tmp_path.iterdir()) == before
         assert command(*then, checkpoint, out) == 0
         before.add(out)
