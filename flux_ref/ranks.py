@@ -7,7 +7,6 @@ Graphs have their own such file, speed/graphs.py; kernels of attention have spee
 
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats.outside import of_environment
+from flux_ref.formats.outside import host_of_environment, of_environment
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
@@ -64,10 +63,8 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
         raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
-    address = os.environ.get("MASTER_ADDR", "")
-    if not re.fullmatch(r"[\w.:%-]*", address, re.ASCII):
-        raise Refusal(f"environment variable MASTER_ADDR={address!r} is no name or number of a host; mend or unset it")
-    size, port = of_environment("WORLD_SIZE", 1, MOST, 1), of_environment("MASTER_PORT", 0, 65535, 0)
+    address, port = host_of_environment("MASTER_ADDR"), of_environment("MASTER_PORT", 0, 65535, 0)
+    size = of_environment("WORLD_SIZE", 1, MOST, 1)
     rank, device = of_environment("RANK", 0, size - 1, 0), _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()

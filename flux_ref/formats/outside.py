@@ -6,6 +6,7 @@ Nothing is allocated or looped over before its size is known to be sound. Errors
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,6 +108,14 @@ def of_environment(name: str, least: int, most: int, default: int) -> int:
             f"environment variable {name}={value!r} is no whole number from {least} to {most}; mend or unset it"
         )
     return number
+
+
+def host_of_environment(name: str) -> str:
+    """The name or number of a host in an environment variable; "" if there is none. Raises: Refusal."""
+    value = os.environ.get(name, "")
+    if not re.fullmatch(r"[\w.:%-]*", value, re.ASCII):
+        raise Refusal(f"environment variable {name}={shown(value)} is no name or number of a host; mend or unset it")
+    return value
 
 
 def printable(text: object) -> str:
