@@ -39,7 +39,6 @@ def main(argv: list[str]) -> int:
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
     result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
-
     with contextlib.ExitStack() as stack:
         own_compiler(cfg, world, stack)
         start = stack.enter_context(folder.claimed(cfg, world))

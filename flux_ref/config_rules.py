@@ -30,11 +30,9 @@ POSITIVE = (
 )
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
 MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "fp8", "parallel"), 2**24)
-MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks"), 256)
-MOST |= dict.fromkeys(("data.workers", "data.prefetch"), 4096)
+MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 256)
 MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample"), 10**6)
-MOST_ELEMENTS = 2**50  # of the largest tensor of a step
-MOST_MICRO_BATCHES = 10_000  # of a step
+MOST_ELEMENTS, MOST_MICRO_BATCHES = 2**50, 10_000  # of a step's largest tensor; of a step
 
 
 def validate(cfg, values: dict[str, object]) -> None:
@@ -56,8 +54,7 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
-    _validate_model(cfg.model)
-    _validate_sizes(cfg)
+    _validate_model(cfg)
     _validate_parallel(cfg.parallel)
     _validate_fp8(cfg)
     if (file := cfg.parallel.compile_cache) and not (cfg.parallel.compile and cfg.train.synthetic_steps):
@@ -72,7 +69,8 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal(f"sample.vae={cfg.sample.vae} decodes FLUX's latents; data.kind=shapes has its own codec")
 
 
-def _validate_model(model) -> None:
+def _validate_model(cfg) -> None:
+    model, rows = cfg.model, max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
     if model.hidden % model.heads:
         raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
@@ -81,10 +79,6 @@ def _validate_model(model) -> None:
         raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
     if model.latent_height % 2 or model.latent_width % 2:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
-
-
-def _validate_sizes(cfg) -> None:
-    model, rows = cfg.model, max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
     tokens = model.text_tokens + model.image_tokens
     wide = max(model.hidden * (3 + 2 * model.mlp_ratio), model.t5_dim, model.packed_channels, model.heads * tokens)
     if (elements := max(rows * tokens, model.hidden, model.clip_dim) * wide) > MOST_ELEMENTS:
@@ -144,9 +138,9 @@ def validate_world(cfg, world_size: int) -> None:
             f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
             f"{', or another micro_batch' if micro else ''}"
         )
-    if (count := train.global_batch // chunk) > MOST_MICRO_BATCHES and train.micro_batch:
+    if train.micro_batch and train.global_batch // chunk > MOST_MICRO_BATCHES:
         raise Refusal(
-            f"train.micro_batch={train.micro_batch} makes {count:,} micro-batches of a step; use a larger one"
+            f"train.micro_batch={train.micro_batch} makes over {MOST_MICRO_BATCHES:,} micro-batches; raise it"
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")

@@ -197,18 +197,16 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """A small value of every rank, by rank. sync: the host waits for all ranks.
+    """A small value of every rank, by rank; tuples come back as lists. sync: the host waits for all ranks.
 
-    It travels as JSON, so tuples come back as lists. torch's all_gather_object would unpickle what comes from the
-    network, and a pickle can be any program.
+    It travels as JSON: torch's all_gather_object unpickles what comes from the network, and pickles run code.
     """
     kinds = {backend: kind for kind, backend in BACKENDS.items()}
     text = json.dumps(value).encode()
     length = torch.tensor([len(text)], device=kinds[dist.get_backend(group)])
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length, group=group)
-    longest = int(torch.cat(lengths).max())
-    own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(length.device)  # spaces do no harm
+    own = torch.frombuffer(bytearray(text.ljust(int(max(lengths)))), dtype=torch.uint8).to(length.device)
     parts = [torch.empty_like(own) for _ in lengths]
     dist.all_gather(parts, own, group=group)
     return [json.loads(bytes(part.cpu().numpy())) for part in parts]

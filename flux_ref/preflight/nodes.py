@@ -26,8 +26,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from flux_ref.errors import Fault, Refusal
+from flux_ref.formats.outside import one_line
 from flux_ref.preflight.verdict import NodeReport
-from flux_ref.run.attempt import complain
 
 POLL_S = 0.005
 LINGER_S = 5.0  # lets processes that have lost another end by themselves
@@ -52,9 +52,8 @@ class Node:
         except (RuntimeError, OSError, UnicodeError) as error:
             silent = f"does not answer within {self.wait_s:g} s"
             if self.number and isinstance(error, TimeoutError):
-                name, what = args.nodes[0], f"{args.address} listens but {silent}; has another program that port?"
-                complain("preflight", f"{name}: {what}")
-                raise Fault(f"bad nodes: {name}") from None
+                what = f"{args.address} listens but {silent}; has another program that port?"
+                raise unfit(args.nodes[0], what) from None
             why = (str(error) or silent).splitlines()[0]
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
@@ -66,9 +65,7 @@ class Node:
                 return socket.create_connection((host, port), timeout=self.wait_s).close()
             except (OSError, UnicodeError) as error:
                 if time.monotonic() > deadline:
-                    silent = f"{name}: {host}:{port} does not answer ({error})"
-                    complain("preflight", silent)
-                    raise Fault(f"bad nodes: {name}") from None
+                    raise unfit(name, f"{host}:{port} does not answer ({error})") from None
                 time.sleep(0.2)
 
     def set(self, key: str, value: object = "") -> None:
@@ -149,6 +146,12 @@ class Leader(Node):
         """Let the others end before this process, as the store ends with it."""
         self.set(f"round/{self.turn}", [])
         self._gather("bye/{}", set(nodes) - {0}, 5.0)
+
+
+def unfit(name: str, what: str) -> Fault:
+    """Print what is wrong with a node. The error is a line of its own, which slurm.sbatch looks for."""
+    print(one_line(f"preflight: {name}: {what}"), file=sys.stderr, flush=True)
+    return Fault(f"bad nodes: {name}")
 
 
 def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, int]]:

@@ -77,8 +77,8 @@ def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path,
     before, wrong = {path: path.stat().st_mtime_ns for path in made.rglob("*")}, []
     for options, words in (
         (["--out", str(made)], "exists"),
-        (["--train=0"], "must both be at least 1"),
-        (["--val=-5"], "must both be at least 1"),
+        (["--train=0"], "a whole number from 1"),
+        (["--val=-5"], "a whole number from 1"),
         (["--config", str(tmp_path / "few.toml")], "model.text_tokens"),
     ):
         code, said = prepare.main([*ARGS, "--out", str(tmp_path / "set"), *options]), capsys.readouterr().err
