@@ -145,6 +145,7 @@ class Disk:
                 f"{self.dst} on {socket.gethostname()} has {free / 1e9:,.3f} GB free, but"
                 f" {missing / 1e9:,.3f} GB are missing"
             )
+        self.journal = (self.dst / HIDDEN / "journal").open("a+", encoding="utf-8")
         return self.whole
 
     def _open_journal(self) -> dict[File, str]:
@@ -153,7 +154,6 @@ class Disk:
         if self.claim is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
         written = outside.read_bytes(path, "journal") if os.path.lexists(path) else b""
-        self.journal = path.open("a+", encoding="utf-8")
         for line in written.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # cut short by a kill, before the file got its name
                 name, size, mtime_ns, *_, digest = outside.parse_json(line)  # older versions put one number between
