@@ -184,7 +184,7 @@ NOTICED_FAST = [
             (lambda s: overwrite(s, 3 * STRIDE, b"junk"), "layout", " has no end marker"),
             (replaced_by(os.mkfifo), "unreadable", " is no file"),
             (replaced_by(lambda s: s.symlink_to("none")), "unreadable", " is no file"),
-            (lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "bad sample", ", sample "),
+            (lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "layout", " ("),
         )
     ),
     (move(TRAIN_1, "train/shard_000009.tar"), "missing", "train: there is no shard 1, although there is shard 9"),
