@@ -42,7 +42,8 @@ def likely(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, kn
         found = found or [f"computed in {grid}, or rounded to it; {value.name} is fp32"]
         return found + sorted(known, key=lambda cause: grid.split()[0] not in cause)
     is_scattered = want.size >= 16 and abs(_correlation(yours, want)) < 0.5
-    if not found and is_scattered and value.dtype == "fp32" and value.atol:
+    is_product = value.dtype == "fp32" and not value.name.startswith("bf16.")
+    if not found and is_scattered and is_product and value.atol:
         found = [
             f"differences of {size:.1e} of the values' size are those of products in {name}: ask the framework for its"
             " highest precision"
@@ -112,11 +113,8 @@ def resemblances(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarr
         is_negated = abs(factor + 1) < 1e-3
         yield "yours is the golden value negated" if is_negated else f"yours is {_named(golden, factor)}"
         return
-    for title, other in (
-        ("square", want**2),
-        ("root", np.sqrt(np.abs(want))),
-        ("inverse", 1 / np.where(want, want, 1)),
-    ):
+    others = {"square": want**2, "root": np.sqrt(np.abs(want)), "inverse": 1 / np.where(want, want, 1)}
+    for title, other in others.items():
         if want.any() and same(yours, other):
             yield f"yours is the {title} of golden"
     if rms(yours - want - (yours - want).mean()) < 0.01 * rms(yours - want):
@@ -210,22 +208,16 @@ def _reordered(value: Value, yours: np.ndarray, want: np.ndarray, same) -> Itera
         return
     for axis, size in enumerate(want.shape):
         moves = [("reversed", np.flip(want, axis))] if size > 1 else []
-        moves += [
-            (f"rolled by {shift}", np.roll(want, shift, axis)) for shift in range(1, min(size, 64)) if 2 * shift != size
-        ]
+        shifts = (shift for shift in range(1, min(size, 64)) if 2 * shift != size)
+        moves += [(f"rolled by {shift}", np.roll(want, shift, axis)) for shift in shifts]
         if size % 2 == 0 and size:
             halves = np.stack(np.split(want, 2, axis), axis + 1).reshape(want.shape)
             pairs = np.moveaxis(want, axis, -1)
             pairs = np.moveaxis(np.concatenate((pairs[..., 0::2], pairs[..., 1::2]), -1), -1, axis)
             swapped = np.flip(want.reshape(*want.shape[:axis], size // 2, 2, *want.shape[axis + 1 :]), axis + 1)
-            moves += [
-                ("with its halves exchanged", np.roll(want, size // 2, axis)),
-                ("with its halves interleaved", halves),
-            ]
-            moves += [
-                ("with even elements before odd ones", pairs),
-                ("with neighbours exchanged", swapped.reshape(want.shape)),
-            ]
+            moves += [("with its halves exchanged", np.roll(want, size // 2, axis))]
+            moves += [("with its halves interleaved", halves), ("with even elements before odd ones", pairs)]
+            moves += [("with neighbours exchanged", swapped.reshape(want.shape))]
         for title, other in moves:
             if same(yours, other):
                 yield f"yours is golden {title} along axis {axis}"

@@ -322,9 +322,7 @@ def recast(x: np.ndarray, is_gradient: bool) -> np.ndarray:
     return form.decode(form.encode(x * scale)) / scale
 
 
-def delayed_scales(
-    amax, history=3, margin=1, cap=44, keeps=True, late=False, pick=max, tops=(448, 57344)
-) -> np.ndarray:
+def delayed_scales(amax, history=3, margin=1, cap=44, keeps=True, late=False, pick=max, tops=(448, 57344)):
     """The scale after each step. keeps: a 0 changes nothing. late: a step's own magnitude does not count yet."""
     columns = []
     for column, top in zip(amax.T, tops):

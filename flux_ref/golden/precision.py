@@ -7,23 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flux_ref import config_file, flow, latents, model
+from flux_ref import config_file, flow, latents, model, step
 from flux_ref.config import Config, Fp8Config
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.golden.inputs import FED, FP8_FORMATS
-from flux_ref.golden.training import CPU, gradients, initial_state, norms
+from flux_ref.golden.training import CPU, after_step, gradients, initial_state, local, norms
 from flux_ref.ranks import World
 from flux_ref.speed import fp8, fp8_product
+from flux_ref.step import Health
 
 KEPT = re.compile(
     r"time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
-    r"|prediction|loss.*|grad.*"
+    r"|x_t|prediction|loss.*|grad.*|step1\.(grad|exp_avg|exp_avg_sq|weights)\.img_in\.weight"
 )
 
 
 def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
-    """Forward, loss and gradient norms of the first step, computed in bf16 as parallel.dtype=bf16 does."""
-    state, recorded = initial_state(config_file.replace(cfg, parallel__dtype="bf16"), world, given), {}
+    """Forward, loss and gradient norms of the first step, computed in bf16 as parallel.dtype=bf16 does.
+
+    step1.* are of a step with two micro-batches, whose losses are t * the sum of squares of all weights / 2.
+    """
+    cfg, recorded = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1), {}
+    state = initial_state(cfg, world, given)
     batch = {name.removeprefix("batch."): value for name, value in values.items() if name.startswith("batch.")}
     batch["weight"] = torch.ones(cfg.train.global_batch)
 
@@ -34,6 +39,18 @@ def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
     with recording(recorded, state.net), query_norm.register_forward_hook(record_norm):
         flow.losses(state.net, batch, torch.bfloat16).mean().backward()
     recorded["loss"], recorded["grad.norms"] = recorded["losses"].mean(), norms(gradients(state.net))
+
+    def given_losses(net: nn.Module, part: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return part["t"] * sum(weight.to_local().square().sum() for weight in net.parameters()) / 2
+
+    def record_gradients(*_: object) -> None:
+        recorded.update({f"step1.grad.{name}": grad.clone() for name, grad in gradients(state.net).items()})
+
+    state = initial_state(cfg, world, given)
+    state.opt.lr.fill_(cfg.optim.lr)
+    with patch.object(flow, "losses", given_losses), wrapped(state.opt, "step", before=record_gradients):
+        result = step.train_step(state, batch, Health(CPU), cfg)
+    after_step(recorded, 1, state, *result, local(state.net))
     values.update({f"bf16.{name}": value for name, value in recorded.items() if KEPT.fullmatch(name)})
 
 
@@ -48,19 +65,26 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     table = model.rope_table(positions, (4, 4, 8), 10_000)
     norm = model.RMSNorm(16)
     norm.scale = nn.Parameter(rope["norm"])
-    turned = model.apply_rope(norm(rope["x"]), table)
+    both, single, noted = model.QKNorm(16), model.SingleBlock(cfg.model).bfloat16(), []
+    both.query_norm = both.key_norm = norm
+    x, inner = torch.zeros(1, 1, cfg.model.hidden, dtype=torch.bfloat16), cfg.model.mlp_ratio * cfg.model.hidden
+    single.linear1.register_forward_hook(lambda *_: (x, x, x, gelu["x"][None, None, :inner]))
+    single.linear2.register_forward_pre_hook(lambda module, args: noted.append(args[1].flatten()))
     target = torch.from_numpy(given["bf16.fed.loss.target"])
     square = {"logvar": torch.zeros(1), "mean": torch.zeros(1), "latent_eps": torch.zeros(1)}
     square |= {"t": torch.zeros(len(target)), "t5": torch.zeros(1), "clip": torch.zeros(1)}
     with torch.no_grad(), patch.object(latents, "sample", lambda *_: torch.zeros(())):  # the target is the noise then
+        single(x, x[0], torch.ones(1, cfg.model.head_dim // 2, 2))
         noise = latents.unpack(target, 4, 6)
         losses = flow.losses(lambda *_: fed["loss.prediction"], square | {"noise": noise}, torch.bfloat16)
         results = {
             "linear": F.linear(linear["x"], linear["weight"], linear["bias"]),
             "modulate": model.modulate(modulate["x"], modulate["shift"], modulate["scale"]),
-            "rope": turned,
+            "rope": model.apply_rope(norm(rope["x"]), table),
+            "qk": torch.stack(both(rope["x"], rope["x"], table)),
             "attention": model.attention(*attention.values()),
             "gelu": model.mlp(cfg.model)[1](gelu["x"]),
+            "gelu_single": noted[0],
             "gate": gate["x"] + gate["gate"] * gate["y"],
             "losses": losses,
         }
@@ -85,20 +109,27 @@ def fp8_linear(values: dict, given: dict) -> None:
         y.backward(grad)
     values |= {"fp8.y": y, "fp8.grad_x": x.grad}
     values |= {"fp8.grad_weight": in_fp8.weight.grad, "fp8.grad_bias": in_fp8.bias.grad}
-    for name, tensor, dtype in (("x", x, torch.float8_e4m3fnuz), ("grad", grad, torch.float8_e5m2fnuz)):
+    others = (("fnuz.x", x, "e4m3fnuz"), ("fnuz.grad", grad, "e5m2fnuz"), ("negative", -x.abs(), "e4m3fn"))
+    for name, tensor, kind in others:
+        dtype = getattr(torch, f"float8_{kind}")
         scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype, 44)
-        values[f"fp8.fnuz.{name}.scale"] = scale
-        values[f"fp8.fnuz.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
+        values[f"fp8.{name}.scale"] = scale
+        values[f"fp8.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
 
-    cfg = Fp8Config(recipe="delayed", history=3, margin=1)
-    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
-    state, scales = fp8.Fp8State(net, cfg, CPU), []
-    for amax in torch.from_numpy(given["fp8.delayed.amax"]):
-        for noted, value in zip(state.amaxes, amax.unbind()):
-            noted.fill_(value)
-        state.update()
-        scales.append(torch.stack(state.scales))
-    values["fp8.delayed.scale"] = torch.stack(scales)
+    amax = torch.from_numpy(given["fp8.delayed.amax"])
+    for name, algorithm, magnitudes in (("delayed", "max", amax), ("recent", "most_recent", amax * torch.eye(2)[0])):
+        cfg = Fp8Config(recipe="delayed", history=3, margin=1, algorithm=algorithm)
+        net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
+        state = fp8.Fp8State(net, cfg, CPU)
+        scales, histories = [torch.stack(state.scales)], []
+        for row in magnitudes:
+            for noted, value in zip(state.amaxes, row):
+                noted.copy_(noted.maximum(value))  # as a cast notes them
+            state.update()
+            scales.append(torch.stack(state.scales))
+            histories.append(state.history.clone())
+        values[f"fp8.{name}.scale"] = torch.stack(scales)[name == "delayed" :]
+        values[f"fp8.{name}.history"] = torch.stack(histories)
 
 
 def fp8_edges(values: dict, given: dict) -> None:
@@ -132,5 +163,7 @@ def fp8_order(values: dict, given: dict) -> None:
             state.update()
             with torch.no_grad():
                 net[0].weight.mul_(2)
-    casts = torch.stack(scales).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
-    values["fp8.order.scale"] = casts[..., :3]
+        with torch.no_grad():
+            net(x)
+    casts = torch.stack(scales[:-2]).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
+    values["fp8.order.scale"], values["fp8.order.val_scale"] = casts[..., :3], torch.stack(scales[-2:])

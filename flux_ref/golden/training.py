@@ -24,22 +24,14 @@ INITIAL = (  # one parameter of each kind and shape
     *("single_blocks.0.linear1.weight", "single_blocks.2.linear2.weight"),
 )
 WHOLE = (  # parameters whose gradients, moments and weights are kept whole; only norms are kept of the others
-    "img_in.weight",
-    "time_in.in_layer.bias",
-    "vector_in.out_layer.bias",
-    "txt_in.bias",
-    "double_blocks.0.img_mod.lin.bias",
-    "double_blocks.0.img_attn.qkv.weight",
-    "double_blocks.0.img_attn.norm.key_norm.scale",
-    "double_blocks.1.txt_attn.proj.weight",
-    "double_blocks.1.txt_mlp.2.bias",
-    "single_blocks.0.linear1.bias",
-    "single_blocks.1.norm.query_norm.scale",
-    "single_blocks.2.modulation.lin.bias",
-    "single_blocks.2.linear2.bias",
-    "final_layer.adaLN_modulation.1.bias",
+    *("img_in.weight", "time_in.in_layer.bias", "vector_in.out_layer.bias", "txt_in.bias"),
+    *("double_blocks.0.img_mod.lin.bias", "double_blocks.0.img_attn.qkv.weight"),
+    *("double_blocks.0.img_attn.norm.key_norm.scale", "double_blocks.1.txt_attn.proj.weight"),
+    *("double_blocks.1.txt_mlp.2.bias", "single_blocks.0.linear1.bias", "single_blocks.1.norm.query_norm.scale"),
+    *("single_blocks.2.modulation.lin.bias", "single_blocks.2.linear2.bias", "final_layer.adaLN_modulation.1.bias"),
     "final_layer.linear.weight",
 )
+CLIPPED = "single_blocks.1.norm.query_norm.scale"  # its norm and an element exceed the clip norm of 1
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
@@ -52,6 +44,10 @@ def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.nda
     rates = [schedule.lr(step, RATE_PEAK, RATE_WARMUP) for step in RATE_STEPS]
     values["schedule.lr"] = np.array(rates, np.float32)
     state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
+    for parameter in state.opt.parameters:
+        parameter.grad = parameter.detach().clone()
+    state.opt.step()
+    values["clip.clipped"] = dict(zip(state.opt.names, state.opt.moments()["exp_avg"]))[CLIPPED].clone()
     coefficients = []
     for norm in given["clip.norms"].tolist():
         for number, parameter in enumerate(state.opt.parameters):
@@ -135,12 +131,10 @@ def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndar
                     stack.enter_context(recording(values, state.net))
                     stack.enter_context(wrapped(state.opt, "step", before=record_gradients))
                 loss, norm = step.train_step(state, batch, health, cfg)
-            _after_step(values, number, state, loss, norm, start)
+            after_step(values, number, state, loss, norm, start)
 
 
-def _after_step(
-    values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]
-) -> None:
+def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]) -> None:
     result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
     if number in (1, STEPS):
         for moment, tensors in state.opt.moments().items():
@@ -190,16 +184,19 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
-    """The validation loss of the given weights."""
-    count = cfg.data.val_count  # the batch is larger: its last rows are padding
+    """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
+    parts = {}
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
     state = initial_state(cfg, world, given)
 
     def record_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
-        values["val.t"], values["val.losses"] = batch["t"][:count].clone(), losses[:count]
+        for name in ("t", "latent_eps", "noise", "losses"):
+            parts.setdefault(name, []).append((batch | {"losses": losses})[name].clone())
+            values[f"val.{name}"] = torch.cat(parts[name])[: cfg.data.val_count]
 
-    with wrapped(flow, "losses", after=record_losses):
+    counted = wrapped(evaluate, "summarise", before=lambda sums, _: values.update({"val.count": np.float32(sums[0])}))
+    with wrapped(flow, "losses", after=record_losses), counted:
         result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
     values["val.loss_per_timestep"] = np.array(result.losses, np.float32)
     values["val.loss"] = np.array(result.loss, np.float32)
