@@ -327,6 +327,15 @@ def some_steps(cfg, golden, gradient, start, out, count=6):
         out[f"step{step}.update_norms"] = norms(p[k] - golden[f"weights.{k}"] for k in p)
 
 
+def step_in_bf16(cfg, start, times, out, name="img_in.weight"):
+    """A step in bf16 with given gradients of two micro-batches. They add up in fp32; weights and moments are fp32."""
+    g = {k: times[0] * x / 2 + times[1] * x / 2 for k, x in start.items()}
+    norm = clip(total(g), cfg["optim"]["clip_norm"])
+    found = adamw(start[name], 0, 0, norm * g[name], f32(cfg["optim"]["lr"]), 1)
+    out |= {f"bf16.step1.{k}.{name}": x for k, x in zip(("weights", "exp_avg", "exp_avg_sq"), found)}
+    out[f"bf16.step1.grad.{name}"] = g[name]
+
+
 def two_ranks(cfg, golden, gradient, start, out, batch=4, ranks=2):
     """Positions 4 to 7 on two ranks: each rank takes the mean over its rows, then the ranks take theirs."""
     part, each = batch // ranks, []
@@ -376,8 +385,13 @@ def fp8(golden, out):
     products = {"y": x @ w.T + golden["fp8.bias"], "grad_x": g @ w, "grad_weight": g.T @ x}
     products["grad_bias"] = golden["fp8.grad"].sum(0)
     out |= {f"fp8.{k}": y.astype(bf16) for k, y in products.items()}
-    scales = [delayed(x, largest(d)) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])]
-    out["fp8.delayed.scale"] = np.stack(scales, 1)
+    scale, q = quantise(-np.abs(golden["fp8.x"]), FORMATS[""][0])
+    out |= {"fp8.negative.scale": scale, "fp8.negative.bits": q.view(np.uint8)}
+    amax = golden["fp8.delayed.amax"]
+    for name, columns, algorithm in (("delayed", amax.T, max), ("recent", (amax * (1, 0)).T, lambda seen: seen[-1])):
+        found = [delayed(x, largest(d), algorithm) for x, d in zip(columns, FORMATS[""])]
+        scales, history = (np.stack(parts, 1) for parts in zip(*found))
+        out |= {f"fp8.{name}.scale": scales[name == "delayed" :], f"fp8.{name}.history": history}
     for dtype in (d for pair in FORMATS.values() for d in pair):
         kind = dtype.__name__.removeprefix("float8_")
         bits = np.clip(golden[f"fp8.edge.{kind}.x"], -largest(dtype), largest(dtype)).astype(dtype)
@@ -397,15 +411,21 @@ def fp8_order(golden, out):
             casts.append((scale_of(now["x"], largest(forward)), weight, scale_of(now["grad"], largest(backward))))
         seen = {k: [*seen[k], magnitude[k] * row.max()] for k in seen}
     out["fp8.order.scale"] = np.array(casts, f32).reshape(*factors.shape, 3)
+    weight = magnitude["weight"] * f32(2 ** len(factors))
+    out["fp8.order.val_scale"] = scale_of(np.array([magnitude["x"], weight]), largest(forward))  # always dynamic
 
 
-def delayed(amax, top, history=3, margin=1):
-    """The scale after each step, from the largest of the last magnitudes; a 0 is not one of them."""
-    seen, scales = [], []
+def delayed(amax, top, algorithm=max, history=3, margin=1):
+    """The scale before the first step and after each, 1 without a magnitude; the last magnitudes, newest first.
+
+    A 0 is no magnitude.
+    """
+    seen, scales, histories = [], [1], []
     for x in amax:
         seen = ([*seen, x] if x else seen)[-history:]
-        scales.append(min(top / max(seen) / f32(2**margin), f32(2**44)))
-    return np.array(scales, f32)
+        scales.append(min(top / algorithm(seen) / f32(2**margin), f32(2**44)) if seen else 1)
+        histories.append((seen[::-1] + [0] * history)[:history])
+    return np.array(scales, f32), np.array(histories, f32)
 
 
 # The golden values
@@ -418,14 +438,18 @@ def operations(golden, out):
     wide = {k: jnp.asarray(x) for k, x in fed.items()}
     x = layer_norm(narrow["modulate.x"])
     rope = rope_table(1, 2, 3, (4, 4, 8))[:, None]
+    turned = apply_rope(rms_norm(narrow["rope.x"], narrow["rope.norm"]), rope)
+    gelu = jax.nn.gelu(wide["gelu.x"], approximate=True).astype(bf16)
     q, k, v = (wide[f"attention.{part}"] for part in "qkv")
     scores = jnp.einsum("bshk,bthk->bhst", q, k) / math.sqrt(q.shape[-1])
     attended = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), v)
     found = {
         "modulate": (1 + narrow["modulate.scale"]) * x + narrow["modulate.shift"],
-        "rope": apply_rope(rms_norm(narrow["rope.x"], narrow["rope.norm"]), rope),
+        "rope": turned,
+        "qk": jnp.stack([turned, turned]).astype(bf16),
         "attention": attended.reshape(*attended.shape[:2], -1).astype(bf16),
-        "gelu": jax.nn.gelu(wide["gelu.x"], approximate=True).astype(bf16),
+        "gelu": gelu,
+        "gelu_single": gelu[:96],
         "linear": (wide["linear.x"] @ wide["linear.weight"].T + wide["linear.bias"]).astype(bf16),
         "gate": (wide["gate.x"] + wide["gate.gate"] * wide["gate.y"]).astype(bf16),
         "losses": ((wide["loss.prediction"] - wide["loss.target"]) ** 2).mean((1, 2)),
@@ -513,6 +537,8 @@ def main(folder, dump, *wanted):
     lr = inputs["schedule.lr"]
     out["schedule.lr"] = np.array([rate(lr["peak"], lr["warmup_steps"], step + 1) for step in lr["steps"]])
     out["clip.coefficient"] = clip(golden["clip.norms"], inputs["clip.coefficient"]["clip_norm"])
+    scale = start["single_blocks.1.norm.query_norm.scale"]  # the weights serve as gradients
+    out["clip.clipped"] = adamw(scale, 0, 0, clip(total(start), 1) * scale, 0, 1)[1]
     initial = {k: initial_weight(seed, k, x.shape) for k, x in start.items()}
     out |= {f"init.{k}": x[:4] for k, x in initial.items()} | {"init.norms": norms(initial.values())}
     batch = train_batch(cfg, golden, range(cfg["train"]["global_batch"]), "step1", out)
@@ -526,12 +552,15 @@ def main(folder, dump, *wanted):
     out |= {f"bf16.{k}": x for k, x in values.items()} | {"bf16.grad.norms": norms(grad[k] for k in start)}
     out["bf16.rms_norm.input"] = values["double_blocks.0.img_attn.norm.query_norm.input"]
     scale = golden["weights.double_blocks.0.img_attn.norm.query_norm.scale"].astype(bf16)
+    step_in_bf16(cfg, start, batch["t"], out)
     out["bf16.rms_norm"] = rms_norm(jnp.asarray(golden["bf16.rms_norm.input"]), jnp.asarray(scale))
 
     batch = val_batch(cfg, golden)
     losses = np.asarray(objective(model, f32, start, batch)[1]["losses"])
     per_timestep = np.array([losses[batch["t"] == k / 8].mean() for k in range(8)])
-    out |= {"val.t": batch["t"], "val.losses": losses, "val.loss": per_timestep.mean()}
+    out |= {f"val.{k}": batch[k] for k in ("t", "latent_eps", "noise")}
+    out["val.count"] = np.array([(batch["t"] == k / 8).sum() for k in range(8)], f32)
+    out |= {"val.losses": losses, "val.loss": per_timestep.mean()}
     out["val.loss_per_timestep"] = per_timestep
     some_steps(cfg, golden, gradient[f32], dict(start), out)
     two_ranks(cfg, golden, gradient[f32], dict(start), out)
