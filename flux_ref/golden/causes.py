@@ -41,9 +41,8 @@ def likely(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, kn
     if grid:
         found = found or [f"computed in {grid}, or rounded to it; {value.name} is fp32"]
         return found + sorted(known, key=lambda cause: grid.split()[0] not in cause)
-    is_scattered = want.size >= 16 and abs(_correlation(yours, want)) < 0.5
-    is_product = value.dtype == "fp32" and not value.name.startswith("bf16.")
-    if not found and is_scattered and is_product and value.atol:
+    is_scattered = want.size >= 16 and abs(_correlation(yours, want)) < 0.5 and not value.name.startswith("bf16.")
+    if not found and is_scattered and value.dtype == "fp32" and value.atol:
         found = [
             f"differences of {size:.1e} of the values' size are those of products in {name}: ask the framework for its"
             " highest precision"

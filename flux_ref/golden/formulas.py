@@ -154,10 +154,8 @@ def box_muller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def batch_rows(g, cfg: Config, field: str, samples, epoch: int = 0, draws=None, drop=None, empty=None) -> np.ndarray:
     """A field of some samples. draws: the numbers to draw by, the samples' own if None. drop, empty: of captions."""
-    scalars = samples if draws is None else draws
-    drawn = [
-        rng.train_draw(cfg.train.seed, epoch, int(i), cfg.model.latent_shape, cfg.train.caption_drop) for i in scalars
-    ]
+    scalars, how = samples if draws is None else draws, (cfg.model.latent_shape, cfg.train.caption_drop)
+    drawn = [rng.train_draw(cfg.train.seed, epoch, int(i), *how) for i in scalars]
     if field in ("t", "latent_eps", "noise"):
         return np.stack([getattr(draw, field) for draw in drawn])
     values = g(f"data.train.{field}")[samples]
@@ -169,16 +167,14 @@ def batch_rows(g, cfg: Config, field: str, samples, epoch: int = 0, draws=None, 
 
 def row_draw(cfg: Config, field: str, p: np.ndarray, epoch=None, sample=None) -> np.ndarray:
     """A field of the rows at positions p of the run, or of the epoch and the samples given."""
-    count, seed = cfg.data.train_count, cfg.train.seed
+    count, seed, rate = cfg.data.train_count, cfg.train.seed, cfg.train.caption_drop
     epoch = np.maximum(p // count if epoch is None else epoch, 0)
     orders = {int(e): rng.order(seed, int(e), count) for e in np.unique(epoch)}
     own = np.array([orders[int(e)][q % count] for e, q in zip(epoch.flat, p.flat)]).reshape(p.shape)
     sample = own if sample is None else sample
     if field in ("position", "epoch", "sample"):
         return {"position": p, "epoch": epoch, "sample": sample}[field]
-    drawn = [
-        rng.train_draw(seed, int(e), int(s), (2,), cfg.train.caption_drop) for e, s in zip(epoch.flat, sample.flat)
-    ]
+    drawn = [rng.train_draw(seed, int(e), int(s), (2,), rate) for e, s in zip(epoch.flat, sample.flat)]
     values = [draw.t if field == "t" else draw.drop_caption for draw in drawn]
     return np.array(values, np.float32 if field == "t" else bool).reshape(p.shape)
 
@@ -211,9 +207,7 @@ def pack(x: np.ndarray, features=(0, 1, 2), by_column: bool = False) -> np.ndarr
     return split.reshape(batch, height * width // 4, 4 * channels)
 
 
-def rope_table(
-    model, axes=None, order=(0, 1, 2), start=0, step=1, theta=None, exponent=None, text=0, bits=0
-) -> np.ndarray:
+def rope_table(model, axes=None, order=(0, 1, 2), start=0, step=1, theta=None, exponent=None, text=0, bits=0):
     """(S, R, 2) cosines and sines of a model's tokens; the changes are mistakes."""
     row, column = np.divmod(np.arange(model.latent_height * model.latent_width // 4), model.latent_width // 2)
     grid = step * np.stack((0 * row, row, column), 1) + start * np.array((0, 1, 1))

@@ -31,7 +31,6 @@ WHOLE = (  # parameters whose gradients, moments and weights are kept whole; onl
     *("single_blocks.2.modulation.lin.bias", "single_blocks.2.linear2.bias", "final_layer.adaLN_modulation.1.bias"),
     "final_layer.linear.weight",
 )
-CLIPPED = "single_blocks.1.norm.query_norm.scale"  # its norm and an element exceed the clip norm of 1
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
@@ -47,7 +46,8 @@ def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.nda
     for parameter in state.opt.parameters:
         parameter.grad = parameter.detach().clone()
     state.opt.step()
-    values["clip.clipped"] = dict(zip(state.opt.names, state.opt.moments()["exp_avg"]))[CLIPPED].clone()
+    moments = dict(zip(state.opt.names, state.opt.moments()["exp_avg"]))
+    values["clip.clipped"] = moments["single_blocks.1.norm.query_norm.scale"].clone()
     coefficients = []
     for norm in given["clip.norms"].tolist():
         for number, parameter in enumerate(state.opt.parameters):
@@ -134,7 +134,8 @@ def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndar
             after_step(values, number, state, loss, norm, start)
 
 
-def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict[str, Tensor]) -> None:
+def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict) -> None:
+    """Record what a step leaves behind. start: the weights before the first step, by name."""
     result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
     if number in (1, STEPS):
         for moment, tensors in state.opt.moments().items():
@@ -185,10 +186,9 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
-    parts = {}
+    parts, state = {}, initial_state(cfg, world, given)
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
-    state = initial_state(cfg, world, given)
 
     def record_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
         for name in ("t", "latent_eps", "noise", "losses"):
