@@ -14,6 +14,7 @@ from flux_ref.golden.inputs import drawn, width_of
 PERIOD = 131_071  # a prime: so many numbers are drawn for a weight, and repeat through it
 TOKENS = {"text_tokens": 4, "latent_height": 4, "latent_width": 8}  # of the blocks: 4 of text, 2 rows of 4 of the image
 SHOWN = 8  # of the features of a token
+PIECE, PIECE_OF = 1 << 16, "double_blocks.0.img_attn.qkv.weight"  # elements that sharding draws at once
 ROPE_TOKENS = (0, 255, 256, 257, 271, 272, 511)  # the last of the text is 255
 
 
@@ -21,6 +22,14 @@ def rope(values: dict) -> None:
     """The rotations at full size: some tokens, and the sums over all tokens."""
     table = _net(double_blocks=1, single_blocks=1).make_rope()
     values["full.rope"], values["full.rope.sums"] = table[list(ROPE_TOKENS)], table.double().sum(0).float()
+
+
+def piece(values: dict) -> None:
+    """Initial elements around the end of the first piece in which sharding draws: SHOWN on each side."""
+    drawn_as = model.initialiser(PIECE_OF, (3 * Config().model.hidden, Config().model.hidden))
+    part = torch.empty(PIECE + SHOWN)
+    sharding._fill_random(part, 0, PIECE_OF, *drawn_as, FULL_SEED)
+    values["full.init.piece"] = part[PIECE - SHOWN :]
 
 
 def _net(**keys: int) -> model.Flux:
@@ -80,10 +89,11 @@ def inputs_of(name: str) -> dict:
     if name in ("full.double.grad.norms", "full.single.grad.norms"):
         block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
         return {"names": [parameter for parameter, _ in block.named_parameters()]}
-    return {"tokens": list(ROPE_TOKENS)} if name == "full.rope" else {}
+    piece_of = {"seed": FULL_SEED, "name": PIECE_OF, "first": PIECE - SHOWN, "count": 2 * SHOWN}
+    return {"full.rope": {"tokens": list(ROPE_TOKENS)}, "full.init.piece": piece_of}.get(name, {})
 
 
-def initial_norms(piece: int = 1 << 16) -> np.ndarray:
+def initial_norms(piece: int = PIECE) -> np.ndarray:
     """The norms of the initial tensors of FLUX.1-schnell, drawn piece by piece: (776,) fp32. Takes minutes."""
     found = []
     for name, shape in model.parameter_table(Config().model).items():

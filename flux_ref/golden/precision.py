@@ -16,9 +16,31 @@ from flux_ref.ranks import World
 from flux_ref.speed import fp8, fp8_product
 
 KEPT = re.compile(
-    r"time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
+    r"x_t|time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|prediction|loss.*|grad.*"
 )
+
+ROPE = {"axes": (4, 4, 8), "theta": 10_000, "text_tokens": 1, "latent": (4, 6)}  # of bf16.only.rope
+DELAYED, ORDER = {"history": 3, "margin": 1}, {"history": 2, "dynamic_steps": 1, "margin": 0}
+WEIGHT_FACTOR = 2  # of the weight after each step of fp8.order
+
+
+def inputs_of(name: str) -> dict:
+    """What a value is computed from, for machines. A grid has half the rows and columns of a latent."""
+    height, width = (size // 2 for size in ROPE["latent"])
+    rope = {key: ROPE[key] for key in ("axes", "theta", "text_tokens")} | {"grid": (height, width), "order": "text first"}
+    weight = {"weight": "fp8.weight", "weight_factor_after_each_step": WEIGHT_FACTOR}
+    rms = {"x": "bf16.rms_norm.input", "scale": "weights.double_blocks.0.img_attn.norm.query_norm.scale, in bf16"}
+    known = {
+        "bf16.only.rope": {"x": "bf16.fed.rope.x", "norm": "bf16.fed.rope.norm", **rope},
+        "bf16.rms_norm": rms,
+        "fp8.delayed.start": {"recipe": "delayed", **DELAYED, "algorithm": "max"},
+        "fp8.delayed.scale": {"recipe": "delayed", **DELAYED, "algorithm": "max", "amax": "fp8.delayed.amax"},
+        "fp8.recent.scale": {"recipe": "delayed", **DELAYED, "algorithm": "most_recent", "amax": "fp8.delayed.amax"},
+        "fp8.order.scale": {"recipe": "delayed", **ORDER, "algorithm": "max", **weight, "factors": "fp8.order.factors"},
+        "fp8.negated.scale": {"x": "-fp8.x", "format": "e4m3fn"},
+    }
+    return known.get(name, {})
 
 
 def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
@@ -44,8 +66,8 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     modulate, rope, attention, gelu, linear, gate = (
         {name.partition(".")[2]: value for name, value in fed.items() if name.startswith(f"{kind}.")} for kind in names
     )
-    positions = torch.cat((torch.zeros(1, 3, dtype=torch.float64), latents.image_positions(4, 6)))
-    table = model.rope_table(positions, (4, 4, 8), 10_000)
+    positions = torch.cat((torch.zeros(ROPE["text_tokens"], 3, dtype=torch.float64), latents.image_positions(*ROPE["latent"])))
+    table = model.rope_table(positions, ROPE["axes"], ROPE["theta"])
     norm = model.RMSNorm(16)
     norm.scale = nn.Parameter(rope["norm"])
     turned = model.apply_rope(norm(rope["x"]), table)
@@ -89,16 +111,19 @@ def fp8_linear(values: dict, given: dict) -> None:
         scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype, 44)
         values[f"fp8.fnuz.{name}.scale"] = scale
         values[f"fp8.fnuz.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
-
-    cfg = Fp8Config(recipe="delayed", history=3, margin=1)
-    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
-    state, scales = fp8.Fp8State(net, cfg, CPU), []
-    for amax in torch.from_numpy(given["fp8.delayed.amax"]):
-        for noted, value in zip(state.amaxes, amax.unbind()):
-            noted.fill_(value)
-        state.update()
-        scales.append(torch.stack(state.scales))
-    values["fp8.delayed.scale"] = torch.stack(scales)
+    values["fp8.negated.scale"], _ = fp8_product.scales_of(fp8_product.magnitudes(-x), torch.float8_e4m3fn, 44)
+    for place, algorithm in (("fp8.delayed", "max"), ("fp8.recent", "most_recent")):
+        cfg = Fp8Config(recipe="delayed", algorithm=algorithm, **DELAYED)
+        net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
+        state = fp8.Fp8State(net, cfg, CPU)
+        values.setdefault("fp8.delayed.start", torch.stack(state.scales))
+        scales = []
+        for amax in torch.from_numpy(given["fp8.delayed.amax"]):
+            for noted, value in zip(state.amaxes, amax.unbind()):
+                noted.fill_(value)
+            state.update()
+            scales.append(torch.stack(state.scales))
+        values[f"{place}.scale"] = torch.stack(scales)
 
 
 def fp8_edges(values: dict, given: dict) -> None:
@@ -121,7 +146,7 @@ def fp8_order(values: dict, given: dict) -> None:
     x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
-    cfg = Fp8Config(recipe="delayed", history=2, dynamic_steps=1)
+    cfg = Fp8Config(recipe="delayed", **ORDER)
     net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
     state, scales = fp8.Fp8State(net, cfg, CPU), []
     with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
@@ -131,6 +156,6 @@ def fp8_order(values: dict, given: dict) -> None:
                 net(x * factor).backward(grad * factor)
             state.update()
             with torch.no_grad():
-                net[0].weight.mul_(2)
+                net[0].weight.mul_(WEIGHT_FACTOR)
     casts = torch.stack(scales).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
     values["fp8.order.scale"] = casts[..., :3]

@@ -1,12 +1,13 @@
 """The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
 
 from contextlib import ExitStack, closing
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, steps
+from flux_ref import config_file, data, evaluate, flow, model, rng, schedule, sharding, step, steps
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.golden.draws import RATE_PEAK, RATE_STEPS, RATE_WARMUP
@@ -43,6 +44,8 @@ WHOLE = (  # parameters whose gradients, moments and weights are kept whole; onl
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
+OF_RANK_1 = ("img_in.weight", "vector_in.in_layer.weight")  # one parameter of each kind of draw
+VAL_ROWS = 4  # of a second validation: several batches, the last of one sample
 
 Values = dict[str, np.ndarray | Tensor]
 
@@ -91,6 +94,9 @@ def norms(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
+    """The gradients. A parameter that takes no part gets zeros, in the net too."""
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return {name: parameter.grad.to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
@@ -133,7 +139,8 @@ def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndar
                 if number == 1:
                     values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
                     stack.enter_context(recording(values, state.net))
-                    stack.enter_context(wrapped(state.opt, "step", before=record_gradients))
+                filled = record_gradients if number == 1 else lambda *_: gradients(state.net)
+                stack.enter_context(wrapped(state.opt, "step", before=filled))
                 loss, norm = step.train_step(state, batch, health, cfg)
             _after_step(values, number, state, loss, norm, start)
 
@@ -153,6 +160,34 @@ def _after_step(
     values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
 
 
+def inputs_of(name: str, cfg: Config) -> dict:
+    """What a value of this file is computed from, for machines: positions of the run, ranks, parameters."""
+    first, size = RANKS_STEP * PARTS["train__global_batch"], PARTS["train__global_batch"]
+    run = {"positions": list(range(first, first + size)), "ranks": RANKS, "micro_batch": PARTS["train__micro_batch"]}
+    if name.startswith("ranks.init."):
+        rows = model.parameter_table(cfg.model)[name.removeprefix("ranks.init.")][0]
+        return {"seed": cfg.train.seed, "rank": 1, "ranks": RANKS, "first_row": -(-rows // RANKS), "rows": ROWS}
+    if name.startswith("ranks."):
+        return {"seed": cfg.train.seed, **run, "weights": "weights.*"}
+    if name.startswith("val."):
+        batch = VAL_ROWS if name.startswith("val.batches.") else cfg.eval.batch
+        return {"seed": cfg.train.seed, "evaluation": 0, "batch": batch, "weights": "weights.*"}
+    return {"seed": cfg.train.seed} | ({} if name == "init.norms" else {"rows": ROWS}) if name[:5] == "init." else {}
+
+
+def init_of_rank(values: Values, cfg: Config, world: World) -> None:
+    """The first rows of rank 1's shard. For this, materialise is told that the local rows are those of that rank."""
+    chunk = {name: -(-shape[0] // RANKS) for name, shape in model.parameter_table(cfg.model).items()}
+
+    def rows_of_rank(parameter: nn.Parameter) -> tuple[int, Tensor]:
+        first = -(-parameter.shape[0] // RANKS)
+        return first, parameter.to_local()[first:]
+
+    with patch.object(sharding, "local_rows", rows_of_rank):
+        initial = local(sharding.build(cfg, world, cfg.train.seed))
+    values |= {f"ranks.init.{name}": initial[name][chunk[name] :][:ROWS] for name in OF_RANK_1}
+
+
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """One step on two ranks with two micro-batches each, from the given weights.
 
@@ -161,7 +196,8 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
     tests/golden/test_two_ranks.py compares two real ranks with these values.
     """
     cfg = config_file.replace(cfg, **PARTS)
-    losses, rank_losses, rank_norms, mean = [], [], [], {}
+    init_of_rank(values, cfg, world)
+    losses, fed_times, rank_losses, rank_norms, mean = [], [], [], [], {}
     for rank in range(RANKS):
         train_set, state = data.TrainSet(cfg, rank, RANKS, pin=False), initial_state(cfg, world, given)
         train_set.open()
@@ -176,30 +212,39 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
             rank_norms.append(torch.stack([grad.norm() for grad in grads.values()]).norm())
             mean.update({name: mean.get(name, 0) + grad / RANKS for name, grad in grads.items()})
 
-        noted = wrapped(flow, "losses", after=lambda result, *_: losses.append(result.detach()))
-        with noted, wrapped(state.opt, "step", before=add):
+        def note(result: Tensor, net: nn.Module, part: data.Batch, dtype: torch.dtype) -> None:
+            losses.append(result.detach())
+            fed_times.append(part["t"].clone())
+
+        with wrapped(flow, "losses", after=note), wrapped(state.opt, "step", before=add):
             rank_losses.append(step.train_step(state, batch, Health(CPU), cfg)[0])
     for parameter, grad in zip(state.opt.parameters, mean.values()):
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.to_local().copy_(grad)
     values |= {name: np.stack(rows) for name, rows in values.items() if isinstance(rows, list)}
-    values["ranks.losses"] = torch.stack(losses).view(RANKS, -1)
+    values["ranks.t"], values["ranks.losses"] = (torch.stack(parts).view(RANKS, -1) for parts in (fed_times, losses))
     values["ranks.loss"], values["ranks.grad_norm_of_rank"] = torch.stack(rank_losses), torch.stack(rank_norms)
     values["ranks.mean_loss"], values["ranks.grad.norms"] = values["ranks.loss"].mean(), norms(mean)
     values["ranks.grad_norm"] = state.opt.step()
 
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
-    """The validation loss of the given weights."""
-    count = cfg.data.val_count  # the batch is larger: its last rows are padding
-    val_set = data.ValSet(cfg, 0, 1, pin=False)
-    val_set.open()
-    state = initial_state(cfg, world, given)
+    """The validation loss of the given weights: in one batch with rows of padding, then in several batches."""
+    state, count = initial_state(cfg, world, given), cfg.data.val_count
+    for place, rows in (("val", cfg.eval.batch), ("val.batches", VAL_ROWS)):
+        of_rows, times, losses = config_file.replace(cfg, eval__batch=rows), [], []
+        val_set = data.ValSet(of_rows, 0, 1, pin=False)
+        val_set.open()
 
-    def record_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
-        values["val.t"], values["val.losses"] = batch["t"][:count].clone(), losses[:count]
+        def note(result: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
+            times.append(batch["t"].clone())
+            losses.append(result)
 
-    with wrapped(flow, "losses", after=record_losses):
-        result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
-    values["val.loss_per_timestep"] = np.array(result.losses, np.float32)
-    values["val.loss"] = np.array(result.loss, np.float32)
+        def count_samples(sums: list[list[float]], samples: int) -> None:
+            values[f"{place}.t"], values[f"{place}.losses"] = torch.cat(times)[:count], torch.cat(losses)[:count]
+            values[f"{place}.count"] = np.array(sums[0], np.float32)
+
+        with wrapped(flow, "losses", after=note), wrapped(evaluate, "summarise", before=count_samples):
+            result = evaluate.validation_loss(steps.Steps(state, of_rows, world), val_set, samples=0)
+        values[f"{place}.loss_per_timestep"] = np.array(result.losses, np.float32)
+        values[f"{place}.loss"] = np.array(result.loss, np.float32)
