@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flux_ref import config_file, model, sharding
 from flux_ref.config import Config
+from flux_ref.golden import places
 from flux_ref.golden.draws import FULL_SEED
 from flux_ref.golden.inputs import drawn, width_of
 
@@ -15,13 +16,15 @@ PERIOD = 131_071  # a prime: so many numbers are drawn for a weight, and repeat 
 TOKENS = {"text_tokens": 4, "latent_height": 4, "latent_width": 8}  # of the blocks: 4 of text, 2 rows of 4 of the image
 SHOWN = 8  # of the features of a token
 PIECE, PIECE_OF = 1 << 16, "double_blocks.0.img_attn.qkv.weight"  # elements that sharding draws at once
-ROPE_TOKENS = (0, 255, 256, 257, 271, 272, 511)  # the last of the text is 255
 
 
 def rope(values: dict) -> None:
     """The rotations at full size: some tokens, and the sums over all tokens."""
     table = _net(double_blocks=1, single_blocks=1).make_rope()
-    values["full.rope"], values["full.rope.sums"] = table[list(ROPE_TOKENS)], table.double().sum(0).float()
+    values["full.rope"], values["full.rope.sums"] = (
+        table[places.inputs_of("full.rope")["tokens"]],
+        table.double().sum(0).float(),
+    )
 
 
 def piece(values: dict) -> None:
@@ -89,8 +92,7 @@ def inputs_of(name: str) -> dict:
     if name in ("full.double.grad.norms", "full.single.grad.norms"):
         block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
         return {"names": [parameter for parameter, _ in block.named_parameters()]}
-    piece_of = {"seed": FULL_SEED, "name": PIECE_OF, "first": PIECE - SHOWN, "count": 2 * SHOWN}
-    return {"full.rope": {"tokens": list(ROPE_TOKENS)}, "full.init.piece": piece_of}.get(name, {})
+    return {}
 
 
 def initial_norms(piece: int = PIECE) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The golden values of bf16 and FP8: one step, single operations, casts, scales and their order."""
 
 import re
+from dataclasses import fields
 from unittest.mock import patch
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from flux_ref import config_file, flow, latents, model
 from flux_ref.config import Config, Fp8Config
+from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.golden.inputs import FED, FP8_FORMATS
 from flux_ref.golden.training import CPU, gradients, initial_state, norms
@@ -19,28 +21,6 @@ KEPT = re.compile(
     r"x_t|time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|prediction|loss.*|grad.*"
 )
-
-ROPE = {"axes": (4, 4, 8), "theta": 10_000, "text_tokens": 1, "latent": (4, 6)}  # of bf16.only.rope
-DELAYED, ORDER = {"history": 3, "margin": 1}, {"history": 2, "dynamic_steps": 1, "margin": 0}
-WEIGHT_FACTOR = 2  # of the weight after each step of fp8.order
-
-
-def inputs_of(name: str) -> dict:
-    """What a value is computed from, for machines. A grid has half the rows and columns of a latent."""
-    height, width = (size // 2 for size in ROPE["latent"])
-    rope = {key: ROPE[key] for key in ("axes", "theta", "text_tokens")} | {"grid": (height, width), "order": "text first"}
-    weight = {"weight": "fp8.weight", "weight_factor_after_each_step": WEIGHT_FACTOR}
-    rms = {"x": "bf16.rms_norm.input", "scale": "weights.double_blocks.0.img_attn.norm.query_norm.scale, in bf16"}
-    known = {
-        "bf16.only.rope": {"x": "bf16.fed.rope.x", "norm": "bf16.fed.rope.norm", **rope},
-        "bf16.rms_norm": rms,
-        "fp8.delayed.start": {"recipe": "delayed", **DELAYED, "algorithm": "max"},
-        "fp8.delayed.scale": {"recipe": "delayed", **DELAYED, "algorithm": "max", "amax": "fp8.delayed.amax"},
-        "fp8.recent.scale": {"recipe": "delayed", **DELAYED, "algorithm": "most_recent", "amax": "fp8.delayed.amax"},
-        "fp8.order.scale": {"recipe": "delayed", **ORDER, "algorithm": "max", **weight, "factors": "fp8.order.factors"},
-        "fp8.negated.scale": {"x": "-fp8.x", "format": "e4m3fn"},
-    }
-    return known.get(name, {})
 
 
 def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
@@ -66,8 +46,10 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     modulate, rope, attention, gelu, linear, gate = (
         {name.partition(".")[2]: value for name, value in fed.items() if name.startswith(f"{kind}.")} for kind in names
     )
-    positions = torch.cat((torch.zeros(ROPE["text_tokens"], 3, dtype=torch.float64), latents.image_positions(*ROPE["latent"])))
-    table = model.rope_table(positions, ROPE["axes"], ROPE["theta"])
+    of_rope = places.inputs_of("bf16.only.rope")
+    text = torch.zeros(of_rope["text_tokens"], 3, dtype=torch.float64)
+    positions = torch.cat((text, latents.image_positions(*(2 * size for size in of_rope["grid"]))))
+    table = model.rope_table(positions, of_rope["axes"], of_rope["theta"])
     norm = model.RMSNorm(16)
     norm.scale = nn.Parameter(rope["norm"])
     turned = model.apply_rope(norm(rope["x"]), table)
@@ -87,6 +69,12 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
             "losses": losses,
         }
     values.update({f"bf16.only.{name}": value for name, value in results.items()})
+
+
+def delayed(name: str) -> Fp8Config:
+    """The keys of FP8 that places.toml gives for a value."""
+    keys = {field.name for field in fields(Fp8Config)}
+    return Fp8Config(recipe="delayed", **{key: x for key, x in places.inputs_of(name).items() if key in keys})
 
 
 def fp8_linear(values: dict, given: dict) -> None:
@@ -112,8 +100,8 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.fnuz.{name}.scale"] = scale
         values[f"fp8.fnuz.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
     values["fp8.negated.scale"], _ = fp8_product.scales_of(fp8_product.magnitudes(-x), torch.float8_e4m3fn, 44)
-    for place, algorithm in (("fp8.delayed", "max"), ("fp8.recent", "most_recent")):
-        cfg = Fp8Config(recipe="delayed", algorithm=algorithm, **DELAYED)
+    for place in ("fp8.delayed", "fp8.recent"):
+        cfg = delayed(f"{place}.scale")
         net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
         state = fp8.Fp8State(net, cfg, CPU)
         values.setdefault("fp8.delayed.start", torch.stack(state.scales))
@@ -146,7 +134,7 @@ def fp8_order(values: dict, given: dict) -> None:
     x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
-    cfg = Fp8Config(recipe="delayed", **ORDER)
+    cfg = delayed("fp8.order.scale")
     net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
     state, scales = fp8.Fp8State(net, cfg, CPU), []
     with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
@@ -156,6 +144,6 @@ def fp8_order(values: dict, given: dict) -> None:
                 net(x * factor).backward(grad * factor)
             state.update()
             with torch.no_grad():
-                net[0].weight.mul_(WEIGHT_FACTOR)
+                net[0].weight.mul_(2)
     casts = torch.stack(scales).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
     values["fp8.order.scale"] = casts[..., :3]

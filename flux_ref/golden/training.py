@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, data, evaluate, flow, model, rng, schedule, sharding, step, steps
+from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, steps
 from flux_ref.config import Config
 from flux_ref.formats import shards
-from flux_ref.golden.draws import RATE_PEAK, RATE_STEPS, RATE_WARMUP
+from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.ranks import World
 from flux_ref.step import Health, State
@@ -18,29 +18,7 @@ from flux_ref.step import Health, State
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
 ROWS = 4  # of an initial weight
-INITIAL = (  # one parameter of each kind and shape
-    *("img_in.weight", "time_in.in_layer.weight", "time_in.out_layer.weight", "vector_in.in_layer.weight"),
-    *("txt_in.weight", "double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.proj.weight"),
-    *("double_blocks.0.img_mlp.0.weight", "double_blocks.0.img_mlp.2.weight", "double_blocks.1.txt_mlp.2.weight"),
-    *("single_blocks.0.linear1.weight", "single_blocks.2.linear2.weight"),
-)
-WHOLE = (  # parameters whose gradients, moments and weights are kept whole; only norms are kept of the others
-    "img_in.weight",
-    "time_in.in_layer.bias",
-    "vector_in.out_layer.bias",
-    "txt_in.bias",
-    "double_blocks.0.img_mod.lin.bias",
-    "double_blocks.0.img_attn.qkv.weight",
-    "double_blocks.0.img_attn.norm.key_norm.scale",
-    "double_blocks.1.txt_attn.proj.weight",
-    "double_blocks.1.txt_mlp.2.bias",
-    "single_blocks.0.linear1.bias",
-    "single_blocks.1.norm.query_norm.scale",
-    "single_blocks.2.modulation.lin.bias",
-    "single_blocks.2.linear2.bias",
-    "final_layer.adaLN_modulation.1.bias",
-    "final_layer.linear.weight",
-)
+INITIAL, WHOLE = places.TABLES["parameters"]["initial"], places.TABLES["parameters"]["whole"]
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
@@ -52,7 +30,8 @@ Values = dict[str, np.ndarray | Tensor]
 
 def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Learning rates and clip coefficients on both sides of their corners."""
-    rates = [schedule.lr(step, RATE_PEAK, RATE_WARMUP) for step in RATE_STEPS]
+    given_rates = places.inputs_of("schedule.lr")
+    rates = [schedule.lr(step, given_rates["peak"], given_rates["warmup_steps"]) for step in given_rates["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
     state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
     coefficients = []
@@ -160,24 +139,8 @@ def _after_step(
     values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
 
 
-def inputs_of(name: str, cfg: Config) -> dict:
-    """What a value of this file is computed from, for machines: positions of the run, ranks, parameters."""
-    first, size = RANKS_STEP * PARTS["train__global_batch"], PARTS["train__global_batch"]
-    run = {"positions": list(range(first, first + size)), "ranks": RANKS, "micro_batch": PARTS["train__micro_batch"]}
-    if name.startswith("ranks.init."):
-        rows = model.parameter_table(cfg.model)[name.removeprefix("ranks.init.")][0]
-        return {"seed": cfg.train.seed, "rank": 1, "ranks": RANKS, "first_row": -(-rows // RANKS), "rows": ROWS}
-    if name.startswith("ranks."):
-        return {"seed": cfg.train.seed, **run, "weights": "weights.*"}
-    if name.startswith("val."):
-        batch = VAL_ROWS if name.startswith("val.batches.") else cfg.eval.batch
-        return {"seed": cfg.train.seed, "evaluation": 0, "batch": batch, "weights": "weights.*"}
-    return {"seed": cfg.train.seed} | ({} if name == "init.norms" else {"rows": ROWS}) if name[:5] == "init." else {}
-
-
 def init_of_rank(values: Values, cfg: Config, world: World) -> None:
     """The first rows of rank 1's shard. For this, materialise is told that the local rows are those of that rank."""
-    chunk = {name: -(-shape[0] // RANKS) for name, shape in model.parameter_table(cfg.model).items()}
 
     def rows_of_rank(parameter: nn.Parameter) -> tuple[int, Tensor]:
         first = -(-parameter.shape[0] // RANKS)
@@ -185,7 +148,7 @@ def init_of_rank(values: Values, cfg: Config, world: World) -> None:
 
     with patch.object(sharding, "local_rows", rows_of_rank):
         initial = local(sharding.build(cfg, world, cfg.train.seed))
-    values |= {f"ranks.init.{name}": initial[name][chunk[name] :][:ROWS] for name in OF_RANK_1}
+    values |= {f"ranks.init.{name}": initial[name][-(-len(initial[name]) // RANKS) :][:ROWS] for name in OF_RANK_1}
 
 
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
@@ -230,21 +193,27 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """The validation loss of the given weights: in one batch with rows of padding, then in several batches."""
-    state, count = initial_state(cfg, world, given), cfg.data.val_count
+    state = initial_state(cfg, world, given)
     for place, rows in (("val", cfg.eval.batch), ("val.batches", VAL_ROWS)):
-        of_rows, times, losses = config_file.replace(cfg, eval__batch=rows), [], []
-        val_set = data.ValSet(of_rows, 0, 1, pin=False)
-        val_set.open()
+        values |= {f"{place}.{name}": value for name, value in _validated(state, cfg, world, rows).items()}
 
-        def note(result: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
-            times.append(batch["t"].clone())
-            losses.append(result)
 
-        def count_samples(sums: list[list[float]], samples: int) -> None:
-            values[f"{place}.t"], values[f"{place}.losses"] = torch.cat(times)[:count], torch.cat(losses)[:count]
-            values[f"{place}.count"] = np.array(sums[0], np.float32)
+def _validated(state: State, cfg: Config, world: World, rows: int) -> Values:
+    """One evaluation in batches of this many rows."""
+    cfg, noted, values = config_file.replace(cfg, eval__batch=rows), [], {}
+    val_set = data.ValSet(cfg, 0, 1, pin=False)
+    val_set.open()
 
-        with wrapped(flow, "losses", after=note), wrapped(evaluate, "summarise", before=count_samples):
-            result = evaluate.validation_loss(steps.Steps(state, of_rows, world), val_set, samples=0)
-        values[f"{place}.loss_per_timestep"] = np.array(result.losses, np.float32)
-        values[f"{place}.loss"] = np.array(result.loss, np.float32)
+    def note(result: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
+        noted.append((batch["t"].clone(), result))
+
+    def summarised(sums: list[list[float]], samples: int) -> None:
+        values["t"], values["losses"] = (torch.cat(parts)[: cfg.data.val_count] for parts in zip(*noted))
+        values["count"] = np.array(sums[0], np.float32)
+
+    with wrapped(flow, "losses", after=note), wrapped(evaluate, "summarise", before=summarised):
+        result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
+    return values | {
+        "loss_per_timestep": np.array(result.losses, np.float32),
+        "loss": np.array(result.loss, np.float32),
+    }

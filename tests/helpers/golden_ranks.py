@@ -32,7 +32,12 @@ def main(golden: str, out: str) -> int:
     times = np.array(ranks.gather(batch["t"]), np.float32)
     if world.rank == 0:
         values = {f"ranks.{name}": np.stack([row[name] for row in rows]) for name in rows[0]}
-        values |= {"ranks.loss": losses, "ranks.t": times, "ranks.mean_loss": losses.mean(), "ranks.grad_norm": norm.numpy()}
+        values |= {
+            "ranks.loss": losses,
+            "ranks.t": times,
+            "ranks.mean_loss": losses.mean(),
+            "ranks.grad_norm": norm.numpy(),
+        }
         save_file({name: np.array(value) for name, value in values.items()}, out)
     return 0
 
