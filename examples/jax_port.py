@@ -333,11 +333,13 @@ def two_ranks(cfg, golden, gradient, start, out, batch=4, ranks=2):
     for rank in range(ranks):
         first, own = batch + rank * part, {}
         (loss, inner), g = gradient(start, train_batch(cfg, golden, range(first, first + part), "ranks", own))
-        del own["ranks.t"]
         each.append(
             own | {"ranks.losses": inner["losses"], "ranks.loss": loss, "ranks.grad_norm_of_rank": total(g), "g": g}
         )
     mean = {k: sum(rank["g"][k] for rank in each) / ranks for k in start}
+    for k in ("img_in.weight", "vector_in.in_layer.weight"):  # the first rows of rank 1's shard
+        rows = initial_weight(cfg["train"]["seed"], k, start[k].shape)
+        out[f"ranks.init.{k}"] = rows[-(-len(rows) // ranks) :][:4]
     out |= {k: np.stack([rank[k] for rank in each]) for k in each[0] if k != "g"}
     out |= {"ranks.mean_loss": out["ranks.loss"].mean(), "ranks.grad_norm": total(mean)}
     out["ranks.grad.norms"] = norms(mean.values())
@@ -377,7 +379,10 @@ def fp8(golden, out):
     products["grad_bias"] = golden["fp8.grad"].sum(0)
     out |= {f"fp8.{k}": y.astype(bf16) for k, y in products.items()}
     scales = [delayed(x, largest(d)) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])]
-    out["fp8.delayed.scale"] = np.stack(scales, 1)
+    out |= {"fp8.delayed.scale": np.stack(scales, 1), "fp8.delayed.start": np.ones(2, f32)}
+    scales = [delayed(x, largest(d), history=1) for x, d in zip(golden["fp8.delayed.amax"].T, FORMATS[""])]
+    out["fp8.recent.scale"] = np.stack(scales, 1)  # the newest magnitude that is not 0
+    out["fp8.negated.scale"], _ = quantise(-golden["fp8.x"], FORMATS[""][0])
     for dtype in (d for pair in FORMATS.values() for d in pair):
         kind = dtype.__name__.removeprefix("float8_")
         bits = np.clip(golden[f"fp8.edge.{kind}.x"], -largest(dtype), largest(dtype)).astype(dtype)
@@ -479,7 +484,11 @@ def full_size(golden, index, out):
     sample, _, t, drop = zip(*rows_of(seed, count, golden["full.positions"].tolist()))
     out |= {"full.sample": np.array(sample), "full.t": np.array(t, f32), "full.drop": np.array(drop)}
     rope = rope_table(256, 16, 16, FULL["rope_axes"])
+    place = index["full.init.piece"]
+    w = words(place["seed"], INIT, name_key(place["name"]), 0, place["count"], place["first"])
+    width = f32(math.sqrt(6 / (4 * FULL["hidden"])))
     out |= {
+        "full.init.piece": (2 * uniform(w) - 1) * width,
         "full.rope": rope[index["full.rope"]["tokens"]],
         "full.rope.sums": rope.astype(np.float64).sum(0).astype(f32),
     }
@@ -531,8 +540,9 @@ def main(folder, dump, *wanted):
     batch = val_batch(cfg, golden)
     losses = np.asarray(objective(model, f32, start, batch)[1]["losses"])
     per_timestep = np.array([losses[batch["t"] == k / 8].mean() for k in range(8)])
-    out |= {"val.t": batch["t"], "val.losses": losses, "val.loss": per_timestep.mean()}
-    out["val.loss_per_timestep"] = per_timestep
+    validated = {"t": batch["t"], "losses": losses, "loss": per_timestep.mean(), "loss_per_timestep": per_timestep}
+    validated["count"] = np.bincount((8 * batch["t"]).astype(int), minlength=8).astype(f32)
+    out |= {f"{place}.{k}": x for place in ("val", "val.batches") for k, x in validated.items()}
     some_steps(cfg, golden, gradient[f32], dict(start), out)
     two_ranks(cfg, golden, gradient[f32], dict(start), out)
     operations(golden, out)

@@ -14,9 +14,8 @@ FULL_SEED = 25952
 def draws(values: dict, cfg: Config) -> None:
     """The host generator's words and numbers, and the draws of the run."""
     for name in (f"draws.words.{number}" for number in range(5)):
-        of = places.inputs_of(name)
-        counter = {"sample": of["sample"], "epoch": of["epoch"], "start": of["first"]}
-        values[name] = rng.words(of["seed"], of["stream"], of["count"], **counter)
+        seed, stream, sample, epoch, start, count = places.inputs_of(name).values()
+        values[name] = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"])
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)

@@ -29,9 +29,8 @@ def rope(values: dict) -> None:
 
 def piece(values: dict) -> None:
     """Initial elements around the end of the first piece in which sharding draws: SHOWN on each side."""
-    drawn_as = model.initialiser(PIECE_OF, (3 * Config().model.hidden, Config().model.hidden))
-    part = torch.empty(PIECE + SHOWN)
-    sharding._fill_random(part, 0, PIECE_OF, *drawn_as, FULL_SEED)
+    hidden, part = Config().model.hidden, torch.empty(PIECE + SHOWN)
+    sharding._fill_random(part, 0, PIECE_OF, *model.initialiser(PIECE_OF, (3 * hidden, hidden)), FULL_SEED)
     values["full.init.piece"] = part[PIECE - SHOWN :]
 
 
