@@ -42,14 +42,14 @@ def full_draws(values: dict, given: dict[str, np.ndarray]) -> None:
 
 def inputs_of(name: str, cfg: Config) -> dict:
     """What a value is computed from, for machines; places.toml tells more."""
-    seed, places = cfg.train.seed, {"count": COUNT}
+    seed = cfg.train.seed
     if name.startswith("draws.order."):
         return {"seed": seed, "epoch": int(name.rpartition(".")[2]), "count": COUNT}
     if name in ("full.sample", "full.drop", "full.t"):
         return {"seed": FULL_SEED, "count": TRAIN_SAMPLES, "rate": cfg.train.caption_drop}
     val = {"seed": seed, "evaluation": SEEN, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
     train = {"seed": seed, "epoch": EPOCH, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
-    scalars = {"seed": seed, "epoch": EPOCH, **places, "rate": cfg.train.caption_drop}
+    scalars = {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": cfg.train.caption_drop}
     return {
         **{f"draws.{kind}": scalars for kind in ("drop", "t")},
         "draws.latent_eps": {**train, "stream": rng.LATENT},

@@ -72,8 +72,10 @@ def blocks(values: dict) -> None:
         weights = (operand(f"{kind}.{name}.grad", *x.shape).detach() for name, x in streams.items())
         sum((result * weight).sum() for result, weight in zip(results, weights)).backward()
         _show(values, f"full.{kind}.grad", {name: x.grad for name, x in (streams | {"vec": vec}).items()})
-        sizes = [p.grad.double().norm().float() for p in block.parameters()]  # fp32 sums of 57 million lose 0.4 %
-        values[f"full.{kind}.grad.norms"] = torch.stack(sizes)
+        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in block.parameters()]
+        values[f"full.{kind}.grad.norms"] = torch.stack(
+            [grad.double().norm().float() for grad in grads]
+        )  # fp32 sums lose 0.4 %
         block.to("meta")  # frees its memory and that of its gradients
 
 
@@ -88,10 +90,10 @@ def inputs_of(name: str) -> dict:
     """What a value is computed from, for machines; names: the parameters of a list of norms."""
     if name == "full.init.norms":
         return {"seed": FULL_SEED, "names": list(model.parameter_table(Config().model))}
-    if name in ("full.double.grad.norms", "full.single.grad.norms"):
-        block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
-        return {"names": [parameter for parameter, _ in block.named_parameters()]}
-    return {}
+    if name not in ("full.double.grad.norms", "full.single.grad.norms"):
+        return {}
+    block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
+    return {"names": [parameter for parameter, _ in block.named_parameters()]}
 
 
 def initial_norms(piece: int = PIECE) -> np.ndarray:

@@ -23,7 +23,6 @@ BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
 OF_RANK_1 = ("img_in.weight", "vector_in.in_layer.weight")  # one parameter of each kind of draw
-VAL_ROWS = 4  # of a second validation: several batches, the last of one sample
 
 Values = dict[str, np.ndarray | Tensor]
 
@@ -194,7 +193,7 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """The validation loss of the given weights: in one batch with rows of padding, then in several batches."""
     state = initial_state(cfg, world, given)
-    for place, rows in (("val", cfg.eval.batch), ("val.batches", VAL_ROWS)):
+    for place, rows in (("val", cfg.eval.batch), ("val.batches", 4)):
         values |= {f"{place}.{name}": value for name, value in _validated(state, cfg, world, rows).items()}
 
 
