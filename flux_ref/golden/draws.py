@@ -52,8 +52,9 @@ def inputs_of(name: str, cfg: Config) -> dict:
     scalars = {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": cfg.train.caption_drop}
     return {
         **{f"draws.{kind}": scalars for kind in ("drop", "t")},
-        "draws.latent_eps": {**train, "stream": rng.LATENT},
-        "draws.noise": {**train, "stream": rng.NOISE},
-        "draws.val_latent_eps": {**val, "stream": rng.VAL_LATENT},
-        "draws.val_noise": {**val, "stream": rng.VAL_NOISE},
+        **{f"draws.{x}": {**train, "stream": s} for x, s in (("latent_eps", rng.LATENT), ("noise", rng.NOISE))},
+        **{
+            f"draws.val_{x}": {**val, "stream": s}
+            for x, s in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE))
+        },
     }.get(name, {})
