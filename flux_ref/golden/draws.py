@@ -52,9 +52,6 @@ def inputs_of(name: str, cfg: Config) -> dict:
     scalars = {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": cfg.train.caption_drop}
     return {
         **{f"draws.{kind}": scalars for kind in ("drop", "t")},
-        **{f"draws.{x}": {**train, "stream": s} for x, s in (("latent_eps", rng.LATENT), ("noise", rng.NOISE))},
-        **{
-            f"draws.val_{x}": {**val, "stream": s}
-            for x, s in (("latent_eps", rng.VAL_LATENT), ("noise", rng.VAL_NOISE))
-        },
+        **{f"draws.{x}": {**train, "stream": s} for x, s in (("latent_eps", 2), ("noise", 3))},
+        **{f"draws.val_{x}": {**val, "stream": s} for x, s in (("latent_eps", 4), ("noise", 5))},
     }.get(name, {})
