@@ -27,7 +27,8 @@ def main(golden: str, out: str) -> int:
     with closing(train_set.feed(training.RANKS_STEP * cfg.train.global_batch)) as feed:
         feed.copy_into(batch)
     loss, norm = step.train_step(state, batch, Health(world.device), cfg)
-    rows = ranks.gather_objects(training.rows_of(train_set, training.RANKS_STEP))
+    own = training.rows_of(train_set, training.RANKS_STEP)
+    rows = ranks.gather_objects({name: row.tolist() for name, row in own.items()})
     losses = np.array(ranks.gather(loss.reshape(1)), np.float32)[:, 0]
     times = np.array(ranks.gather(batch["t"]), np.float32)
     if world.rank == 0:
