@@ -342,11 +342,13 @@ def two_ranks(cfg, golden, gradient, start, out, batch=4, ranks=2):
     for rank in range(ranks):
         first, own = batch + rank * part, {}
         (loss, inner), g = gradient(start, train_batch(cfg, golden, range(first, first + part), "ranks", own))
-        del own["ranks.t"]
         each.append(
             own | {"ranks.losses": inner["losses"], "ranks.loss": loss, "ranks.grad_norm_of_rank": total(g), "g": g}
         )
     mean = {k: sum(rank["g"][k] for rank in each) / ranks for k in start}
+    for k in ("img_in.weight", "vector_in.in_layer.weight"):  # the first rows of rank 1's shard
+        rows = initial_weight(cfg["train"]["seed"], k, start[k].shape)
+        out[f"ranks.init.{k}"] = rows[-(-len(rows) // ranks) :][:4]
     out |= {k: np.stack([rank[k] for rank in each]) for k in each[0] if k != "g"}
     out |= {"ranks.mean_loss": out["ranks.loss"].mean(), "ranks.grad_norm": total(mean)}
     out["ranks.grad.norms"] = norms(mean.values())
@@ -503,7 +505,11 @@ def full_size(golden, index, out):
     sample, _, t, drop = zip(*rows_of(seed, count, golden["full.positions"].tolist()))
     out |= {"full.sample": np.array(sample), "full.t": np.array(t, f32), "full.drop": np.array(drop)}
     rope = rope_table(256, 16, 16, FULL["rope_axes"])
+    place = index["full.init.piece"]
+    w = words(place["seed"], INIT, name_key(place["name"]), 0, place["count"], place["first"])
+    width = f32(math.sqrt(6 / (4 * FULL["hidden"])))
     out |= {
+        "full.init.piece": (2 * uniform(w) - 1) * width,
         "full.rope": rope[index["full.rope"]["tokens"]],
         "full.rope.sums": rope.astype(np.float64).sum(0).astype(f32),
     }

@@ -140,7 +140,7 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
     most = len(names | dump.entries.keys()) if shows_all else NAMES_SHOWN
     if differences:
         _print_first(differences[0], compared)
-        print("\nall that differ, in the order of computation:")
+        print("\nall that differ, in the order of computation (--only NAME explains another one):")
         print("".join(f"  {line}\n" for line in _extents(differences, most)), end="")
     free = sorted(names - dump.entries.keys())
     hints = [_nearest(name, free) for name in unknown[:NAMES_SHOWN]]  # slow, so not for all of a foreign file

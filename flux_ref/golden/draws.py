@@ -5,27 +5,17 @@ import numpy as np
 from flux_ref import rng
 from flux_ref.benchmark.facts import TRAIN_SAMPLES
 from flux_ref.config import Config
+from flux_ref.golden import places
 
-WORDS = (  # seed, stream, sample, epoch, first word
-    (0, rng.ORDER, 0, 0, 0),
-    (25952, rng.NOISE, 1_099_775, 23, 0),
-    (2**63 - 1, rng.SCALARS, 5, 2**40, 0),
-    (7, rng.INIT, rng.name_key("img_in.weight"), 0, 4 * 2**32),
-    (1, rng.VAL_NOISE, 29_695, 25_165_824, 400),
-)
 COUNT, EPOCH, SAMPLE, SEEN = 50, 1, 3, 262_144
-RATE_STEPS, RATE_PEAK, RATE_WARMUP = (0, 1, 1598, 1599, 1600, 1601, 100_000), 2e-4, 1600
 FULL_SEED = 25952
-
-
-def words_inputs(number: int) -> dict[str, int]:
-    return dict(zip(("seed", "stream", "sample", "epoch", "first"), WORDS[number])) | {"count": 8}
 
 
 def draws(values: dict, cfg: Config) -> None:
     """The host generator's words and numbers, and the draws of the run."""
-    for number, (seed, stream, sample, epoch, start) in enumerate(WORDS):
-        values[f"draws.words.{number}"] = rng.words(seed, stream, 8, sample=sample, epoch=epoch, start=start)
+    for name in (f"draws.words.{number}" for number in range(5)):
+        seed, stream, sample, epoch, start, count = places.inputs_of(name).values()
+        values[name] = rng.words(seed, stream, count, sample=sample, epoch=epoch, start=start)
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"])
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
@@ -51,25 +41,17 @@ def full_draws(values: dict, given: dict[str, np.ndarray]) -> None:
 
 
 def inputs_of(name: str, cfg: Config) -> dict:
-    """What a value is computed from, for machines; {} where the golden values themselves tell."""
-    seed, places = cfg.train.seed, {"count": COUNT}
-    if name.startswith("draws.words."):
-        return words_inputs(int(name.rpartition(".")[2]))
+    """What a value is computed from, for machines; places.toml tells more."""
+    seed = cfg.train.seed
     if name.startswith("draws.order."):
         return {"seed": seed, "epoch": int(name.rpartition(".")[2]), "count": COUNT}
     if name in ("full.sample", "full.drop", "full.t"):
         return {"seed": FULL_SEED, "count": TRAIN_SAMPLES, "rate": cfg.train.caption_drop}
     val = {"seed": seed, "evaluation": SEEN, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
     train = {"seed": seed, "epoch": EPOCH, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
-    scalars = {"seed": seed, "epoch": EPOCH, **places, "rate": cfg.train.caption_drop}
+    scalars = {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": cfg.train.caption_drop}
     return {
-        "draws.name_key": {"name": "img_in.weight"},
-        **{f"draws.{kind}": {"words": "draws.words.1"} for kind in ("uniform", "normal")},
         **{f"draws.{kind}": scalars for kind in ("drop", "t")},
-        "draws.latent_eps": {**train, "stream": rng.LATENT},
-        "draws.noise": {**train, "stream": rng.NOISE},
-        "draws.val_latent_eps": {**val, "stream": rng.VAL_LATENT},
-        "draws.val_noise": {**val, "stream": rng.VAL_NOISE},
-        "schedule.lr": {"steps": list(RATE_STEPS), "peak": RATE_PEAK, "warmup_steps": RATE_WARMUP},
-        "clip.coefficient": {"norms": "clip.norms", "clip_norm": 1.0},
+        **{f"draws.{x}": {**train, "stream": s} for x, s in (("latent_eps", 2), ("noise", 3))},
+        **{f"draws.val_{x}": {**val, "stream": s} for x, s in (("latent_eps", 4), ("noise", 5))},
     }.get(name, {})

@@ -8,19 +8,30 @@ from torch import Tensor
 
 from flux_ref import config_file, model, sharding
 from flux_ref.config import Config
+from flux_ref.golden import places
 from flux_ref.golden.draws import FULL_SEED
 from flux_ref.golden.inputs import drawn, width_of
 
 PERIOD = 131_071  # a prime: so many numbers are drawn for a weight, and repeat through it
 TOKENS = {"text_tokens": 4, "latent_height": 4, "latent_width": 8}  # of the blocks: 4 of text, 2 rows of 4 of the image
 SHOWN = 8  # of the features of a token
-ROPE_TOKENS = (0, 255, 256, 257, 271, 272, 511)  # the last of the text is 255
+PIECE, PIECE_OF = 1 << 16, "double_blocks.0.img_attn.qkv.weight"  # elements that sharding draws at once
 
 
 def rope(values: dict) -> None:
     """The rotations at full size: some tokens, and the sums over all tokens."""
     table = _net(double_blocks=1, single_blocks=1).make_rope()
-    values["full.rope"], values["full.rope.sums"] = table[list(ROPE_TOKENS)], table.double().sum(0).float()
+    values["full.rope"], values["full.rope.sums"] = (
+        table[places.inputs_of("full.rope")["tokens"]],
+        table.double().sum(0).float(),
+    )
+
+
+def piece(values: dict) -> None:
+    """Initial elements around the end of the first piece in which sharding draws: SHOWN on each side."""
+    hidden, part = Config().model.hidden, torch.empty(PIECE + SHOWN)
+    sharding._fill_random(part, 0, PIECE_OF, *model.initialiser(PIECE_OF, (3 * hidden, hidden)), FULL_SEED)
+    values["full.init.piece"] = part[PIECE - SHOWN :]
 
 
 def _net(**keys: int) -> model.Flux:
@@ -61,8 +72,10 @@ def blocks(values: dict) -> None:
         weights = (operand(f"{kind}.{name}.grad", *x.shape).detach() for name, x in streams.items())
         sum((result * weight).sum() for result, weight in zip(results, weights)).backward()
         _show(values, f"full.{kind}.grad", {name: x.grad for name, x in (streams | {"vec": vec}).items()})
-        sizes = [p.grad.double().norm().float() for p in block.parameters()]  # fp32 sums of 57 million lose 0.4 %
-        values[f"full.{kind}.grad.norms"] = torch.stack(sizes)
+        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in block.parameters()]
+        values[f"full.{kind}.grad.norms"] = torch.stack(
+            [grad.double().norm().float() for grad in grads]
+        )  # fp32 sums lose 0.4 %
         block.to("meta")  # frees its memory and that of its gradients
 
 
@@ -77,13 +90,13 @@ def inputs_of(name: str) -> dict:
     """What a value is computed from, for machines; names: the parameters of a list of norms."""
     if name == "full.init.norms":
         return {"seed": FULL_SEED, "names": list(model.parameter_table(Config().model))}
-    if name in ("full.double.grad.norms", "full.single.grad.norms"):
-        block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
-        return {"names": [parameter for parameter, _ in block.named_parameters()]}
-    return {"tokens": list(ROPE_TOKENS)} if name == "full.rope" else {}
+    if name not in ("full.double.grad.norms", "full.single.grad.norms"):
+        return {}
+    block = getattr(_net(double_blocks=1, single_blocks=1), name.split(".")[1] + "_blocks")[0]
+    return {"names": [parameter for parameter, _ in block.named_parameters()]}
 
 
-def initial_norms(piece: int = 1 << 16) -> np.ndarray:
+def initial_norms(piece: int = PIECE) -> np.ndarray:
     """The norms of the initial tensors of FLUX.1-schnell, drawn piece by piece: (776,) fp32. Takes minutes."""
     found = []
     for name, shape in model.parameter_table(Config().model).items():

@@ -13,6 +13,7 @@ from flux_ref import data, model, rng
 from flux_ref.benchmark.facts import TRAIN_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shard_writer, shards
+from flux_ref.golden import places
 
 SEED = 0
 VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wrong order show
@@ -32,15 +33,7 @@ MAGNITUDES = (0.0, 2.0**-149, 1e-30, 2.0**-37, 2.0**-28, 0.3, 448.0, 57344.0, 3.
 CLIP_NORMS = (0.0, 1e-3, 0.5, 0.99999, 1.0, 1.00001, 1.5, 40.0)
 FULL_BATCH, AROUND = 512, 8  # positions of the first batch, and on both sides of the start of a full-size epoch
 FP8_FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
-# Operands of single operations in bf16: shape, width and centre. Each is made so that sums or scores in bf16 show.
-FED = {
-    **{"modulate.x": ((3, 500), 1.0, 16.0), "modulate.shift": ((1, 500), 0.5, 0.0)},
-    **{"modulate.scale": ((1, 500), 0.5, 0.0), "rope.x": ((1, 7, 2, 16), 4.0, 0.0), "rope.norm": ((16,), 0.5, 1.0)},
-    **{"attention.q": ((1, 9, 2, 16), 8.0, 0.0), "attention.k": ((1, 700, 2, 16), 8.0, 0.0)},
-    **{"attention.v": ((1, 700, 2, 16), 1.0, 0.5), "gelu.x": ((256,), 4.0, 0.0), "linear.x": ((5, 600), 1.0, 1.0)},
-    **{"linear.weight": ((12, 600), 1.0, 1.0), "linear.bias": ((12,), 64.0, 0.0), "gate.x": ((4, 64), 8.0, 0.0)},
-    **{"gate.gate": ((1, 64), 2.0, 0.0), "gate.y": ((4, 64), 2.0, 0.0), "loss.prediction": ((3, 6, 28), 0.25, 16.0)},
-}
+FED = places.TABLES["operands"]  # of single operations in bf16: shape, width and centre
 
 
 def drawn(name: str, shape: tuple[int, ...], width: float, centre: float = 0.0) -> np.ndarray:

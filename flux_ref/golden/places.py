@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref.golden.draws import WORDS
-
 TABLE = Path(__file__).with_name("places.toml")  # {pattern: place}; the first pattern that matches a name counts
 GIVEN = re.compile(
     r"weights\..*|data\..*|fp8\.(x|weight|bias|grad)|fp8\.(delayed|scales)\.amax|fp8\.order\.factors"
@@ -45,8 +43,7 @@ class Place:
     causes: tuple[str, ...]
 
 
-def _load() -> dict[str, Place]:
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+def _load(table: dict) -> dict[str, Place]:
     kinds, shared = {name: Kind(*row) for name, row in table["kinds"].items()}, table["causes"]
     return {
         pattern: Place(meaning, kinds[kind], tuple(shared.get(cause, cause) for cause in causes))
@@ -54,7 +51,8 @@ def _load() -> dict[str, Place]:
     }
 
 
-PLACES = _load()
+TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+PLACES = _load(TABLES)
 
 
 def place(name: str) -> Place:
@@ -67,10 +65,12 @@ def place(name: str) -> Place:
 
 def meaning(name: str) -> str:
     """One line about a value."""
-    if name.startswith("draws.words."):
-        seed, stream, sample, epoch, start = WORDS[int(name.rpartition(".")[2])]
-        return f"words {start} .. {start + 7} of seed {seed}, stream {stream}, sample {sample}, epoch {epoch}"
     return place(name).meaning
+
+
+def inputs_of(name: str) -> dict:
+    """What a value is computed from, where the table says so."""
+    return next((row for pattern, row in TABLES["inputs"].items() if re.fullmatch(pattern, name)), {})
 
 
 def is_given(name: str) -> bool:

@@ -1,6 +1,7 @@
 """The golden values of bf16 and FP8: one step, single operations, casts, scales and their order."""
 
 import re
+from dataclasses import fields
 from unittest.mock import patch
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from flux_ref import config_file, flow, latents, model, step
 from flux_ref.config import Config, Fp8Config
+from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.golden.inputs import FED, FP8_FORMATS
 from flux_ref.golden.training import CPU, after_step, gradients, initial_state, local, norms
@@ -61,8 +63,10 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     modulate, rope, attention, gelu, linear, gate = (
         {name.partition(".")[2]: value for name, value in fed.items() if name.startswith(f"{kind}.")} for kind in names
     )
-    positions = torch.cat((torch.zeros(1, 3, dtype=torch.float64), latents.image_positions(4, 6)))
-    table = model.rope_table(positions, (4, 4, 8), 10_000)
+    of_rope = places.inputs_of("bf16.only.rope")
+    text = torch.zeros(of_rope["text_tokens"], 3, dtype=torch.float64)
+    positions = torch.cat((text, latents.image_positions(*(2 * size for size in of_rope["grid"]))))
+    table = model.rope_table(positions, of_rope["axes"], of_rope["theta"])
     norm = model.RMSNorm(16)
     norm.scale = nn.Parameter(rope["norm"])
     both, single, noted = model.QKNorm(16), model.SingleBlock(cfg.model).bfloat16(), []
@@ -89,6 +93,12 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
             "losses": losses,
         }
     values.update({f"bf16.only.{name}": value for name, value in results.items()})
+
+
+def delayed(name: str) -> Fp8Config:
+    """The keys of FP8 that places.toml gives for a value."""
+    keys = {field.name for field in fields(Fp8Config)}
+    return Fp8Config(recipe="delayed", **{key: x for key, x in places.inputs_of(name).items() if key in keys})
 
 
 def fp8_linear(values: dict, given: dict) -> None:
@@ -152,7 +162,7 @@ def fp8_order(values: dict, given: dict) -> None:
     x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
-    cfg = Fp8Config(recipe="delayed", history=2, dynamic_steps=1)
+    cfg = delayed("fp8.order.scale")
     net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
     state, scales = fp8.Fp8State(net, cfg, CPU), []
     with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):

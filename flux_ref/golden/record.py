@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flux_ref import config_file, ranks
 from flux_ref.config import Config
 from flux_ref.golden.draws import draws, full_draws
-from flux_ref.golden.full_size import blocks, rope
+from flux_ref.golden.full_size import blocks, piece, rope
 from flux_ref.golden.inputs import write_data
 from flux_ref.golden.precision import bf16, fp8_edges, fp8_linear, fp8_order, operations
 from flux_ref.golden.training import CPU, init, on_two_ranks, schedules, training, validation
@@ -54,6 +54,7 @@ def record(cfg: Config, given: dict[str, np.ndarray]) -> dict[str, Recorded]:
         fp8_linear(values, given)
         fp8_order(values, given)
         rope(values)
+        piece(values)
         blocks(values)
     return {name: plain(value) for name, value in values.items()}
 

@@ -1,6 +1,7 @@
 """The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
 
 from contextlib import ExitStack, closing
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, steps
 from flux_ref.config import Config
 from flux_ref.formats import shards
-from flux_ref.golden.draws import RATE_PEAK, RATE_STEPS, RATE_WARMUP
+from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.ranks import World
 from flux_ref.step import Health, State
@@ -34,13 +35,15 @@ WHOLE = (  # parameters whose gradients, moments and weights are kept whole; onl
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
+OF_RANK_1 = ("img_in.weight", "vector_in.in_layer.weight")  # one parameter of each kind of draw
 
 Values = dict[str, np.ndarray | Tensor]
 
 
 def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Learning rates and clip coefficients on both sides of their corners."""
-    rates = [schedule.lr(step, RATE_PEAK, RATE_WARMUP) for step in RATE_STEPS]
+    given_rates = places.inputs_of("schedule.lr")
+    rates = [schedule.lr(step, given_rates["peak"], given_rates["warmup_steps"]) for step in given_rates["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
     state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
     for parameter in state.opt.parameters:
@@ -87,6 +90,9 @@ def norms(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
+    """The gradients. A parameter that takes no part gets zeros, in the net too."""
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return {name: parameter.grad.to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
@@ -129,7 +135,8 @@ def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndar
                 if number == 1:
                     values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
                     stack.enter_context(recording(values, state.net))
-                    stack.enter_context(wrapped(state.opt, "step", before=record_gradients))
+                filled = record_gradients if number == 1 else lambda *_: gradients(state.net)
+                stack.enter_context(wrapped(state.opt, "step", before=filled))
                 loss, norm = step.train_step(state, batch, health, cfg)
             after_step(values, number, state, loss, norm, start)
 
@@ -148,6 +155,18 @@ def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Te
     values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
 
 
+def init_of_rank(values: Values, cfg: Config, world: World) -> None:
+    """The first rows of rank 1's shard. For this, materialise is told that the local rows are those of that rank."""
+
+    def rows_of_rank(parameter: nn.Parameter) -> tuple[int, Tensor]:
+        first = -(-parameter.shape[0] // RANKS)
+        return first, parameter.to_local()[first:]
+
+    with patch.object(sharding, "local_rows", rows_of_rank):
+        initial = local(sharding.build(cfg, world, cfg.train.seed))
+    values |= {f"ranks.init.{name}": initial[name][-(-len(initial[name]) // RANKS) :][:ROWS] for name in OF_RANK_1}
+
+
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """One step on two ranks with two micro-batches each, from the given weights.
 
@@ -156,7 +175,8 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
     tests/golden/test_two_ranks.py compares two real ranks with these values.
     """
     cfg = config_file.replace(cfg, **PARTS)
-    losses, rank_losses, rank_norms, mean = [], [], [], {}
+    init_of_rank(values, cfg, world)
+    losses, fed_times, rank_losses, rank_norms, mean = [], [], [], [], {}
     for rank in range(RANKS):
         train_set, state = data.TrainSet(cfg, rank, RANKS, pin=False), initial_state(cfg, world, given)
         train_set.open()
@@ -171,14 +191,17 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
             rank_norms.append(torch.stack([grad.norm() for grad in grads.values()]).norm())
             mean.update({name: mean.get(name, 0) + grad / RANKS for name, grad in grads.items()})
 
-        noted = wrapped(flow, "losses", after=lambda result, *_: losses.append(result.detach()))
-        with noted, wrapped(state.opt, "step", before=add):
+        def note(result: Tensor, net: nn.Module, part: data.Batch, dtype: torch.dtype) -> None:
+            losses.append(result.detach())
+            fed_times.append(part["t"].clone())
+
+        with wrapped(flow, "losses", after=note), wrapped(state.opt, "step", before=add):
             rank_losses.append(step.train_step(state, batch, Health(CPU), cfg)[0])
     for parameter, grad in zip(state.opt.parameters, mean.values()):
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.to_local().copy_(grad)
     values |= {name: np.stack(rows) for name, rows in values.items() if isinstance(rows, list)}
-    values["ranks.losses"] = torch.stack(losses).view(RANKS, -1)
+    values["ranks.t"], values["ranks.losses"] = (torch.stack(parts).view(RANKS, -1) for parts in (fed_times, losses))
     values["ranks.loss"], values["ranks.grad_norm_of_rank"] = torch.stack(rank_losses), torch.stack(rank_norms)
     values["ranks.mean_loss"], values["ranks.grad.norms"] = values["ranks.loss"].mean(), norms(mean)
     values["ranks.grad_norm"] = state.opt.step()
@@ -198,5 +221,7 @@ def validation(values: Values, cfg: Config, world: World, given: dict[str, np.nd
     counted = wrapped(evaluate, "summarise", before=lambda sums, _: values.update({"val.count": np.float32(sums[0])}))
     with wrapped(flow, "losses", after=record_losses), counted:
         result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
-    values["val.loss_per_timestep"] = np.array(result.losses, np.float32)
-    values["val.loss"] = np.array(result.loss, np.float32)
+    return values | {
+        "loss_per_timestep": np.array(result.losses, np.float32),
+        "loss": np.array(result.loss, np.float32),
+    }

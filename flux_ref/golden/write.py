@@ -11,8 +11,7 @@ from safetensors.numpy import save
 from flux_ref import config_file
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
-from flux_ref.golden import full_size, places, record
-from flux_ref.golden.draws import inputs_of
+from flux_ref.golden import draws, full_size, places, record
 from flux_ref.golden.files import CONFIG, DATA, INDEX, VALUES, Golden, Value, checksum
 from flux_ref.golden.inputs import inputs, write_data
 from flux_ref.model import parameter_table
@@ -31,7 +30,7 @@ def write(folder: Path, is_long: bool) -> int:
     for name, (dtype, array) in recorded.items():
         place = places.place(name)
         about = (places.meaning(name), *place.kind.tolerances(array, cfg.optim.lr), place.kind.why)
-        sources = inputs_of(name, cfg) | full_size.inputs_of(name)
+        sources = draws.inputs_of(name, cfg) | full_size.inputs_of(name) | places.inputs_of(name)
         entries.append(asdict(Value(name, list(array.shape), dtype, places.is_given(name), *about, sources)))
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save({name: value.array for name, value in recorded.items()}))

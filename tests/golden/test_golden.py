@@ -75,7 +75,7 @@ def test_two_real_ranks_agree(tmp_path, capsys):
     done = script("tests/helpers/golden_ranks.py", str(FOLDER), str(tmp_path / "dump"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 0
-    assert capsys.readouterr().out.startswith("7 places compared, 0 differ, ")
+    assert capsys.readouterr().out.startswith("8 places compared, 0 differ, ")
 
 
 @pytest.mark.nightly

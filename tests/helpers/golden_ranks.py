@@ -27,11 +27,18 @@ def main(golden: str, out: str) -> int:
     with closing(train_set.feed(training.RANKS_STEP * cfg.train.global_batch)) as feed:
         feed.copy_into(batch)
     loss, norm = step.train_step(state, batch, Health(world.device), cfg)
-    rows = ranks.gather_objects(training.rows_of(train_set, training.RANKS_STEP))
+    own = training.rows_of(train_set, training.RANKS_STEP)
+    rows = ranks.gather_objects({name: row.tolist() for name, row in own.items()})
     losses = np.array(ranks.gather(loss.reshape(1)), np.float32)[:, 0]
+    times = np.array(ranks.gather(batch["t"]), np.float32)
     if world.rank == 0:
         values = {f"ranks.{name}": np.stack([row[name] for row in rows]) for name in rows[0]}
-        values |= {"ranks.loss": losses, "ranks.mean_loss": losses.mean(), "ranks.grad_norm": norm.numpy()}
+        values |= {
+            "ranks.loss": losses,
+            "ranks.t": times,
+            "ranks.mean_loss": losses.mean(),
+            "ranks.grad_norm": norm.numpy(),
+        }
         save_file({name: np.array(value) for name, value in values.items()}, out)
     return 0
 

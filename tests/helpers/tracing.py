@@ -5,6 +5,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from conftest import ROOT
+
 NETWORK = "connect,bind,listen,sendto"
 NAMES = "openat,open,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat,rmdir,link,linkat,symlink,symlinkat"
 NAMES += ",mknod,mknodat,truncate,chmod,fchmodat,execve"
@@ -94,13 +96,18 @@ def written(calls: list[Call]) -> set[str]:
 
 def opened(calls: list[Call], suffixes: tuple[str, ...]) -> list[str]:
     """The files with these endings that were opened, in order."""
-    return [p for call in calls if call.name in ("open", "openat") for p in call.paths[:1] if p.endswith(suffixes)]
+    return [p for call in calls if call.name in ("open", "openat") for p in call.paths[:1] if is_data(p, suffixes)]
 
 
 def read(calls: list[Call], suffixes: tuple[str, ...]) -> list[str]:
     """The files with these endings of which bytes were read or mapped, in order."""
     descriptors = [re.findall(r"\d+<([^>]+)>", call.text.split(" = ")[0]) for call in calls if call.name in READS]
-    return [path for paths in descriptors for path in paths[:1] if path.endswith(suffixes)]
+    return [path for paths in descriptors for path in paths[:1] if is_data(path, suffixes)]
+
+
+def is_data(path: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file has one of these endings. Files of the repository do not count: git looks for changes in them."""
+    return path.endswith(suffixes) and not Path(path).is_relative_to(ROOT)
 
 
 def before_run_start(calls: list[Call]) -> list[Call]:
