@@ -21,10 +21,8 @@ PIECE, PIECE_OF = 1 << 16, "double_blocks.0.img_attn.qkv.weight"  # elements tha
 def rope(values: dict) -> None:
     """The rotations at full size: some tokens, and the sums over all tokens."""
     table = _net(double_blocks=1, single_blocks=1).make_rope()
-    values["full.rope"], values["full.rope.sums"] = (
-        table[places.inputs_of("full.rope")["tokens"]],
-        table.double().sum(0).float(),
-    )
+    values["full.rope"] = table[places.inputs_of("full.rope")["tokens"]]
+    values["full.rope.sums"] = table.double().sum(0).float()
 
 
 def piece(values: dict) -> None:

@@ -25,10 +25,7 @@ KEPT = re.compile(
 
 
 def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
-    """Forward, loss and gradient norms of the first step, computed in bf16 as parallel.dtype=bf16 does.
-
-    step1.* are of a step with two micro-batches, whose losses are t * the sum of squares of all weights / 2.
-    """
+    """The first step in bf16; step1.*: a step of two micro-batches, whose losses are t * (sum of weights^2) / 2."""
     cfg, recorded = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1), {}
     state = initial_state(cfg, world, given)
     batch = {name.removeprefix("batch."): value for name, value in values.items() if name.startswith("batch.")}
@@ -127,8 +124,8 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
 
     amax = torch.from_numpy(given["fp8.delayed.amax"])
-    for name, algorithm, magnitudes in (("delayed", "max", amax), ("recent", "most_recent", amax * torch.eye(2)[0])):
-        cfg = Fp8Config(recipe="delayed", history=3, margin=1, algorithm=algorithm)
+    for name, magnitudes in (("delayed", amax), ("recent", amax * torch.eye(2)[0])):
+        cfg = delayed(f"fp8.{name}.scale")
         net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
         state = fp8.Fp8State(net, cfg, CPU)
         scales, histories = [torch.stack(state.scales)], []

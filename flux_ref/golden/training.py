@@ -18,20 +18,7 @@ from flux_ref.step import Health, State
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
 ROWS = 4  # of an initial weight
-INITIAL = (  # one parameter of each kind and shape
-    *("img_in.weight", "time_in.in_layer.weight", "time_in.out_layer.weight", "vector_in.in_layer.weight"),
-    *("txt_in.weight", "double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.proj.weight"),
-    *("double_blocks.0.img_mlp.0.weight", "double_blocks.0.img_mlp.2.weight", "double_blocks.1.txt_mlp.2.weight"),
-    *("single_blocks.0.linear1.weight", "single_blocks.2.linear2.weight"),
-)
-WHOLE = (  # parameters whose gradients, moments and weights are kept whole; only norms are kept of the others
-    *("img_in.weight", "time_in.in_layer.bias", "vector_in.out_layer.bias", "txt_in.bias"),
-    *("double_blocks.0.img_mod.lin.bias", "double_blocks.0.img_attn.qkv.weight"),
-    *("double_blocks.0.img_attn.norm.key_norm.scale", "double_blocks.1.txt_attn.proj.weight"),
-    *("double_blocks.1.txt_mlp.2.bias", "single_blocks.0.linear1.bias", "single_blocks.1.norm.query_norm.scale"),
-    *("single_blocks.2.modulation.lin.bias", "single_blocks.2.linear2.bias", "final_layer.adaLN_modulation.1.bias"),
-    "final_layer.linear.weight",
-)
+INITIAL, WHOLE = places.TABLES["parameters"]["initial"], places.TABLES["parameters"]["whole"]
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
@@ -142,7 +129,6 @@ def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndar
 
 
 def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict) -> None:
-    """Record what a step leaves behind. start: the weights before the first step, by name."""
     result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
     if number in (1, STEPS):
         for moment, tensors in state.opt.moments().items():
@@ -221,7 +207,4 @@ def validation(values: Values, cfg: Config, world: World, given: dict[str, np.nd
     counted = wrapped(evaluate, "summarise", before=lambda sums, _: values.update({"val.count": np.float32(sums[0])}))
     with wrapped(flow, "losses", after=record_losses), counted:
         result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
-    return values | {
-        "loss_per_timestep": np.array(result.losses, np.float32),
-        "loss": np.array(result.loss, np.float32),
-    }
+    values["val.loss_per_timestep"], values["val.loss"] = np.float32(result.losses), np.array(result.loss, np.float32)
