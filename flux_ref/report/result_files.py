@@ -19,6 +19,7 @@ from flux_ref.formats import jsonl
 from flux_ref.formats.outside import printable, whole_number
 
 RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
+MOST_FOLDERS = 50_000  # that are searched for results
 DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
 
 
@@ -37,7 +38,7 @@ def find(arguments: list[str]) -> list[Group]:
         if not argument:
             raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
-        results = [path] if path.is_file() else sorted(path.rglob("result_*"))
+        results = [path] if path.is_file() else _below(path)
         results = [result for result in results if result == path or _is_result(result)]
         if not results:
             raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give result files or their folders")
@@ -47,6 +48,16 @@ def find(arguments: list[str]) -> list[Group]:
         folders.setdefault(_system_of(real), []).append(path)
     homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
     return [Group(name, sorted(group, key=_number)) for name, group in zip(_names(homes), folders.values())]
+
+
+def _below(folder: Path) -> list[Path]:
+    """The files of a folder tree that may be results, in order. Raises: Refusal for the tree of a whole disk."""
+    found = []
+    for number, (parent, _, names) in enumerate(os.walk(folder)):
+        if number == MOST_FOLDERS:
+            raise Refusal(f"{folder} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
+        found += [Path(parent, name) for name in names if name.startswith("result_")]
+    return sorted(found)
 
 
 def _is_result(path: Path) -> bool:
