@@ -22,3 +22,59 @@ def port(tmp_path_factory):
     done = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return program
+
+
+def test_the_port_makes_the_golden_values(port, tmp_path):
+    dump = tmp_path / "dump.safetensors"
+    made = subprocess.run([port, GOLDEN, dump], check=True, capture_output=True, text=True, timeout=120)
+    assert made.stdout.startswith("39 of 39 lines")  # of result_0.txt
+    check = [sys.executable, "-m", "flux_ref.golden", "check", "--from", str(dump)]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lacking = "full.double.img, full.double.img.size"  # blocks of full width are left out
+    assert done.returncode == 0 and " 0 differ, 19 missing, 0 unknown" in done.stdout, done.stdout
+    assert lacking in done.stdout
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+# file, how it is damaged, a part of the message
+DAMAGES = [
+    ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
+    ("index.json", cut, "JSON ends too early"),
+    ("index.json", lambda data: data.replace(b'"shape": [2]', b'"shape": [99999999999999999999]'), "whole number"),
+    ("config.toml", lambda data: data.replace(b"latent_height = 6", b"latent_height = 6e18"), "out of range"),
+    ("config.toml", lambda data: data.replace(b"heads = 3", b"heads = 5"), "does not fit"),
+    ("config.toml", lambda data: b"", "lacks numbers"),
+    ("golden.safetensors", lambda data: b"\xff" * 8 + data[8:], "cut off"),
+    ("golden.safetensors", cut, "whole number from 0 to"),
+    ("golden.safetensors", lambda data: b"", "cut off"),
+    ("data/empty_encodings/t5_empty.npy", cut, "cut off"),
+    ("data/empty_encodings/t5_empty.npy", lambda data: data.replace(b"<u2", b"<f2"), "float16"),
+]
+
+
+def test_bad_usage_and_damaged_files_give_one_line(port, tmp_path):
+    folder, dump, wrong = tmp_path / "golden", tmp_path / "dump.safetensors", []
+    shutil.copytree(GOLDEN, folder, ignore=shutil.ignore_patterns("*.py"))
+    shard = next(path.relative_to(folder) for path in sorted(folder.rglob("*.tar")))
+    damages = [*DAMAGES, (str(shard), cut, "cut off"), (str(shard), lambda data: b"", "no samples")]
+
+    def refuses(what: str, arguments: list, message: str) -> None:
+        done = subprocess.run([port, *arguments], capture_output=True, text=True, timeout=60)
+        if done.returncode != 2 or done.stderr.count("\n") != 1 or message not in done.stderr or dump.exists():
+            wrong.append(f"{what}: exit code {done.returncode}, {done.stderr!r}")
+            dump.unlink(missing_ok=True)
+
+    refuses("no arguments", [], "usage")
+    refuses("no folder", [tmp_path / "none", dump], "is missing")
+    refuses("no place", [GOLDEN, tmp_path / "none" / "dump"], "cannot write")
+    for name, damage, message in damages:
+        whole = (folder / name).read_bytes()
+        damaged = damage(whole)
+        assert damaged != whole, f"{name} is not damaged"
+        (folder / name).write_bytes(damaged)
+        refuses(name, [folder, dump], message)
+        (folder / name).write_bytes(whole)
+    assert not wrong, "\n".join(wrong)
