@@ -502,7 +502,7 @@ using Rope = vector<array<float, 2>>;
 Rope rope_table(const vector<double>& axes, size_t text, size_t height, size_t width) {
     bool sound = axes.size() == 3 && *std::min_element(axes.begin(), axes.end()) >= 2;
     sound = sound && *std::max_element(axes.begin(), axes.end()) <= 256;
-    require(sound, "rope_axes must be three numbers from 2 to 256");
+    require(sound && text + height * width <= 65536, "RoPE: not three axes from 2 to 256, or too many tokens");
     Rope table;
     for (size_t token = 0; token < text + height * width; token++) {
         size_t patch = token < text ? 0 : token - text;
@@ -738,6 +738,12 @@ void note_initial(Run& run) {
     for (auto& name : golden.parameters) {
         Floats values = initial(run.seed, name, golden.shape("weights." + name));
         golden.note("init.norms", norm(values));
+        const string sharded = "ranks.init." + name;
+        if (golden.has(sharded)) {  // some rows of rank 1's shard
+            size_t columns = golden.shape(sharded, 2)[1], first = golden.input(sharded, "first_row") * columns;
+            require(first + golden.elements(sharded) <= values.size(), sharded + " has too many rows");
+            golden.note(sharded, Floats(&values[first], &values[first] + golden.elements(sharded)));
+        }
         if (!golden.has("init." + name)) continue;
         values.resize(golden.elements("init." + name));  // the first rows
         golden.note("init." + name, values);
@@ -889,22 +895,26 @@ void note_steps(Run& run) {
 // ==== Step 6: validation =========================================================================================
 void note_validation(Run& run) {
     Net net = given_net(run);
+    auto note = [&](const string& name, double value) {  // one sample at a time, so batches do not matter
+        for (string prefix : {"val.", "val.batches."}) run.golden.note(prefix + name, value);
+    };
     double sums[8] = {}, counts[8] = {}, mean = 0;
     for (size_t i = 0; i < run.val.size(); i++) {
         const int k = run.val[i].timestep;
         require(k >= 0, "a validation sample has no timestep");
         const float t = (float)k / 8;
         float loss = sample_loss(run, net, run.val[i], run.val[i], t, VAL_LATENT, i, 0, 0);
-        run.golden.note("val.t", t);
-        run.golden.note("val.losses", loss);
+        note("t", t);
+        note("losses", loss);
         sums[k] += loss;
         counts[k]++;
     }
     for (int k = 0; k < 8; k++) {
-        run.golden.note("val.loss_per_timestep", sums[k] / counts[k]);
+        note("count", counts[k]);
+        note("loss_per_timestep", sums[k] / counts[k]);
         mean += sums[k] / counts[k] / 8;
     }
-    run.golden.note("val.loss", mean);
+    note("loss", mean);
 }
 
 // ==== Step 7: precision ==========================================================================================
@@ -938,8 +948,12 @@ void note_bf16(Run& run) {
     golden.note("bf16.rms_norm", normed->values);
 
     half_mode = false;  // the other results are fp32
-    // Not in the pages, so read off the golden value: the axes, and positions of one text token and a grid of 2 x 3.
-    const Rope table = rope_table({4, 4, 8}, 1, 2, 3);
+    const Json &place = golden.inputs("bf16.only.rope"), &grid = place["grid"];
+    require(place["axes"].items.size() == 3 && grid.items.size() == 2, "bf16.only.rope: bad axes or grid");
+    vector<double> axes;
+    for (auto& axis : place["axes"].items) axes.push_back(axis.number());
+    const size_t text = place["text_tokens"].whole(4096);
+    const Rope table = rope_table(axes, text, grid.items[0].whole(4096), grid.items[1].whole(4096));
     only("rope", norm_and_turn(fed("rope.x"), fed("rope.norm"), table, 0, normed));
     Matrix prediction = fed("loss.prediction"), target = fed("loss.target");
     require(prediction->values.size() == target->values.size(), "bf16.fed.loss: two sizes");
@@ -1023,7 +1037,7 @@ void note_fp8_casts(Golden& golden) {
     }
 }
 
-Cast dynamic_cast_of(Golden& golden, const Floats& values, const Fp8& format, const string& name) {
+Cast cast_and_note(Golden& golden, const Floats& values, const Fp8& format, const string& name) {
     Cast made(values, format, format.scale(amax(values)));
     golden.note(name + ".scale", made.scale);
     golden.note(name + ".bits", made.bits);
@@ -1033,10 +1047,11 @@ void note_fp8_linear(Golden& golden) {
     const Floats &x = golden.read("fp8.x"), &weight = golden.read("fp8.weight"), &grad = golden.read("fp8.grad");
     const Floats& bias = golden.read("fp8.bias");
     const size_t rows = golden.shape("fp8.x", 2)[0], inputs = golden.shape("fp8.x", 2)[1], outputs = bias.size();
-    Cast x8 = dynamic_cast_of(golden, x, E4M3, "fp8.x"), weight8 = dynamic_cast_of(golden, weight, E4M3, "fp8.weight");
-    Cast grad8 = dynamic_cast_of(golden, grad, E5M2, "fp8.grad");
-    dynamic_cast_of(golden, x, E4M3FNUZ, "fp8.fnuz.x");
-    dynamic_cast_of(golden, grad, E5M2FNUZ, "fp8.fnuz.grad");
+    Cast x8 = cast_and_note(golden, x, E4M3, "fp8.x"), weight8 = cast_and_note(golden, weight, E4M3, "fp8.weight");
+    Cast grad8 = cast_and_note(golden, grad, E5M2, "fp8.grad");
+    golden.note("fp8.negated.scale", x8.scale);  // a magnitude has no sign
+    cast_and_note(golden, x, E4M3FNUZ, "fp8.fnuz.x");
+    cast_and_note(golden, grad, E5M2FNUZ, "fp8.fnuz.grad");
     Matrix x_matrix = matrix(rows, inputs, x8.decoded), weight_matrix = matrix(outputs, inputs, weight8.decoded);
     taping = true;
     Matrix y = linear(x_matrix, weight_matrix, matrix(1, outputs));
@@ -1054,40 +1069,54 @@ void note_fp8_linear(Golden& golden) {
 
 void note_fp8_delayed(Golden& golden) {
     const Floats& sizes = golden.read("fp8.delayed.amax");
-    DelayedScale input{E4M3, 3, 1}, gradient{E5M2, 3, 1};
-    for (size_t i = 0; i + 1 < sizes.size(); i += 2) {
-        input.add(sizes[i]);
-        gradient.add(sizes[i + 1]);
-        golden.note("fp8.delayed.scale", Floats{input.scale, gradient.scale});
-    }
+    const Json& recipe = golden.inputs("fp8.delayed.scale");
+    const size_t history = recipe["history"].whole(4096);
+    const int margin = (int)recipe["margin"].whole(16);
+    auto note = [&](const string& name, size_t length) {
+        DelayedScale input{E4M3, length, margin}, gradient{E5M2, length, margin};
+        if (length > 1) golden.note("fp8.delayed.start", Floats{input.scale, gradient.scale});
+        for (size_t i = 0; i + 1 < sizes.size(); i += 2) {
+            input.add(sizes[i]);
+            gradient.add(sizes[i + 1]);
+            golden.note(name, Floats{input.scale, gradient.scale});
+        }
+    };
+    note("fp8.delayed.scale", history);
+    note("fp8.recent.scale", 1);  // the algorithm most_recent is a maximum over one magnitude
 }
 
-// Not in the pages, so read off the golden value: the first step is dynamic, later steps have a long history and
-// margin 0, and the weight doubles after each step.
+// When delayed scales are read and updated: the first steps are dynamic, and a step's micro-batches share one scale.
 void note_fp8_order(Golden& golden) {
     const float x_amax = amax(golden.read("fp8.x")), grad_amax = amax(golden.read("fp8.grad"));
-    const float weight_amax = amax(golden.read("fp8.weight"));
     const Floats& factors = golden.read("fp8.order.factors");  // per step, per micro-batch
-    DelayedScale input{E4M3, 1024, 0}, gradient{E5M2, 1024, 0};
+    const Json& recipe = golden.inputs("fp8.order.scale");
+    const size_t history = recipe["history"].whole(4096), dynamic_steps = recipe["dynamic_steps"].whole();
+    const int margin = (int)recipe["margin"].whole(16);
+    const float weight_growth = (float)recipe["weight_factor_after_each_step"].number();
+    float weight_amax = amax(golden.read("fp8.weight"));
+    DelayedScale input{E4M3, history, margin}, gradient{E5M2, history, margin};
     for (size_t step = 0; step < factors.size() / 2; step++) {
-        const float *factor = &factors[2 * step], weight_factor = std::ldexp(1.0f, (int)step);
+        const float* factor = &factors[2 * step];
         for (int micro = 0; micro < 2; micro++) {
-            bool dynamic = step == 0;
-            float input_scale = dynamic ? E4M3.scale(x_amax * factor[micro]) : input.scale;
-            float gradient_scale = dynamic ? E5M2.scale(grad_amax * factor[micro]) : gradient.scale;
-            float weight_scale = E4M3.scale(weight_amax * weight_factor);
-            golden.note("fp8.order.scale", Floats{input_scale, weight_scale, gradient_scale});
+            float input_scale = input.scale, gradient_scale = gradient.scale;
+            if (step < dynamic_steps) {
+                input_scale = E4M3.scale(x_amax * factor[micro], margin);
+                gradient_scale = E5M2.scale(grad_amax * factor[micro], margin);
+            }
+            golden.note("fp8.order.scale", Floats{input_scale, E4M3.scale(weight_amax, margin), gradient_scale});
         }
         input.add(x_amax * std::max(factor[0], factor[1]));  // the larger of both micro-batches, once per step
         gradient.add(grad_amax * std::max(factor[0], factor[1]));
+        weight_amax *= weight_growth;
     }
 }
 
 // ==== Step 8: ranks ==============================================================================================
 void note_ranks(Run& run) {
     Golden& golden = run.golden;
-    // Not in the pages, so read off the golden value: it is the second step of a run with a global batch of 4.
-    const Word first = 4;
+    const vector<Json>& positions = golden.inputs("ranks.position")["positions"].items;  // rank 0's, then rank 1's
+    require(positions.size() == 4 && golden.input("ranks.position", "ranks") == 2, "ranks.position: not two of two");
+    const Word first = positions[0].whole();
     const size_t rows_of_rank = 2;
     vector<Net> nets = {given_net(run), given_net(run)};
     double mean = 0;
