@@ -39,6 +39,11 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
+def hostile_size(tar: bytes) -> bytes:
+    """The first member's size field says 8 GiB less one byte."""
+    return tar[:124] + b"7" * 11 + tar[135:]
+
+
 # file, how it is damaged, a part of the message
 DAMAGES = [
     ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
@@ -52,6 +57,7 @@ DAMAGES = [
     ("golden.safetensors", lambda data: b"", "cut off"),
     ("data/empty_encodings/t5_empty.npy", cut, "cut off"),
     ("data/empty_encodings/t5_empty.npy", lambda data: data.replace(b"<f4", b"<f2"), "float16"),
+    ("data/empty_encodings/t5_empty.npy", lambda data: data.replace(b"11, 30", b"99999999"), "too large"),
 ]
 
 
@@ -59,7 +65,11 @@ def test_bad_usage_and_damaged_files_give_one_line(port, tmp_path):
     folder, dump, wrong = tmp_path / "golden", tmp_path / "dump.safetensors", []
     shutil.copytree(GOLDEN, folder, ignore=shutil.ignore_patterns("*.py"))
     shard = next(path.relative_to(folder) for path in sorted(folder.rglob("*.tar")))
-    damages = [*DAMAGES, (str(shard), cut, "cut off"), (str(shard), lambda data: b"", "no samples")]
+    damages = [
+        *DAMAGES,
+        (str(shard), cut, "of a sample does not have the size"),
+        (str(shard), hostile_size, "cut off in"),
+    ]
 
     def refuses(what: str, arguments: list, message: str) -> None:
         done = subprocess.run([port, *arguments], capture_output=True, text=True, timeout=60)
