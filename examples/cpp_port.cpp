@@ -738,8 +738,8 @@ void note_initial(Run& run) {
         Floats values = initial(run.seed, name, golden.shape("weights." + name));
         golden.note("init.norms", norm(values));
         const string sharded = "ranks.init." + name;
-        if (golden.has(sharded)) {  // some rows of rank 1's shard
-            size_t columns = golden.shape(sharded, 2)[1], first = golden.input(sharded, "first_row") * columns;
+        if (golden.has(sharded)) {  // the first rows of rank 1's shard; two ranks
+            size_t first = (golden.shape("weights." + name, 2)[0] + 1) / 2 * golden.shape(sharded, 2)[1];
             require(first + golden.elements(sharded) <= values.size(), sharded + " has too many rows");
             golden.note(sharded, Floats(&values[first], &values[first] + golden.elements(sharded)));
         }
