@@ -6,7 +6,7 @@
 //
 // It was written from PORTING.md and the pages that it links, in about 35 minutes and without a look at the code.
 // It covers all nine steps of PORTING's table but the full-size blocks and norms of step 3 (full.double.*,
-// full.single.*, full.init.norms). It reads what index.json calls given, config.toml, the shards and result_0.txt.
+// full.single.*, full.init.*). It reads what index.json calls given, config.toml, the shards and result_0.txt.
 // The sections follow the table; cpp_port_files.h reads and writes the files. Bad usage and damaged files stop the
 // port with one line and exit code 2.
 //
