@@ -837,15 +837,15 @@ void note_steps(Run& run) {
 // ==== Step 6: validation =========================================================================================
 void note_validation(Run& run) {
     Net net = given_net(run);
-    auto note = [&](const string& name, double value) {  // one sample at a time, so batches do not matter
-        for (string prefix : {"val.", "val.batches."}) run.golden.note(prefix + name, value);
-    };
+    auto note = [&](const string& name, double value) { run.golden.note("val." + name, value); };
     double sums[8] = {}, counts[8] = {}, mean = 0;
     for (size_t i = 0; i < run.val.size(); i++) {
         const int k = run.val[i].timestep;
         require(k >= 0, "a validation sample has no timestep");
         const float t = (float)k / 8;
         float loss = sample_loss(run, net, run.val[i], run.val[i], t, VAL_LATENT, i, 0, 0);
+        run.golden.note("val.latent_eps", normals(run.seed, VAL_LATENT, i, 0, run.elements));
+        run.golden.note("val.noise", normals(run.seed, VAL_NOISE, i, 0, run.elements));
         note("t", t);
         note("losses", loss);
         sums[k] += loss;
