@@ -5,7 +5,7 @@ from math import prod
 
 from braceexpand import braceexpand
 
-MOST, DEPTH = 100_000, 20  # names, braces inside braces
+MOST, DEPTH = 1_000_000, 20  # names, braces inside braces
 LETTERS = 52  # a range of letters has no more
 RANGE = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})(\.\.-?[0-9]{1,18})?(?=\})")
 

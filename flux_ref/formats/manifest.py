@@ -11,7 +11,7 @@ LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 def read(path: Path) -> tuple[dict[str, str], list[int]]:
     """`parse` of a file. Raises: Refusal."""
-    return parse(outside.read_bytes(path, "manifest").decode(errors="replace"))
+    return parse(outside.read_bytes(path, "manifest", outside.OWN_BYTES).decode(errors="replace"))
 
 
 def parse(text: str) -> tuple[dict[str, str], list[int]]:

@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 from flux_ref.errors import Refusal
 
-TEXT_BYTES = 64 * 2**20  # no config, index or list of flux_ref's is longer
+TEXT_BYTES = 64 * 2**20  # no config, index or list of people is longer
+OWN_BYTES = 2**31  # of a list that flux_ref itself writes: a line for each step, file or picture
 MOST_DEPTH = 100  # levels of nesting; deeper values cannot be printed or compared without recursion
 MOST_SHOWN = 200  # characters of a foreign value in a message
 
@@ -39,10 +40,9 @@ def opened(path: Path, what: str) -> Iterator[BinaryIO]:
 def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
     with opened(path, what) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
-    return content
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+        return file.read(size)
 
 
 def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:

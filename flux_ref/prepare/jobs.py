@@ -41,7 +41,11 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
         raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
     with own:
         plan_path, wanted = folder / PLAN, json.dumps(plan)
-        begun = outside.read_bytes(plan_path, "plan").decode(errors="replace") if plan_path.exists() else ""
+        begun = (
+            outside.read_bytes(plan_path, "plan", outside.OWN_BYTES).decode(errors="replace")
+            if plan_path.exists()
+            else ""
+        )
         if begun != wanted:
             if any(folder.glob("*.tar")):
                 raise Refusal(f"{folder} was begun otherwise: {_difference(begun, wanted)}; remove it to begin again")

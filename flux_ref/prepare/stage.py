@@ -153,7 +153,7 @@ class Disk:
         self.claim = claim.take(path.with_name("claim"))
         if self.claim is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
-        written = outside.read_bytes(path, "journal") if os.path.lexists(path) else b""
+        written = outside.read_bytes(path, "journal", outside.OWN_BYTES) if os.path.lexists(path) else b""
         for line in written.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # cut short by a kill, before the file got its name
                 name, size, mtime_ns, *_, digest = outside.parse_json(line)  # older versions put one number between

@@ -99,7 +99,7 @@ class Reporter:
                 rewrite(self.folder / "eval.jsonl", evaluated)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
-        self.val_curve = ranks.gather_objects(self.val_curve)[0]
+        self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
         self.log.disqualify("resumed_from_step", step, "resumed")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
