@@ -40,9 +40,12 @@ def opened(path: Path, what: str) -> Iterator[BinaryIO]:
 def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
     with opened(path, what) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
-        return file.read(size)
+        content, size = bytearray(), os.fstat(file.fileno()).st_size
+        while max(size, len(content)) <= most and (part := file.read(2**20)):  # a file may grow, or tell no size
+            content += part
+    if max(size, len(content)) > most:
+        raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
+    return bytes(content)
 
 
 def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:

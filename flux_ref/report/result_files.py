@@ -38,7 +38,7 @@ def find(arguments: list[str]) -> list[Group]:
         if not argument:
             raise Refusal("an empty path is no result file; give . for the current folder")
         path = Path(argument)
-        results = [path] if path.is_file() else _below(path)
+        results = [path] if path.is_file() else _below(path) if path.is_dir() else []
         results = [result for result in results if result == path or _is_result(result)]
         if not results:
             raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give result files or their folders")

@@ -142,6 +142,8 @@ def read(path: Path, use: dict[str, str], folder: Path) -> None:
         raise Refusal(f"{KEY}={path} is damaged, its checksum is wrong; {REMEDY}")
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            if sum(entry.size for entry in tar) > len(archive):
+                raise tarfile.TarError("its files are larger than itself")
             tar.extractall(folder, filter="data")  # refuses links and paths that lead out of the folder
     except (tarfile.TarError, ValueError, RecursionError, MemoryError, OverflowError, KeyError) as error:
         raise Refusal(f"{KEY}={path} holds no archive: {error}; {REMEDY}") from None
