@@ -43,4 +43,10 @@ STEP = between(0, 2**63 - 1)  # the type of an option that names a checkpoint
 
 def listed(kind: Callable[[str], object] = str) -> Callable[[str], list]:
     """The type of an option that takes values between commas."""
-    return lambda text: [kind(part) for part in text.split(",")]
+
+    def parse(text: str) -> list:
+        if not all(parts := text.split(",")):
+            raise argparse.ArgumentTypeError(f"{text!r}: give values between commas, none of them empty")
+        return [kind(part) for part in parts]
+
+    return parse
