@@ -14,6 +14,7 @@ class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
     overwrite: bool = False  # delete the run that the folder already holds
     resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
+    tensorboard: bool = False  # write figures, pictures and the config for TensorBoard while training
     hang_s: float = 600.0  # end the job after so many seconds without progress; 0: wait for ever
 
 
@@ -157,7 +158,9 @@ class Fp8Config:
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
+    every_samples: int = 0  # draw them also so often in training, rounded up to whole steps; 0: at the end only
     captions: tuple[str, ...] = ()  # eval.py: draw these captions instead
+    seed: int = 0  # of the noise from which pictures are drawn
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
     vae: str = ""  # ae.safetensors that decodes latents; shapes need no file
@@ -171,6 +174,7 @@ class MllogConfig:
     submission_platform: str = "unknown"
     submission_division: str = "closed"
     submission_status: str = "onprem"
+    rehearsal: bool = False  # a smaller model tries the closed rules; its log names no benchmark result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +200,6 @@ FP8_LINEAR = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}  # what torch calls each dtype
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}
-# Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.
-MAY_DIFFER = (
-    *(key for key in TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
-    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),
-    *("eval.batch", "eval.band", "eval.permuted_captions", "fp8.gather"),
-    *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
-    *(key for key in TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
-)
 
 
 def flat(cfg: Config) -> dict[str, object]:

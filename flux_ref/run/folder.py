@@ -22,6 +22,15 @@ RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "outcome.j
 CLAIM = ".claim"
 CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
+# Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.
+MAY_DIFFER = (
+    *(key for key in config.TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
+    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),
+    *("eval.batch", "eval.band", "eval.permuted_captions", "fp8.gather"),
+    *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
+    *(key for key in config.TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
+)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -116,9 +125,9 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 
 
 def _require_same(cfg: Config, folder: Path) -> None:
-    """Raises: Refusal that names the keys with other values than the run's. config.MAY_DIFFER lists the exceptions."""
+    """Raises: Refusal that names the keys with other values than the run's. MAY_DIFFER lists the exceptions."""
     own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
-    keys = [key for key in own if own[key] != ran[key] and key not in config.MAY_DIFFER]
+    keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
     if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
         raise Refusal(
             f"{folder} holds an unfinished run of another config: {'; '.join(differ)};"

@@ -147,7 +147,7 @@ def with_changed(cfg: Config, *keys: str) -> Config:
 def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg):
     folder = put(cfg, "saved")
     before, replies = contents(folder), {}
-    fixed = {key for key in config.TYPES if key not in config.MAY_DIFFER}
+    fixed = {key for key in config.TYPES if key not in run_folder.MAY_DIFFER}
     for key in fixed:
         other = with_changed(cfg, key)
         values = f"{key}={config.flat(other)[key]!r}, there {config.flat(cfg)[key]!r}"
@@ -171,7 +171,7 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
 def test_what_decides_nothing_may_change_and_is_written_down(cfg):
     offenders = []
     put(cfg, "saved")
-    for key in (key for key in config.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
+    for key in (key for key in run_folder.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
         # sample.vae is of no use for shapes, nor is a file of compiled code for eager steps
         needed = {"sample.vae": {"data__kind": "embeddings"}, "parallel.compile_cache": {"parallel__compile": True}}
         own = config_file.replace(cfg, **needed.get(key, {}))
