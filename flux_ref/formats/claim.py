@@ -111,9 +111,12 @@ def take(path: Path, wait_s: float = 0.0) -> Claim | None:
     own, begin = Claim(path), time.monotonic()
     seen, since, moves = None, begin, False
     while not own._make():
+        asked = time.monotonic()
         content, now = _content(path), time.monotonic()
         if content != seen:
             seen, since, moves = content, now, seen is not None
+        elif now - asked > BEAT_S:
+            since = now  # the disk stalled, so the owner may have written nothing
         lives = _lives(_parsed(content))
         if lives is False or now - since > LEASE_S:
             if own._replace():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -90,6 +91,21 @@ def test_a_frozen_owner_whose_claim_was_taken_ends_and_does_not_touch_it(jobs, t
         assert frozen.wait(10) == 3 and "has taken this claim; this process ends" in frozen.communicate()[1]
         time.sleep(0.1)
         assert claim.take(path) is None
+
+
+def test_a_disk_that_stalls_makes_no_owner_dead(tmp_path, monkeypatch):
+    path, clock = tmp_path / ".claim", [0.0]
+    path.write_text(json.dumps({"place": "other host", "pid": 1}))
+    reads = iter(((0, b"1"), (100, b"1"), (0, b"1"), (0, b"2")))  # seconds that a read takes, and the count it gives
+
+    def stalling(path: Path) -> bytes:
+        seconds, count = next(reads)
+        clock[0] += seconds
+        return b'{"place": "other host", "count": "%s"}' % count
+
+    monkeypatch.setattr(claim, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(claim, "_content", stalling)
+    assert claim.take(path) is None and next(reads, None) is None
 
 
 @pytest.mark.slow
