@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             log.cache_clear()
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
-        state = initial_state(cfg, world, start.checkpoint, log)
+        state = initial_state(cfg, world, start.checkpoint)
         resumed = None
         if start.checkpoint:
             from flux_ref.run import resuming
@@ -107,14 +107,13 @@ def own_compiler(cfg: Config, world: World, stack: contextlib.ExitStack) -> None
         compile_cache.own_folder(cfg, world, stack)
 
 
-def initial_state(cfg: Config, world: World, start: Path | None, log: BenchmarkLog) -> State:
+def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     """A state with the weights of the seed or of init.weights. start: a checkpoint, whose weights come later."""
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
         from flux_ref.run import weight_files
 
-        log.disqualify("init_weights", cfg.init.weights, "started from given weights")
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 

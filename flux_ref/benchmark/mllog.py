@@ -1,7 +1,7 @@
 """The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
 
-Lines go to the run's result file. This file alone knows the keys, their order and what each ruleset asks of them.
-A line is written when the event that it reports happens.
+Lines go to the run's result file. A line is written when the event that it reports happens. This file and header.py
+alone know the keys, their order and what each ruleset asks of them.
 """
 
 import logging
@@ -11,12 +11,10 @@ from pathlib import Path
 
 from mlperf_logging.mllog import constants, mllog
 
-from flux_ref import schedule
-from flux_ref.config import Config, micro_batch
+from flux_ref.config import Config
 from flux_ref.formats import files
 
 CLOCK_JUMP_S, CLOCK_DRIFT = 0.5, 5e-4  # seconds that a clock may be off its rate; NTP slews by at most 5e-4
-DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 
 
 class LogFile(logging.Handler):
@@ -40,7 +38,8 @@ class BenchmarkLog:
     """Writes result_N.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
 
     def __init__(self, path: Path | None):
-        self.in_block, self.flaw, self.begin = False, "", (0.0, 0.0)
+        self.in_block, self.begin = False, (0.0, 0.0)
+        self.flaws, self.rehearsal = [], ""  # why this is no benchmark result, in words
         self.logger = logging.getLogger(f"flux_ref.{path}")
         self.logger.propagate = False
         self.logger.setLevel(logging.INFO)
@@ -59,37 +58,14 @@ class BenchmarkLog:
         self.mllogger.start(constants.INIT_START)
 
     def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
-        """Log submission, data, batch and optimizer. train_count, val_count: samples in the data sets."""
-        micro = micro_batch(cfg, world_size)
-        interval = cfg.eval.every_samples
-        if cfg.mllog.ruleset == "6.1.0":  # spec: from 6.1.0 on, rounded up to whole steps
-            interval = schedule.steps_for(interval, cfg.train.global_batch) * cfg.train.global_batch
-        entries = {
-            "submission_benchmark": "flux1",
-            "submission_org": cfg.mllog.submission_org,
-            "submission_division": cfg.mllog.submission_division,
-            "submission_status": cfg.mllog.submission_status,
-            "submission_platform": cfg.mllog.submission_platform,
-            "seed": cfg.train.seed,
-            "target_accuracy": cfg.eval.target,
-            "global_batch_size": cfg.train.global_batch,  # spec: before evaluation_frequency
-            "gradient_accumulation_steps": cfg.train.global_batch // (world_size * micro),
-            "train_samples": train_count,
-            "eval_samples": val_count,
-            "evaluation_frequency": interval,
-            "opt_name": "adamw",
-            "opt_base_learning_rate": cfg.optim.lr,
-            "opt_learning_rate_warmup_steps": cfg.optim.warmup_steps,
-            "opt_adamw_beta_1": cfg.optim.beta1,
-            "opt_adamw_beta_2": cfg.optim.beta2,
-            "opt_adamw_epsilon": cfg.optim.eps,
-            "opt_adamw_weight_decay": cfg.optim.weight_decay,
-            "opt_gradient_clip_norm": cfg.optim.clip_norm,
-        }
-        if cfg.mllog.ruleset != "5.1.0":
-            entries |= _disclosure(cfg, micro)
-        for key, value in entries.items():
+        """Log what runs, and what the closed division forbids. train_count, val_count: samples in the data sets."""
+        from flux_ref.benchmark import closed, header  # only the start of a run needs them
+
+        self.rehearsal = closed.REHEARSAL * cfg.mllog.rehearsal
+        for key, value in header.entries(cfg, world_size, train_count, val_count).items():
             self.mllogger.event(key, value)
+        for departure in closed.departures(cfg, train_count, val_count):
+            self.disqualify(departure)
 
     def run_start(self) -> None:
         """The clock starts; the first byte of training and validation data is read after this."""
@@ -115,19 +91,26 @@ class BenchmarkLog:
         self.mllogger.event(constants.EVAL_ACCURACY, loss, metadata={"samples_count": samples})
         self.mllogger.end(constants.EVAL_STOP, metadata={"samples_count": samples})
 
-    def disqualify(self, key: str, value: object, why: str) -> None:
-        """Log why this run's time is no benchmark result: the event as key and value, and the reason in words."""
-        self.flaw = why
-        self.mllogger.event(key, value)
+    def disqualify(self, why: str) -> None:
+        """Log why this run's time is no benchmark result. The same words again do nothing."""
+        if why not in self.flaws:
+            self.flaws.append(why)
+            self.mllogger.event("disqualified", why)
+
+    @property
+    def flaw(self) -> str:
+        """Why this is no benchmark result, in words; empty if it is one."""
+        return "; ".join(self.flaws) or self.rehearsal
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
         """The clock stops. reason: why, in words."""
         wall_s, true_s = time.time() - self.begin[0], steady_s() - self.begin[1]
         if abs(wall_s - true_s) > CLOCK_JUMP_S + CLOCK_DRIFT * true_s:  # the log's times are those of the wall clock
-            why = f"the clock was set by {wall_s - true_s:+.1f} s in the run"
-            self.disqualify("clock_set_s", wall_s - true_s, f"{self.flaw}; {why}" if self.flaw else why)
-        if self.flaw:  # spec: one run on one clock, from random weights
+            self.disqualify(f"the clock was set by {wall_s - true_s:+.1f} s in the run")
+        if self.flaws:  # spec: one run on one clock, as the closed division asks
             success, reason = False, f"{reason}; {self.flaw}, so not a valid timed result"
+        elif self.flaw:
+            reason = f"{reason}; {self.flaw}"
         status = constants.SUCCESS if success else constants.ABORTED
         metadata = {"status": status, "samples_count": samples, "reason": reason}
         self.mllogger.end(constants.RUN_STOP, metadata=metadata)
@@ -140,16 +123,3 @@ class BenchmarkLog:
 def steady_s() -> float:
     """Seconds of a clock that nobody sets. It counts while the machine sleeps, as the wall clock does (Linux)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
-    """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
-    compute, reduce = DTYPE_NAMES[cfg.parallel.dtype], DTYPE_NAMES[cfg.parallel.reduce_dtype]
-    return {
-        "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
-        "lowest_numerical_precision_in_attn": compute,
-        "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
-        **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
-        "micro_batch_size": micro,
-        "config_filename": f"{cfg.name}.toml",
-    }

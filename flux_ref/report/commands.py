@@ -3,7 +3,8 @@
 python -m flux_ref.report runs/schnell_gbs512
 python -m flux_ref.report RESULTS_FOLDER_A RESULTS_FOLDER_B --ruleset=5.1.0 --out=report --json=report.json
 
-Exit code: 0 every system is a valid result, 1 a system is not (the reasons are printed), 2 the request was refused.
+Exit code: 0 every system is a valid result, or a rehearsal that passes the checks; 1 a system is neither (the reasons
+are printed); 2 the request was refused.
 """
 
 import argparse
@@ -92,8 +93,7 @@ def describe(system: System) -> str:
     model = system.machine.get("accelerator_model_name")
     parts += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
     parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    verdict = "not a valid result" if system.reasons else "valid result"
-    lines = [*_wrapped(f"{system.name}: {verdict}", ""), *_wrapped(", ".join(parts))]
+    lines = [*_wrapped(f"{system.name}: {system.verdict}", ""), *_wrapped(", ".join(parts))]
     lines.append(f"  {'run':<21}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS))
     for run in system.runs:
         values = (f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
@@ -138,7 +138,8 @@ def _system(system: System) -> dict[str, object]:
     means = ("samples_per_s", "samples_per_s_without_evaluation")
     return {
         "system": system.name,
-        "valid": not system.reasons,
+        "valid": system.verdict == score.VALID,
+        "verdict": system.verdict,
         **{name: getattr(system, name) for name in names},
         **{name: system.mean(name) for name in means},
         "normalisation_factor": system.factor,

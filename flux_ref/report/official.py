@@ -71,7 +71,10 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
             for path, log in zip(paths, logs):
                 complaints = [line.replace(str(path), log.name) for line in complaints]
             verdicts.seeds = [line[:300] for line in complaints]
-            verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
+            if points or not any(log.is_rehearsal for log in logs):
+                verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
+            else:
+                verdicts.convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
     return verdicts
 
 

@@ -72,7 +72,8 @@ def _label(system: System) -> str:
 
 
 def _verdict(system: System) -> str:
-    return "<span class='pill bad'>not valid</span>" if system.reasons else "<span class='pill good'>valid</span>"
+    words = "not valid" if system.reasons else "valid" if system.verdict == score.VALID else "rehearsal"
+    return f"<span class='pill {'good' if words == 'valid' else 'bad'}'>{words}</span>"
 
 
 def _comparison(systems: list[System]) -> str:

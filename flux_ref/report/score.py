@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flux_ref.benchmark import closed
 from flux_ref.formats.outside import printable
 from flux_ref.report import official, result_files
 from flux_ref.report.result_log import ResultLog, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
+VALID, PASSING_REHEARSAL = "valid result", f"passes the checks as a {closed.REHEARSAL}"  # verdicts
 # Settings that all runs of a system must share.
 SHARED = (
     *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
@@ -76,7 +78,16 @@ def measure(log: ResultLog) -> Run:
     if log.events:
         _clock(run)
         _curves(run)
+        run.faults += dict.fromkeys(_departures(log))
     return run
+
+
+def _departures(log: ResultLog) -> Iterator[str]:
+    """What the log itself says against the run, and its values that the closed division forbids."""
+    yield from (str(event.value)[:200] for event in log.all("disqualified"))
+    if log.value("submission_division") == "closed":
+        found = {key: log.value(closed.OFFICIAL.get(key, key)) for key in closed.FIXED}
+        yield from closed.judge(found, log.is_rehearsal)
 
 
 def _clock(run: Run) -> None:
@@ -153,6 +164,12 @@ class System:
     place: int = 0  # among the systems of a report
 
     @property
+    def verdict(self) -> str:
+        if self.reasons:
+            return "not a valid result"
+        return PASSING_REHEARSAL if any(run.log.is_rehearsal for run in self.runs) else VALID
+
+    @property
     def counted(self) -> list[Run]:
         return [run for run in self.runs if not run.faults and run.minutes is not None]
 
@@ -215,7 +232,7 @@ def judge(name: str, logs: list[ResultLog], ruleset: str, points: Path | None = 
     if len(runs) == RUNS and failed <= 1 and not system.mixtures:
         system.olympic_mean_minutes = olympic_mean([run.minutes for run in system.counted], failed)
     system.reasons = list(_reasons(system, failed))
-    if system.olympic_mean_minutes is not None and not system.reasons:
+    if system.olympic_mean_minutes is not None and system.verdict == VALID:
         system.score_minutes = system.olympic_mean_minutes * (system.factor or 1.0)
     if failed == 1 and len(runs) > 1:
         run = next(run for run in runs if run.faults or run.minutes is None)

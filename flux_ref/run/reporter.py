@@ -66,6 +66,8 @@ class Reporter:
         """Print what runs, and write environment.json. train_count, val_count: samples. Collective. Raises: Refusal."""
         if not self.speaks:
             return
+        from flux_ref.benchmark import closed  # no other rank needs it
+
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
@@ -82,6 +84,8 @@ class Reporter:
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
             f"  run     {self.folder}"
         )
+        for line in closed.told(cfg, train_count, val_count):
+            self.say(line)
         for complaint in convergence.unlike_reference(cfg):
             self.say(f"warning: {complaint}")
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
@@ -100,7 +104,7 @@ class Reporter:
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
-        self.log.disqualify("resumed_from_step", step, "resumed")
+        self.log.disqualify(f"resumed from step {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int) -> None:
@@ -144,6 +148,8 @@ class Reporter:
                 f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
                 f" {'; '.join(skipped.values())}"
             )
+        if skipped and self.cfg.mllog.submission_division == "closed":  # rules: "each datum still appears exactly once"
+            self.log.disqualify("damaged training samples were skipped")
         begin, samples_then, wait_s_then = self.since
         elapsed = time.perf_counter() - begin
         record = {

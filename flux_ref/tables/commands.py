@@ -202,8 +202,8 @@ def log() -> str:
 
 - The lines from block_start to eval_stop repeat.
 - cache_clear is logged only with data.evict=true.
-- A run from a checkpoint adds `resumed_from_step` before init_stop; a run from given weights adds `init_weights`. Both
-  end as aborted.
+- No official checker reads the lines from model.hidden to data.skip_bad. A rehearsal adds `rehearsal`.
+- What makes a run no timed result adds `disqualified`, with the reason as value. The run then ends as aborted.
 - From ruleset 6.1.0 on, evaluation_frequency is rounded up to whole steps.
 
 {markdown("key | type | value | metadata | " + " | ".join(RULESETS), rows)}"""
@@ -211,7 +211,8 @@ def log() -> str:
 
 def _events(ruleset: str) -> list[dict]:
     """The events that a run of one evaluation writes."""
-    cfg, interval = config_file.replace(BENCHMARK, mllog__ruleset=ruleset), BENCHMARK.eval.every_samples
+    cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset, data__evict=True)
+    interval = cfg.eval.every_samples
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result_0.txt"
         written = BenchmarkLog(path)

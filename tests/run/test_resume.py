@@ -21,6 +21,7 @@ from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from run_files import column, event, events, lines, newest, require_equal_runs, what_counts
 
 from flux_ref import config_file, data, rng
+from flux_ref.benchmark import closed
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.formats.checkpoint_reader import Checkpoint
 
@@ -285,10 +286,11 @@ def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(s
         killing.train, "validation_loss", lambda *args: dataclasses.replace(real(*args), loss=0.58)
     )  # which so small a model does not reach
     spec = ("--eval.every_samples=262144", "--eval.target=0.586", "--data.evict=true", "--train.max_samples=48")
+    spec += ("--mllog.submission_division=closed", "--mllog.rehearsal=true")
     assert called(folder, shapes_dir, *spec) == 0
     assert event(folder, "run_stop")["metadata"]["status"] == "success"
-    assert "resumed_from_step" not in [event["key"] for event in events(folder)]
-    assert not json.loads((folder / "outcome.json").read_text())["not_a_timed_result"]
+    assert "disqualified" not in [event["key"] for event in events(folder)]
+    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == closed.REHEARSAL
     accepted, output = check(folder / "result_0.txt", "6.0.0")
     assert accepted, output
 
@@ -298,12 +300,12 @@ def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(s
             (folder / name).unlink()
         shutil.rmtree(folder / "checkpoints" / "step_000000004")
         assert called(folder, shapes_dir, *spec) == 0
-        assert event(folder, "resumed_from_step")["value"] == 2
+        assert event(folder, "disqualified")["value"] == "resumed from step 2"
         stop = events(folder)[-1]
         assert (stop["key"], stop["metadata"]["status"]) == ("run_stop", "aborted")
-        assert stop["metadata"]["reason"] == "target reached; resumed, so not a valid timed result"
+        assert stop["metadata"]["reason"] == "target reached; resumed from step 2, so not a valid timed result"
         found = json.loads((folder / "outcome.json").read_text())
-        assert (found["outcome"], found["not_a_timed_result"]) == ("target reached", "resumed")
+        assert (found["outcome"], found["not_a_timed_result"]) == ("target reached", "resumed from step 2")
         assert column(folder, "samples") == samples
         not_converged, *_ = read_submission_file(folder / "result_0.txt", "6.0.0", False)
         assert not_converged, "the benchmark's summary would count it as a result"

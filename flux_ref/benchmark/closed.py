@@ -1,0 +1,81 @@
+"""What MLPerf's closed division fixes for FLUX.1, and where a config or a log departs from it.
+
+Sources: rules: mlcommons/training_policies, training_rules.adoc; checker: mlperf-logging, closed_flux1.yaml;
+reference: mlcommons/training, text_to_image, with torchtitan 9603aa83. The rules leave the rest to you: batch, learning
+rate, warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation before the first step.
+"""
+
+from dataclasses import fields
+
+from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, TARGET, TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.config import Config, ModelConfig, flat
+from flux_ref.formats.outside import shown
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
+VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
+MODEL = {f"model.{field.name}": field.default for field in fields(ModelConfig)}
+# {key: the value that it must have, or a list of allowed values}
+FIXED = {
+    **MODEL,  # rules, "Graph Definition" and "Data Representation"; reference, "List of layers"
+    "init.weights": "",  # rules, "Weight and Bias Initialization": weights are drawn
+    "train.caption_drop": 0.1,  # reference, classifier-free guidance
+    "optim.beta1": 0.9,  # rules, "Hyperparameters", and checker; as the four below
+    "optim.beta2": 0.95,
+    "optim.eps": 1e-8,
+    "optim.weight_decay": 0.1,
+    "optim.clip_norm": 1.0,
+    "eval.every_samples": EVAL_EVERY_SAMPLES,  # rules, "Quality measure"; checker
+    "eval.target": TARGET,  # rules, "Benchmarks"; checker
+    "eval.noise": "fresh",  # reference: each evaluation draws noise anew
+    VAL_PRECISION: ["fp32", "bfloat16", "fp8"],  # rules, "Numerical formats": FP8 may validate, too
+    "data.kind": "embeddings",  # rules, "Data State at Start of Run"
+    "data.train_count": TRAIN_SAMPLES,  # reference, "Data preprocessing"; here the number of samples that there are
+    "data.val_count": VAL_SAMPLES,  # reference, "Evaluation thoroughness"
+    "data.evict": True,  # rules, "Data State at Start of Run": flush the cache; checker: cache_clear
+}
+EXCUSED = {*MODEL, "data.kind", "data.train_count", "data.val_count"}  # all that a rehearsal may have otherwise
+FIXES, REHEARSAL = ", the closed division fixes", "rehearsal: no benchmark result"
+FEW = 4  # departures that are warned of one by one
+# No official checker sees these; the log has them under our own names.
+OWN = (*MODEL, "init.weights", "train.caption_drop", "eval.noise", VAL_PRECISION, "data.kind")
+# The official checkers do not judge these; every submitter's log has them.
+OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples", "data.val_count": "eval_samples"}
+
+
+def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
+    """The departures among values of all keys in FIXED, in words; None is an unknown value."""
+    departures = []
+    for key, want in FIXED.items():
+        value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
+        allowed = want if isinstance(want, list) else [want]
+        if value is not None and value not in allowed and not (rehearsal and key in EXCUSED):
+            departures.append(f"{key}={shown(value)}{FIXES} {' or '.join(map(repr, allowed))}")
+    return departures
+
+
+def values(cfg: Config, train_count: int, val_count: int) -> dict[str, object]:
+    """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
+    precision = "fp8" if cfg.fp8.recipe != "off" and cfg.fp8.eval else DTYPE_NAMES[cfg.parallel.dtype]
+    counts = {"data.train_count": train_count, "data.val_count": val_count}
+    return flat(cfg) | counts | {VAL_PRECISION: precision}
+
+
+def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
+    """What disqualifies runs of a config before they start. train_count, val_count: samples in the data sets.
+
+    In the open division only given weights do (rules, "Weight and Bias Initialization").
+    """
+    found = judge(values(cfg, train_count, val_count), cfg.mllog.rehearsal)
+    return [text for text in found if cfg.mllog.submission_division == "closed" or text.startswith("init.weights")]
+
+
+def told(cfg: Config, train_count: int, val_count: int) -> list[str]:
+    """Lines for the terminal: a warning for each departure, but one calm line if there are many, as in a toy."""
+    if cfg.mllog.submission_division == "open":
+        return []
+    found = departures(cfg, train_count, val_count)
+    if cfg.mllog.rehearsal or len(found) <= FEW:
+        mark = [f"  rules   {REHEARSAL}"] * cfg.mllog.rehearsal
+        return mark + [f"warning: no benchmark result: {departure}" for departure in found]
+    some = ", ".join(departure.partition(FIXES)[0] for departure in found[:FEW])
+    return [f"  rules   no benchmark result: {len(found)} settings differ from the closed division ({some}, ...)"]

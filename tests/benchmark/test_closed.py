@@ -1,0 +1,167 @@
+"""What the closed division fixes: each departure disqualifies in the log, on the terminal and for `report`."""
+
+import json
+import re
+import time
+
+import pytest
+import yaml
+from compliance import RULESETS
+from conftest import ROOT
+
+from flux_ref import config_file
+from flux_ref.benchmark import closed
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.config import Config
+from flux_ref.report import commands as report
+from flux_ref.report import official, result_log, score
+
+COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
+CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.toml")}
+SMOKE = CONFIGS["closed_smoke"]
+POINTS = SMOKE.with_name("closed_smoke_points.json")
+# Another value for each key of a config, with what must change with it.
+WRONG = {
+    "model.hidden": "1536 --model.heads=12",
+    "model.heads": "12 --model.rope_axes=[32,112,112]",
+    "model.rope_axes": "[32,48,48]",
+    "init.weights": "weights.safetensors",
+    "train.caption_drop": "0.5",
+    "optim.beta1": "0.8",
+    "optim.beta2": "0.99",
+    "optim.eps": "1e-6",
+    "optim.weight_decay": "0.0",
+    "optim.clip_norm": "5.0",
+    "eval.every_samples": "131072",
+    "eval.target": "0.9",
+    "eval.noise": "fixed",
+    "data.kind": "shapes",
+    "data.evict": "false",
+}
+WRONG |= {key: str(2 * value) for key, value in closed.MODEL.items() if key not in WRONG}
+F1 = ("model.single_blocks=1", "train.caption_drop=0.5", "eval.noise=fixed", "eval.target=0.9")
+
+
+@pytest.fixture(autouse=True)
+def quick_rules(monkeypatch):
+    """mlperf-logging reads its rules anew for every log. libyaml takes a tenth of the time."""
+    monkeypatch.setattr(yaml, "BaseLoader", getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+
+
+def load(path, *overrides: str) -> Config:
+    return config_file.load(path, [f"--{override}" for override in overrides])
+
+
+def written(path, cfg: Config, counts: tuple[int, int] = COUNTS, loss: float = 0.58) -> str:
+    """The log of a run that reaches the target at once. Returns what outcome.json would hold."""
+    log = BenchmarkLog(path)
+    if cfg.data.evict:
+        log.cache_clear()
+    log.init_start()
+    log.describe(cfg, 8, *counts)
+    log.run_start()
+    log.block_start(0)
+    time.sleep(0.002)  # the log counts in milliseconds
+    log.eval_start(262_144)
+    log.eval_stop(262_144, loss)
+    log.run_stop(262_144, True, "target reached")
+    log.close()
+    return log.flaw
+
+
+def stripped(path, *keys: str) -> None:
+    """Take out entries, and let the run have succeeded."""
+    lines = [line for line in path.read_text().splitlines() if not any(f'"key": "{key}"' in line for key in keys)]
+    path.write_text("\n".join(lines).replace('"aborted"', '"success"') + "\n")
+
+
+def test_each_departure_alone_disqualifies(tmp_path):
+    """Without the entries `disqualified`, the logged values still speak, to `report` or to the official checker."""
+    gbs512 = CONFIGS["schnell_gbs512"]
+    cases = {key: (load(gbs512, *f"{key}={value}".split(" --")), COUNTS) for key, value in WRONG.items()}
+    cases["data.train_count"] = load(gbs512, "data.train_count=0"), (512, VAL_SAMPLES)
+    cases["data.val_count"] = load(gbs512, "data.val_count=0"), (TRAIN_SAMPLES, 8)
+    assert {*cases, closed.VAL_PRECISION} == {*closed.FIXED}, "every compute of ours may validate"
+    wrong, path = [], tmp_path / "result_0.txt"
+    for key, (cfg, counts) in cases.items():
+        path.unlink(missing_ok=True)
+        words = f"{key}=[^;]+, the closed division fixes "
+        flaw, told = written(path, cfg, counts), " ".join(closed.told(cfg, *counts))
+        found = " ".join(score.measure(result_log.read(path)).faults)
+        stop = json.loads(path.read_text().splitlines()[-1].partition("MLLOG ")[2])["metadata"]
+        texts = {"flaw": flaw, "told": told, "reason": stop["reason"], "report": found, "log": path.read_text()}
+        wrong += [f"{key}: {name}" for name, text in texts.items() if not re.search(words, text)]
+        wrong += [f"{key}: {stop['status']}"] * (stop["status"] != "aborted")
+        stripped(path, "disqualified")
+        name = {"eval.every_samples": "evaluation_frequency", "data.evict": "cache_clear"}.get(key, key.split(".")[1])
+        name = re.sub("beta(.)", r"beta_\1", name).replace("eps", "epsilon")
+        log = result_log.read(path)
+        found = score.measure(log).faults or official.check([log], "6.0.0").compliance[0]
+        alone = len(found) == 1 + (" --" in WRONG.get(key, ""))
+        wrong += [f"{key}: {found}"] * (not alone or name not in found[0])
+    assert wrong == []
+
+
+def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_alone(tmp_path):
+    for name, path in CONFIGS.items():
+        if name.startswith(("schnell", "mi3")):
+            assert closed.told(load(path), *COUNTS) == closed.departures(load(path), *COUNTS) == [], name
+    free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "fp8.recipe=dynamic")
+    free += ("eval.at_start=true", "data.skip_bad=9", "parallel.reduce_dtype=bf16", "sample.count=4")
+    assert closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
+    opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", *F1)
+    assert written(tmp_path / "log", opened, (512, 8)) == "" and closed.told(opened, 512, 8) == []
+    given = config_file.replace(opened, init__weights="some")
+    assert closed.departures(given, 512, 8) == ["init.weights='some', the closed division fixes ''"]
+
+
+def test_a_toy_gets_one_calm_line():
+    (line,) = closed.told(load(CONFIGS["tiny"], "mllog.submission_division=closed"), 2592, 576)
+    assert re.fullmatch(r"  rules   no benchmark result: \d\d settings differ .* \(model.hidden=128, .*, ...\)", line)
+
+
+def ten(folder, log) -> None:
+    for i in range(10):
+        text = re.sub(r'("key": "seed", "value": )\d+', rf"\g<1>{100 + i}", log.read_text())
+        (folder / f"result_{i}.txt").write_text(text)
+
+
+def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys):
+    """Its model and its data may be smaller, and nothing else."""
+    cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
+    assert closed.told(cfg, *counts) == ["  rules   rehearsal: no benchmark result"]
+    assert written(tmp_path / "log", cfg, counts, 0.34) == closed.REHEARSAL
+    (tmp_path / "ten").mkdir()
+    ten(tmp_path / "ten", tmp_path / "log")
+    log = result_log.read(tmp_path / "log")
+    for ruleset in RULESETS:
+        assert official.check([log], ruleset).compliance == [[]], ruleset
+    for points in ([], [f"--points={POINTS}"]):
+        code = report.main([str(tmp_path / "ten"), *points, f"--json={tmp_path / 'out.json'}"])
+        (system,) = json.loads((tmp_path / "out.json").read_text())["systems"]
+        text = capsys.readouterr().out
+        assert code == 0 and ": passes the checks as a rehearsal: no benchmark result\n" in text, text
+        assert "valid result" not in text and "not judged" not in text
+        assert not system["valid"] and system["score_minutes"] is None and system["olympic_mean_minutes"] > 0
+        assert system["convergence_pass"] is (True if points else None)
+
+
+def test_ten_copies_of_a_run_that_breaks_the_rules_are_no_result(tmp_path, capsys):
+    """With all that the log says against it, and with less and less of it."""
+    counts, folder = (512, 8), tmp_path / "ten"
+    folder.mkdir()
+    kept = []
+    cfg = load(SMOKE, *F1)
+    assert "train.caption_drop=0.5, the closed" in written(tmp_path / "log", cfg, counts, 0.57)
+    assert len(closed.told(cfg, *counts)) == 4
+    for gone in ((), ("disqualified",), ("disqualified", *closed.OWN, "rehearsal")):
+        if gone:
+            stripped(tmp_path / "log", *gone)
+        ten(folder, tmp_path / "log")
+        for points in ([], [f"--points={POINTS}"]):
+            code = report.main([str(folder), *points])
+            text = " ".join(capsys.readouterr().out.split())
+            named = "eval.target=0.9, the closed division fixes 0.586" in text
+            kept += [] if code == 1 and "ten: not a valid result" in text and named else [(gone, points, text)]
+    assert kept == []
