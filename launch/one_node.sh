@@ -53,7 +53,7 @@ for ((run = 0; run < ${NEXP:-1}; run++)); do
   cp "$results/run_$run/result_0.txt" "$results/.result_$run.txt"
   mv "$results/.result_$run.txt" "$results/result_$run.txt"
   say "run $run is done: $(cat "$results/run_$run/outcome.json")"
-  ! grep -q '"not_a_timed_result": "[^"]' "$results/run_$run/outcome.json" ||
+  ! grep -q '"not_a_timed_result": ".*\(resumed\|the clock\)' "$results/run_$run/outcome.json" ||
     say "run $run is no timed result; to repeat it, delete $results/run_$run and give the same command again"
 done
 if [[ ${SCORE:-} != off ]]; then
