@@ -37,7 +37,7 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
         official |= _disclosure(cfg, micro)
     values = closed.values(cfg, train_count, val_count)
     own = {key: values[key] for key in (*closed.OWN, "data.skip_bad")}
-    return official | own | ({"rehearsal": True} if cfg.mllog.rehearsal else {})
+    return official | own | ({closed.REHEARSED: True} if cfg.mllog.rehearsal else {})
 
 
 def _disclosure(cfg: Config, micro: int) -> dict[str, object]:

@@ -107,10 +107,9 @@ class BenchmarkLog:
         wall_s, true_s = time.time() - self.begin[0], steady_s() - self.begin[1]
         if abs(wall_s - true_s) > CLOCK_JUMP_S + CLOCK_DRIFT * true_s:  # the log's times are those of the wall clock
             self.disqualify(f"the clock was set by {wall_s - true_s:+.1f} s in the run")
-        if self.flaws:  # spec: one run on one clock, as the closed division asks
-            success, reason = False, f"{reason}; {self.flaw}, so not a valid timed result"
-        elif self.flaw:
-            reason = f"{reason}; {self.flaw}"
+        if self.flaw:  # spec: one run on one clock, as the closed division asks
+            reason += f"; {self.flaw}" + ", so not a valid timed result" * bool(self.flaws)
+        success = success and not self.flaws
         status = constants.SUCCESS if success else constants.ABORTED
         metadata = {"status": status, "samples_count": samples, "reason": reason}
         self.mllogger.end(constants.RUN_STOP, metadata=metadata)

@@ -17,6 +17,7 @@ from pathlib import Path
 from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
 
+from flux_ref.benchmark import closed
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import read_json
 from flux_ref.report.result_log import ResultLog, number
@@ -71,7 +72,7 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
             for path, log in zip(paths, logs):
                 complaints = [line.replace(str(path), log.name) for line in complaints]
             verdicts.seeds = [line[:300] for line in complaints]
-            if points or not any(log.is_rehearsal for log in logs):
+            if points or not any(log.value(closed.REHEARSED) for log in logs):
                 verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
             else:
                 verdicts.convergence = Convergence(None, "the official points are not for a rehearsal; give --points")

@@ -46,10 +46,6 @@ class ResultLog:
     system: dict[str, object] = field(default_factory=dict)  # what the log says about the machine
     name: str = ""  # tells it from other logs of its system
 
-    @property
-    def is_rehearsal(self) -> bool:
-        return bool(self.value("rehearsal"))
-
     def all(self, key: str) -> list[Event]:
         return [event for event in self.events if event.key == key]
 

@@ -87,7 +87,7 @@ def _departures(log: ResultLog) -> Iterator[str]:
     yield from (str(event.value)[:200] for event in log.all("disqualified"))
     if log.value("submission_division") == "closed":
         found = {key: log.value(closed.OFFICIAL.get(key, key)) for key in closed.FIXED}
-        yield from closed.judge(found, log.is_rehearsal)
+        yield from closed.judge(found, bool(log.value(closed.REHEARSED)))
 
 
 def _clock(run: Run) -> None:
@@ -167,7 +167,7 @@ class System:
     def verdict(self) -> str:
         if self.reasons:
             return "not a valid result"
-        return PASSING_REHEARSAL if any(run.log.is_rehearsal for run in self.runs) else VALID
+        return PASSING_REHEARSAL if any(run.log.value(closed.REHEARSED) for run in self.runs) else VALID
 
     @property
     def counted(self) -> list[Run]:

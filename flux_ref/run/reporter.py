@@ -84,10 +84,9 @@ class Reporter:
             f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
             f"  run     {self.folder}"
         )
-        for line in closed.told(cfg, train_count, val_count):
+        complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
+        for line in (*closed.told(cfg, train_count, val_count), *complaints):
             self.say(line)
-        for complaint in convergence.unlike_reference(cfg):
-            self.say(f"warning: {complaint}")
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
     def resume(self, step: int, samples: int) -> None:

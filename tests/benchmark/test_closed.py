@@ -14,8 +14,8 @@ from flux_ref.benchmark import closed
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
+from flux_ref.report import charts, official, result_log, score
 from flux_ref.report import commands as report
-from flux_ref.report import official, result_log, score
 
 COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
 CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.toml")}
@@ -101,6 +101,10 @@ def test_each_departure_alone_disqualifies(tmp_path):
         alone = len(found) == 1 + (" --" in WRONG.get(key, ""))
         wrong += [f"{key}: {found}"] * (not alone or name not in found[0])
     assert wrong == []
+    log = BenchmarkLog(path)  # says it once more
+    log.disqualify("resumed from step 2")
+    log.close()
+    assert "resumed from step 2" in score.measure(result_log.read(path)).faults
 
 
 def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_alone(tmp_path):
@@ -127,7 +131,7 @@ def ten(folder, log) -> None:
         (folder / f"result_{i}.txt").write_text(text)
 
 
-def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys):
+def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys, monkeypatch):
     """Its model and its data may be smaller, and nothing else."""
     cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
     assert closed.told(cfg, *counts) == ["  rules   rehearsal: no benchmark result"]
@@ -137,7 +141,8 @@ def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys):
     log = result_log.read(tmp_path / "log")
     for ruleset in RULESETS:
         assert official.check([log], ruleset).compliance == [[]], ruleset
-    for points in ([], [f"--points={POINTS}"]):
+    monkeypatch.setattr(charts, "svg", lambda chart: "")
+    for points in ([], [f"--points={POINTS}", f"--out={tmp_path}"]):
         code = report.main([str(tmp_path / "ten"), *points, f"--json={tmp_path / 'out.json'}"])
         (system,) = json.loads((tmp_path / "out.json").read_text())["systems"]
         text = capsys.readouterr().out
@@ -145,6 +150,7 @@ def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys):
         assert "valid result" not in text and "not judged" not in text
         assert not system["valid"] and system["score_minutes"] is None and system["olympic_mean_minutes"] > 0
         assert system["convergence_pass"] is (True if points else None)
+    assert ">rehearsal</span>" in (page := (tmp_path / "report.html").read_text()) and ">valid</span>" not in page
 
 
 def test_ten_copies_of_a_run_that_breaks_the_rules_are_no_result(tmp_path, capsys):
