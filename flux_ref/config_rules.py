@@ -63,6 +63,9 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
+    needs_val = ("eval.target", "eval.at_start", "eval.permuted_captions")
+    if not cfg.data.val and (key := next((key for key in needs_val if values[key]), None)):
+        raise Refusal(f"{key}={str(values[key]).lower()} needs a validation set: set data.val, or {key} to 0 or false")
     if cfg.data.kind != "shapes" and cfg.sample.captions:
         raise Refusal("sample.captions needs data.kind=shapes; sample.count draws stored captions")
     if cfg.data.kind == "shapes" and cfg.sample.vae:

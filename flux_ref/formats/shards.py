@@ -196,10 +196,11 @@ class ShardSet:
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
         """Look at names and sizes alone: no shard is opened, whatever its layout (spec: not before run_start).
 
-        split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        folder: "" with the split "val" is a set without samples.
+        split:  "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
         Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
         """
-        self.layout, self.paths = layout, paths_of(Path(folder), split)
+        self.layout, self.paths = layout, paths_of(Path(folder), split) if folder or split == "train" else []
         self.shards = [Shard(path, layout) for path in self.paths]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
