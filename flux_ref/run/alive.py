@@ -15,6 +15,7 @@ from flux_ref.run.hang_watch import HangWatch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # of torchrun; of Slurm ahead of a time limit; of Ctrl-C
 ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
+NOTICE = b"\nCtrl-C: the run ends after this step; a second Ctrl-C ends it at once\n"
 
 
 def received() -> int:
@@ -31,9 +32,7 @@ class Alive:
 
     def __init__(self, name: str, cfg: Config, world: World):
         """Collective. name: of the script, for messages."""
-        self.signal, self.since = 0, 0.0
-        self.notice = f"\n{name}: Ctrl-C: the run ends after this step{' and saves' if cfg.checkpoint.save else ''};"
-        self.speaks = world.rank == 0
+        self.signal, self.since, self.speaks = 0, 0.0, world.rank == 0
         self.group = ranks.host_group("stop", 2 * cfg.run.hang_s)  # twice: the hang watch reports first
         self.sent: tuple[torch.Tensor, dist.Work] | None = None
         for number in SIGNALS[:2]:
@@ -43,8 +42,8 @@ class Alive:
     def _take(self, number: int, frame: object) -> None:
         if self.signal != signal.SIGINT:
             self.signal, self.since = number, time.monotonic()
-            if number == signal.SIGINT and self.speaks:  # print() is not for handlers: it may interrupt itself
-                os.write(2, f"{self.notice} a second Ctrl-C ends it at once\n".encode())
+            if number == signal.SIGINT and self.speaks:
+                os.write(2, NOTICE)  # print() might interrupt itself
         elif number != signal.SIGUSR1 and time.monotonic() - self.since > ONE_PRESS_S:
             os._exit(128 + signal.SIGINT)  # torchrun makes SIGTERM of a second Ctrl-C
 

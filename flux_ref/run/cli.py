@@ -1,7 +1,6 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from typing import NoReturn
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
-from flux_ref.formats.outside import one_line, whole_number
+from flux_ref.formats.outside import whole_number
 from flux_ref.run.alive import SIGNALS, received
 from flux_ref.run.attempt import complain, make_terminal_patient
 
@@ -63,7 +62,7 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
         finally:
             caught = received()
             for number, handler in before.items():
-                signal.signal(number, handler)  # torchrun may end this rank while it lingers
+                signal.signal(number, handler or signal.SIG_DFL)  # torchrun may end this rank while it lingers
     except (Refusal, Fault, Interrupted) as error:
         return _complain(name, error)
     except OSError as error:
@@ -99,18 +98,9 @@ def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
     if speaks or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
         complain(f"{name}: {prefix}".removesuffix(": "), error)
-    _tell_torchrun(f"{name}: {error}")
-    if not speaks and not error.alone and error.exit_code != 128 + signal.SIGINT:  # which all ranks have received
+    elif error.exit_code != 128 + signal.SIGINT:  # for Ctrl-C torchrun waits until all ranks have ended
         time.sleep(LINGER_S)  # torchrun ends all ranks when one ends; rank 0 must print before that
     return error.exit_code
-
-
-def _tell_torchrun(line: str) -> None:
-    """Write the file from which torchrun prints the cause of a failure, at the end of its report."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        cause = {"message": line, "extraInfo": {"py_callstack": one_line(line), "timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # torchrun then says that it knows no cause
-            Path(path).write_text(json.dumps({"message": cause}))
 
 
 def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:

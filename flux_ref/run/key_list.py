@@ -7,7 +7,7 @@ import textwrap
 from flux_ref import config, config_file
 
 FIELD = re.compile(r" {4}(\w+): [^=]+ = .*  # (.*)")
-COLUMNS, COMMENT_AT = 100, 43
+COLUMNS, COMMENT_AT = 100, 44
 
 
 def text() -> str:
