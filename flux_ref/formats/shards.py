@@ -196,8 +196,8 @@ class ShardSet:
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
         """Look at names and sizes alone: no shard is opened, whatever its layout (spec: not before run_start).
 
-        folder: "" with the split "val" is a set without samples.
-        split:  "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        The folder "" of "val" holds no samples.
         Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
         """
         self.layout, self.paths = layout, paths_of(Path(folder), split) if folder or split == "train" else []

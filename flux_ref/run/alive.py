@@ -15,7 +15,7 @@ from flux_ref.run.hang_watch import HangWatch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # of torchrun; of Slurm ahead of a time limit; of Ctrl-C
 ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
-NOTICE = b"\nCtrl-C: the run ends after this step; a second Ctrl-C ends it at once\n"
+NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
 
 
 def received() -> int:
@@ -25,10 +25,7 @@ def received() -> int:
 
 
 class Alive:
-    """Watches for hanging ranks and catches signals: SIGTERM and SIGUSR1 at once, Ctrl-C from the first `at` on.
-
-    Ctrl-C before that raises KeyboardInterrupt, because there is nothing to save.
-    """
+    """Watches for hanging ranks and catches signals. Before the first `at`, Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self, name: str, cfg: Config, world: World):
         """Collective. name: of the script, for messages."""

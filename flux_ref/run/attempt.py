@@ -1,14 +1,10 @@
 """How a command of one process ends: an error becomes one line and an exit code. For ranks see cli.py."""
 
 import errno
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
 from flux_ref.errors import Fault, Interrupted, Refusal, Stop
 from flux_ref.formats.outside import one_line
@@ -39,13 +35,13 @@ def make_terminal_patient() -> None:
 
 
 def complain(name: str, error: Stop | OSError | str) -> None:
-    """Print the one line with which a command ends. torchrun prints the line again at the end of its report."""
+    """Print the one line with which a command ends."""
     line = one_line(f"{name}: {error}")
     print(line, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": cause}))
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from flux_ref.run import launcher
+
+        launcher.tell(line)
 
 
 def _give_stdout_up() -> None:

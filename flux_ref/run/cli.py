@@ -1,6 +1,5 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
-import contextlib
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 from flux_ref import ranks
@@ -33,25 +31,14 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_follow_launcher, args=(name,), daemon=True).start()
+        from flux_ref.run import launcher
+
+        threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
     code = _attempt(name, task, argv)
     # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.
     if code == 0 or ranks.is_single():
         ranks.stop()
     return code
-
-
-def _follow_launcher(name: str) -> None:
-    """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
-    launcher, program = os.getppid(), b"python"
-    with contextlib.suppress(OSError):
-        program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-    # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.
-    orphaned = launcher == 1 and not re.search(rb"python|torchrun", program)
-    while os.getppid() == launcher and not orphaned:
-        time.sleep(1.0)
-    print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
-    os._exit(Fault.exit_code)
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -1,7 +1,6 @@
 """Claims a run's folder for one job, and picks the checkpoint from which a run goes on.
 
-Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it. A greater
-train.max_samples extends a run, finished or not.
+Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it.
 """
 
 import os
@@ -112,8 +111,7 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
         raise Refusal(f"{folder} holds no checkpoint to continue from; run.resume=auto begins again")
     from flux_ref.run import resuming  # a new run needs none of it
 
-    resuming.require_same(cfg, folder)
-    resuming.require_more(cfg, folder, saved)
+    resuming.require_continues(cfg, folder, saved)
     return saved[-1] if saved else None
 
 

@@ -1,7 +1,4 @@
-"""Continuing a run: what may change, and what a checkpoint gives back.
-
-The weights come first. Moments, FP8 history and counters come after the warm-up.
-"""
+"""Continuing a run: what may change; first the weights, and after the warm-up moments, FP8 history and counters."""
 
 import math
 from fnmatch import fnmatch
@@ -27,8 +24,8 @@ FREE = (
 MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and not key.endswith("dtype")]
 
 
-def require_same(cfg: Config, folder: Path) -> None:
-    """Raises: Refusal that names the keys with other values than the run's. MAY_DIFFER lists the exceptions."""
+def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
+    """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
     own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
     keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
     if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
@@ -36,10 +33,6 @@ def require_same(cfg: Config, folder: Path) -> None:
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
             f" run.overwrite=true; these keys may change, dtypes excepted: {', '.join(FREE)}"
         )
-
-
-def require_more(cfg: Config, folder: Path, saved: list[Path]) -> None:
-    """Raises: Refusal if the run has trained on more than cfg asks for, or is finished. saved: its checkpoints."""
     batch, most = cfg.train.global_batch, cfg.train.max_samples
     samples = checkpoint_files.step_of(saved[-1]) * batch if saved else 0
     if samples > schedule.steps_for(most, batch) * batch:

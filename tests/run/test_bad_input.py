@@ -276,7 +276,7 @@ def test_one_ctrl_c_stops_with_a_checkpoint_and_a_second_ends_at_once(monkeypatc
     watcher._take(signal.SIGINT, None)
     watcher._take(signal.SIGUSR1, None)
     assert (watcher.signal, ended) == (signal.SIGINT, [])
-    assert capfd.readouterr().err == "\nCtrl-C: the run ends after this step; a second Ctrl-C ends it at once\n"
+    assert capfd.readouterr().err == "\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
     for number in (signal.SIGTERM, signal.SIGINT):
         watcher._take(number, None)
     assert ended == [130, 130]
