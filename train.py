@@ -1,4 +1,4 @@
-"""Train FLUX.1 from scratch, as the MLPerf Training benchmark asks.
+"""Train FLUX.1 from scratch, as the MLPerf Training benchmark specifies.
 
     torchrun train.py                                        a tiny FLUX on the CPU, no download
     torchrun --nproc-per-node 8 train.py configs/schnell_gbs512.toml

@@ -69,6 +69,7 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
+        parts = cfg.train.global_batch // (world.size * micro)
         mesh = f"{world.replicas} replicas x {world.size // world.replicas} shards"
         facts = environment(world)
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
@@ -79,8 +80,8 @@ class Reporter:
             f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
             f"  compute {fp8.describe(cfg)}; attention: {attention_kernel(cfg, world.device)}\n"
             f"  steps   {steps.mode(cfg, world.device)}\n"
-            f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
-            f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
+            f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
+            f" x {parts} micro-batch{'es' * (parts > 1)}\n"
             f"  weights {weights}\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, {validation}\n"
             f"  run     {self.folder}"

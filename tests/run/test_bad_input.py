@@ -20,6 +20,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, NPY_HEADER
 from flux_ref.run import alive, cli
+from flux_ref.run.attempt import attempt as run_attempt
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -263,6 +264,14 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_noth
     monkeypatch.setattr(train, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"))
     assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_in_a_command_is_one_line(capsys):
+    def work(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    assert cli.run("eval.py", "", work, []) == run_attempt("plan", work) == 130
+    assert capsys.readouterr().err == "eval.py: stopped by SIGINT\nplan: stopped by SIGINT\n"
 
 
 def test_one_ctrl_c_stops_with_a_checkpoint_and_a_second_ends_at_once(monkeypatch, capfd):
