@@ -244,11 +244,17 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_path, capsys):
+def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_path, capsys, monkeypatch):
     """Its one trace is the evaluation at its first end, which the longer run does not make. Its log is no result."""
     folder = tmp_path / "run"
-    assert called(folder, shapes_dir, "--train.max_samples=60") == 0 and called(folder, shapes_dir) == 0
+    assert called(folder, shapes_dir, "--train.max_samples=60") == 0 and (folder / "outcome.json").exists()
+    with monkeypatch.context() as patched:
+        for (module, name), stand_in in killing.recorder(tmp_path, "step 7 SIGINT self").items():
+            patched.setattr(module, name, stand_in)
+        assert called(folder, shapes_dir) == 130
     assert "resume  the run in this folder, from step 5 (60 samples)" in capsys.readouterr().out
+    assert 7 < newest(folder).info["step"] < 12, "Ctrl-C saves"
+    assert not (folder / "outcome.json").exists() and called(folder, shapes_dir) == 0
     assert column(folder, "samples", "eval.jsonl") == [48, 60, 96, 144]
     records = lines(folder, "eval.jsonl")
     (folder / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in records if line["samples"] != 60))
