@@ -1,11 +1,11 @@
-"""Train FLUX.1 from scratch, as the MLPerf Training benchmark asks.
+"""Train FLUX.1 from scratch, as the MLPerf Training benchmark specifies.
 
     torchrun train.py                                        a tiny FLUX on the CPU, no download
     torchrun --nproc-per-node 8 train.py configs/schnell_gbs512.toml
     torchrun train.py configs/tiny.toml --optim.lr=1e-3      any key of flux_ref/config.py
 
 All files of a run lie in runs/<config name>, or in --run.dir=DIR. The same command continues an interrupted run.
-Exit codes: 0 done, 2 refused, 3 a fault stopped it, 143 and 138 SIGTERM and SIGUSR1 stopped it with a checkpoint saved.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it; with a checkpoint saved 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class Run:
     def train(self) -> bool:
         """Train until the target or train.max_samples. Returns whether the target was reached."""
         cfg, state, steps, report = self.cfg, self.state, self.steps, self.report
-        global_batch, log_every = cfg.train.global_batch, cfg.train.log_every_samples
+        batch, log_every, most = cfg.train.global_batch, cfg.train.log_every_samples, cfg.train.max_samples
         steps.health.restart(state.step)
         self.alive.watch.captured = bool(steps.graphs)
         feed = self.train_set.feed(state.samples)
@@ -169,14 +169,15 @@ class Run:
             while True:
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:
                     return True
-                if state.samples >= cfg.train.max_samples:
+                if state.samples >= most:
                     return False
                 self.log.block_start(state.samples)
                 loss, grad_norm = steps.train_on(feed)
                 report.tick()
-                if schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, global_batch):
+                is_last = state.samples >= most  # which is logged, and so settled, whether or not an evaluation follows
+                if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
                     report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
-                if schedule.due(state.samples, cfg.checkpoint.every_samples, global_batch):
+                if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
                     report.require_healthy(steps.health)
                     self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it
                 self.alive.at(f"the end of step {state.step}")
@@ -209,7 +210,8 @@ class Run:
         """Pictures of captions, if they can be written. draw: `paint` of an Artist. Collective."""
         path = self.report.folder / "samples" / f"{self.state.samples:09d}.png"
         with self.report.spare(path.name):
-            line = draw(self.state.net, self.val_set, self.train_set.empty, path, self.alive.watch.at)
+            captions = self.val_set if self.cfg.data.val else self.train_set
+            line = draw(self.state.net, captions, self.train_set.empty, path, self.alive.watch.at)
             self.report.say(line)
 
     def save(self, finish: bool = False) -> None:

@@ -71,7 +71,7 @@ class InitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    save: bool = True  # at the end, at the target and on SIGTERM or SIGUSR1; false: never
+    save: bool = True  # at the end, at the target and on Ctrl-C, SIGTERM or SIGUSR1; false: never
     every_samples: int = 0  # also so often, rounded up to whole steps; 0: only at the moments above
     keep: int = 2  # keep the last so many checkpoints
     keep_every: int = 0  # also keep every n-th checkpoint of every_samples; 0: none
@@ -105,7 +105,7 @@ class EvalConfig:
 class DataConfig:
     kind: str = "embeddings"  # embeddings: existing shards; shapes: drawings that are made on first use
     train: str = "data/mlperf/train"  # folder of *.tar shards
-    val: str = "data/mlperf/val"
+    val: str = "data/mlperf/val"  # "": no validation set and no evaluations, with eval.target=0
     empty: str = ""  # folder of t5_empty.npy and clip_empty.npy; "": empty_encodings beside the folder data.train
     train_count: int = 0  # embeddings: required number of samples, 0: any; shapes: number of samples to make
     val_count: int = 0

@@ -45,7 +45,7 @@ def _parse_all(overrides: list[str]) -> dict[str, object]:
     for text in overrides:
         key, eq, value = text.removeprefix("--").partition("=")
         if not text.startswith("--") or not eq:
-            raise Refusal(f"argument {text!r} is not of the form --section.key=value")
+            raise Refusal(f"argument {text!r} is not of the form --section.key=value, as in --optim.lr=1e-4")
         _check_key(key)
         if key in SECTIONS:
             raise Refusal(f"{text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")

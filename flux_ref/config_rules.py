@@ -63,6 +63,9 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
+    needs_val = ("eval.target", "eval.at_start", "eval.permuted_captions")
+    if not cfg.data.val and (key := next((key for key in needs_val if values[key]), None)):
+        raise Refusal(f"{key}={str(values[key]).lower()} needs a validation set: set data.val, or {key} to 0 or false")
     if cfg.data.kind != "shapes" and cfg.sample.captions:
         raise Refusal("sample.captions needs data.kind=shapes; sample.count draws stored captions")
     if cfg.data.kind == "shapes" and cfg.sample.vae:
@@ -96,10 +99,7 @@ def _validate_parallel(cfg) -> None:
     if cfg.recompute != "none" and cfg.compile:
         raise Refusal(f"parallel.recompute={cfg.recompute} needs parallel.compile=false, or set activation_budget")
     if cfg.kept_regions and not cfg.reshard_after_forward:
-        raise Refusal(
-            f"parallel.kept_regions={cfg.kept_regions} needs parallel.reshard_after_forward=true:"
-            " false keeps all regions; set kept_regions=0"
-        )
+        raise Refusal(f"parallel.kept_regions={cfg.kept_regions} needs reshard_after_forward=true, or set it to 0")
     if cfg.reduce_buffers > 1 and cfg.symmetric_memory and cfg.sum_reduction:  # FSDP2 reuses one symmetric buffer
         raise Refusal(
             f"parallel.reduce_buffers={cfg.reduce_buffers} does not go with symmetric_memory and sum_reduction,"
@@ -119,9 +119,7 @@ def _validate_fp8(cfg) -> None:
     if cfg.parallel.dtype != "bf16":
         raise Refusal(f"fp8.recipe={fp8.recipe} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set it so")
     if fp8.gather and not fp8.eval:
-        raise Refusal(
-            "fp8.eval=false validates in bf16, but fp8.gather=true gathers no weight in bf16; set fp8.gather=false"
-        )
+        raise Refusal("fp8.eval=false validates in bf16, but fp8.gather=true gathers in FP8; set fp8.gather=false")
     if cfg.model.hidden % 16:
         raise Refusal(f"model.hidden={cfg.model.hidden} is not divisible by 16, as fp8.recipe={fp8.recipe} needs")
 

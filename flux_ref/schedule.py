@@ -23,7 +23,8 @@ def due(samples: int, every_samples: int, global_batch: int) -> bool:
 def evaluates(samples: int, cfg: Config) -> bool:
     """Whether an evaluation is due: every eval.every_samples, at the end and, with eval.at_start, before any step."""
     is_periodic = due(samples, cfg.eval.every_samples, cfg.train.global_batch)
-    return is_periodic or samples >= cfg.train.max_samples or (cfg.eval.at_start and samples == 0)
+    is_first = cfg.eval.at_start and samples == 0
+    return cfg.data.val != "" and (is_periodic or is_first or samples >= cfg.train.max_samples)
 
 
 def lr(step: int, peak: float, warmup_steps: int) -> float:

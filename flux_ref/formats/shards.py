@@ -197,9 +197,10 @@ class ShardSet:
         """Look at names and sizes alone: no shard is opened, whatever its layout (spec: not before run_start).
 
         split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        The folder "" of "val" holds no samples.
         Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
         """
-        self.layout, self.paths = layout, paths_of(Path(folder), split)
+        self.layout, self.paths = layout, paths_of(Path(folder), split) if folder or split == "train" else []
         self.shards = [Shard(path, layout) for path in self.paths]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.cumsum([0, *(shard.count for shard in self.shards)])

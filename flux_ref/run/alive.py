@@ -1,6 +1,8 @@
 """What a run does between two units of work: it shows progress to the hang watch and acts on signals."""
 
+import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ from flux_ref.errors import Interrupted
 from flux_ref.ranks import World
 from flux_ref.run.hang_watch import HangWatch
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what torchrun passes on, and what Slurm sends ahead of a time limit
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # of torchrun; of Slurm ahead of a time limit; of Ctrl-C
+ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
+NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
 
 
 def received() -> int:
@@ -21,19 +25,24 @@ def received() -> int:
 
 
 class Alive:
-    """Watches for hanging ranks and catches SIGTERM and SIGUSR1 from the moment it is made."""
+    """Watches for hanging ranks and catches signals. Before the first `at`, Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self, name: str, cfg: Config, world: World):
         """Collective. name: of the script, for messages."""
-        self.signal = 0
+        self.signal, self.since, self.speaks = 0, 0.0, world.rank == 0
         self.group = ranks.host_group("stop", 2 * cfg.run.hang_s)  # twice: the hang watch reports first
         self.sent: tuple[torch.Tensor, dist.Work] | None = None
-        for number in SIGNALS:
+        for number in SIGNALS[:2]:
             signal.signal(number, self._take)
         self.watch = HangWatch(name, world, [*ranks.groups(world), self.group], cfg.run.hang_s)
 
     def _take(self, number: int, frame: object) -> None:
-        self.signal = number
+        if self.signal != signal.SIGINT:
+            self.signal, self.since = number, time.monotonic()
+            if number == signal.SIGINT and self.speaks:
+                os.write(2, NOTICE)  # print() might interrupt itself
+        elif number != signal.SIGUSR1 and time.monotonic() - self.since > ONE_PRESS_S:
+            os._exit(128 + signal.SIGINT)  # torchrun makes SIGTERM of a second Ctrl-C
 
     def at(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.
@@ -47,6 +56,8 @@ class Alive:
             work.wait()
             if largest.item():
                 raise Interrupted(largest.item())
+        elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores Ctrl-C
+            signal.signal(signal.SIGINT, self._take)
         largest = torch.tensor([self.signal])
         self.sent = largest, dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 

@@ -2,10 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 
-from flux_ref.errors import Fault, Refusal, Stop
+from flux_ref.errors import Fault, Interrupted, Refusal, Stop
 from flux_ref.formats.outside import one_line
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -16,15 +17,14 @@ def attempt(name: str, task: Callable[[], int]) -> int:
     make_terminal_patient()
     try:
         return task()
-    except (Refusal, Fault) as error:
-        complain(name, error)
-        return error.exit_code
+    except (Refusal, Fault, KeyboardInterrupt) as error:
+        stop = Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
+        complain(name, stop)
+        return stop.exit_code
     except OSError as error:
         complain(name, error)
         _give_stdout_up()
         return Fault.exit_code if error.errno in BROKEN_DISK and error.filename else Refusal.exit_code
-    except KeyboardInterrupt:
-        return 130
 
 
 def make_terminal_patient() -> None:
@@ -36,7 +36,12 @@ def make_terminal_patient() -> None:
 
 def complain(name: str, error: Stop | OSError | str) -> None:
     """Print the one line with which a command ends."""
-    print(one_line(f"{name}: {error}"), file=sys.stderr, flush=True)
+    line = one_line(f"{name}: {error}")
+    print(line, file=sys.stderr, flush=True)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from flux_ref.run import launcher
+
+        launcher.tell(line)
 
 
 def _give_stdout_up() -> None:

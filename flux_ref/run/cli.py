@@ -1,6 +1,5 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
-import contextlib
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from itertools import pairwise
 from typing import NoReturn
 
 from flux_ref import ranks
@@ -25,10 +24,16 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     """Run a task. An error becomes one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
     make_terminal_patient()
     if "-h" in argv or "--help" in argv:
+        if "flux_ref/config.py" in usage:  # its options are keys
+            from flux_ref.run import key_list
+
+            usage += key_list.text()
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_follow_launcher, args=(name,), daemon=True).start()
+        from flux_ref.run import launcher
+
+        threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
     code = _attempt(name, task, argv)
     # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.
     if code == 0 or ranks.is_single():
@@ -36,34 +41,21 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     return code
 
 
-def _follow_launcher(name: str) -> None:
-    """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
-    launcher, program = os.getppid(), b"python"
-    with contextlib.suppress(OSError):
-        program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-    # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.
-    orphaned = launcher == 1 and not re.search(rb"python|torchrun", program)
-    while os.getppid() == launcher and not orphaned:
-        time.sleep(1.0)
-    print(f"{name}: torchrun has died; rank {os.environ.get('RANK')} ends", file=sys.stderr, flush=True)
-    os._exit(Fault.exit_code)
-
-
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
-    caught = 0
+    caught, before = 0, {number: signal.getsignal(number) for number in SIGNALS}
     try:
         try:
             return task(argv)
         finally:
             caught = received()
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)  # torchrun may end this rank while it lingers
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)  # torchrun may end this rank while it lingers
     except (Refusal, Fault, Interrupted) as error:
         return _complain(name, error)
     except OSError as error:
         return _complain(name, Fault(str(error), alone=True))
     except KeyboardInterrupt:
-        return 130
+        return _complain(name, Interrupted(signal.SIGINT))
     except Exception as error:
         text = str(error) or "MemoryError"
         if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", text):
@@ -71,7 +63,7 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
             return _complain(name, Fault(reason, alone=True))
         if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
             # Another rank broke and prints the reason. torchrun ends this rank, meanwhile or already.
-            if caught == signal.SIGTERM:
+            if caught in (signal.SIGTERM, signal.SIGINT):
                 return 128 + caught
             time.sleep(LINGER_S)
             return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
@@ -93,14 +85,16 @@ def _complain(name: str, error: Refusal | Fault | Interrupted) -> int:
     if speaks or error.alone:
         prefix = f"rank {rank}: " if error.alone and "RANK" in os.environ else ""
         complain(f"{name}: {prefix}".removesuffix(": "), error)
-    else:
+    elif error.exit_code != 128 + signal.SIGINT:  # for Ctrl-C torchrun waits until all ranks have ended
         time.sleep(LINGER_S)  # torchrun ends all ranks when one ends; rank 0 must print before that
     return error.exit_code
 
 
 def config_and_overrides(argv: list[str], default: str) -> tuple[str, list[str]]:
     """Split [FILE] [--section.key=value ...]. Raises: Refusal for a word at another place."""
-    late = next((text for text in argv[1:] if not text.startswith("-")), None)
+    before, late = next((pair for pair in pairwise(argv) if not pair[1].startswith("-")), ("", None))
+    if re.fullmatch(r"--\w+\.\w+", before):
+        raise Refusal(f"{before} {late}: a key and its value need an equals sign; write {before}={late}")
     if late is not None:
         raise Refusal(f"{late!r} is no option; the file or folder comes first, options are --section.key=value")
     if argv and not argv[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""Claims a run's folder for one job, and picks the checkpoint from which an unfinished run goes on.
+"""Claims a run's folder for one job, and picks the checkpoint from which a run goes on.
 
 Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it.
 """
@@ -21,15 +21,6 @@ RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been tr
 RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "outcome.json")
 CLAIM = ".claim"
 CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
-
-# Keys that may change when a run continues: samples, weights and losses depend on them by rounding only.
-MAY_DIFFER = (
-    *(key for key in config.TYPES if key.split(".")[0] in ("run", "checkpoint", "graph", "sample", "mllog")),
-    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps"),
-    *("eval.batch", "eval.band", "eval.permuted_captions", "fp8.gather"),
-    *("data.train", "data.val", "data.empty", "data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
-    *(key for key in config.TYPES if key.split(".")[0] == "parallel" and not key.endswith("dtype")),
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
                 write_whole(folder / "config.toml", config_file.dump(own_cfg))
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
             yield Start(is_new, checkpoint)
-        except Refusal:
+        except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
                 _remove(folder)
             raise
@@ -115,24 +106,13 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
         return None
     if cfg.run.resume == "never" and not restarted:
         raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
-    if (folder / "outcome.json").exists():
-        raise Refusal(f"{folder} already holds a finished run; set run.dir to another folder or run.overwrite=true")
     saved = checkpoint_files.found(folder)
     if cfg.run.resume == "must" and not saved:
         raise Refusal(f"{folder} holds no checkpoint to continue from; run.resume=auto begins again")
-    _require_same(cfg, folder)
+    from flux_ref.run import resuming  # a new run needs none of it
+
+    resuming.require_continues(cfg, folder, saved)
     return saved[-1] if saved else None
-
-
-def _require_same(cfg: Config, folder: Path) -> None:
-    """Raises: Refusal that names the keys with other values than the run's. MAY_DIFFER lists the exceptions."""
-    own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
-    keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
-    if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
-        raise Refusal(
-            f"{folder} holds an unfinished run of another config: {'; '.join(differ)};"
-            " give the same values, another run.dir or run.overwrite=true"
-        )
 
 
 def _remove(folder: Path) -> None:

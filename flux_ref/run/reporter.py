@@ -71,17 +71,21 @@ class Reporter:
         cfg, world = self.cfg, self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
+        parts = cfg.train.global_batch // (world.size * micro)
         mesh = f"{world.replicas} replicas x {world.size // world.replicas} shards"
         facts = environment(world)
+        weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
+        validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
             f"  compute {fp8.describe(cfg)}; attention: {attention_kernel(cfg, world.device)}\n"
             f"  steps   {steps.mode(cfg, world.device)}\n"
-            f"  batch   {cfg.train.global_batch} = {world.size} ranks x {micro} samples"
-            f" x {cfg.train.global_batch // (world.size * micro)} micro-batches\n"
-            f"  data    {train_count:,} samples in {cfg.data.train}, validation {val_count:,} in {cfg.data.val}\n"
+            f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
+            f" x {parts} micro-batch{'es' * (parts > 1)}\n"
+            f"  weights {weights}\n"
+            f"  data    {train_count:,} samples in {cfg.data.train}, {validation}\n"
             f"  run     {self.folder}"
         )
         complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
@@ -100,6 +104,7 @@ class Reporter:
                 evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
                 rewrite(self.folder / "metrics.jsonl", trained)
                 rewrite(self.folder / "eval.jsonl", evaluated)
+                (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
@@ -195,23 +200,28 @@ class Reporter:
         for alarm in alarms.of_losses(self.val_curve, self.band):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
+        self._chart()
+        # The time of an evaluation does not count in the rate of training.
+        self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])
+
+    def _chart(self) -> None:
         with self.spare("loss.png"):
             if self.speaks:
                 from flux_ref.run import loss_chart  # no other rank draws
 
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
-        # The time of an evaluation does not count in the rate of training.
-        self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])
 
     def conclude(self, state: State, reached: bool) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished."""
-        outcome = REACHED if reached else ENDED
+        outcome, val_loss = REACHED if reached else ENDED, self.val_curve[-1][1] if self.val_curve else None
+        if val_loss is None:  # no evaluation has drawn it
+            self._chart()
         pictures = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
         weights = f"\n  weights   python eval.py {self.folder}" if self.cfg.checkpoint.save else ""
         self.say(f"{outcome}\n  losses    {self.folder}/loss.png{pictures}{weights}")
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
-            record |= {"val_loss": self.val_curve[-1][1], "not_a_timed_result": self.log.flaw}
+            record |= {"val_loss": val_loss, "not_a_timed_result": self.log.flaw}
             write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
 
     def _append(self, name: str, record: dict) -> None:

@@ -1,15 +1,54 @@
-"""Continuing a run from a checkpoint: the weights first, and after the warm-up moments, FP8 history and counters."""
+"""Continuing a run: what may change; first the weights, and after the warm-up moments, FP8 history and counters."""
 
+import math
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
-from flux_ref import ranks
+from flux_ref import config, config_file, ranks, schedule
 from flux_ref.checkpoint import rows_of
+from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import fit
+from flux_ref.formats import checkpoint_files, fit, jsonl
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.step import State
+
+# Keys that may change when a run continues. What a run has after so many samples depends on them by rounding only.
+FREE = (
+    *("train.max_samples", "eval.target", "run.*", "checkpoint.*", "graph.*", "sample.*", "mllog.*", "parallel.*"),
+    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.band"),
+    *("eval.permuted_captions", "fp8.gather", "data.train", "data.val", "data.empty", "data.skip_bad"),
+    *("data.workers", "data.prefetch", "data.evict"),
+)
+MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and not key.endswith("dtype")]
+
+
+def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
+    """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
+    own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
+    keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
+    if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
+        raise Refusal(
+            f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
+            f" run.overwrite=true; these keys may change, dtypes excepted: {', '.join(FREE)}"
+        )
+    batch, most = cfg.train.global_batch, cfg.train.max_samples
+    samples = checkpoint_files.step_of(saved[-1]) * batch if saved else 0
+    if samples > schedule.steps_for(most, batch) * batch:
+        raise Refusal(f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less")
+    if not jsonl.outcome(folder):
+        return
+    end = jsonl.json_object(folder / "outcome.json")
+    samples, loss = (end[key] if jsonl.is_number(end.get(key)) else math.inf for key in ("samples", "val_loss"))
+    wants = [f"train.max_samples above {samples}"] if samples >= most else []
+    wants += [f"eval.target below {loss} or 0"] if loss <= cfg.eval.target else []
+    wants = wants if saved else ["a checkpoint, which it lacks"]
+    if wants:
+        raise Refusal(
+            f"{folder} already holds a finished run; to train longer give {' and '.join(wants)};"
+            " or set run.dir to another folder, or run.overwrite=true"
+        )
 
 
 def load_weights(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:

@@ -15,7 +15,7 @@ def attention_kernel(cfg: Config, device: torch.device) -> str:
     Elsewhere, and on AMD, it is flash attention. Neither kernel takes fp32; fp32 takes plain products.
     """
     if device.type == "cpu":
-        return "torch's choice"
+        return "chosen by torch"
     if cfg.parallel.attention != "auto":
         return cfg.parallel.attention
     if cfg.parallel.dtype == "fp32":

@@ -158,6 +158,29 @@ def run_claim(folder: Path) -> object:
     return []
 
 
+def make_finished(folder: Path) -> None:
+    make_unfinished(folder)
+    end = {"outcome": jsonl.ENDED, "step": 10, "samples": 120, "val_loss": 0.6}
+    (folder / "run" / "outcome.json").write_text(json.dumps(end))
+    (folder / "run" / "checkpoints" / "step_000000010").mkdir(parents=True)
+
+
+def run_extension(folder: Path) -> str:
+    """A run claims the folder of a finished one, to train for longer."""
+    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train", run__dir="run")
+    with run_folder.claim(config_file.replace(cfg, train__max_samples=240), False) as start:
+        return start.checkpoint.name
+
+
+def judge_extension(folder: Path, found: object) -> str:
+    """A run whose end is not told is one that broke off."""
+    path = folder / "run" / "outcome.json"
+    end = json.loads(path.read_bytes()) if path.exists() else {"outcome": jsonl.ENDED, "samples": 120}
+    is_sound = end["outcome"] in (jsonl.REACHED, jsonl.ENDED) and _is_number(end["samples"]) and end["samples"] < 240
+    is_above = not _is_number(end.get("val_loss")) or end["val_loss"] > 0.5
+    return "" if found == "step_000000010" and is_sound and is_above else f"extended after {end}"
+
+
 def judge_claim(folder: Path, found: object) -> str:
     if not (folder / "run" / "metrics.jsonl").exists():
         return ""
@@ -341,6 +364,7 @@ TARGETS = [
     Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
     Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
     Target("claim", make_unfinished, OF_CLAIM, run_claim, judge=judge_claim, writes=CLAIMED),
+    Target("extension", make_finished, OF_RUN, run_extension, judge=judge_extension, writes=CLAIMED),
     Target("logs", make_logs, OF_LOGS, run_logs, judge=judge_logs, weight=2),
     Target("report", make_logs, OF_LOGS, run_report, judge=judge_report, writes=("figures.json",)),
     Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),

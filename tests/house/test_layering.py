@@ -18,7 +18,7 @@ WITHOUT_TORCH = {
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
     *("benchmark.closed", "benchmark.header", "benchmark.reference_points", "benchmark.reference_samples"),
-    *("run.attempt", "run.json_option", "run.progress", "toy.make", "toy.shapes"),
+    *("run.attempt", "run.json_option", "run.launcher", "run.progress", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.shapes", "prepare.verify"),
     *("preflight.verdict", "watch.commands"),

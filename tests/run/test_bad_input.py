@@ -7,17 +7,21 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import MICRO, called, data_overrides, micro_run, rank_exit_code, script, the_line
 from run_files import column, events, lines
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
-from flux_ref import config_file, data, rng
+from flux_ref import config, config_file, data, rng
+from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, NPY_HEADER
 from flux_ref.run import alive, cli
+from flux_ref.run.attempt import attempt as run_attempt
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -87,7 +91,12 @@ REQUESTS = {
     "--train.global_bacth=8": ["unknown key train.global_bacth", "train.global_batch"],
     "--train=8": ["train is a section", "train.seed"],
     "--train.seed=1.5": ["train.seed=1.5", "an integer"],
-    "--train.seed": ["--train.seed", "--section.key=value"],
+    "--train.seed": ["--train.seed", "--section.key=value", "as in --optim.lr=1e-4"],
+    "--optim.lr 1e-4": ["--optim.lr 1e-4: ", "write --optim.lr=1e-4"],
+    "--eval.batch=8 1e-4": ["'1e-4' is no option"],
+    "--data.val= --eval.target=0.5": ["eval.target=0.5 needs a validation set: set data.val, or eval.target to 0"],
+    "--data.val= --eval.at_start=true": ["eval.at_start=true needs a validation set"],
+    "--data.train=": ["data folder"],
     "--optim.lr=nan": ["optim.lr=nan", "finite"],
     "--parallel.dtype=fp16": ["parallel.dtype='fp16'", "bf16, fp32"],
     "--train.micro_batch=5": ["train.global_batch=12", "train.micro_batch=5", "use 10 or 15"],
@@ -103,7 +112,7 @@ REQUESTS = {
 
 def test_a_request_that_cannot_be_honoured_is_refused(attempt, shapes_dir, tmp_path):
     for number, (override, words) in enumerate(REQUESTS.items()):
-        code, _, line = attempt(*micro_run(shapes_dir, tmp_path / str(number), override))
+        code, _, line = attempt(*micro_run(shapes_dir, tmp_path / str(number), *override.split(" ")))
         assert code == 2 and has_words(line, *words), line
 
 
@@ -113,10 +122,18 @@ def test_what_looks_impossible_but_is_not(attempt, tmp_path):
     assert attempt(*micro_run(tmp_path / "new", tmp_path / "run"), *odd, *short)[::2] == (0, "")
 
 
-def test_help_is_the_usage(capsys):
+def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
     for argument in ("-h", "--help"):
         assert cli.run("train.py", train.__doc__, train.main, [argument]) == 0
-        assert "Exit codes" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
+    found = dict(re.findall(r"^  --([a-z.0-9_]+)=(.*?)(?:  .*)?$", out, re.M))
+    assert found == dict(line.split(" = ", 1) for line in config_file.dump(config.Config()).splitlines())
+    words = " ".join(out.split())
+    source = Path(config.__file__).read_text()
+    comments = re.findall(r"^    \w+: .* = .*  # (.*)$", source.partition("class Config:")[0], re.M)
+    assert len(comments) > 60 and [comment for comment in comments if comment not in words] == []
+    assert cli.run("stage", "another usage", train.main, ["-h"]) == 0 and capsys.readouterr().out == "another usage\n"
 
 
 # Damaged data; test_shards_damage.py has every kind of damage
@@ -250,11 +267,50 @@ def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
     assert (code, out) == (2, "") and has_words(line, f"127.0.0.1:{port}", "port in use"), line
 
 
-def test_ctrl_c_ends_a_run_at_once_and_without_a_word(shapes_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "validation_loss", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert called("train.py", *micro_run(shapes_dir, tmp_path / "run")) == 130
-    stderr = capsys.readouterr().err
-    assert "Traceback" not in stderr and "Error" not in stderr
+def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_nothing(
+    attempt, shapes_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
+    code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"))
+    assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_in_a_command_is_one_line(capsys):
+    def work(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    assert cli.run("eval.py", "", work, []) == run_attempt("plan", work) == 130
+    assert capsys.readouterr().err == "eval.py: stopped by SIGINT\nplan: stopped by SIGINT\n"
+
+
+def test_one_ctrl_c_stops_with_a_checkpoint_and_a_second_ends_at_once(monkeypatch, capfd):
+    """torchrun sends SIGINT for the first and SIGTERM for the second; some launchers send the first twice."""
+    ended, now = [], iter((0.0, 0.1, 1.0, 1.1, 1.2))
+    monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(alive.os, "_exit", ended.append)
+    watcher = object.__new__(alive.Alive)
+    watcher.signal, watcher.speaks = signal.SIGTERM, True
+    watcher._take(signal.SIGINT, None)
+    watcher._take(signal.SIGINT, None)
+    watcher._take(signal.SIGUSR1, None)
+    assert (watcher.signal, ended) == (signal.SIGINT, [])
+    assert capfd.readouterr().err == "\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        watcher._take(number, None)
+    assert ended == [130, 130]
+
+
+def test_torchrun_is_told_the_line_by_the_rank_that_prints_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "LINGER_S", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for rank, alone, want in ((0, False, "train.py: bad key"), (1, True, "train.py: rank 1: bad key"), (1, False, "")):
+        path = tmp_path / f"{rank} {alone}"
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        assert cli._complain("train.py", Refusal("bad key", alone)) == 2
+        failure = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(path))
+        report = ChildFailedError("train.py", {rank: failure}).format_msg()
+        assert (f"\n  traceback : {want}\n====" in report) == bool(want) and path.exists() == bool(want)
 
 
 # Two ranks
@@ -269,7 +325,7 @@ def met_by(rank: int, step: int = 1) -> int:
 def test_a_rank_that_torchrun_has_told_to_end_does_not_complain_of_a_lost_rank(monkeypatch, capsys):
     """The signal may come before the connection breaks. Then the run has caught the signal, and goes on."""
     watcher = object.__new__(alive.Alive)
-    watcher.signal = 0
+    watcher.signal, watcher.speaks = 0, False
 
     def work(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, watcher._take)
@@ -296,6 +352,8 @@ def test_two_ranks_speak_once(code, override, damage, words, dataset):
     damage(dataset)
     arguments = micro_run(dataset, dataset / "run", "--data.kind=embeddings", override)
     process = script("train.py", *arguments, ranks=2, timeout=60)
-    assert has_words(the_line(process.stderr), *words), process.stderr
+    said, _, report = process.stderr.partition("Root Cause")
+    assert has_words(the_line(said.partition("Traceback")[0]), *words), process.stderr
+    assert has_words(report.splitlines()[-2], "traceback : train.py: ", *words), "torchrun ends with the same line"
     assert process.returncode == 1 and rank_exit_code(process) == code
     assert process.stderr.count("Traceback") <= 1  # torchrun's own

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import claim
 from flux_ref.formats.claim import take
+from flux_ref.formats.jsonl import ENDED, REACHED
 from flux_ref.run import folder as run_folder
+from flux_ref.run import resuming
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:
@@ -29,7 +32,8 @@ def contents(folder: Path) -> dict[str, bytes] | None:
 @pytest.fixture
 def cfg(tmp_path) -> Config:
     """A config whose run has a folder of its own."""
-    return config_file.load(MICRO, [f"--run.dir={tmp_path / 'run'}", "--checkpoint.every_samples=24"])
+    own = f"--run.dir={tmp_path / 'run'}", "--checkpoint.every_samples=24", "--train.max_samples=48"
+    return config_file.load(MICRO, own)
 
 
 def put(cfg: Config, state: str) -> Path:
@@ -47,7 +51,8 @@ def put(cfg: Config, state: str) -> Path:
         for name in ("step_000000002", "step_000000004", ".step_000000006.0a1b2c3d"):
             (folder / "checkpoints" / name).mkdir(parents=True)
     if state == "finished":
-        (folder / "outcome.json").write_text("{}\n")
+        end = {"outcome": ENDED, "samples": 48, "val_loss": 0.5}
+        (folder / "outcome.json").write_text(json.dumps(end))
     return folder
 
 
@@ -147,14 +152,15 @@ def with_changed(cfg: Config, *keys: str) -> Config:
 def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg):
     folder = put(cfg, "saved")
     before, replies = contents(folder), {}
-    fixed = {key for key in config.TYPES if key not in run_folder.MAY_DIFFER}
+    fixed = {key for key in config.TYPES if key not in resuming.MAY_DIFFER}
     for key in fixed:
         other = with_changed(cfg, key)
         values = f"{key}={config.flat(other)[key]!r}, there {config.flat(cfg)[key]!r}"
-        replies[f"holds an unfinished run of another config: {values};"] = outcome(other)
+        replies[f"holds a run of another config: {values};"] = outcome(other)
     assert [want for want, found in replies.items() if want not in found] == []
     found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
-    assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch" not in found
+    assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch=" not in found
+    assert "these keys may change, dtypes excepted: train.max_samples, eval.target, run.*, " in found
     assert contents(folder) == before
     assert fixed == {
         *(
@@ -162,8 +168,8 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
             for key in config.TYPES
             if key.split(".")[0] in ("model", "optim", "init", "fp8") and key != "fp8.gather"
         ),
-        *("train.seed", "train.max_samples", "train.global_batch", "train.caption_drop"),
-        *("eval.every_samples", "eval.at_start", "eval.target", "eval.noise"),
+        *("train.seed", "train.global_batch", "train.caption_drop"),
+        *("eval.every_samples", "eval.at_start", "eval.noise"),
         *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
     }
 
@@ -171,7 +177,7 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
 def test_what_decides_nothing_may_change_and_is_written_down(cfg):
     offenders = []
     put(cfg, "saved")
-    for key in (key for key in run_folder.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
+    for key in (key for key in resuming.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
         # sample.vae is of no use for shapes, nor is a file of compiled code for eager steps
         needed = {"sample.vae": {"data__kind": "embeddings"}, "parallel.compile_cache": {"parallel__compile": True}}
         own = config_file.replace(cfg, **needed.get(key, {}))
@@ -183,6 +189,50 @@ def test_what_decides_nothing_may_change_and_is_written_down(cfg):
         if found != "from step_000000004" or stored != config.flat(other)[key]:
             offenders.append((key, found, stored))
     assert offenders == []
+
+
+def test_a_run_is_extended_only_by_what_lets_it_train_on(cfg):
+    """By state of the folder, how it ended, train.max_samples and eval.target: what becomes of it, or words of that."""
+    further, finished = "from step_000000004", "already holds a finished run; to train longer give"
+    done, reached, short = {}, {"outcome": REACHED}, "train.max_samples=36 must not be less"
+    cases = [
+        ("saved", done, 36, 0.0, f"has trained on 48 samples; {short}"),
+        ("saved", done, 37, 0.0, further),  # 48 samples are whole steps
+        ("saved", done, 96, 0.6, further),
+        ("begun", done, 12, 0.0, "from nothing"),
+        ("finished", done, 48, 0.0, f"{finished} train.max_samples above 48; or set run.dir"),
+        ("finished", done, 49, 0.0, further),
+        ("finished", done, 36, 0.0, short),
+        ("finished", {"samples": 60}, 60, 0.0, f"{finished} train.max_samples above 60;"),  # a checkpoint is gone
+        ("finished", reached, 96, 0.5, f"{finished} eval.target below 0.5 or 0;"),
+        ("finished", reached, 48, 0.6, f"{finished} train.max_samples above 48 and eval.target below 0.5 or 0;"),
+        ("finished", reached, 96, 0.4, further),
+        ("finished", {"val_loss": None}, 96, 0.0, further),
+        ("finished", {"samples": "many"}, 96, 0.0, finished),
+        ("finished", {"outcome": 1}, 96, 0.0, "outcome.json is damaged"),
+    ]
+    offenders = []
+    for number, (state, end, most, target, want) in enumerate(cases):
+        own = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_{number}")
+        folder = put(own, state)
+        if end:
+            path = folder / "outcome.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | end))
+        found = outcome(config_file.replace(own, train__max_samples=most, eval__target=target))
+        offenders += [(state, end, most, target, found)] if want not in found else []
+    unsaved = config_file.replace(cfg, run__dir=f"{cfg.run.dir}_unsaved", train__max_samples=96)
+    for name in ("step_000000002", "step_000000004"):
+        (put(unsaved, "finished") if name.endswith("2") else config.run_dir(unsaved)).joinpath(
+            "checkpoints", name
+        ).rmdir()
+    assert offenders == [] and f"{finished} a checkpoint, which it lacks;" in outcome(unsaved)
+
+
+def test_ctrl_c_before_training_leaves_no_folder(cfg):
+    """Otherwise the next command, with the mistake mended, would find a run of another config."""
+    with pytest.raises(KeyboardInterrupt), run_folder.claim(cfg, restarted=False):
+        raise KeyboardInterrupt
+    assert not config.run_dir(cfg).exists()
 
 
 # Two jobs in one folder

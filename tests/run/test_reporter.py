@@ -113,6 +113,10 @@ def test_a_run_that_ends_early_reads_its_logged_step_first(trained):
         "launch 1, read, out of data": ({"broken": 2}, 1),
         "launch 1, launch 2, read, loss is not finite": ({"bad": 1}, 0),
         "launch 1, read, loss is not finite": ({"bad": 1, "broken": 2}, 0),
+        "launch 1, launch 2, read, launch 3, read, launch 4, read, launch 5, read, read, loss is not finite": (
+            {"bad": 5, "data__val": ""},  # no evaluation reads the last step
+            4,
+        ),
     }
     for want, (values, count) in ends.items():
         events, records = trained("gpu", **values)

@@ -140,11 +140,11 @@ def test_one_rank_stops_with_143_counts_what_it_trained_on_and_goes_on(whole, sh
 
 @pytest.mark.slow
 def test_2_then_1_then_3_ranks_train_like_2(shapes_dir, two_ranks, tmp_path, monkeypatch):
-    """A run is stopped at 2 ranks by SIGTERM to torchrun, taken up by 1, stopped again and finished by 3."""
-    code, said = killing.launch(tmp_path, shapes_dir, plan="step 4 SIGTERM launcher")
-    assert code != 0 and "stopped by SIGTERM after step" in said
+    """A run is stopped at 2 ranks by Ctrl-C to torchrun, taken up by 1, stopped by SIGTERM and finished by 3."""
+    code, said = killing.launch(tmp_path, shapes_dir, plan="step 4 SIGINT launcher")
+    assert code == 1 and "stopped by SIGINT after step" in said
     codes = lines(tmp_path / "records", "exit_codes.jsonl")
-    assert sorted((record["rank"], record["code"]) for record in codes) == [(0, 143), (1, 143)]
+    assert sorted((record["rank"], record["code"]) for record in codes) == [(0, 130), (1, 130)]
     with monkeypatch.context() as patched:
         for (module, name), stand_in in killing.recorder(tmp_path / "records", "step 14 SIGTERM self").items():
             patched.setattr(module, name, stand_in)
@@ -243,6 +243,32 @@ def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
+
+
+def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_path, capsys, monkeypatch):
+    """Its one trace is the evaluation at its first end, which the longer run does not make. Its log is no result."""
+    folder = tmp_path / "run"
+    assert called(folder, shapes_dir, "--train.max_samples=60") == 0 and (folder / "outcome.json").exists()
+    with monkeypatch.context() as patched:
+        for (module, name), stand_in in killing.recorder(tmp_path, "step 7 SIGINT self").items():
+            patched.setattr(module, name, stand_in)
+        assert called(folder, shapes_dir) == 130
+    assert "resume  the run in this folder, from step 5 (60 samples)" in capsys.readouterr().out
+    assert 7 < newest(folder).info["step"] < 12, "Ctrl-C saves"
+    assert not (folder / "outcome.json").exists() and called(folder, shapes_dir) == 0
+    assert column(folder, "samples", "eval.jsonl") == [48, 60, 96, 144]
+    records = lines(folder, "eval.jsonl")
+    (folder / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in records if line["samples"] != 60))
+    require_equal_runs(folder, whole)
+    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == "resumed"
+    assert events(folder)[-1]["metadata"]["status"] == "aborted"
+
+    before = contents(folder)
+    for options, words in (((), "train.max_samples above 144"), (["--train.max_samples=60"], "must not be less")):
+        assert called(folder, shapes_dir, *options) == 2 and words in capsys.readouterr().err
+    assert called(folder, shapes_dir, "--train.max_samples=288", f"--data.val={shapes_dir}/train") == 2
+    assert "data set of 45 val samples" in capsys.readouterr().err
+    assert contents(folder) == before, "outcome.json goes only when training begins"
 
 
 # Damaged samples that were passed over

@@ -1,5 +1,6 @@
 """Whole runs inside this process, and what they leave in their folder."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flux_ref.formats.files import partial_of
 from flux_ref.model import parameter_table
 from flux_ref.sampling import euler
 from flux_ref.toy import make, shapes
+from flux_ref.watch import commands as watch
 
 FILES = [
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
@@ -114,6 +116,21 @@ def test_reaching_the_target_stops_early_with_success(run, plain, capsys):
     assert "after 36 training samples" in capsys.readouterr().out
     just_below = run("just below", f"--eval.target={min(losses) * (1 - 1e-9)!r}")
     assert event(just_below, "run_stop")["metadata"]["status"] == "aborted"
+
+
+def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_training_set(run, plain, capsys):
+    folder = run("run", "--data.val=", "--train.log_every_samples=48", "--sample.count=1")
+    assert sorted(path.name for path in folder.iterdir()) == sorted({*FILES, "samples"} - {"eval.jsonl"})
+    assert column(folder, "samples") == [48, 60] and column(folder, "loss") == column(plain, "loss")[3:]
+    require_identical(trained(folder, ""), trained(plain, ""))
+    out = capsys.readouterr().out
+    assert "  weights drawn from train.seed=0\n  data    50 samples in" in out and ", no validation\n" in out
+    assert json.loads((folder / "outcome.json").read_text())["val_loss"] is None
+    assert event(folder, "eval_samples")["value"] == 0
+    assert not [line for line in events(folder) if line["key"].startswith("eval_a")]
+    assert watch.main([str(folder), "--once"]) == 0
+    panel = capsys.readouterr().out
+    assert "100%  60 of 60 samples" in panel and "validation" not in panel and "│" not in panel
 
 
 # The benchmark's clock

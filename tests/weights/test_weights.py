@@ -148,10 +148,11 @@ def test_a_nan_that_one_rank_meets_is_the_same_line_on_every_rank(measured):
     assert others == [line] * 2
 
 
-def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, attempt):
+def test_training_starts_from_exactly_these_weights(kept, shapes_dir, tmp_path, attempt, capsys):
     """A run of rate 0 saves them again, and its validation before the first step is eval.py's."""
     fixed, source = "--eval.noise=fixed", kept / "f16.safetensors"
     assert write_run(tmp_path / "run", shapes_dir, source, "--eval.at_start=true", fixed) == 0
+    assert f"  weights init.weights={source}\n" in capsys.readouterr().out
     saved = Checkpoint(weight_files.find(tmp_path / "run"))
     model = {key.removeprefix("model."): saved.read(key) for key in saved.tensors if key.startswith("model.")}
     require_identical(model, rounded("f16", tensors_of(CFG.model)))

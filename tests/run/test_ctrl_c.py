@@ -1,0 +1,48 @@
+"""Ctrl-C in a terminal: the first saves, the second ends the run at once."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import micro_run
+from killing import LONG, Job
+from run_files import count, lines, newest, saved_steps
+
+from flux_ref.run import alive
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_once_and_a_second_one_ends_at_once_without_a_half_checkpoint(shapes_dir, tmp_path):
+    """The second comes to torchrun while its ranks write. Then plain python goes on and gets one."""
+    run = tmp_path / "run"
+    argv = micro_run(shapes_dir, run, *LONG, "--train.max_samples=1200000", "--checkpoint.every_samples=0")
+    with press(tmp_path / "torchrun", run, argv, ranks=2, save_s=30) as job:
+        time.sleep(2 * alive.ONE_PRESS_S)
+        assert list((run / "checkpoints").glob(".step_*")), job.said
+        job.process.send_signal(signal.SIGINT)
+        begin, code = time.monotonic(), job.wait()
+        assert time.monotonic() - begin < 20 and code == 1, job.said
+        assert job.gone(5) and saved_steps(run) == [] and "saved in" not in job.said
+    with press(tmp_path / "python", run, argv, ranks=0, save_s=0) as job:
+        assert job.wait() == 130, job.said
+    step = newest(run).info["step"]
+    assert saved_steps(run) == [step] == [lines(run)[-1]["step"]] and not (run / "outcome.json").exists()
+    assert f"stopped by SIGINT after step {step}; the same command goes on from there" in job.said
+    assert job.said.count("train.py: stopped by SIGINT") == 1 and "Traceback" not in job.said
+
+
+def press(log: Path, run: Path, argv: list[str], ranks: int, save_s: float) -> Job:
+    """A job that has trained and got Ctrl-C once. save_s: seconds that a rank takes to write its part."""
+    result = run / "result_0.txt"
+    before = result.read_text().count('"key": "run_start"') if result.exists() else 0
+    job = Job(log, "tests/helpers/slow_save.py", *argv, ranks=ranks, SAVE_S=str(save_s))
+
+    def trains() -> bool:
+        is_begun = result.exists() and result.read_text().count('"key": "run_start"') > before
+        return is_begun and count(run / "metrics.jsonl") > 1
+
+    assert job.until(trains), job.said
+    job.process.send_signal(signal.SIGINT)
+    assert job.until(lambda: "Ctrl-C: the run ends after one more step" in job.said), job.said
+    return job
