@@ -69,10 +69,10 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def append(path: Path, text: str, on_disk: bool = False) -> None:
-    """Append text to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
+def append(path: Path, content: str | bytes, on_disk: bool = False) -> None:
+    """Append text or bytes to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
     with naming(path), path.open("ab", buffering=0) as file:
-        size, rest = file.seek(0, os.SEEK_END), text.encode()
+        size, rest = file.seek(0, os.SEEK_END), content.encode() if isinstance(content, str) else content
         try:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[file.write(rest) :]

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,9 +21,10 @@ from flux_ref.benchmark.facts import TARGET
 from flux_ref.formats import jsonl
 from flux_ref.report.result_log import number
 from flux_ref.report.score import RUNS, System
+from flux_ref.run.loss_chart import span
 from flux_ref.schedule import TIMESTEPS
 
-# name: (light, dark). The colours "0" to "7" tell systems apart.
+# name: (light, dark). The colours "0" to "7" tell systems and timesteps apart.
 COLOURS = {
     "paper": ("#ffffff", "#16181d"),
     "ink": ("#1b1f27", "#e8eaee"),
@@ -31,14 +33,14 @@ COLOURS = {
     "band": ("#8a94a6", "#7c8698"),
     "good": ("#1a7f4b", "#46c585"),
     "bad": ("#c0362c", "#ff7b6e"),
-    "0": ("#2563c9", "#6ea8ff"),
-    "1": ("#d9720b", "#ffa94d"),
-    "2": ("#1f8a5b", "#4ecb92"),
-    "3": ("#a23bb5", "#d98bea"),
-    "4": ("#c2334d", "#ff8095"),
-    "5": ("#0c8599", "#4dd0e1"),
-    "6": ("#7a5c1e", "#d8b45a"),
-    "7": ("#5b5fc7", "#a5a8ff"),
+    "0": ("#1f5fd0", "#5b95ff"),
+    "1": ("#e07b00", "#ffa640"),
+    "2": ("#17824f", "#3fbf7f"),
+    "3": ("#8a2fc0", "#b57bff"),
+    "4": ("#c4203f", "#ff6470"),
+    "5": ("#10a3b8", "#4fdcea"),
+    "6": ("#6b4a1b", "#b89a6a"),
+    "7": ("#e56ba8", "#ff9fd2"),
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 WIDTH, CURVES, LEGEND_ROW, ROW, REST = 8.6, 4.0, 0.22, 0.4, 0.8  # inches; the last two are heights of charts by system
@@ -62,7 +64,7 @@ def of_systems(systems: list[System]) -> list[Chart]:
     for system in systems:
         batches.setdefault(int(number(system.value("global_batch_size")) or 0), []).append(system)
     charts = [losses(batch, group) for batch, group in sorted(batches.items())]
-    charts += [timesteps(system) for system in systems]
+    charts += timesteps(systems)
     charts += [times(systems), samples(systems), throughputs(systems)]
     return [chart for chart in charts if chart]
 
@@ -79,8 +81,7 @@ def losses(batch: int, group: list[System]) -> Chart | None:
         return None
     target = next((run.target for run in runs if run.target > 0), None)
     band = convergence.public_band(batch) if target == TARGET else None
-    values = sorted([*(loss for run in runs for _, loss in run.val_curve), *([target] if target else [])])
-    low, high = values[0], values[-1 - len(values) // 30]  # the highest are those of the first evaluations
+    low, high = span([run.val_curve for run in runs], target or 0.0)
     caption = "A line for each run, a dot at its last evaluation. The dot is hollow if the run does not count."
     if band:
         low, high = min(low, *band.low), max(high, *band.high[len(band.high) // 15 :])
@@ -88,7 +89,6 @@ def losses(batch: int, group: list[System]) -> Chart | None:
             " Grey: lowest, median and highest loss of public runs of this batch. They validated with captions dropped,"
             " which raises their losses by about 0.001."
         )
-    margin = (high - low) * 0.05 or 0.1
 
     def draw(axes: Axes) -> None:
         for system in group:
@@ -105,31 +105,38 @@ def losses(batch: int, group: list[System]) -> Chart | None:
             axes.plot(band.samples, band.median, color=LIGHT["band"], label=band.source)
             axes.fill_between(band.samples, band.low, band.high, color=LIGHT["band"], alpha=0.25, linewidth=0)
         axes.set_xlim(left=0)
-        axes.set_ylim(low - margin, high + margin)
+        axes.set_ylim(low, high)
         axes.set_xlabel("training samples")
 
     return Chart(f"Validation loss at global batch {batch:,}", caption, draw)
 
 
-def timesteps(system: System) -> Chart | None:
-    """The losses at the eight timesteps of a system's first run, from the eval.jsonl beside its log."""
-    curves = []
-    for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
-        losses = record.get("val_loss_per_timestep")
-        if isinstance(losses, list) and len(losses) == TIMESTEPS and all(map(jsonl.is_number, losses)):
-            curves.append((record["samples"], losses))
-    if not curves:
-        return None
+def timesteps(systems: list[System]) -> list[Chart]:
+    """The losses at the eight timesteps of each system's first run, from the eval.jsonl beside its log.
 
-    def draw(axes: Axes) -> None:
-        seen, losses = zip(*curves)
-        for k, values in enumerate(zip(*losses)):
-            axes.plot(seen, values, color=LIGHT[str(k)], label=f"t = {k}/{TIMESTEPS}")
-        axes.set_xlim(left=0)
+    All charts have the same axes.
+    """
+    curves: dict[System, list[list[tuple[float, float]]]] = {}
+    for system in systems:
+        points = []
+        for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
+            losses = record.get("val_loss_per_timestep")
+            if isinstance(losses, list) and len(losses) == TIMESTEPS and all(map(jsonl.is_number, losses)):
+                points.append([(record["samples"], loss) for loss in losses])
+        if points:
+            curves[system] = [*zip(*points)]
+    every = [curve for group in curves.values() for curve in group]
+
+    def draw(axes: Axes, group: list[list[tuple[float, float]]]) -> None:
+        for k, curve in enumerate(group):
+            axes.plot(*zip(*curve), ".-", color=LIGHT[str(k)], label=f"t = {k}/{TIMESTEPS}")
+        axes.set_xlim(0, max(samples for curve in every for samples, _ in curve) or 1)
+        axes.set_ylim(*span(every))
         axes.set_xlabel("training samples")
 
     caption = "First run of the system; t = 0 is data, t = 1 is noise."
-    return Chart(f"Validation loss per timestep: {system.name}", caption, draw)
+    title = "Validation loss per timestep"
+    return [Chart(f"{title}: {system.name}", caption, partial(draw, group=group)) for system, group in curves.items()]
 
 
 def rows(
@@ -233,13 +240,13 @@ def _figure(chart: Chart) -> Figure:
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelcolor=LIGHT["soft"])
     chart.draw(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(short)
     axes.xaxis.label.set_color(LIGHT["soft"])
     if chart.rows:
         axes.tick_params("y", labelcolor=LIGHT["ink"])
         return figure
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
     labels = axes.get_legend_handles_labels()[1]
     columns = max(1, 110 // (max(map(len, labels)) + 5))

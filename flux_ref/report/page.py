@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from flux_ref.formats.outside import printable
 from flux_ref.report import charts, score
 from flux_ref.report.charts import COLOURS
-from flux_ref.report.score import RUN_COLUMNS, System, show
+from flux_ref.report.score import RUN_COLUMNS, RUNS, System, show
 
 TITLE = "FLUX.1 training benchmark"
 STYLE = """
@@ -72,6 +72,9 @@ def _label(system: System) -> str:
 
 
 def _verdict(system: System) -> str:
+    """Runs that are too few for a result are no failure: whoever compares two runs asks for none."""
+    if len(system.runs) < RUNS:
+        return f"<span class='pill soft'>{len(system.runs)} of {RUNS} runs</span>"
     words = "not valid" if system.reasons else "valid" if system.verdict == score.VALID else "rehearsal"
     return f"<span class='pill {'good' if words == 'valid' else 'bad'}'>{words}</span>"
 
@@ -92,7 +95,8 @@ def _system(system: System) -> str:
         rows.append(f"<tr{' class=out' * bool(run.faults)}><td>{_text(run.name)}</td>{cells}</tr>")
         rows += [f"<tr><td class=bad colspan={len(values) + 1}>{_text(fault)}</td></tr>" for fault in run.faults]
     table = _table(["run", *(heading for heading, *_ in RUN_COLUMNS), "seed"], rows)
-    reasons = "".join(f"<p class=bad>{_text(reason)}</p>" for reason in system.reasons)
+    shade = "soft" if len(system.runs) < RUNS else "bad"
+    reasons = "".join(f"<p class={shade}>{_text(reason)}</p>" for reason in system.reasons)
     lines = "".join(f"<p>{_text(line)}</p>" for line in (*system.notes, *score.checks(system)))
     return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{table}"
 

@@ -116,8 +116,9 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
+    drawn = (*folder.glob("samples/*.png"), *folder.glob("tensorboard/events.out.tfevents.*"))
+    for path in (*(folder / name for name in RUN_FILES), *drawn):
         path.unlink(missing_ok=True)
     shutil.rmtree(checkpoint_files.folder_of(folder), ignore_errors=True)
-    if (folder / "samples").is_dir() and not any((folder / "samples").iterdir()):
-        (folder / "samples").rmdir()
+    for name in ("samples", "tensorboard"):
+        _remove_if_empty(folder / name)

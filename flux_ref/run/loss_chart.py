@@ -1,40 +1,77 @@
-"""The chart of the losses."""
+"""The chart of the losses, and the axes of all charts: the range of the losses, and round numbers along it."""
 
+import math
 from pathlib import Path
 
 from flux_ref.formats.files import whole
 
-INK, PALE, TRAIN, VAL = (40, 40, 40), (215, 215, 215), (150, 180, 220), (200, 70, 40)
+INK, PALE, TRAIN, VAL = (40, 40, 40), (215, 215, 215), (110, 150, 205), (200, 70, 40)
+EARLY = 0.1  # this share of a run has losses so high that they would hide all others
+
+Curve = list[tuple[float, float]]  # training samples, loss
 
 
-def chart(train: list[tuple[int, float]], val: list[tuple[int, float]], target: float, path: Path) -> None:
-    """Save losses over training samples as a PNG: training as a line, validation as dots, the target dashed."""
+def span(curves: list[Curve], target: float = 0.0) -> tuple[float, float]:
+    """The range that a chart shows: the target (0: none) and all losses but the high ones at the start of each run."""
+    late = [loss for curve in curves for samples, loss in curve if samples >= EARLY * curve[-1][0]]
+    low = min([loss for curve in curves for _, loss in curve] + [target] * (target > 0), default=0.0)
+    high = max([*late, target])
+    margin = (high - low) * 0.04 or abs(high) * 0.04 or 1.0
+    return low - margin, high + margin
+
+
+def ticks(low: float, high: float, most: int) -> dict[float, str]:
+    """Round numbers from low to high, each with its text, at most `most` + 1: 1, 2, 2.5 or 5 times 10 ** n apart."""
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(step for factor in (1, 2, 2.5, 5, 10, 20) if (step := power * factor) >= least)
+    values = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    usual = [value for value in values if value == 0 or 1e-4 <= abs(value) < 1e6]
+    decimals = max((len(f"{value:.6g}".partition(".")[2]) for value in usual), default=0)
+    return {value: f"{value:,.{decimals if abs(value) < 1e6 else 0}f}" for value in values}
+
+
+def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
+    """Save losses over training samples as a PNG: training as a line, validation as dots, the target dashed.
+
+    An arrow at the upper edge, with the loss beside it, is a validation loss above the chart.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
-    width, height, left, bottom, top = 900, 520, 80, 460, 50
+    width, height, left, right, bottom, top = 900, 520, 80, 860, 460, 50
     image = Image.new("RGB", (width, height), "white")
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=15)
     most_x = max([x for x, _ in train + val] + [1])
-    most_y = max([y for _, y in train + val] + [1e-9]) * 1.05
+    low, high = span([curve for curve in (train, val) if curve], target)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + x / most_x * (width - left - 40), bottom - y / most_y * (bottom - top)
+        return left + x / most_x * (right - left), bottom - (y - low) / (high - low) * (bottom - top)
 
-    for i in range(6):
-        x, y = most_x * i / 5, most_y * i / 5
+    losses = ticks(low, high, 8)
+    for y in losses:
         pen.line([place(0, y), place(most_x, y)], fill=PALE)
-        pen.text((left - 8, place(0, y)[1]), f"{y:.2f}", fill=INK, font=font, anchor="rm")
-        pen.text((place(x, 0)[0], bottom + 8), f"{x:,.0f}", fill=INK, font=font, anchor="mt")
-    pen.text(((left + width - 40) / 2, bottom + 32), "training samples", fill=INK, font=font, anchor="mt")
-    if 0 < target < most_y:
-        for i in range(0, 100, 2):
-            pen.line([place(most_x * i / 100, target), place(most_x * (i + 1) / 100, target)], fill=VAL)
+    for x in range(left, right, 16) if target > 0 else ():
+        pen.line([(x, place(0, target)[1]), (x + 8, place(0, target)[1])], fill=VAL)
     pen.line([place(*point) for point in train], fill=TRAIN, width=2)
     pen.line([place(*point) for point in val], fill=VAL, width=2)
+    pen.rectangle((0, 0, width, top - 1), fill="white")  # over what is above the chart
+    for y, text in losses.items():
+        pen.text((left - 8, place(0, y)[1]), text, fill=INK, font=font, anchor="rm")
+    for x, text in ticks(0, most_x, 8).items():
+        pen.text((place(x, 0)[0], bottom + 8), text, fill=INK, font=font, anchor="mt")
+    pen.text(((left + right) / 2, bottom + 32), "training samples", fill=INK, font=font, anchor="mt")
     for point in val:
         x, y = place(*point)
-        pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
-    pen.text((left + 10, 16), "training loss", fill=TRAIN, font=font)
-    pen.text((left + 130, 16), "validation loss" + (f"   - - target {target:g}" if target else ""), fill=VAL, font=font)
+        if y >= top:
+            pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
+        else:
+            pen.polygon([(x - 5, top + 7), (x + 5, top + 7), (x, top - 3)], fill=VAL)
+            pen.text((x + 9, top + 2), f"{point[1]:.3g}", fill=VAL, font=font, anchor="lm")
+    x = left
+    lines = (("training loss", TRAIN, train), ("validation loss", VAL, val), (f"- - target {target:g}", VAL, target))
+    for text, colour, is_there in lines:
+        if is_there:
+            pen.text((x, 12), text, fill=colour, font=font)
+            x += pen.textlength(text, font) + 30
     with whole(path) as partial:
         image.save(partial, format="PNG")

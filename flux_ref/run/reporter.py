@@ -31,14 +31,18 @@ from flux_ref.step import NEVER, Health, State
 
 
 class Reporter:
-    """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
+    """Terminal, metrics.jsonl, eval.jsonl, loss.png, outcome.json and TensorBoard's files of one run."""
 
     def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
-        """Collective. Raises: Refusal for a wrong eval.band."""
+        """Collective. Raises: Refusal for a wrong eval.band, and for run.tensorboard without the package."""
         self.cfg, self.world, self.log, self.folder = cfg, world, log, config.run_dir(cfg)
-        with ranks.agreed():
-            self.band = convergence.of_config(cfg)
         self.speaks = world.rank == 0
+        with ranks.agreed():
+            self.band, self.board = convergence.of_config(cfg), None
+            if cfg.run.tensorboard and self.speaks:
+                from flux_ref.run.tensorboard import Board
+
+                self.board = Board(self.folder, self.spare)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
         self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
@@ -116,6 +120,8 @@ class Reporter:
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
+        if self.board:
+            self.board.begin(samples)
         self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:
@@ -227,10 +233,14 @@ class Reporter:
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
             append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # no later checkpoint outlives a line
+        if self.board:
+            self.board.add(name, record)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+        if self.board:
+            self.board.add_pictures()
 
 
 def blame(ranks: list[list[float]], global_batch: int) -> str | None:

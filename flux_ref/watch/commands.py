@@ -25,12 +25,14 @@ from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
+from flux_ref.run import loss_chart
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
-MARKS = "●◆▲■○◇△□"
-SIGNS = MARKS + "━─│└░╌…"
+# Each run's mark and colour. The colours can be read on a light and on a dark ground.
+MARKS = dict(zip("●◆▲■○◇△□", (f"38;5;{number}" for number in (33, 208, 35, 134, 203, 37, 137, 205))))
+SIGNS = "".join(MARKS) + "━─│└┴░╌…↑"
 LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # the usual rate is the median of so many logged steps
 TAIL = 65_536  # bytes to read from the end of a log
@@ -145,15 +147,16 @@ def paint(text: str, colour: str) -> str:
 def cut(line: str, width: int) -> str:
     """The first `width` columns of a line, without control characters. Colour codes stay and take no column."""
     column = itertools.count()
-    tokens = re.findall(r"\x1b\[\d+m|[^\x00-\x1f\x7f-\x9f]", line)
+    tokens = re.findall(r"\x1b\[[\d;]+m|[^\x00-\x1f\x7f-\x9f]", line)
     return "".join(token for token in tokens if token[0] == "\x1b" or next(column) < width)
 
 
 def panel(looks: list[Look], columns: int, coloured: bool) -> str:
     """The whole panel, as lines of at most `columns` columns."""
     lines, width = [], max(LEAST_COLUMNS, columns)
+    bar_width = max(8, width - 4 - max(len(progress(run)) for run in looks))
     for mark, run in zip(MARKS, looks):
-        lines += about(run, mark, width)
+        lines += about(run, mark, width, bar_width)
     lines += chart(looks, width)
     for mark, run in zip(MARKS, looks):
         for alarm in run.alarms:
@@ -161,20 +164,22 @@ def panel(looks: list[Look], columns: int, coloured: bool) -> str:
             wrapped = textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
             lines += [paint(line, RED if alarm.level == "warning" else YELLOW) for line in wrapped]
     text = "\n".join(cut(line, columns) for line in lines)
-    return text if coloured else re.sub(r"\x1b\[\d+m", "", text)
+    return text if coloured else re.sub(r"\x1b\[[\d;]+m", "", text)
 
 
-def about(run: Look, mark: str, width: int) -> list[str]:
-    """The state of a run in four lines."""
+def progress(run: Look) -> str:
+    """How far a run has come, in words."""
+    goal, why = run.goal
+    return f"{run.samples / goal:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
+
+
+def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
+    """The state of a run in four lines. bar_width: columns of a bar of 100 %."""
     state, colour = run.state
     room = max(8, width - len(state) - 4)
     name = str(run.folder)
-    head = f"{mark} {name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
-    goal, why = run.goal
-    share = run.samples / goal
-    count = f"{share:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
-    bar_width = max(8, width - len(count) - 4)
-    bar = "━" * round(min(1.0, share) * bar_width)
+    head = f"{name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
+    bar = "━" * round(min(1.0, run.samples / run.goal[0]) * bar_width)
     last = run.steps[-1] if run.steps else None
     losses = f"  loss {last['loss']:.4f}" if last else "  no step logged yet"
     if run.evaluations:
@@ -182,8 +187,8 @@ def about(run: Look, mark: str, width: int) -> list[str]:
         losses += f"   validation {newest['val_loss']:.4f} at {newest['samples']:,} (best {best:.4f})"
     if run.cfg.eval.target:
         losses += f"   target {run.cfg.eval.target:g}"
-    lines = [head + " " * (width - len(head) - len(state)) + paint(state, colour)]
-    lines += [f"  {bar:─<{bar_width}}  {count}", losses]
+    lines = [f"{paint(mark, MARKS[mark])} {head:{width - len(state) - 2}}{paint(state, colour)}"]
+    lines += [f"  {bar:─<{bar_width}}  {progress(run)}", losses]
     if last:
         tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
         gpu = hardware.of_device(run.environment["device"])
@@ -196,38 +201,49 @@ def about(run: Look, mark: str, width: int) -> list[str]:
 
 
 def chart(looks: list[Look], width: int) -> list[str]:
-    """Validation losses over samples, with a mark for each run; the band is shaded, the target dashed."""
-    points = [(mark, *point) for mark, run in zip(MARKS, looks) for point in run.curve]
-    if not points:
+    """Validation losses over samples, with a mark for each run; the band is shaded, the target dashed.
+
+    The loss axis holds all losses but those at the start of a run, which get an arrow in the highest row.
+    """
+    if not any(run.curve for run in looks):
         return []
     band = next((run.band for run in looks if run.band), None)
     target = max(run.cfg.eval.target for run in looks)
     columns = width - 9
     goes_on = any(not run.outcome for run in looks)
     most_x = max(run.goal[0] if goes_on else max(1, run.samples) for run in looks)
-    values = [loss for _, _, loss in points] + ([target] if target else [])
-    low, high = min(values), max(values)
-    span = (high - low) or 1e-9
+    low, high = loss_chart.span([run.curve for run in looks], target)
     grid = [[" "] * columns for _ in range(CHART_ROWS)]
 
     def row(loss: float) -> int:
-        return min(CHART_ROWS - 1, max(0, round((high - loss) / span * (CHART_ROWS - 1))))
+        """Below 0 or at least CHART_ROWS: outside the chart."""
+        return round((high - loss) / (high - low) * (CHART_ROWS - 1))
 
     for column in range(columns):
         samples = column / (columns - 1) * most_x
-        if band and band.samples[0] <= samples <= band.samples[-1] and band.at(samples, "low") <= high:
-            for cell in range(row(band.at(samples, "high")), row(band.at(samples, "low")) + 1):
+        if band and band.samples[0] <= samples <= band.samples[-1]:
+            top, bottom = row(band.at(samples, "high")), row(band.at(samples, "low"))
+            for cell in range(max(0, top), min(CHART_ROWS - 1, bottom) + 1):
                 grid[cell][column] = paint("░", DIM)
         if target and grid[row(target)][column] == " ":
             grid[row(target)][column] = paint("╌", DIM)
-    for mark, samples, loss in points:
-        grid[row(loss)][round(min(1.0, samples / most_x) * (columns - 1))] = mark
-    labels = {CHART_ROWS - 1: f"{low:.4f}", 0: f"{high:.4f}"} | ({row(target): f"{target:.4f}"} if target else {})
-    lines = [f"{labels.get(i, ''):>7} │" + "".join(cells) for i, cells in enumerate(grid)]
+    for (mark, colour), run in zip(MARKS.items(), looks):
+        for samples, loss in run.curve:
+            column = round(min(1.0, samples / most_x) * (columns - 1))
+            grid[max(0, row(loss))][column] = paint(mark if row(loss) >= 0 else "↑", colour)
+    losses = {row(loss): text for loss, text in loss_chart.ticks(low, high, 5).items()}
+    labels = losses | ({row(target): f"{target:.4g}"} if target else {})
+    lines = [f"{labels.get(i, '')[:7]:>7} │" + "".join(cells) for i, cells in enumerate(grid)]
+    axis, numbers = "─" * columns, " " * (columns + 1)
+    for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
+        column = round(samples / most_x * (columns - 1))
+        axis = axis[:column] + "┴" + axis[column + 1 :]
+        start = min(column - len(text) // 2, columns - len(text))
+        numbers = numbers[: start + 1] + text + numbers[start + 1 + len(text) :]
     foot = f"░ {band.source}" if band else "validation loss"
-    end = f"{most_x:,.0f} samples"
+    end = "training samples"
     gap = " " * max(1, columns - len(foot) - len(end))
-    return [*lines, " " * 8 + "└" + "─" * columns, " " * 9 + foot + gap + end, ""]
+    return [*lines, " " * 8 + "└" + axis, " " * 8 + numbers, " " * 9 + foot + gap + end, ""]
 
 
 def follow(folders: list[Path], every_s: float) -> None:
@@ -237,7 +253,7 @@ def follow(folders: list[Path], every_s: float) -> None:
     while True:
         looks = [look(folder, before) for folder, before in zip(folders, looks)]
         columns, rows = shutil.get_terminal_size()
-        lines = panel(looks, min(MOST_COLUMNS, columns), "NO_COLOR" not in os.environ).split("\n")
+        lines = panel(looks, min(MOST_COLUMNS, columns), not os.environ.get("NO_COLOR")).split("\n")
         lines = lines[: rows - 1]  # the terminal would scroll
         sys.stdout.write("\x1b[H" + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
         sys.stdout.flush()

@@ -1,40 +1,26 @@
-"""Show a run in TensorBoard (pip install tensorboard).
+"""Show runs in TensorBoard (pip install tensorboard) that were trained without run.tensorboard.
 
-python -m flux_ref.watch.tensorboard RUN [RUN ...]        writes RUN/tensorboard anew from the run's records
+python -m flux_ref.watch.tensorboard RUN [RUN ...]        writes RUN/tensorboard anew from the run's files
 tensorboard --logdir runs
 """
 
-import shutil
 import sys
 from pathlib import Path
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
-from flux_ref.formats.jsonl import records
+from flux_ref.formats.jsonl import outcome
 from flux_ref.run.attempt import attempt
-
-SOURCES = {"train": "metrics.jsonl", "validation": "eval.jsonl"}
 
 
 def write(run: Path) -> int:
-    """Write the figures of a run, over training samples. Returns the exit code, 0. Raises: Refusal."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise Refusal("this needs the package tensorboard; pip install tensorboard") from None
-    config_file.of_run(run)  # refuses a folder that holds no run
-    found = [(group, record) for group, file in SOURCES.items() for record in records(run / file)]
-    folder = run / "tensorboard"
-    shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as writer:
-        for group, record in found:
-            samples = record.pop("samples")
-            for key, value in record.items():
-                listed = enumerate(value) if isinstance(value, list) else ()
-                figures = {f"{key}/{i}": x for i, x in listed} or {key: value}
-                for name, figure in figures.items():
-                    writer.add_scalar(f"{group}/{name}", figure, samples)
-    print(f"{len(found):,} records in {folder}")
+    """Write a run's figures, pictures and config. Returns the exit code, 0. Raises: Refusal."""
+    if config_file.of_run(run).run.tensorboard and not outcome(run):
+        raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
+    from flux_ref.run.tensorboard import Board  # of an optional package
+
+    count = Board(run).begin()
+    print(f"{count:,} records in {run}/tensorboard; to look at them: tensorboard --logdir {run}")
     return 0
 
 

@@ -1,0 +1,84 @@
+"""A run for TensorBoard, in RUN/tensorboard: figures over training samples, pictures and the config."""
+
+import contextlib
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import jsonl, outside
+from flux_ref.formats.files import append
+from flux_ref.schedule import TIMESTEPS
+
+try:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.text.summary_v2 import text_pb
+    from tensorboard.summary.writer.record_writer import RecordWriter
+except ImportError:
+    raise Refusal("files for TensorBoard need the package tensorboard; pip install tensorboard") from None
+
+TRAIN = ("loss", "grad_norm", "lr", "samples_per_s", "data_wait", "peak_memory_gb", "skipped")
+TAGS = {"metrics.jsonl": {f"train/{key}": key for key in TRAIN}}
+TAGS["eval.jsonl"] = {"validation/loss": "val_loss", "validation/stderr": "stderr"}
+MOST_SAMPLES = 2**63 - 1  # TensorBoard counts with 64 bits
+
+
+class Board:
+    """Writes the folder that TensorBoard reads. A record can be seen as soon as `add` returns."""
+
+    def __init__(self, run: Path, spare: Callable = contextlib.nullcontext):
+        """spare: a context that may swallow an OSError of its block. After an OSError nothing more is written."""
+        self.run, self.spare = run, spare
+        self.path: Path | None = None
+        self.samples, self.pictures = 0.0, set()  # of the newest record; that are shown
+
+    def begin(self, samples: float = MOST_SAMPLES) -> int:
+        """Write the folder anew from the run's files, up to `samples`: a resumed run repeats what comes later.
+
+        Returns the number of records. Raises: Refusal for damaged files.
+        """
+        found = [(name, record) for name in TAGS for record in jsonl.records(self.run / name, samples)]
+        text = outside.read_text(self.run / "config.toml", "config")
+        folder = self.run / "tensorboard"
+        with self.spare("charts for TensorBoard"):
+            folder.mkdir(exist_ok=True)
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            self.path = folder / f"events.out.tfevents.{time.time_ns()}"  # a name that TensorBoard has not read yet
+        self._write(file_version="brain.Event:2")
+        self._write(summary=text_pb("config", f"```\n{text}\n```"))
+        for name, record in found:
+            self.add(name, record)
+        return len(found)
+
+    def add(self, name: str, record: dict) -> None:
+        """Show a record of the file with this name, and the pictures that are new."""
+        figures = {tag: record.get(key) for tag, key in TAGS[name].items()}
+        if isinstance(losses := record.get("val_loss_per_timestep"), list):
+            figures |= {f"validation by t/t={k / TIMESTEPS:.3f}": loss for k, loss in enumerate(losses)}
+        known = {tag: figure for tag, figure in figures.items() if jsonl.is_number(figure)}
+        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in known.items()]
+        self._write(step=int(record["samples"]), summary=Summary(value=values))
+        self.samples = max(self.samples, record["samples"])
+        self.add_pictures()
+
+    def add_pictures(self) -> None:
+        """Show the grids samples/COUNT.png that are not shown yet, up to the newest record's samples."""
+        for path in sorted({*self.run.glob("samples/*.png")} - self.pictures):
+            count = outside.whole_number(path.stem, 0, MOST_SAMPLES)
+            if count is not None and count <= self.samples and path.is_file():
+                self.pictures.add(path)
+                with self.spare(f"{path.name} for TensorBoard"):
+                    image = Summary.Image(encoded_image_string=path.read_bytes())
+                    self._write(step=count, summary=Summary(value=[Summary.Value(tag="pictures", image=image)]))
+
+    def _write(self, **content: object) -> None:
+        path, self.path = self.path, None
+        if path:
+            buffer = io.BytesIO()
+            RecordWriter(buffer).write(Event(wall_time=time.time(), **content).SerializeToString())
+            with self.spare("charts for TensorBoard"):
+                append(path, buffer.getvalue())
+                self.path = path
