@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from flux_ref.formats.files import append
 from flux_ref.schedule import TIMESTEPS
 
 try:
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -45,9 +46,13 @@ class Board:
         with self.spare("charts for TensorBoard"):
             folder.mkdir(exist_ok=True)
             for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
-            self.path = folder / f"events.out.tfevents.{time.time_ns()}"  # a name that TensorBoard has not read yet
+                if old.stat().st_size:
+                    os.truncate(old, 0)  # a TensorBoard that reads a file must find it before it goes on to the next
+                else:
+                    old.unlink()
+            self.path = folder / f"events.out.tfevents.{time.time_ns()}"  # TensorBoard goes on in the order of names
         self._write(file_version="brain.Event:2")
+        self._write(session_log=SessionLog(status=SessionLog.START))  # forget what earlier files held
         self._write(summary=text_pb("config", f"```\n{text}\n```"))
         for name, record in found:
             self.add(name, record)
