@@ -16,7 +16,10 @@ from flux_ref.watch import tensorboard
 
 STEPS = [{"step": n, "samples": 12 * n, "loss": 1 / n, "lr": 1e-3, "data_wait": "?"} for n in range(1, 6)]
 EVALUATION = {"samples": 36, "val_loss": 0.25, "stderr": 0.5, "val_loss_per_timestep": [k / 8 for k in range(8)]}
-BY_TIMESTEP = [f"validation by t/t={t}" for t in ("0.000", "0.125", "0.250", "0.375", "0.500", "0.625", "0.750", "0.875")]
+BY_TIMESTEP = [
+    f"validation by t/t={t}" for t in ("0.000", "0.125", "0.250", "0.375", "0.500", "0.625", "0.750", "0.875")
+]
+FIGURES = ["train/loss", "train/lr", "validation/loss", "validation/stderr", *BY_TIMESTEP]
 
 
 @pytest.fixture
@@ -46,9 +49,7 @@ def test_all_figures_come_back(run, capsys):
         assert tensorboard.main([str(run)]) == 0
         assert "6 records" in capsys.readouterr().out
         shown = seen(run)
-        assert [*shown] == ["train/loss", "train/lr", "validation/loss", "validation/stderr", *BY_TIMESTEP] + [
-            *("pictures", "config")
-        ]
+        assert [*shown] == [*FIGURES, "pictures", "config"]
         assert shown["train/loss"] == [(12 * n, pytest.approx(1 / n)) for n in range(1, 6)]
         assert shown["validation/loss"] == [(36, 0.25)] and shown[BY_TIMESTEP[3]] == [(36, 0.375)]
         assert shown["pictures"] == [(24, b"000000024"), (60, b"000000060")]

@@ -15,9 +15,12 @@ from conftest import ROOT
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
+from flux_ref.report.band import quartile_rows
+from flux_ref.run import loss_chart
 from flux_ref.watch import commands as watch
 
 BATCH = 1024
+ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 
 
 @pytest.fixture
@@ -95,21 +98,68 @@ def test_alarms_are_told(put):
 
 
 def test_several_runs_share_a_chart(put):
-    text = shown(put("one", 3_000_000), put("two", 2_000_000, factor=1.01), width=100)
+    """A mark and a colour for each, bars of one length."""
+    folders = put("one", 3_000_000), put("two", 2_000_000, factor=1.01), put("long", 16_000_000)
+    text = shown(*folders, width=100)
     assert "● " in text and "◆ " in text and text.count("│") == watch.CHART_ROWS and text.count("◆") > 3
+    assert len({len(bar) for bar in re.findall("[━─]{4,}(?=  )", text)}) == 1
+    coloured = watch.panel([watch.look(folder) for folder in folders], 100, coloured=True)
+    painted = {mark: {*re.findall(rf"\x1b\[([\d;]+)m{mark}", coloured)} for mark in watch.MARKS}
+    assert [*painted.values()] == [{colour} for colour in watch.MARKS.values()][:3] + [set()] * 5
+    assert all(coloured.count(mark) == coloured.count(f"m{mark}") for mark in "●◆▲"), "a mark without a colour"
+    assert len({*watch.MARKS.values()}) == len(watch.MARKS) == 8
+    assert re.sub(r"\x1b\[[\d;]+m", "", coloured) == text
 
 
-def test_the_end_of_the_curve_is_at_its_place(put):
-    """The chart against its own numbers: columns are samples, rows losses."""
-    folder = put("run", 5_000_000)
-    one = watch.look(folder)
-    rows = [line.partition("│")[2] for line in shown(folder).splitlines() if "│" in line]
-    found = {(column, row) for row, line in enumerate(rows) for column, cell in enumerate(line) if cell == "●"}
-    high = one.curve[0][1]
-    for samples, loss in one.curve:
-        column = samples / one.goal[0] * (len(rows[0]) - 1)
-        row = (high - loss) / (high - 0.586) * (len(rows) - 1)
-        assert any(abs(column - x) <= 0.5 and abs(row - y) <= 0.5 for x, y in found)
+def cells(folder: Path) -> list[str]:
+    """The rows of the chart."""
+    return [line.partition("│")[2] for line in shown(folder).splitlines() if "│" in line]
+
+
+def with_a_band_of_its_own(folder: Path) -> Path:
+    """The run without a target, beside a band along the public median, and with an evaluation before its first step."""
+    config_toml, evaluations, csv = (folder / name for name in ("config.toml", "eval.jsonl", "band.csv"))
+    public = convergence.public_band(BATCH)
+    curves = [[(at, loss * share) for at, loss in zip(public.samples, public.median)] for share in (0.97, 1.0, 1.03)]
+    rows = [[str(value) for value in row.values()] for row in quartile_rows((BATCH, 1.85e-4, 0), curves)]
+    csv.write_text("".join(",".join(row) + "\n" for row in [convergence.HEADER, *rows]))
+    text = config_toml.read_text().replace("eval.target = 0.586", "eval.target = 0.0")
+    config_toml.write_text(text.replace('eval.band = "public"', f"eval.band = {json.dumps(str(csv))}"))
+    evaluations.write_text(json.dumps(ALIVE | {"samples": 0, "val_loss": 3.0}) + "\n" + evaluations.read_text())
+    return folder
+
+
+def test_marks_band_and_ticks_are_at_their_places(put):
+    """The chart against its own numbers: columns are samples, rows losses. Half a row is rounding."""
+    for factor in (1.0, 1.5, 0.5):  # in the band, above all of the band, below all of the band
+        folder = with_a_band_of_its_own(put(f"run_{factor}", 5_000_000, factor=factor))
+        one, rows = watch.look(folder), cells(folder)
+        low, high = loss_chart.span([one.curve])
+        columns, height = len(rows[0]), (high - low) / (len(rows) - 1)
+        marks = {(column, row) for row, line in enumerate(rows) for column, cell in enumerate(line) if cell in "●↑"}
+        for samples, loss in one.curve:
+            column = samples / one.goal[0] * (columns - 1)
+            row = (high - loss) / height
+            assert any(abs(column - x) <= 0.5 and abs(max(0, row) - y) <= 0.5 for x, y in marks), (factor, samples)
+        assert rows[0][0] == "↑"
+        strays, shaded = [], 0
+        for column in range(columns):
+            samples = column / (columns - 1) * one.goal[0]
+            for row in (row for row, line in enumerate(rows) if line[column] == "░"):
+                shaded += 1
+                least, most = high - (row + 0.5) * height, high - (row - 0.5) * height
+                if not one.band.at(samples, "low") <= most or not one.band.at(samples, "high") >= least:
+                    strays.append((column, row))
+        assert not strays and (shaded > 50) == (factor == 1.0), (factor, shaded, strays)
+        lines = shown(folder).splitlines()
+        ticks = [
+            (y, float(line[:7])) for y, line in enumerate(line for line in lines if "│" in line) if line[:7].strip()
+        ]
+        assert len(ticks) > 2 and all(abs((high - loss) / height - row) <= 0.5 for row, loss in ticks)
+        foot = next(i for i, line in enumerate(lines) if "└" in line)
+        for place, text in ((m.start(), m[0]) for m in re.finditer(r"[\d,]+", lines[foot + 1])):
+            column = int(text.replace(",", "")) / one.goal[0] * (columns - 1)
+            assert place <= round(9 + column) < place + len(text) and lines[foot][round(9 + column)] == "┴", text
 
 
 def test_a_device_or_a_node_of_another_type_is_taken_as_text(put):
@@ -118,7 +168,6 @@ def test_a_device_or_a_node_of_another_type_is_taken_as_text(put):
     assert "1,600 samples/s" in shown(folder)
 
 
-ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 DAMAGE = [
     *((name, None) for name in ("result_0.txt", "environment.json", "outcome.json")),  # a folder of this name
     *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
@@ -195,7 +244,9 @@ def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
     folder = put("run", 1_000_000)
     main, side = pty.openpty()
     command = [sys.executable, "-m", "flux_ref.watch", str(folder), "--every", "0.1"]
-    panel = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40"})
+    panel = subprocess.Popen(
+        command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40", "NO_COLOR": ""}
+    )
     os.close(side)
     text = b""
     while b"\x1b[H" not in text:
@@ -208,4 +259,4 @@ def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
         pass  # the other side has closed
     assert panel.wait(timeout=20) == 0
     assert text.count(b"\x1b[H") >= 2 and b"\x1b[32mtarget reached" in text
-    assert max(map(len, re.sub(r"\x1b\[[0-9]*[A-Za-z]|\r", "", text.decode()).split("\n"))) == 40
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\r", "", text.decode()).split("\n"))) == 40
