@@ -112,10 +112,7 @@ def losses(batch: int, group: list[System]) -> Chart | None:
 
 
 def timesteps(systems: list[System]) -> list[Chart]:
-    """The losses at the eight timesteps of each system's first run, from the eval.jsonl beside its log.
-
-    All charts have the same axes.
-    """
+    """The losses at the eight timesteps of each system's first run, from the eval.jsonl beside its log; equal axes."""
     curves: dict[System, list[list[tuple[float, float]]]] = {}
     for system in systems:
         points = []
@@ -134,8 +131,7 @@ def timesteps(systems: list[System]) -> list[Chart]:
         axes.set_ylim(*span(every))
         axes.set_xlabel("training samples")
 
-    caption = "First run of the system; t = 0 is data, t = 1 is noise."
-    title = "Validation loss per timestep"
+    title, caption = "Validation loss per timestep", "First run of the system; t = 0 is data, t = 1 is noise."
     return [Chart(f"{title}: {system.name}", caption, partial(draw, group=group)) for system, group in curves.items()]
 
 

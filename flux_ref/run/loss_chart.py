@@ -32,10 +32,7 @@ def ticks(low: float, high: float, most: int) -> dict[float, str]:
 
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
-    """Save losses over training samples as a PNG: training as a line, validation as dots, the target dashed.
-
-    An arrow at the upper edge, with the loss beside it, is a validation loss above the chart.
-    """
+    """Save losses over training samples as a PNG. An arrow with a number is a validation loss above the chart."""
     from PIL import Image, ImageDraw, ImageFont
 
     width, height, left, right, bottom, top = 900, 520, 80, 860, 460, 50

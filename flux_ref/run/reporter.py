@@ -76,7 +76,7 @@ class Reporter:
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
         parts = cfg.train.global_batch // (world.size * micro)
-        mesh = f"{world.replicas} replicas x {world.size // world.replicas} shards"
+        mesh = f"replicas x shards: {world.replicas} x {world.size // world.replicas}"
         facts = environment(world)
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
@@ -84,7 +84,7 @@ class Reporter:
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {fp8.describe(cfg)}; attention: {attention_kernel(cfg, world.device)}\n"
+            f"  compute {fp8.describe(cfg)}; attention kernel: {attention_kernel(cfg, world.device)}\n"
             f"  steps   {steps.mode(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
             f" x {parts} micro-batch{'es' * (parts > 1)}\n"
@@ -122,6 +122,7 @@ class Reporter:
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         if self.board:
             self.board.begin(samples)
+            self.say(f"  charts  tensorboard --logdir {self.folder}")
         self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:

@@ -21,8 +21,8 @@ except ImportError:
     raise Refusal("files for TensorBoard need the package tensorboard; pip install tensorboard") from None
 
 TRAIN = ("loss", "grad_norm", "lr", "samples_per_s", "data_wait", "peak_memory_gb", "skipped")
-TAGS = {"metrics.jsonl": {f"train/{key}": key for key in TRAIN}}
-TAGS["eval.jsonl"] = {"validation/loss": "val_loss", "validation/stderr": "stderr"}
+VALIDATION = {"validation/loss": "val_loss", "validation/stderr": "stderr"}
+TAGS = {"metrics.jsonl": {f"train/{key}": key for key in TRAIN}, "eval.jsonl": VALIDATION}
 MOST_SAMPLES = 2**63 - 1  # TensorBoard counts with 64 bits
 
 
@@ -31,8 +31,7 @@ class Board:
 
     def __init__(self, run: Path, spare: Callable = contextlib.nullcontext):
         """spare: a context that may swallow an OSError of its block. After an OSError nothing more is written."""
-        self.run, self.spare = run, spare
-        self.path: Path | None = None
+        self.run, self.spare, self.path = run, spare, None
         self.samples, self.pictures = 0.0, set()  # of the newest record; that are shown
 
     def begin(self, samples: float = MOST_SAMPLES) -> int:
@@ -46,11 +45,9 @@ class Board:
         with self.spare("charts for TensorBoard"):
             folder.mkdir(exist_ok=True)
             for old in folder.glob("events.out.tfevents.*"):
-                if old.stat().st_size:
-                    os.truncate(old, 0)  # a TensorBoard that reads a file must find it before it goes on to the next
-                else:
-                    old.unlink()
-            self.path = folder / f"events.out.tfevents.{time.time_ns()}"  # TensorBoard goes on in the order of names
+                # A TensorBoard goes on to the next file only while it finds the one that it reads.
+                os.truncate(old, 0) if old.stat().st_size else old.unlink()
+            self.path = folder / f"events.out.tfevents.{time.time_ns()}"  # the last by name
         self._write(file_version="brain.Event:2")
         self._write(session_log=SessionLog(status=SessionLog.START))  # forget what earlier files held
         self._write(summary=text_pb("config", f"```\n{text}\n```"))
@@ -63,8 +60,7 @@ class Board:
         figures = {tag: record.get(key) for tag, key in TAGS[name].items()}
         if isinstance(losses := record.get("val_loss_per_timestep"), list):
             figures |= {f"validation by t/t={k / TIMESTEPS:.3f}": loss for k, loss in enumerate(losses)}
-        known = {tag: figure for tag, figure in figures.items() if jsonl.is_number(figure)}
-        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in known.items()]
+        values = [Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items() if jsonl.is_number(x)]
         self._write(step=int(record["samples"]), summary=Summary(value=values))
         self.samples = max(self.samples, record["samples"])
         self.add_pictures()

@@ -2,8 +2,9 @@
 
     python -m flux_ref.watch RUN [RUN ...]      until the runs have ended; Ctrl-C leaves
     python -m flux_ref.watch RUN --once         print the panel once
+    python -m flux_ref.watch RUN --tensorboard  write RUN/tensorboard, for a run without run.tensorboard=true
 
-Reads the files in a run's folder and changes none. --every S: seconds between two readings (2).
+Reads the files of a run and changes none. --every S: seconds between two readings (2).
 """
 
 import itertools
@@ -241,9 +242,7 @@ def chart(looks: list[Look], width: int) -> list[str]:
         start = min(column - len(text) // 2, columns - len(text))
         numbers = numbers[: start + 1] + text + numbers[start + 1 + len(text) :]
     foot = f"░ {band.source}" if band else "validation loss"
-    end = "training samples"
-    gap = " " * max(1, columns - len(foot) - len(end))
-    return [*lines, " " * 8 + "└" + axis, " " * 8 + numbers, " " * 9 + foot + gap + end, ""]
+    return [*lines, f"{'':8}└{axis}", f"{'':8}{numbers}", f"{'':9}{foot:{columns - 16}}training samples", ""]
 
 
 def follow(folders: list[Path], every_s: float) -> None:
@@ -262,6 +261,15 @@ def follow(folders: list[Path], every_s: float) -> None:
         time.sleep(every_s)
 
 
+def write_charts(run: Path) -> None:
+    """Write RUN/tensorboard from the run's files. Raises: Refusal."""
+    if config_file.of_run(run).run.tensorboard and not outcome(run):
+        raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
+    from flux_ref.run.tensorboard import Board  # of an optional package
+
+    print(f"{Board(run).begin():,} records: tensorboard --logdir {run}")
+
+
 def main(argv: list[str]) -> int:
     return attempt("watch", lambda: show(argv))
 
@@ -271,8 +279,13 @@ def show(argv: list[str]) -> int:
     parser = Options("python -m flux_ref.watch", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--every", type=between(0.01, 3600, float), default=2.0, metavar="S")
     args = parser.parse_args(argv)
+    if args.tensorboard:
+        for run in args.runs:
+            write_charts(run)
+        return 0
     if len(args.runs) > len(MARKS):
         raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
     try:

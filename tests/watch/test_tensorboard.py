@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 from flux_ref import config, config_file
 from flux_ref.run.tensorboard import Board
 from flux_ref.sampling import euler
-from flux_ref.watch import tensorboard
+from flux_ref.watch import commands as watch
 
 STEPS = [{"step": n, "samples": 12 * n, "loss": 1 / n, "lr": 1e-3, "data_wait": "?"} for n in range(1, 6)]
 EVALUATION = {"samples": 36, "val_loss": 0.25, "stderr": 0.5, "val_loss_per_timestep": [k / 8 for k in range(8)]}
@@ -46,7 +46,7 @@ def seen(run):
 
 def test_all_figures_come_back(run, capsys):
     for _ in range(3):  # the next time replaces the one before
-        assert tensorboard.main([str(run)]) == 0
+        assert watch.main([str(run), "--tensorboard"]) == 0
         assert "6 records" in capsys.readouterr().out
         shown = seen(run)
         assert [*shown] == [*FIGURES, "pictures", "config"]
@@ -82,23 +82,23 @@ def test_a_run_writes_live_what_the_command_writes_afterwards(tmp_path, shapes_d
     live = seen(run)
     assert [step for step, _ in live["train/loss"]] == [12, 24, 36, 48, 60] and "pictures" not in live
     assert [value for _, value in live["validation/loss"]] == pytest.approx(column(run, "val_loss", "eval.jsonl"))
-    assert tensorboard.main([str(run)]) == 2, "an unfinished run is the owner of its folder"
+    assert watch.main([str(run), "--tensorboard"]) == 2, "an unfinished run is the owner of its folder"
     assert called("train.py", *arguments) == 0
     live, picture = seen(run), (run / "samples/000000060.png").read_bytes()
     assert live["pictures"] == [(60, picture)] and {tag.split("/")[0] for tag in live} == {
         *("train", "validation", "validation by t", "pictures", "config")
     }
-    assert tensorboard.main([str(run)]) == 0 and seen(run) == live
+    assert watch.main([str(run), "--tensorboard"]) == 0 and seen(run) == live
     assert called("train.py", *micro_run(shapes_dir, run, "--run.overwrite=true", "--train.max_samples=12")) == 0
     assert not (run / "tensorboard").exists()
 
 
 def test_what_is_missing_is_said(tmp_path, shapes_dir, attempt, capsys, monkeypatch):
-    assert tensorboard.main([str(tmp_path)]) == 2 and "holds no run" in capsys.readouterr().err
+    assert watch.main([str(tmp_path), "--tensorboard"]) == 2 and "holds no run" in capsys.readouterr().err
     (tmp_path / "config.toml").write_text(config_file.dump(config.Config()))
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     monkeypatch.delitem(sys.modules, "flux_ref.run.tensorboard")
-    assert tensorboard.main([str(tmp_path)]) == 2 and "pip install tensorboard" in capsys.readouterr().err
+    assert watch.main([str(tmp_path), "--tensorboard"]) == 2 and "pip install tensorboard" in capsys.readouterr().err
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run", "--run.tensorboard=true"))
     assert code == 2 and "pip install tensorboard" in line and not (tmp_path / "run").exists()
 
