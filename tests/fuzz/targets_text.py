@@ -120,6 +120,17 @@ def run_watch(folder: Path) -> Said:
     return command(watch.main, ["run", "--once"])
 
 
+def run_charts(folder: Path) -> Said:
+    return command(watch.main, ["run", "--tensorboard"])
+
+
+def judge_charts(folder: Path, said: Said) -> str:
+    """It says how many records it found; TensorBoard counts samples with 64 bits."""
+    found = [record for name in watch.FIGURES for record in _records(folder / "run" / name, ())]
+    count = sum(record["samples"] < 2**63 for record in found)
+    return "" if said.out.startswith(f"{count:,} records") else "other records"
+
+
 def judge_watch(folder: Path, said: Said) -> str:
     """The panel of other records is another; it must have lines of 80 columns."""
     read_records(folder)
@@ -362,6 +373,7 @@ TARGETS = [
     Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
     Target("records", make_run, OF_RUN, run_records, read_records),
     Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
+    Target("charts", make_run, OF_RUN, run_charts, judge=judge_charts, writes=("run/tensorboard*",), weight=0.5),
     Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
     Target("claim", make_unfinished, OF_CLAIM, run_claim, judge=judge_claim, writes=CLAIMED),
     Target("extension", make_finished, OF_RUN, run_extension, judge=judge_extension, writes=CLAIMED),

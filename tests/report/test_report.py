@@ -3,8 +3,10 @@
 import glob
 import gzip
 import html.parser
+import itertools
 import json
 import logging
+import math
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ import time
 import tracemalloc
 
 import made_logs
+import matplotlib
 import pytest
 import yaml
 from conftest import MICRO, ROOT
@@ -404,6 +407,7 @@ def test_report_of_our_runs(capsys, tmp_path, undrawn):
     code, text, figures, page = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
     assert figures["systems"][0]["runs"][0]["samples"] == 100
+    assert page.count("<span class='pill soft'>1 of 10 runs</span>") == 2 and "pill bad" not in page
     assert "Validation loss at global batch" in page and "opt_base_learning_rate" in page and "2 x cpu" in page
 
 
@@ -486,17 +490,44 @@ def test_page_is_closed_and_safe(capsys, tmp_path):
 
 
 def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
+    """Of two systems, on the same axes."""
     from matplotlib.figure import Figure
 
-    made_logs.system(tmp_path / "own", 1)
-    system = judged(tmp_path / "own")
-    good = [{"samples": n, "val_loss_per_timestep": [n + k / 8 for k in range(8)]} for n in (100, 200)]
-    bad = [{"samples": 300, "val_loss_per_timestep": losses} for losses in ("x", [1.0], [None] * 8)]
-    (tmp_path / "own" / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*good, *bad]))
-    axes = Figure().add_subplot()
-    charts.timesteps(system).draw(axes)
-    assert [line.get_label() for line in axes.lines] == [f"t = {k}/8" for k in range(8)]
-    assert [list(line.get_ydata()) for line in axes.lines] == [[100 + k / 8, 200 + k / 8] for k in range(8)]
+    systems = []
+    for name, factor in (("own", 1), ("other", 5)):
+        made_logs.system(tmp_path / name, 1)
+        systems.append(judged(tmp_path / name))
+        good = [{"samples": n, "val_loss_per_timestep": [n * factor + k / 8 for k in range(8)]} for n in (100, 200)]
+        bad = [{"samples": 300, "val_loss_per_timestep": losses} for losses in ("x", [1.0], [None] * 8)]
+        text = "".join(json.dumps(record) + "\n" for record in [*good, *bad])
+        (tmp_path / name / "eval.jsonl").write_text(text)
+    drawn = [Figure().add_subplot() for _ in systems]
+    for chart, axes in zip(charts.timesteps(systems), drawn):
+        chart.draw(axes)
+    assert [line.get_label() for line in drawn[0].lines] == [f"t = {k}/8" for k in range(8)]
+    assert [list(line.get_ydata()) for line in drawn[0].lines] == [[100 + k / 8, 200 + k / 8] for k in range(8)]
+    assert drawn[0].get_ylim() == drawn[1].get_ylim() and drawn[0].get_xlim() == drawn[1].get_xlim() == (0, 200)
+    assert drawn[0].get_ylim()[0] < 100 and drawn[0].get_ylim()[1] > 1000
+    assert charts.timesteps([judged(tmp_path / "own" / "result_0.txt")]) and not charts.timesteps([])
+
+
+def test_the_eight_colours_differ_for_the_eye():
+    """In the lightness and the two hues of CIE Lab (D65), on both grounds: at least 30 apart."""
+
+    def lab(colour: str) -> list[float]:
+        linear = [
+            (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in matplotlib.colors.to_rgb(colour)
+        ]
+        rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+        x, y, z = (math.cbrt(sum(map(math.prod, zip(row, linear))) / sum(row)) for row in rows)
+        return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+    close = []
+    for mode, ground in enumerate(("light", "dark")):
+        shades = {name: lab(charts.COLOURS[name][mode]) for name in ("paper", *"01234567")}
+        pairs = itertools.combinations(shades, 2)
+        close += [(ground, *pair) for pair in pairs if math.dist(*(shades[name] for name in pair)) < 30]
+    assert not close
 
 
 def test_charts_show_the_figures_at_their_places(results):
