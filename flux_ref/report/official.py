@@ -134,7 +134,7 @@ def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> 
             warned = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
             return Convergence(False, " ".join(warned) or f"the official convergence checker stopped: {_named(error)}")
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
-    passed, message = (bool(passed), message) if runs >= LEAST_RUNS else (None, f"takes {LEAST_RUNS} runs")
+    passed, message = (bool(passed), message) if runs >= LEAST_RUNS else (None, f"needs {LEAST_RUNS} runs")
     mean, least = point.get("RCP Mean"), point.get("Min Epochs")
     return Convergence(passed, message, float(factor), number(mean and float(mean)), number(least and float(least)))
 

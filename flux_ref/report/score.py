@@ -249,7 +249,7 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
         bad = [run for run in system.runs if run.faults]
         names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
         first = bad[0].faults[0]
-        yield f"{failed} runs failed, 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
+        yield f"{failed} runs failed, at most 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
@@ -275,7 +275,7 @@ def checks(system: System) -> list[str]:
     lines = [f"compliance: {passed} of {len(system.runs)} logs"]
     if check := verdicts.convergence:
         lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
-        outcome = {True: "passed", False: "failed", None: "not known"}[check.passed]
+        outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
         text = f"convergence: {outcome} ({check.message})"
         if check.reference_mean:
             text += f", reference {check.reference_mean:,.0f} samples, accepted from {check.least_mean:,.0f}"
