@@ -121,8 +121,7 @@ class Reporter:
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         if self.board:
-            self.board.begin(samples)
-            self.say(f"  charts  tensorboard --logdir {self.folder}")
+            self.say(f"  charts  {self.board.begin(samples)}")
         self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:

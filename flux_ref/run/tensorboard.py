@@ -34,10 +34,10 @@ class Board:
         self.run, self.spare, self.path = run, spare, None
         self.samples, self.pictures = 0.0, set()  # of the newest record; that are shown
 
-    def begin(self, samples: float = MOST_SAMPLES) -> int:
+    def begin(self, samples: float = MOST_SAMPLES) -> str:
         """Write the folder anew from the run's files, up to `samples`: a resumed run repeats what comes later.
 
-        Returns the number of records. Raises: Refusal for damaged files.
+        Returns the command that shows it. Raises: Refusal for damaged files.
         """
         found = [(name, record) for name in TAGS for record in jsonl.records(self.run / name, samples)]
         text = outside.read_text(self.run / "config.toml", "config")
@@ -53,7 +53,7 @@ class Board:
         self._write(summary=text_pb("config", f"```\n{text}\n```"))
         for name, record in found:
             self.add(name, record)
-        return len(found)
+        return f"tensorboard --logdir {self.run} ({len(found):,} records)"
 
     def add(self, name: str, record: dict) -> None:
         """Show a record of the file with this name, and the pictures that are new."""

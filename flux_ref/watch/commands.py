@@ -267,7 +267,7 @@ def write_charts(run: Path) -> None:
         raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
     from flux_ref.run.tensorboard import Board  # of an optional package
 
-    print(f"{Board(run).begin():,} records: tensorboard --logdir {run}")
+    print(Board(run).begin())
 
 
 def main(argv: list[str]) -> int:

@@ -128,7 +128,7 @@ def judge_charts(folder: Path, said: Said) -> str:
     """It says how many records it found; TensorBoard counts samples with 64 bits."""
     found = [record for name in watch.FIGURES for record in _records(folder / "run" / name, ())]
     count = sum(record["samples"] < 2**63 for record in found)
-    return "" if said.out.startswith(f"{count:,} records") else "other records"
+    return "" if f"({count:,} records)" in said.out else "other records"
 
 
 def judge_watch(folder: Path, said: Said) -> str:
