@@ -119,9 +119,9 @@ class Reporter:
         """Show the progress bar and start counting time."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
-        self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         if self.board:
             self.say(f"  charts  {self.board.begin(samples)}")
+        self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
 
     def tick(self) -> None:

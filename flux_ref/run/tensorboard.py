@@ -53,7 +53,7 @@ class Board:
         self._write(summary=text_pb("config", f"```\n{text}\n```"))
         for name, record in found:
             self.add(name, record)
-        return f"tensorboard --logdir {self.run} ({len(found):,} records)"
+        return f"tensorboard --logdir {self.run}{f' ({len(found):,} records)' * bool(found)}"
 
     def add(self, name: str, record: dict) -> None:
         """Show a record of the file with this name, and the pictures that are new."""

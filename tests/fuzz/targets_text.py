@@ -128,7 +128,7 @@ def judge_charts(folder: Path, said: Said) -> str:
     """It says how many records it found; TensorBoard counts samples with 64 bits."""
     found = [record for name in watch.FIGURES for record in _records(folder / "run" / name, ())]
     count = sum(record["samples"] < 2**63 for record in found)
-    return "" if f"({count:,} records)" in said.out else "other records"
+    return "" if said.out.endswith(f" ({count:,} records)\n" if count else "run\n") else "other records"
 
 
 def judge_watch(folder: Path, said: Said) -> str:
