@@ -232,8 +232,8 @@ def chart(looks: list[Look], width: int) -> list[str]:
         for samples, loss in run.curve:
             column = round(min(1.0, samples / most_x) * (columns - 1))
             grid[max(0, row(loss))][column] = paint(mark if row(loss) >= 0 else "↑", colour)
-    losses = {row(loss): text for loss, text in loss_chart.ticks(low, high, 5).items()}
-    labels = losses | ({row(target): f"{target:.4g}"} if target else {})
+    labels = {row(x): text if len(text) < 8 else f"{x:.1e}" for x, text in loss_chart.ticks(low, high, 5).items()}
+    labels |= {row(target): f"{target:.4g}"} if target else {}
     lines = [f"{labels.get(i, '')[:7]:>7} │" + "".join(cells) for i, cells in enumerate(grid)]
     axis, numbers = "─" * columns, " " * (columns + 1)
     for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
