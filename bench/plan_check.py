@@ -1,29 +1,31 @@
-"""Plans against public results: MLPerf Training v5.1 and v6.0, public_systems.csv.
+"""Plans against public rates: MLPerf Training v5.1 and v6.0, and what others published (public_systems.csv).
 
     python -m bench.plan_check
+    python -m bench.plan_check --write
 
 Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
-compiled, gathered weights kept, gradients reduced in bf16, FP8. The systems themselves ran other software: on NVIDIA's
-cards Megatron's distributed optimizer, MXFP8 and captured graphs. A system with `tensor_parallel` above 1 also sends
-what tensor parallelism sends, which the plan leaves out. Two parameters are fitted to all cards together:
-assumed.gemm_share and assumed.memory_share of hardware.toml.
+compiled, gathered weights kept, gradients reduced in bf16. The systems themselves ran other software: on NVIDIA's cards
+Megatron's distributed optimizer, MXFP8 and captured graphs. What tensor parallelism sends is added where `tensor_parallel` is above 1, and
+nothing of it is overlapped. For each architecture and precision one parameter is fitted, the
+gemm_share of hardware.toml. --write puts the planned steps into public_systems.csv, where flux_ref.plan finds them, and
+the table into bench/results/plan_check.md.
 Exit codes: 0 done, 2 refused.
 """
 
-import csv
-import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from types import SimpleNamespace
 
+from bench.common import commit
 from flux_ref import config, config_file
-from flux_ref.benchmark import hardware
+from flux_ref.benchmark import hardware, public_systems
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
-from flux_ref.benchmark.hardware import Assumed, Gpu
+from flux_ref.benchmark.hardware import Assumed, Gpu, Share
 from flux_ref.config import Config
 from flux_ref.plan import footprint, step_time
 from flux_ref.plan.footprint import Footprint
@@ -32,52 +34,53 @@ from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from flux_ref.speed import fp8_product
 
-PUBLIC = Path(__file__).with_name("public_systems.csv")
-TUNED = ("gemm_share", "memory_share")
-TEXTS = ("round", "system", "gpu", "precision")  # columns that are no numbers
+RESULT = Path(__file__).with_name("results") / "plan_check.md"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A public system with all that its planned time depends on but the shares."""
+    """A public system with all that its planned time depends on but the share."""
 
     public: SimpleNamespace  # a row of public_systems.csv
     cfg: Config
     layout: Layout
     footprints: dict[str, Footprint]
     gpu: Gpu
+    assumed: Assumed
 
-    def step_s(self, assumed: Assumed) -> float:
-        return step_time.step(*self._arguments(assumed)).step
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.gpu.arch, self.public.precision
 
-    def evaluation_s(self, assumed: Assumed) -> float:
-        return step_time.evaluation(*self._arguments(assumed), VAL_SAMPLES)
+    def step_s(self, share: Share) -> float:
+        """With what flux_ref would not do: recompute some blocks, and sum activations in tensor parallelism."""
+        public, model = self.public, self.cfg.model
+        machine = Machine(self.gpu, self.assumed, share, public.gpus)
+        forward = sum(machine.seconds(self.footprints[unit.kind].forward_work) for unit in self.layout.units)
+        # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
+        sums = 2 * (2 * model.double_blocks + model.single_blocks)
+        stream = 2 * public.rows * public.tensor_parallel * (model.text_tokens + model.image_tokens) * model.hidden
+        step = step_time.step(self.cfg, self.layout, self.footprints, machine, public.rows).step
+        return step + public.recomputed * forward + 2 * sums * machine.ring(stream, public.tensor_parallel)
 
-    def _arguments(self, assumed: Assumed) -> tuple:
-        machine = Machine(self.gpu, assumed, self.public.gpus)
-        return self.cfg, self.layout, self.footprints, machine, self.public.rows
+    def error(self, share: Share) -> float:
+        """Of the planned step, relative to the public one."""
+        return self.step_s(share) / self.public.step_s - 1
 
-
-def systems() -> list[SimpleNamespace]:
-    """The rows of the table. is_fitted: whether a system is alike enough to learn from."""
-    lines = [line for line in PUBLIC.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    found = []
-    for row in csv.DictReader(lines):
-        public = SimpleNamespace(**{key: value if key in TEXTS else json.loads(value) for key, value in row.items()})
-        public.rows = public.global_batch // public.gpus
-        public.is_fitted = public.tensor_parallel == 1 and public.precision == "fp8"
-        found.append(public)
-    return found
+    def evaluation_s(self, share: Share) -> float:
+        machine = Machine(self.gpu, self.assumed, share, self.public.gpus)
+        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, self.public.rows, VAL_SAMPLES)
 
 
 def cases() -> list[Case]:
     """All systems, traced; takes half a minute."""
     traced, found = {}, []
-    for public in systems():
-        gpu, _ = hardware.load(public.gpu)
+    for public in public_systems.systems():
+        gpu, assumed = hardware.load(public.gpu)
         cfg = config_file.replace(
             config.Config(name="public"),
             train__global_batch=public.global_batch,
+            train__micro_batch=public.rows,
             parallel__compile=True,
             parallel__reshard_after_forward=False,
             parallel__reduce_dtype="bf16",
@@ -88,82 +91,105 @@ def cases() -> list[Case]:
         key = (public.rows, public.precision, fp8_product.arithmetic(gpu.arch).row_times_column)
         if key not in traced:
             traced[key] = footprint.trace(cfg, gpu.arch, public.rows)
-        found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu))
+        found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu, assumed))
     return found
 
 
-def fit(found: list[Case], assumed: Assumed) -> Assumed:
-    """The shares with the least mean |log(ours / public)| of the steps of fitted systems, every kind of card alike.
+def fit(found: list[Case]) -> dict[tuple[str, str], float]:
+    """{(arch, precision): the gemm_share with the least mean |log(ours / public)| of its fitted systems}.
 
-    Not squares: one system that spends its time otherwise would move all others.
+    Not squares: one system that spends its time otherwise would move the share.
     """
-    kinds: dict[str, list[Case]] = {}
-    for case in found:
-        if case.public.is_fitted:
-            kinds.setdefault(case.public.gpu, []).append(case)
 
-    def loss(shares: tuple[float, ...]) -> float:
-        tried = replace(assumed, **dict(zip(TUNED, shares)))
-        return sum(mean(abs(math.log(_error(case, tried) + 1)) for case in kind) for kind in kinds.values())
+    def loss(own: list[Case], gemm_share: float) -> float:
+        tried = replace(hardware.share(*own[0].kind), gemm_share=gemm_share)
+        return sum(abs(math.log(case.error(tried) + 1)) for case in own)
 
-    best, width = (0.5, 0.5), 0.16
-    least = loss(best)
-    while width > 0.004:
-        around = [(best[0] + a * width, best[1] + b * width) for a in (-1, 0, 1) for b in (-1, 0, 1) if a or b]
-        tried = {shares: loss(shares) for shares in around if all(0.01 < share <= 1 for share in shares)}
-        nearest = min(tried, key=tried.get)
-        if tried[nearest] < least:
-            best, least = nearest, tried[nearest]
-        else:
-            width /= 2
-    return replace(assumed, **{name: round(share, 2) for name, share in zip(TUNED, best)})
+    shares = {}
+    for kind in sorted({case.kind for case in found if case.public.fitted}):
+        own = [case for case in found if case.kind == kind and case.public.fitted]
+        shares[kind] = min((percent / 100 for percent in range(20, 96)), key=partial(loss, own))
+    return shares
 
 
-def _error(case: Case, assumed: Assumed) -> float:
-    """Of the planned step, relative to the public one."""
-    return case.step_s(assumed) / case.public.step_s - 1
+def blind(kind: tuple[str, str], shares: dict[tuple[str, str], float]) -> float:
+    """The gemm_share that the other kinds suggest: their median in the same precision, or in any."""
+    others = {other: share for other, share in shares.items() if other != kind}
+    return median([share for other, share in others.items() if other[1] == kind[1]] or others.values())
 
 
 def table(found: list[Case]) -> str:
     """The errors of the plan, a line per system."""
-    _, assumed = hardware.load("h200")
-    kinds = {case.public.gpu for case in found}
-    blind = {kind: fit([case for case in found if case.public.gpu != kind], assumed) for kind in kinds}
-    lines = [f"{'system':<32}{'step: public':>13}{'plan':>8}{'error':>7}{'unseen':>8}{'eval':>6}{'run':>6}"]
-    lines += [_line(case, assumed, blind[case.public.gpu]) for case in found]
-    fitted = [case for case in found if case.public.is_fitted]
-    errors = [abs(_error(case, assumed)) for case in fitted]
-    unseen = [abs(_error(case, blind[case.public.gpu])) for case in fitted]
-    values = ", ".join(f"{name}={getattr(assumed, name):g}" for name in TUNED)
+    shares, kinds = fit(found), sorted({case.kind for case in found})
+    known = {kind: hardware.share(*kind) for kind in kinds}
+    unseen = {kind: replace(known[kind], gemm_share=blind(kind, shares)) for kind in kinds}
+    lines = [f"{'system':<36}{'public ms':>10}{'plan ms':>9}{'error':>7}{'unseen':>7}{'eval':>6}{'run':>5}"]
+    lines += [_line(case, known[case.kind], unseen[case.kind]) for case in found]
+    usual = [case for case in found if not case.public.outlier]
+    held = sum(
+        abs(math.log(case.error(known[case.kind]) + 1)) <= math.log(1 + known[case.kind].range) for case in usual
+    )
     lines += [
-        f"fitted: {len(TUNED)} parameters, {values}, to {len(fitted)} of {len(found)} steps",
-        f"error: of the step; of the fitted rows mean {mean(errors):.0%}, largest {max(errors):.0%}",
-        f"unseen: fitted without its kind of card; mean {mean(unseen):.0%}, largest {max(unseen):.0%}",
-        "eval: of one evaluation. run: of the whole run, given its samples.",
-        "TP: tensor parallelism, which is not modelled; bf16: not FP8. Neither is fitted.",
-        "Every system runs other software than flux_ref. link_share, hop_us, margin and",
-        "outside_gb are assumed, not fitted. flux_ref itself has not run on any of these.",
+        "",
+        f"fitted: {len(shares)} shares, "
+        + ", ".join(f"{arch} {precision} {share:g}" for (arch, precision), share in shares.items()),
+        f"  to {sum(case.public.fitted for case in found)} of {len(found)} steps, marked F",
+        *(
+            f"{name}: mean {mean(errors):.0%}, largest {max(errors):.0%}, of {len(errors)}"
+            for name, errors in {
+                "error of all but outliers": [abs(case.error(known[case.kind])) for case in usual],
+                "error of those that are not fitted": [
+                    abs(case.error(known[case.kind])) for case in usual if not case.public.fitted
+                ],
+                "unseen, all but outliers": [abs(case.error(unseen[case.kind])) for case in usual],
+            }.items()
+        ),
+        f"in the range of the plan: {held} of {len(usual)}",
+        "error: of the step. unseen: with the median share of the other architectures.",
+        "eval: error of one evaluation. run: of the whole run, given its samples.",
+        "TP: tensor parallelism, which flux_ref has not. OUT: an outlier:",
+        *(f"  {case.public.system}: {case.public.outlier}" for case in found if case.public.outlier),
+        "Every system runs other software than flux_ref. memory_share, link_share, hop_us,",
+        "margin and outside_gb are assumed. flux_ref itself has not run on any of these.",
     ]
     return "\n".join(lines)
 
 
-def _line(case: Case, assumed: Assumed, blind: Assumed) -> str:
-    public, step_s = case.public, case.step_s(assumed)
-    name = f"{public.gpus} {public.gpu} {public.system.split('/')[0]}"[:26]
-    name += " TP" if public.tensor_parallel > 1 else "" if public.precision == "fp8" else f" {public.precision}"
-    line = f"{name:<32}{public.step_s * 1e3:>10.0f} ms{step_s * 1e3:>8.0f}"
-    line += f"{_error(case, assumed):>+7.0%}{_error(case, blind):>+8.0%}"
+def _line(case: Case, share: Share, unseen: Share) -> str:
+    public, step_s = case.public, case.step_s(share)
+    mark = "OUT" if public.outlier else "TP" if public.tensor_parallel > 1 else "F" if public.fitted else ""
+    name = f"{public.source} {public.gpus} {public.gpu} {public.precision} {public.system.split('/')[0]}"[:31]
+    line = f"{name:<32}{mark:<4}{public.step_s * 1e3:>10.0f}{step_s * 1e3:>9.0f}"
+    line += f"{case.error(share):>+7.0%}{case.error(unseen):>+7.0%}"
     if not public.samples:
         return line
-    evaluation = case.evaluation_s(assumed)
+    evaluation = case.evaluation_s(share)
     evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
     minutes = (public.samples / public.global_batch * step_s + evaluations * evaluation) / 60
-    return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+6.0%}"
+    return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+5.0%}"
+
+
+def write(found: list[Case], text: str) -> None:
+    """Into public_systems.csv what is planned, and the table into the results."""
+    lines = public_systems.TABLE.read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("source,")) + 1
+    column = lines[first - 1].split(",").index("planned_s")
+    for i, case in enumerate(found, first):
+        cells = lines[i].split(",", column + 1)
+        cells[column] = f"{case.step_s(hardware.share(*case.kind)):.4f}"
+        lines[i] = ",".join(cells)
+    public_systems.TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    RESULT.write_text(f"`python -m bench.plan_check --write` at {commit()}:\n\n```\n{text}\n```\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
-    Options("python -m bench.plan_check", __doc__).parse_args(argv)
-    print(table(cases()))
+    parser = Options("python -m bench.plan_check", __doc__)
+    parser.add_argument("--write", action="store_true")
+    args, found = parser.parse_args(argv), cases()
+    text = table(found)
+    print(text)
+    if args.write:
+        write(found, text)
     return 0
 
 

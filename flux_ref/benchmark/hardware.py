@@ -8,7 +8,9 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
 TABLE = Path(__file__).with_name("hardware.toml")
-MAY_BE_ZERO = ("fp8_tflops", "margin", "outside_gb", "hop_us")
+KINDS = ("assumed", "gpu", "share")
+OWN_RANGE = 0.1  # of shares in a file of your own that gives no range
+MAY_BE_ZERO = ("range", "fp8_tflops", "margin", "outside_gb", "hop_us")
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Figures that no datasheet gives."""
+    """Figures that no datasheet gives, of all cards."""
 
-    gemm_share: float  # of the peak arithmetic
-    memory_share: float  # of the memory's bandwidth
     link_share: float  # of a link's bandwidth
     hop_us: float
     margin: float
@@ -41,15 +41,28 @@ class Assumed:
     storage_gb_s: float
 
 
+@dataclass(frozen=True)
+class Share:
+    """What FLUX.1 reaches of the peaks of an architecture in one precision."""
+
+    gemm_share: float  # of the arithmetic
+    memory_share: float  # of the memory's bandwidth
+    range: float  # a step may take 1 + range times as long, or as short
+    source: str
+
+
 def load(name: str, file: Path | None = None) -> tuple[Gpu, Assumed]:
     """A card of the table. file: figures of your own, which take the place of the table's. Raises: Refusal."""
-    tables = _tables(TABLE)
-    for table, figures in (_tables(file) if file else {}).items():
-        tables[table] = tables.get(table, {}) | figures
+    tables = _merged(file)
     names = _names(tables)
     if name not in names:
         raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
     return _build(Gpu, f"gpu.{name}", tables), _build(Assumed, "assumed", tables)
+
+
+def share(arch: str, precision: str, file: Path | None = None) -> Share:
+    """What is reached in a precision: bf16 or fp8. A file of your own comes first. Raises: Refusal."""
+    return _build(Share, f"share.{arch}_{precision}", _merged(file))
 
 
 def of_device(device: str) -> Gpu | None:
@@ -59,17 +72,25 @@ def of_device(device: str) -> Gpu | None:
 
 
 def _names(tables: dict[str, dict]) -> list[str]:
-    return [table.removeprefix("gpu.") for table in tables if table != "assumed"]
+    return [table.removeprefix("gpu.") for table in tables if table.startswith("gpu.")]
+
+
+def _merged(file: Path | None) -> dict[str, dict[str, object]]:
+    tables = _tables(TABLE)
+    for table, figures in (_tables(file) if file else {}).items():
+        own = {"range": OWN_RANGE, "source": f"yours, {file.name}"} if table.startswith("share.") else {}
+        tables[table] = tables.get(table, {}) | own | figures
+    return tables
 
 
 def _tables(path: Path) -> dict[str, dict[str, object]]:
-    """{"assumed": its figures, "gpu.NAME": its figures} of a hardware file. Raises: Refusal."""
+    """{"assumed", "gpu.NAME" and "share.ARCH_PRECISION": their figures} of a hardware file. Raises: Refusal."""
     tables = {}
     for name, content in toml_file.read(path, "hardware file").items():
-        if name not in ("assumed", "gpu"):
-            raise toml_file.unknown("table", name, ("assumed", "gpu"), "known are assumed, gpu")
-        gpus = isinstance(content, dict) and name == "gpu"
-        tables |= {f"gpu.{gpu}": figures for gpu, figures in content.items()} if gpus else {name: content}
+        if name not in KINDS:
+            raise toml_file.unknown("table", name, KINDS, f"known are {', '.join(KINDS)}")
+        many = isinstance(content, dict) and name != "assumed"
+        tables |= {f"{name}.{one}": figures for one, figures in content.items()} if many else {name: content}
     wrong = next((table for table, figures in tables.items() if not isinstance(figures, dict)), None)
     if wrong:
         raise Refusal(f"{wrong} in {path} is not a table of figures; see {TABLE.name}")
@@ -77,14 +98,14 @@ def _tables(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> object:
-    types, figures = {field.name: field.type for field in dataclasses.fields(kind)}, tables[table]
+    types, figures = {field.name: field.type for field in dataclasses.fields(kind)}, tables.get(table, {})
     for key in figures:
         if key not in types:
             raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
     values = {}
     for key, key_type in types.items():
         if key not in figures:
-            raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
+            raise Refusal(f"{table}.{key} is missing; a new GPU or share needs every key of {TABLE.name}")
         value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
         if key.endswith("_share") and not 0.001 <= value <= 1:
             raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")

@@ -1,8 +1,9 @@
 """What a run would take, before it is run: memory, time, communication, disk and cost. Needs no GPU.
 
     python -m flux_ref.plan CONFIG --gpus 512 --gpu mi300x [--price-per-gpu-hour 2.5] [--section.key=value ...]
+    python -m flux_ref.plan configs/*.toml --gpus 64 --gpu mi325x      a table, a row for each config
 
-Exit codes: 0 done, 2 refused.
+Exit codes: 0 done, 1 a config does not fit the card, 2 refused.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 
 from flux_ref import config_file
 from flux_ref.benchmark import hardware
-from flux_ref.benchmark.facts import TARGET
+from flux_ref.errors import Refusal
+from flux_ref.formats.outside import printable
 from flux_ref.run import json_option
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between
@@ -22,13 +24,15 @@ GB = 1e9
 MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
 COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
+SPANS = ((2 * 86400, 86400, "days", ".1f"), (7200, 3600, "h", ".1f"), (120, 60, "min", ".0f"))  # from, unit, its name
+HEADS = (("config", 24), ("precision", 13), ("micro", 6), ("GB", 6), ("step ms", 9), ("samples/s", 10), ("time", 12))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = Options("python -m flux_ref.plan", __doc__)
     add = parser.add_argument
-    add("config", metavar="CONFIG")
+    add("configs", nargs="+", metavar="CONFIG")
     add("--gpus", type=between(1, MOST_GPUS), required=True, metavar="N")
     add("--gpu", required=True, metavar="NAME", help="a card of flux_ref/benchmark/hardware.toml or of --hardware")
     add("--price-per-gpu-hour", type=between(0, 1e9, float), default=0.0, metavar="PRICE")
@@ -39,54 +43,131 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    cfg = config_file.load(args.config, overrides)
+    if len(args.configs) == 1:
+        plan = of_file(args.configs[0], args, overrides)
+        json_option.show(table(plan), figures(plan) | {"overrides": overrides}, args.json)
+        return 0 if plan.fits else 1
+    plans, refused = [], []
+    for path in args.configs:
+        try:
+            plans.append(of_file(path, args, overrides))
+        except Refusal as refusal:
+            refused.append(f"{path}: {refusal}")
+    every = {"plans": [figures(plan) for plan in plans], "refused": refused, "overrides": overrides}
+    json_option.show("\n".join([*overview(plans), *refused]), every, args.json)
+    return 2 if refused else 0 if all(plan.fits for plan in plans) else 1
+
+
+def of_file(path: str, args: argparse.Namespace, overrides: list[str]) -> SimpleNamespace:
+    """The plan of a config. Raises: Refusal."""
+    cfg = config_file.load(path, overrides)
     gpu, assumed = hardware.load(args.gpu, args.hardware)
     from flux_ref.plan import making  # brings torch
 
-    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
-    figures = vars(plan) | {"moment": asdict(plan.moment), "times": asdict(plan.times), "assumed": asdict(assumed)}
-    json_option.show(table(plan), figures | {"overrides": overrides}, args.json)
-    return 0
+    share = hardware.share(gpu.arch, making.precision(cfg), args.hardware)
+    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, share, args.price_per_gpu_hour)
+    plan.assumed = assumed
+    return plan
+
+
+def figures(plan: SimpleNamespace) -> dict[str, object]:
+    """A plan for JSON. Times may be 1 + share.range times as long, or as short."""
+    parts = {name: asdict(getattr(plan, name)) for name in ("moment", "assumed", "share")}
+    nearest = plan.nearest and vars(plan.nearest)
+    return vars(plan) | parts | {"times": plan.times and asdict(plan.times), "nearest": nearest}
+
+
+def overview(plans: list[SimpleNamespace]) -> list[str]:
+    """A row for each plan, and what public systems say of them."""
+    lines = ["".join(f"{head:<{width}}" if i < 2 else f"{head:>{width}}" for i, (head, width) in enumerate(HEADS))]
+    for plan in plans:
+        row = f"{plan.config[:23]:<24}{plan.precision:<13}{plan.rows:>6}{plan.total / GB:>6.0f}"
+        if plan.fits:
+            row += f"{_ms(plan.times.step):>9}{plan.samples_per_s:>10,.0f}{span(plan.train):>12}"
+        else:
+            row += f"   does not fit {plan.card / GB:g} GB"
+        lines.append(row)
+    for text in dict.fromkeys(text for plan in plans for text in sources(plan)):
+        lines += _wrapped(text)
+    return lines
 
 
 def table(plan: SimpleNamespace) -> str:
     """The plan for a terminal of 80 columns."""
-    times, total = plan.times, plan.moment.total
+    total = plan.moment.total
     lines = [
-        f"{plan.config} on {plan.gpus} x {plan.gpu}: micro-batch {plan.rows}, {plan.replicas} x {plan.shards} shards",
+        f"{plan.config} on {plan.gpus} x {plan.gpu}: {plan.precision}, micro-batch {plan.rows},"
+        f" {plan.replicas} x {plan.shards} shards",
         f"memory of a rank, at its fullest moment: {plan.moment.name}",
         *(f"  {part:<20}{_gb(size)}  {size / total:4.0%}" for part, size in plan.moment.parts.items()),
         f"  {'all tensors':<20}{_gb(total)}        {plan.in_graph / GB:.1f} GB of it in the pool of graphs",
         f"  {'on the card':<20}{_gb(plan.total)}  of {plan.card / GB:g} GB, with assumed margin and context",
-        f"  largest micro-batch that fits: {plan.largest_rows}",
-        f"step {times.step * 1e3:.0f} ms: {times.compute * 1e3:.0f} compute, {times.optimizer * 1e3:.1f} of it the"
-        f" optimizer; {times.exposed * 1e3:.0f} waiting for links",
+        f"  largest micro-batch that fits: {plan.largest_rows}; that also divides a rank's {plan.rank_rows} samples:"
+        f" {plan.dividing_rows}",
+        *(_pace(plan) if plan.fits else ["no times: this config does not fit the card"]),
+        *sources(plan),
+        *(f"WARNING {text}" for text in plan.warnings),
+    ]
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def _pace(plan: SimpleNamespace) -> list[str]:
+    times, off = plan.times, 1 + plan.share.range
+    lines = [
+        f"step {_ms(times.step)} ms ({_ms(times.step / off)} to {_ms(times.step * off)}): {_ms(times.compute)} compute,"
+        f" {_ms(times.optimizer)} of it the optimizer; {_ms(times.exposed)} waiting for links"
     ]
     for name, words in COLLECTIVES.items():
         if times.sent[name]:
-            lines.append(f"  {words:<20}{_gb(times.sent[name])}  sent per rank, {getattr(times, name) * 1e3:.0f} ms")
+            lines.append(f"  {words:<20}{_gb(times.sent[name])}  sent per rank, {_ms(getattr(times, name))} ms")
     if times.communication:
         hidden = max(0.0, times.communication - times.exposed)
         lines.append(f"  {hidden / times.communication:.0%} of communication hides behind compute")
+    rate = plan.samples_per_s
     lines.append(
-        f"{plan.samples_per_s:,.0f} samples/s, {plan.samples_per_s / plan.gpus:.1f} per GPU, MFU {plan.mfu:.0%} of"
-        f" bf16; an evaluation {plan.evaluation:.1f} s"
+        f"{rate:,.0f} samples/s ({rate / off:,.0f} to {rate * off:,.0f}), {rate / plan.gpus:.1f} per GPU, MFU"
+        f" {plan.mfu:.0%} of bf16; an evaluation {plan.evaluation:.1f} s"
     )
-    if plan.train is None:
-        lines.append("time to target: unknown; no reference convergence point is like this config")
-    else:
-        cost = f", cost {plan.cost:,.0f}" if plan.cost else ""
-        lines.append(f"to {TARGET}: {plan.samples / 1e6:.2f} M samples (reference), {plan.evaluations} evaluations")
-        lines.append(f"  {plan.train / 60:.1f} min, {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}")
-    lines += [
+    cost = f", cost {plan.cost:,.0f}" if plan.cost else ""
+    return [
+        *lines,
+        f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations",
+        f"  {span(plan.train)} ({span(plan.train / off)} to {span(plan.train * off)}),"
+        f" {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}",
         f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",
         f"checkpoint {plan.checkpoint / GB:.0f} GB: {plan.checkpoint_copy:.1f} s stop, {plan.checkpoint_write:.0f} s"
         " behind the training",
         f"initialisation {plan.init:.0f} s and compilation, which is not counted",
-        "compute: from shares of peak figures; bench.plan_check tells how far off",
-        *(f"WARNING {text}" for text in plan.warnings),
     ]
-    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def sources(plan: SimpleNamespace) -> list[str]:
+    """Where the times come from, and the nearest public system with the error of this method."""
+    near, share, precision = plan.nearest, plan.share, plan.precision.split()[0]
+    reached = f"{share.gemm_share:g} of arithmetic and {share.memory_share:g} of bandwidth"
+    lines = [f"shares of {plan.gpu}'s peaks in {precision}: {reached}; {printable(share.source)}"]
+    if not near or (near.gpu, near.precision) != (plan.gpu, precision):
+        lines.append(f"no public rate of FLUX.1 on {plan.gpu} in {precision} is known: believe the range, at most")
+    if near:
+        error, odd = near.planned_s / near.step_s - 1, f"; an outlier: {near.outlier}" if near.outlier else ""
+        lines.append(
+            f"nearest public system: {near.system}, {near.gpus} x {near.gpu} in {near.precision}, micro-batch"
+            f" {near.rows} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms for it,"
+            f" {error:+.0%}{odd}"
+        )
+    return lines
+
+
+def span(seconds: float) -> str:
+    """A time in the unit that suits it: 95 s, 34 min, 17.7 h, 5.8 days."""
+    for least, unit, name, form in SPANS:
+        if seconds >= least:
+            return f"{seconds / unit:{form}} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 or not seconds else f"{seconds * 1e3:.2g}"
 
 
 def _gb(size: float) -> str:

@@ -7,10 +7,10 @@ ranks that wait for a slow rank.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, freed, sent
-from flux_ref.benchmark.hardware import Assumed, Gpu
+from flux_ref.benchmark.hardware import Assumed, Gpu, Share
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.footprint import Footprint, Work
@@ -40,7 +40,7 @@ class Times:
     @property
     def exposed(self) -> float:
         """The part of the step in which compute waits for communication."""
-        return self.step - self.compute
+        return max(0.0, self.step - self.compute)  # rounding would give -0
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Machine:
 
     gpu: Gpu
     assumed: Assumed
+    share: Share
     gpus: int
 
     def seconds(self, work: Work) -> float:
@@ -56,18 +57,18 @@ class Machine:
         spent = self.moving(work.moved)
         for product in work.products:
             peak = self.gpu.fp8_tflops if product.is_fp8 else self.gpu.bf16_tflops
-            spent += max(product.flop / (self.assumed.gemm_share * peak * 1e12), self.moving(product.moved))
+            spent += max(product.flop / (self.share.gemm_share * peak * 1e12), self.moving(product.moved))
         return spent
 
     def moving(self, moved: float) -> float:
         """Seconds to read and write so many bytes."""
-        return moved / (self.assumed.memory_share * self.gpu.memory_tb_s * 1e12)
+        return moved / (self.share.memory_share * self.gpu.memory_tb_s * 1e12)
 
-    def ring(self, moved: float, ranks: int, stride: int = 1) -> float:
+    def ring(self, moved: float, ranks: int, stride: int = 1, tree: bool = False) -> float:
         """Seconds of an all-gather or a reduce-scatter of so many bytes in all over ranks that are stride apart.
 
         A ring over neighbours in several domains leaves each once through the adapters of all its ranks; a ring over
-        ranks of different domains has one adapter per rank.
+        ranks of different domains has one adapter per rank. tree: as half of an all-reduce, which takes fewer hops.
         """
         if ranks == 1:
             return 0.0
@@ -76,8 +77,8 @@ class Machine:
             speed = gpu.scale_up_gb_s
         else:
             speed = min(gpu.scale_up_gb_s, max(1, gpu.domain // stride) * gpu.scale_out_gb_s)
-        share = self.assumed.link_share * 1e9
-        return moved * (ranks - 1) / ranks / (share * speed) + (ranks - 1) * self.assumed.hop_us * MICRO
+        share, hops = self.assumed.link_share * 1e9, ceil(log2(ranks)) if tree else ranks - 1
+        return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
 def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
@@ -87,7 +88,7 @@ def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine:
     for micro in range(micros):
         pace.micro_batch(last=micro == micros - 1)
     optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
-    optimizer += 2 * machine.ring(0, machine.gpus)  # the gradient norm, a sum over all
+    optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
     passes = micros * sum(pace.forward(unit) + pace.backward(i) for i, unit in enumerate(layout.units))
     return Times(
         step=max(pace.free.values()) + optimizer,
@@ -132,7 +133,7 @@ class _Pace:
 
     def sum_replicas(self, unit: Unit) -> float:
         shards = self.layout.shards
-        return 2 * self.machine.ring(self.reduced * unit.padded / shards, self.layout.replicas, stride=shards)
+        return 2 * self.machine.ring(self.reduced * unit.padded / shards, self.layout.replicas, shards, tree=True)
 
     def put(self, lane: str, seconds: float, after: float = 0.0) -> float:
         """Begin when the lane is free and `after` has passed; returns the end."""
