@@ -5,15 +5,16 @@
 
 Each system is planned as flux_ref would run on its cards at its batch: FSDP2 over a node, replicas across nodes,
 compiled, gathered weights kept, gradients reduced in bf16. The systems themselves ran other software: on NVIDIA's cards
-Megatron's distributed optimizer, MXFP8 and captured graphs. What tensor parallelism sends is added where `tensor_parallel` is above 1, and
-nothing of it is overlapped. For each architecture and precision one parameter is fitted, the
-gemm_share of hardware.toml. --write puts the planned steps into public_systems.csv, where flux_ref.plan finds them, and
-the table into bench/results/plan_check.md.
+Megatron's distributed optimizer, MXFP8 and captured graphs. Where a system is tensor-parallel or recomputes blocks, the
+time for these is added. One parameter is fitted for each architecture and precision: the gemm_share of hardware.toml.
+--write puts the planned steps into public_systems.csv, where flux_ref.plan finds them, and this table into
+bench/results/plan_check.md.
 Exit codes: 0 done, 2 refused.
 """
 
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from flux_ref import config, config_file
 from flux_ref.benchmark import hardware, public_systems
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
-from flux_ref.benchmark.hardware import Assumed, Gpu, Share
+from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.plan import footprint, step_time
 from flux_ref.plan.footprint import Footprint
@@ -46,16 +47,15 @@ class Case:
     layout: Layout
     footprints: dict[str, Footprint]
     gpu: Gpu
-    assumed: Assumed
+    assumed: Assumed  # as hardware.toml has it
 
     @property
     def kind(self) -> tuple[str, str]:
         return self.gpu.arch, self.public.precision
 
-    def step_s(self, share: Share) -> float:
+    def step_s(self, assumed: Assumed) -> float:
         """With what flux_ref would not do: recompute some blocks, and sum activations in tensor parallelism."""
-        public, model = self.public, self.cfg.model
-        machine = Machine(self.gpu, self.assumed, share, public.gpus)
+        public, model, machine = self.public, self.cfg.model, Machine(self.gpu, assumed, self.public.gpus)
         forward = sum(machine.seconds(self.footprints[unit.kind].forward_work) for unit in self.layout.units)
         # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
         sums = 2 * (2 * model.double_blocks + model.single_blocks)
@@ -63,12 +63,12 @@ class Case:
         step = step_time.step(self.cfg, self.layout, self.footprints, machine, public.rows).step
         return step + public.recomputed * forward + 2 * sums * machine.ring(stream, public.tensor_parallel)
 
-    def error(self, share: Share) -> float:
+    def error(self, assumed: Assumed | None = None) -> float:
         """Of the planned step, relative to the public one."""
-        return self.step_s(share) / self.public.step_s - 1
+        return self.step_s(assumed or self.assumed) / self.public.step_s - 1
 
-    def evaluation_s(self, share: Share) -> float:
-        machine = Machine(self.gpu, self.assumed, share, self.public.gpus)
+    def evaluation_s(self) -> float:
+        machine = Machine(self.gpu, self.assumed, self.public.gpus)
         return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, self.public.rows, VAL_SAMPLES)
 
 
@@ -76,7 +76,7 @@ def cases() -> list[Case]:
     """All systems, traced; takes half a minute."""
     traced, found = {}, []
     for public in public_systems.systems():
-        gpu, assumed = hardware.load(public.gpu)
+        gpu, assumed = hardware.load(public.gpu, precision=public.precision)
         cfg = config_file.replace(
             config.Config(name="public"),
             train__global_batch=public.global_batch,
@@ -102,8 +102,7 @@ def fit(found: list[Case]) -> dict[tuple[str, str], float]:
     """
 
     def loss(own: list[Case], gemm_share: float) -> float:
-        tried = replace(hardware.share(*own[0].kind), gemm_share=gemm_share)
-        return sum(abs(math.log(case.error(tried) + 1)) for case in own)
+        return sum(abs(math.log(case.error(replace(case.assumed, gemm_share=gemm_share)) + 1)) for case in own)
 
     shares = {}
     for kind in sorted({case.kind for case in found if case.public.fitted}):
@@ -120,53 +119,51 @@ def blind(kind: tuple[str, str], shares: dict[tuple[str, str], float]) -> float:
 
 def table(found: list[Case]) -> str:
     """The errors of the plan, a line per system."""
-    shares, kinds = fit(found), sorted({case.kind for case in found})
-    known = {kind: hardware.share(*kind) for kind in kinds}
-    unseen = {kind: replace(known[kind], gemm_share=blind(kind, shares)) for kind in kinds}
+    shares = fit(found)
+    unseen = [case.error(replace(case.assumed, gemm_share=blind(case.kind, shares))) for case in found]
     lines = [f"{'system':<36}{'public ms':>10}{'plan ms':>9}{'error':>7}{'unseen':>7}{'eval':>6}{'run':>5}"]
-    lines += [_line(case, known[case.kind], unseen[case.kind]) for case in found]
+    lines += [_line(case, error) for case, error in zip(found, unseen)]
     usual = [case for case in found if not case.public.outlier]
-    held = sum(
-        abs(math.log(case.error(known[case.kind]) + 1)) <= math.log(1 + known[case.kind].range) for case in usual
-    )
+    groups = {
+        "error of all but OUT": [case.error() for case in usual],
+        "error of the unfitted but OUT": [case.error() for case in usual if not case.public.fitted],
+        "unseen of all but OUT": [error for case, error in zip(found, unseen) if case in usual],
+    }
+    for name, errors in groups.items():
+        sizes = [abs(error) for error in errors]
+        lines.append(f"{name}: mean {mean(sizes):.0%}, largest {max(sizes):.0%}, of {len(sizes)} systems")
+    held = sum(abs(math.log(case.error() + 1)) <= math.log(1 + case.assumed.range) for case in usual)
+    fitted = (f"{arch} {precision} {share:g}" for (arch, precision), share in shares.items())
     lines += [
-        "",
-        f"fitted: {len(shares)} shares, "
-        + ", ".join(f"{arch} {precision} {share:g}" for (arch, precision), share in shares.items()),
+        f"in the plan's range, but OUT: {held} of {len(usual)} systems",
+        f"fitted: {len(shares)} shares ({', '.join(fitted)})",
         f"  to {sum(case.public.fitted for case in found)} of {len(found)} steps, marked F",
-        *(
-            f"{name}: mean {mean(errors):.0%}, largest {max(errors):.0%}, of {len(errors)}"
-            for name, errors in {
-                "error of all but outliers": [abs(case.error(known[case.kind])) for case in usual],
-                "error of those that are not fitted": [
-                    abs(case.error(known[case.kind])) for case in usual if not case.public.fitted
-                ],
-                "unseen, all but outliers": [abs(case.error(unseen[case.kind])) for case in usual],
-            }.items()
-        ),
-        f"in the range of the plan: {held} of {len(usual)}",
         "error: of the step. unseen: with the median share of the other architectures.",
-        "eval: error of one evaluation. run: of the whole run, given its samples.",
-        "TP: tensor parallelism, which flux_ref has not. OUT: an outlier:",
+        "eval: error of one evaluation. run: error of the whole run, given its samples.",
+        "TP: tensor parallelism, which flux_ref lacks. OUT: an outlier:",
         *(f"  {case.public.system}: {case.public.outlier}" for case in found if case.public.outlier),
         "Every system runs other software than flux_ref. memory_share, link_share, hop_us,",
         "margin and outside_gb are assumed. flux_ref itself has not run on any of these.",
     ]
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, 80, subsequent_indent="    "))
 
 
-def _line(case: Case, share: Share, unseen: Share) -> str:
-    public, step_s = case.public, case.step_s(share)
-    mark = "OUT" if public.outlier else "TP" if public.tensor_parallel > 1 else "F" if public.fitted else ""
+def _line(case: Case, unseen: float) -> str:
+    public, step_s = case.public, case.step_s(case.assumed)
+    mark = "OUT" if public.outlier else "TP" if public.tensor_parallel > 1 else "F" if public.fitted else "-"
     name = f"{public.source} {public.gpus} {public.gpu} {public.precision} {public.system.split('/')[0]}"[:31]
     line = f"{name:<32}{mark:<4}{public.step_s * 1e3:>10.0f}{step_s * 1e3:>9.0f}"
-    line += f"{case.error(share):>+7.0%}{case.error(unseen):>+7.0%}"
+    line += f"{_percent(case.error()):>7}{_percent(unseen):>7}"
     if not public.samples:
         return line
-    evaluation = case.evaluation_s(share)
+    evaluation = case.evaluation_s()
     evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
     minutes = (public.samples / public.global_batch * step_s + evaluations * evaluation) / 60
-    return line + f"{evaluation / public.evaluation_s - 1:>+6.0%}{minutes / public.minutes - 1:>+5.0%}"
+    return line + f"{_percent(evaluation / public.evaluation_s - 1):>6}{_percent(minutes / public.minutes - 1):>5}"
+
+
+def _percent(error: float) -> str:
+    return f"{round(error, 2) + 0.0:+.0%}"  # no -0
 
 
 def write(found: list[Case], text: str) -> None:
@@ -176,7 +173,7 @@ def write(found: list[Case], text: str) -> None:
     column = lines[first - 1].split(",").index("planned_s")
     for i, case in enumerate(found, first):
         cells = lines[i].split(",", column + 1)
-        cells[column] = f"{case.step_s(hardware.share(*case.kind)):.4f}"
+        cells[column] = f"{case.step_s(case.assumed):.4f}"
         lines[i] = ",".join(cells)
     public_systems.TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     RESULT.write_text(f"`python -m bench.plan_check --write` at {commit()}:\n\n```\n{text}\n```\n", encoding="utf-8")

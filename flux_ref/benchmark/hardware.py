@@ -9,7 +9,7 @@ from flux_ref.formats import toml_file
 
 TABLE = Path(__file__).with_name("hardware.toml")
 KINDS = ("assumed", "gpu", "share")
-OWN_RANGE = 0.1  # of shares in a file of your own that gives no range
+OWN_RANGE = 0.1  # of shares of your own without a range
 MAY_BE_ZERO = ("range", "fp8_tflops", "margin", "outside_gb", "hop_us")
 
 
@@ -31,8 +31,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Figures that no datasheet gives, of all cards."""
+    """Figures that no datasheet gives: the first four of an architecture and a precision, the others of all."""
 
+    gemm_share: float  # of the peak arithmetic
+    memory_share: float  # of the memory's bandwidth
+    range: float  # a step may take 1 + range times as long, or as short
+    source: str
     link_share: float  # of a link's bandwidth
     hop_us: float
     margin: float
@@ -41,28 +45,27 @@ class Assumed:
     storage_gb_s: float
 
 
-@dataclass(frozen=True)
-class Share:
-    """What FLUX.1 reaches of the peaks of an architecture in one precision."""
+def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[Gpu, Assumed]:
+    """A card of the table, and what is assumed of it in a precision: bf16 or fp8. Raises: Refusal.
 
-    gemm_share: float  # of the arithmetic
-    memory_share: float  # of the memory's bandwidth
-    range: float  # a step may take 1 + range times as long, or as short
-    source: str
-
-
-def load(name: str, file: Path | None = None) -> tuple[Gpu, Assumed]:
-    """A card of the table. file: figures of your own, which take the place of the table's. Raises: Refusal."""
-    tables = _merged(file)
+    file: figures of your own, which take the place of the table's. Its shares in `assumed` go before those in `share`.
+    """
+    known, own = _tables(TABLE), _tables(file) if file else {}
+    for table in own:
+        if table.startswith("share.") and table not in known:
+            raise toml_file.unknown("table", table, known, "put the shares of a new architecture into assumed")
+    tables = {table: known.get(table, {}) | own.get(table, {}) for table in (*known, *own)}
     names = _names(tables)
     if name not in names:
         raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
-    return _build(Gpu, f"gpu.{name}", tables), _build(Assumed, "assumed", tables)
-
-
-def share(arch: str, precision: str, file: Path | None = None) -> Share:
-    """What is reached in a precision: bf16 or fp8. A file of your own comes first. Raises: Refusal."""
-    return _build(Share, f"share.{arch}_{precision}", _merged(file))
+    gpu = _build(Gpu, f"gpu.{name}", tables)
+    if precision == "fp8" and not gpu.fp8_tflops:
+        raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set fp8.recipe=off")
+    share = f"share.{gpu.arch}_{precision}"
+    mine = own.get(share, {}) | own.get("assumed", {})
+    if "gemm_share" in mine or "memory_share" in mine:
+        mine = {"range": OWN_RANGE, "source": f"yours, {file.name}"} | mine
+    return gpu, _build(Assumed, "assumed", {"assumed": tables["assumed"] | tables.get(share, {}) | mine})
 
 
 def of_device(device: str) -> Gpu | None:
@@ -73,14 +76,6 @@ def of_device(device: str) -> Gpu | None:
 
 def _names(tables: dict[str, dict]) -> list[str]:
     return [table.removeprefix("gpu.") for table in tables if table.startswith("gpu.")]
-
-
-def _merged(file: Path | None) -> dict[str, dict[str, object]]:
-    tables = _tables(TABLE)
-    for table, figures in (_tables(file) if file else {}).items():
-        own = {"range": OWN_RANGE, "source": f"yours, {file.name}"} if table.startswith("share.") else {}
-        tables[table] = tables.get(table, {}) | own | figures
-    return tables
 
 
 def _tables(path: Path) -> dict[str, dict[str, object]]:
@@ -98,14 +93,14 @@ def _tables(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> object:
-    types, figures = {field.name: field.type for field in dataclasses.fields(kind)}, tables.get(table, {})
+    types, figures = {field.name: field.type for field in dataclasses.fields(kind)}, tables[table]
     for key in figures:
         if key not in types:
             raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
     values = {}
     for key, key_type in types.items():
         if key not in figures:
-            raise Refusal(f"{table}.{key} is missing; a new GPU or share needs every key of {TABLE.name}")
+            raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
         value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
         if key.endswith("_share") and not 0.001 <= value <= 1:
             raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")

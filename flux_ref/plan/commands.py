@@ -24,8 +24,12 @@ GB = 1e9
 MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
 COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
-SPANS = ((2 * 86400, 86400, "days", ".1f"), (7200, 3600, "h", ".1f"), (120, 60, "min", ".0f"))  # from, unit, its name
-HEADS = (("config", 24), ("precision", 13), ("micro", 6), ("GB", 6), ("step ms", 9), ("samples/s", 10), ("time", 12))
+SPANS = ((2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))  # from, unit, its name
+HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'GB':>5}{'step ms':>12}  time (range)"
+TIMED = (  # what a config that does not fit has not
+    *("times", "samples_per_s", "mfu", "evaluation", "evaluations", "train", "cost", "read_per_node", "init"),
+    *("checkpoint_copy", "checkpoint_write"),
+)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -61,35 +65,28 @@ def run(argv: list[str]) -> int:
 def of_file(path: str, args: argparse.Namespace, overrides: list[str]) -> SimpleNamespace:
     """The plan of a config. Raises: Refusal."""
     cfg = config_file.load(path, overrides)
-    gpu, assumed = hardware.load(args.gpu, args.hardware)
     from flux_ref.plan import making  # brings torch
 
-    share = hardware.share(gpu.arch, making.precision(cfg), args.hardware)
-    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, share, args.price_per_gpu_hour)
-    plan.assumed = assumed
-    return plan
+    gpu, assumed = hardware.load(args.gpu, args.hardware, making.precision(cfg))
+    return making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
 
 
 def figures(plan: SimpleNamespace) -> dict[str, object]:
-    """A plan for JSON. Times may be 1 + share.range times as long, or as short."""
-    parts = {name: asdict(getattr(plan, name)) for name in ("moment", "assumed", "share")}
-    nearest = plan.nearest and vars(plan.nearest)
-    return vars(plan) | parts | {"times": plan.times and asdict(plan.times), "nearest": nearest}
+    """A plan for JSON. Times may be 1 + assumed.range times as long, or as short."""
+    parts = {name: asdict(getattr(plan, name)) for name in ("moment", "times", "assumed")}
+    parts |= {"nearest": plan.nearest and vars(plan.nearest)} | ({} if plan.fits else dict.fromkeys(TIMED))
+    return vars(plan) | parts
 
 
 def overview(plans: list[SimpleNamespace]) -> list[str]:
     """A row for each plan, and what public systems say of them."""
-    lines = ["".join(f"{head:<{width}}" if i < 2 else f"{head:>{width}}" for i, (head, width) in enumerate(HEADS))]
+    lines = [HEADS]
     for plan in plans:
-        row = f"{plan.config[:23]:<24}{plan.precision:<13}{plan.rows:>6}{plan.total / GB:>6.0f}"
-        if plan.fits:
-            row += f"{_ms(plan.times.step):>9}{plan.samples_per_s:>10,.0f}{span(plan.train):>12}"
-        else:
-            row += f"   does not fit {plan.card / GB:g} GB"
-        lines.append(row)
-    for text in dict.fromkeys(text for plan in plans for text in sources(plan)):
-        lines += _wrapped(text)
-    return lines
+        lines.append(f"{plan.config[:15]:<16}{plan.precision:<12}{plan.rows:>11}{plan.total / GB:>5.0f}")
+        times = f"{_ms(plan.times.step):>12}  {span(plan.train, 1 + plan.assumed.range)}"
+        lines[-1] += times if plan.fits else f"  does not fit {plan.card / GB:g} GB"
+    said = dict.fromkeys(line for plan in plans for line in sources(plan))
+    return lines + [part for line in said for part in _wrapped(line)]
 
 
 def table(plan: SimpleNamespace) -> str:
@@ -112,7 +109,7 @@ def table(plan: SimpleNamespace) -> str:
 
 
 def _pace(plan: SimpleNamespace) -> list[str]:
-    times, off = plan.times, 1 + plan.share.range
+    times, off, rate = plan.times, 1 + plan.assumed.range, plan.samples_per_s
     lines = [
         f"step {_ms(times.step)} ms ({_ms(times.step / off)} to {_ms(times.step * off)}): {_ms(times.compute)} compute,"
         f" {_ms(times.optimizer)} of it the optimizer; {_ms(times.exposed)} waiting for links"
@@ -123,17 +120,13 @@ def _pace(plan: SimpleNamespace) -> list[str]:
     if times.communication:
         hidden = max(0.0, times.communication - times.exposed)
         lines.append(f"  {hidden / times.communication:.0%} of communication hides behind compute")
-    rate = plan.samples_per_s
-    lines.append(
-        f"{rate:,.0f} samples/s ({rate / off:,.0f} to {rate * off:,.0f}), {rate / plan.gpus:.1f} per GPU, MFU"
-        f" {plan.mfu:.0%} of bf16; an evaluation {plan.evaluation:.1f} s"
-    )
-    cost = f", cost {plan.cost:,.0f}" if plan.cost else ""
     return [
         *lines,
+        f"{rate:,.0f} samples/s ({rate / off:,.0f} to {rate * off:,.0f}), {rate / plan.gpus:,.1f} per GPU, MFU"
+        f" {plan.mfu:.0%} of bf16; an evaluation {plan.evaluation:.1f} s",
         f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations",
-        f"  {span(plan.train)} ({span(plan.train / off)} to {span(plan.train * off)}),"
-        f" {plan.gpus * plan.train / 3600:,.0f} GPU hours{cost}",
+        f"  {span(plan.train, off)}, {plan.gpus * plan.train / 3600:,.0f} GPU hours"
+        + (f", cost {plan.cost:,.0f} ({plan.cost / off:,.0f} to {plan.cost * off:,.0f})" if plan.cost else ""),
         f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",
         f"checkpoint {plan.checkpoint / GB:.0f} GB: {plan.checkpoint_copy:.1f} s stop, {plan.checkpoint_write:.0f} s"
         " behind the training",
@@ -143,27 +136,27 @@ def _pace(plan: SimpleNamespace) -> list[str]:
 
 def sources(plan: SimpleNamespace) -> list[str]:
     """Where the times come from, and the nearest public system with the error of this method."""
-    near, share, precision = plan.nearest, plan.share, plan.precision.split()[0]
-    reached = f"{share.gemm_share:g} of arithmetic and {share.memory_share:g} of bandwidth"
-    lines = [f"shares of {plan.gpu}'s peaks in {precision}: {reached}; {printable(share.source)}"]
+    near, own, precision = plan.nearest, plan.assumed, plan.precision.split()[0]
+    lines = [
+        f"shares of {plan.gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of"
+        f" bandwidth; {printable(own.source)}; times may be {1 + own.range:g} times as long, or as short"
+    ]
     if not near or (near.gpu, near.precision) != (plan.gpu, precision):
-        lines.append(f"no public rate of FLUX.1 on {plan.gpu} in {precision} is known: believe the range, at most")
+        lines.append(f"no public rate of FLUX.1 on {plan.gpu} in {precision} is known")
     if near:
-        error, odd = near.planned_s / near.step_s - 1, f"; an outlier: {near.outlier}" if near.outlier else ""
+        error = round(near.planned_s / near.step_s - 1, 2) + 0.0  # no -0
         lines.append(
             f"nearest public system: {near.system}, {near.gpus} x {near.gpu} in {near.precision}, micro-batch"
             f" {near.rows} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms for it,"
-            f" {error:+.0%}{odd}"
+            f" {error:+.0%}{'; an outlier: ' * bool(near.outlier)}{near.outlier}"
         )
     return lines
 
 
-def span(seconds: float) -> str:
-    """A time in the unit that suits it: 95 s, 34 min, 17.7 h, 5.8 days."""
-    for least, unit, name, form in SPANS:
-        if seconds >= least:
-            return f"{seconds / unit:{form}} {name}"
-    return f"{seconds:.0f} s"
+def span(seconds: float, off: float) -> str:
+    """A time in the unit that suits it, with its range: 13.2 (10.2 to 17.2) h."""
+    unit, name = next((unit, name) for least, unit, name in SPANS if seconds >= least)
+    return f"{seconds / unit:.3g} ({seconds / off / unit:.3g} to {seconds * off / unit:.3g}) {name}"
 
 
 def _ms(seconds: float) -> str:

@@ -8,38 +8,42 @@ from flux_ref import config, config_rules, schedule
 from flux_ref.benchmark import convergence, flops, public_systems
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
-from flux_ref.benchmark.hardware import Assumed, Gpu, Share
+from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.benchmark.reference_samples import samples_to_target
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan import footprint, memory, step_time
 from flux_ref.plan.footprint import Footprint
 from flux_ref.plan.memory import Moment
-from flux_ref.plan.step_time import Machine, Times
+from flux_ref.plan.step_time import Machine
 
 GB = 1e9
 INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is tried
 
 
-def make(
-    cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, share: Share, price: float = 0.0
-) -> SimpleNamespace:
-    """Everything that is printed, by name: sizes in bytes, times in seconds. Unknown figures are None.
+def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: float = 0.0) -> SimpleNamespace:
+    """Everything that is printed, by name: sizes in bytes, times in seconds.
 
-    A config that does not fit the card has no times: plan.times is None, and so is all that follows from it.
     Raises: Refusal if the config does not fit the number of GPUs.
     """
     config_rules.validate_world(cfg, gpus)
-    if cfg.fp8.recipe != "off" and not gpu.fp8_tflops:
-        raise Refusal(f"fp8.recipe={cfg.fp8.recipe} needs FP8 matrix units, {name} has none; set fp8.recipe=off")
-    rows, machine = config.micro_batch(cfg, gpus), Machine(gpu, assumed, share, gpus)
+    rows, machine = config.micro_batch(cfg, gpus), Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
+    times = step_time.step(cfg, layout, footprints, machine, rows)
+    rate, count = cfg.train.global_batch / times.step, val_count(cfg)
+    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, count) if count else 0.0
+    reference = samples_to_target(cfg) if count else None
+    samples = reference or cfg.train.max_samples
+    every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
+    evaluations = ceil(samples / every) if count and every else 0
+    train = samples / rate + evaluations * evaluation
     largest, dividing = largest_rows(cfg, layout, footprints, machine, rows)
+    checkpoint, sample = BYTES_PER_PARAMETER * layout.parameters, shards.layout(cfg.model).stride
+    nodes, held = ceil(gpus / gpu.node), sum(unit.shard for unit in layout.units)
     plan = SimpleNamespace(
         config=cfg.name,
         gpu=name,
@@ -52,18 +56,28 @@ def make(
         moment=moment,
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
+        fits=needed(moment, assumed) <= gpu.memory_gb * GB,
         in_graph=moment.total - sum(moment.parts[part] for part in ("weights", "moments", "buffers")),
         largest_rows=largest,
         dividing_rows=dividing,
-        share=share,
+        assumed=assumed,
         nearest=public_systems.nearest(name, gpu.arch, precision(cfg), gpus, rows),
-        disk=shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + val_count(cfg)),
-        checkpoint=BYTES_PER_PARAMETER * layout.parameters,
+        times=times,
+        samples_per_s=rate,
+        mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
+        evaluation=evaluation,
+        evaluations=evaluations,
+        samples=samples,
+        goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
+        train=train,
+        cost=price * gpus * train / 3600,
+        disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
+        read_per_node=sample * rate / nodes,  # bytes per second
+        checkpoint=checkpoint,
+        checkpoint_copy=BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
+        checkpoint_write=checkpoint / (nodes * assumed.storage_gb_s * GB),
+        init=held / assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
     )
-    plan.fits = plan.total <= plan.card
-    times = step_time.step(cfg, layout, footprints, machine, rows) if plan.fits else None
-    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, val_count(cfg)) if plan.fits else None
-    vars(plan).update(_times(cfg, plan, machine, layout, times, evaluation, price))
     plan.warnings = warnings(cfg, plan, gpu)
     return plan
 
@@ -78,59 +92,15 @@ def val_count(cfg: Config) -> int:
     return (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
 
 
-def _times(
-    cfg: Config, plan: SimpleNamespace, machine: Machine, layout: Layout, times: Times | None, evaluation: float, price
-) -> dict[str, object]:
-    """The part of a plan that follows from the step; None for each if there is no step."""
-    names = (
-        "samples_per_s",
-        "mfu",
-        "evaluation",
-        "evaluations",
-        "goal",
-        "samples",
-        "train",
-        "cost",
-        "read_per_node",
-        "init",
-    )
-    if times is None:
-        return dict.fromkeys(("times", *names, "checkpoint_copy", "checkpoint_write"))
-    gpu, rate, held = machine.gpu, cfg.train.global_batch / times.step, sum(unit.shard for unit in layout.units)
-    target = samples_to_target(cfg) if val_count(cfg) else None
-    samples, nodes = target or cfg.train.max_samples, ceil(plan.gpus / gpu.node)
-    every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
-    evaluations = ceil(samples / every) if every and val_count(cfg) else 0
-    train = samples / rate + evaluations * evaluation
-    return {
-        "times": times,
-        "samples_per_s": rate,
-        "mfu": flops.per_sample(cfg.model) * rate / plan.gpus / (gpu.bf16_tflops * 1e12),
-        "evaluation": evaluation,
-        "evaluations": evaluations,
-        "goal": f"to {TARGET}, as the reference" if target else "to train.max_samples, as no reference is like this",
-        "samples": samples,
-        "train": train,
-        "cost": price * plan.gpus * train / 3600,
-        "read_per_node": shards.layout(cfg.model).stride * rate / nodes,  # bytes per second
-        "checkpoint_copy": BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
-        "checkpoint_write": plan.checkpoint / (nodes * machine.assumed.storage_gb_s * GB),
-        "init": held / machine.assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
-    }
-
-
 def needed(moment: Moment, assumed: Assumed) -> float:
     """Bytes on a card: tensors, the assumed margin between them, and what is assumed to lie outside of tensors."""
     return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
-def largest_rows(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int
-) -> tuple[int, int]:
+def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> tuple:
     """The largest micro-batch that training takes and a card holds, and the largest that divides a rank's batch.
 
-    0 if there is none. The search assumes that memory is linear in samples, then checks exactly. The first can be too
-    low by one.
+    The search assumes that memory is linear in samples, then checks exactly. It can end too low by one, or at 0.
     """
 
     def fits(candidate: int, exact: bool = False) -> bool:
@@ -165,12 +135,10 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
         lines.append(f"validation: {words}; eval.batch decides")
     if plan.gpus % gpu.node and plan.gpus > gpu.node:
         lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
-    if not plan.fits:
-        return lines
-    if plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":
+    if plan.fits and plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":
         allowed = f"the closed division allows {INIT_BUDGET_S // 60}"
         lines.append(f"initialisation: {plan.init / 60:.0f} min without compilation, {allowed}")
-    if plan.times.exposed > 0.2 * plan.times.step:
+    if plan.fits and plan.times.exposed > 0.2 * plan.times.step:
         share = plan.times.exposed / plan.times.step
         remedy = "larger micro-batches, parallel.reduce_dtype=bf16 or reshard_after_forward=false would hide more"
         lines.append(f"communication: {share:.0%} of the step waits for it; {remedy}")

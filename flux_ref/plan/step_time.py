@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from flux_ref.benchmark.communication import ITEM_BYTES, Layout, Unit, freed, sent
-from flux_ref.benchmark.hardware import Assumed, Gpu, Share
+from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.plan.footprint import Footprint, Work
@@ -49,7 +49,6 @@ class Machine:
 
     gpu: Gpu
     assumed: Assumed
-    share: Share
     gpus: int
 
     def seconds(self, work: Work) -> float:
@@ -57,12 +56,12 @@ class Machine:
         spent = self.moving(work.moved)
         for product in work.products:
             peak = self.gpu.fp8_tflops if product.is_fp8 else self.gpu.bf16_tflops
-            spent += max(product.flop / (self.share.gemm_share * peak * 1e12), self.moving(product.moved))
+            spent += max(product.flop / (self.assumed.gemm_share * peak * 1e12), self.moving(product.moved))
         return spent
 
     def moving(self, moved: float) -> float:
         """Seconds to read and write so many bytes."""
-        return moved / (self.share.memory_share * self.gpu.memory_tb_s * 1e12)
+        return moved / (self.assumed.memory_share * self.gpu.memory_tb_s * 1e12)
 
     def ring(self, moved: float, ranks: int, stride: int = 1, tree: bool = False) -> float:
         """Seconds of an all-gather or a reduce-scatter of so many bytes in all over ranks that are stride apart.
