@@ -59,8 +59,10 @@ class Case:
         forward = sum(machine.seconds(self.footprints[unit.kind].forward_work) for unit in self.layout.units)
         # Attention and the MLP of a double block and a single block's end, in forward and again in backward.
         sums = 2 * (2 * model.double_blocks + model.single_blocks)
-        stream = 2 * public.rows * public.tensor_parallel * (model.text_tokens + model.image_tokens) * model.hidden
-        step = step_time.step(self.cfg, self.layout, self.footprints, machine, public.rows).step
+        stream = (
+            2 * public.micro_batch * public.tensor_parallel * (model.text_tokens + model.image_tokens) * model.hidden
+        )
+        step = step_time.step(self.cfg, self.layout, self.footprints, machine, public.micro_batch).step
         return step + public.recomputed * forward + 2 * sums * machine.ring(stream, public.tensor_parallel)
 
     def error(self, assumed: Assumed | None = None) -> float:
@@ -69,7 +71,9 @@ class Case:
 
     def evaluation_s(self) -> float:
         machine = Machine(self.gpu, self.assumed, self.public.gpus)
-        return step_time.evaluation(self.cfg, self.layout, self.footprints, machine, self.public.rows, VAL_SAMPLES)
+        return step_time.evaluation(
+            self.cfg, self.layout, self.footprints, machine, self.public.micro_batch, VAL_SAMPLES
+        )
 
 
 def cases() -> list[Case]:
@@ -80,7 +84,7 @@ def cases() -> list[Case]:
         cfg = config_file.replace(
             config.Config(name="public"),
             train__global_batch=public.global_batch,
-            train__micro_batch=public.rows,
+            train__micro_batch=public.micro_batch,
             parallel__compile=True,
             parallel__reshard_after_forward=False,
             parallel__reduce_dtype="bf16",
@@ -88,9 +92,9 @@ def cases() -> list[Case]:
             eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),
         )
         # FP8 formats have equal sizes, so that layouts are all that cards differ in.
-        key = (public.rows, public.precision, fp8_product.arithmetic(gpu.arch).row_times_column)
+        key = (public.micro_batch, public.precision, fp8_product.arithmetic(gpu.arch).row_times_column)
         if key not in traced:
-            traced[key] = footprint.trace(cfg, gpu.arch, public.rows)
+            traced[key] = footprint.trace(cfg, gpu.arch, public.micro_batch)
         found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu, assumed))
     return found
 
@@ -98,17 +102,23 @@ def cases() -> list[Case]:
 def fit(found: list[Case]) -> dict[tuple[str, str], float]:
     """{(arch, precision): the gemm_share with the least mean |log(ours / public)| of its fitted systems}.
 
-    Not squares: one system that spends its time otherwise would move the share.
+    Each card of each source counts alike, whatever its number of systems. Not squares: one system that spends its time
+    otherwise would move the share.
     """
+    groups: dict[tuple[str, str], dict[tuple[str, str], list[Case]]] = {}
+    for case in found:
+        if case.public.fitted:
+            alike = groups.setdefault(case.kind, {})
+            alike.setdefault((case.public.gpu, case.public.source), []).append(case)
 
-    def loss(own: list[Case], gemm_share: float) -> float:
-        return sum(abs(math.log(case.error(replace(case.assumed, gemm_share=gemm_share)) + 1)) for case in own)
+    def loss(kind: tuple[str, str], share: float) -> float:
+        sizes = (
+            mean(abs(math.log(case.error(replace(case.assumed, gemm_share=share)) + 1)) for case in alike)
+            for alike in groups[kind].values()
+        )
+        return mean(sizes)
 
-    shares = {}
-    for kind in sorted({case.kind for case in found if case.public.fitted}):
-        own = [case for case in found if case.kind == kind and case.public.fitted]
-        shares[kind] = min((percent / 100 for percent in range(20, 96)), key=partial(loss, own))
-    return shares
+    return {kind: min((step / 100 for step in range(20, 96)), key=partial(loss, kind)) for kind in sorted(groups)}
 
 
 def blind(kind: tuple[str, str], shares: dict[tuple[str, str], float]) -> float:

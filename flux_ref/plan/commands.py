@@ -120,11 +120,13 @@ def _pace(plan: SimpleNamespace) -> list[str]:
     if times.communication:
         hidden = max(0.0, times.communication - times.exposed)
         lines.append(f"  {hidden / times.communication:.0%} of communication hides behind compute")
+    taken = sorted(filter(None, plan.public_samples))
+    public = f"; public runs took {taken[0] / 1e6:.1f} to {taken[-1] / 1e6:.1f} M samples" if taken else ""
     return [
         *lines,
         f"{rate:,.0f} samples/s ({rate / off:,.0f} to {rate * off:,.0f}), {rate / plan.gpus:,.1f} per GPU, MFU"
         f" {plan.mfu:.0%} of bf16; an evaluation {plan.evaluation:.1f} s",
-        f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations",
+        f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations{public}",
         f"  {span(plan.train, off)}, {plan.gpus * plan.train / 3600:,.0f} GPU hours"
         + (f", cost {plan.cost:,.0f} ({plan.cost / off:,.0f} to {plan.cost * off:,.0f})" if plan.cost else ""),
         f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",
@@ -147,8 +149,8 @@ def sources(plan: SimpleNamespace) -> list[str]:
         error = round(near.planned_s / near.step_s - 1, 2) + 0.0  # no -0
         lines.append(
             f"nearest public system: {near.system}, {near.gpus} x {near.gpu} in {near.precision}, micro-batch"
-            f" {near.rows} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms for it,"
-            f" {error:+.0%}{'; an outlier: ' * bool(near.outlier)}{near.outlier}"
+            f" {near.micro_batch} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms for"
+            f" it, {error:+.0%}{'; an outlier: ' * bool(near.outlier)}{near.outlier}"
         )
     return lines
 

@@ -68,6 +68,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         evaluation=evaluation,
         evaluations=evaluations,
         samples=samples,
+        public_samples=[one.samples for one in public_systems.systems() if one.global_batch == cfg.train.global_batch],
         goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
         train=train,
         cost=price * gpus * train / 3600,

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flux_ref.benchmark import convergence
+from flux_ref.benchmark import convergence, public_systems
 from flux_ref.benchmark.facts import TARGET
 from flux_ref.formats import jsonl
 from flux_ref.report.result_log import number
@@ -86,8 +86,8 @@ def losses(batch: int, group: list[System]) -> Chart | None:
     if band:
         low, high = min(low, *band.low), max(high, *band.high[len(band.high) // 15 :])
         caption += (
-            " Grey: lowest, median and highest loss of public runs of this batch. They validated with captions dropped,"
-            " which raises their losses by about 0.001."
+            " Grey: lowest, median and highest loss of public v5.1 runs of this batch. They validated with captions"
+            " dropped, which raises their losses by about 0.001. Thin: public v6.0 runs, one of each system."
         )
 
     def draw(axes: Axes) -> None:
@@ -104,6 +104,8 @@ def losses(batch: int, group: list[System]) -> Chart | None:
         if band:
             axes.plot(band.samples, band.median, color=LIGHT["band"], label=band.source)
             axes.fill_between(band.samples, band.low, band.high, color=LIGHT["band"], alpha=0.25, linewidth=0)
+            for i, curve in enumerate(public_systems.curves(batch)):
+                axes.plot(*zip(*curve), color=LIGHT["band"], linewidth=0.7, label=None if i else "public v6.0 runs")
         axes.set_xlim(left=0)
         axes.set_ylim(low, high)
         axes.set_xlabel("training samples")
