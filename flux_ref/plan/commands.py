@@ -24,7 +24,7 @@ GB = 1e9
 MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
 COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
-SPANS = ((2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))  # from, unit, its name
+SPANS = ((2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"))  # from, unit, its name
 HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'GB':>5}{'step ms':>12}  time (range)"
 TIMED = (  # what a config that does not fit has not
     *("times", "samples_per_s", "mfu", "evaluation", "evaluations", "train", "cost", "read_per_node", "init"),
@@ -149,15 +149,17 @@ def sources(plan: SimpleNamespace) -> list[str]:
         error = round(near.planned_s / near.step_s - 1, 2) + 0.0  # no -0
         lines.append(
             f"nearest public system: {near.system}, {near.gpus} x {near.gpu} in {near.precision}, micro-batch"
-            f" {near.micro_batch} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms for"
-            f" it, {error:+.0%}{'; an outlier: ' * bool(near.outlier)}{near.outlier}"
+            f" {near.micro_batch} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms,"
+            f" {error:+.0%}{'; an outlier: ' * bool(near.outlier)}{near.outlier}"
         )
     return lines
 
 
 def span(seconds: float, off: float) -> str:
     """A time in the unit that suits it, with its range: 13.2 (10.2 to 17.2) h."""
-    unit, name = next((unit, name) for least, unit, name in SPANS if seconds >= least)
+    if seconds < 1:
+        return "under 1 s"
+    unit, name = next(((unit, name) for least, unit, name in SPANS if seconds >= least), (1, "s"))
     return f"{seconds / unit:.3g} ({seconds / off / unit:.3g} to {seconds * off / unit:.3g}) {name}"
 
 

@@ -278,9 +278,9 @@ def plan_parse(argv: list[str]) -> int:
 
     def task() -> int:
         args, overrides = plan.parse(argv)
-        cfg = config_file.load(args.config, overrides)
         print(hardware.load(args.gpu, args.hardware)[0].arch)
-        config_rules.validate_world(cfg, args.gpus)
+        for path in args.configs:
+            config_rules.validate_world(config_file.load(path, overrides), args.gpus)
         return 0
 
     return attempt("plan", task)
@@ -382,7 +382,7 @@ TARGETS = [
         made([FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"]),
         ARGV,
         cli_command(plan_parse),
-        judge=judge(PLANNED | JSON, 1),
+        judge=judge(PLANNED | JSON, 1, 2, 3),
     ),
     Target(
         "report_options",
