@@ -20,6 +20,7 @@ WITHOUT_TORCH = {
     *("benchmark.closed", "benchmark.header", "benchmark.reference_points", "benchmark.reference_samples"),
     *("run.attempt", "run.json_option", "run.launcher", "run.loss_chart", "run.progress", "run.tensorboard"),
     *("toy.make", "toy.shapes"),
+    "benchmark.public_systems",
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.shapes", "prepare.verify"),
     *("preflight.verdict", "watch.commands"),

@@ -360,6 +360,8 @@ def test_times_have_units_and_ranges():
         assert commands.span(seconds, 2.0).startswith(words)
     assert commands.span(504_000, 2.0).endswith("days") and commands.span(0.02, 2.0) == "under 1 s"
     assert commands.span(float("nan"), 2.0)
+    rounded = step_time.Times(0.3, 0.1 + 0.2, *[0.0] * 4, sent={})
+    assert commands._ms(rounded.exposed) == "0", "no -0 ms of waiting"
 
 
 def test_hopper_is_not_underrated():
