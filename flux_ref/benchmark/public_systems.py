@@ -7,6 +7,7 @@ public_systems.csv names. The systems of MI300X and MI325X validated with captio
 import csv
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,8 +44,5 @@ def nearest(name: str, arch: str, precision: str, gpus: int, rows: int) -> Simpl
 
 def curves(global_batch: int) -> list[list[tuple[int, float]]]:
     """(samples, validation loss) of the public runs of a batch, one of each system."""
-    found: dict[str, list] = {}
-    for row in systems(RUNS):
-        if row.global_batch == global_batch:
-            found.setdefault(row.system, []).append((row.samples, row.val_loss))
-    return [*found.values()]
+    rows = (row for row in systems(RUNS) if row.global_batch == global_batch)
+    return [[(row.samples, row.val_loss) for row in one] for _, one in groupby(rows, lambda row: row.system)]

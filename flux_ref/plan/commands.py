@@ -47,18 +47,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(argv)
-    if len(args.configs) == 1:
-        plan = of_file(args.configs[0], args, overrides)
-        json_option.show(table(plan), figures(plan) | {"overrides": overrides}, args.json)
-        return 0 if plan.fits else 1
-    plans, refused = [], []
+    plans, refused, alone = [], [], len(args.configs) == 1
     for path in args.configs:
         try:
             plans.append(of_file(path, args, overrides))
         except Refusal as refusal:
+            if alone:
+                raise
             refused.append(f"{path}: {refusal}")
-    every = {"plans": [figures(plan) for plan in plans], "refused": refused, "overrides": overrides}
-    json_option.show("\n".join([*overview(plans), *refused]), every, args.json)
+    every = {"plans": [figures(plan) for plan in plans], "refused": refused}
+    text = table(plans[0]) if alone else "\n".join([*overview(plans), *refused])
+    json_option.show(text, (every["plans"][0] if alone else every) | {"overrides": overrides}, args.json)
     return 2 if refused else 0 if all(plan.fits for plan in plans) else 1
 
 

@@ -309,8 +309,8 @@ def overview(system: System) -> dict[str, str]:
         "devices": show(count, ","),
         "batch": str(system.value("global_batch_size")),
         "runs": f"{len(system.counted)}/{len(system.runs)}",
-        "olympic": show(system.olympic_mean_minutes),
-        "score": show(system.score_minutes),
+        "olympic min": show(system.olympic_mean_minutes),
+        "score min": show(system.score_minutes),
         "samples/s": show(speed, ",.0f"),
         "per device": show(speed / count if speed and count else None, ",.1f"),
     }

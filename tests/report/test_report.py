@@ -22,7 +22,7 @@ from conftest import MICRO, ROOT
 from made_logs import MadeLog
 
 from flux_ref import config_file
-from flux_ref.benchmark import convergence
+from flux_ref.benchmark import convergence, public_systems
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.report import charts, official, result_files, result_log, score
 from flux_ref.report import commands as report
@@ -548,7 +548,9 @@ def test_charts_show_the_figures_at_their_places(results):
     assert not [run for run in system.runs if run.val_curve not in lines or run.val_curve[-1:] not in lines]
     band = convergence.public_band(1024)
     assert list(zip(band.samples, band.median)) in lines and [(0, 0.586), (1, 0.586)] in lines
-    assert axes.get_legend_handles_labels()[1] == [f" {system.name}", "target 0.586", band.source]
+    own, others = [f" {system.name}", "target 0.586"], [band.source, "public v6.0 runs"]
+    assert axes.get_legend_handles_labels()[1] == own + others
+    assert len(public_systems.curves(1024)) == 4 and all(curve in lines for curve in public_systems.curves(1024))
     axes, lines = axes_of(minutes)
     at = {points[0][0] for points in lines if len(points) == 1}
     assert at == {run.minutes for run in system.runs}
