@@ -35,7 +35,7 @@ class Assumed:
 
     gemm_share: float  # of the peak arithmetic
     memory_share: float  # of the memory's bandwidth
-    range: float  # a step may take 1 + range times as long, or as short
+    range: float  # times may be off by a factor of 1 + range
     source: str
     link_share: float  # of a link's bandwidth
     hop_us: float

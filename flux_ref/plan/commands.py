@@ -25,7 +25,7 @@ MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
 COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
 SPANS = ((2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"))  # from, unit, its name
-HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'GB':>5}{'step ms':>12}  time (range)"
+HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'card GB':>9}{'step ms':>10}  time (range)"
 TIMED = (  # what a config that does not fit has not
     *("times", "samples_per_s", "mfu", "evaluation", "evaluations", "train", "cost", "read_per_node", "init"),
     *("checkpoint_copy", "checkpoint_write"),
@@ -81,8 +81,8 @@ def overview(plans: list[SimpleNamespace]) -> list[str]:
     """A row for each plan, and what public systems say of them."""
     lines = [HEADS]
     for plan in plans:
-        lines.append(f"{plan.config[:15]:<16}{plan.precision:<12}{plan.rows:>11}{plan.total / GB:>5.0f}")
-        times = f"{_ms(plan.times.step):>12}  {span(plan.train, 1 + plan.assumed.range)}"
+        lines.append(f"{plan.config[:15]:<16}{plan.precision:<12}{plan.rows:>11}{plan.total / GB:>9.0f}")
+        times = f"{_ms(plan.times.step):>10}  {span(plan.train, 1 + plan.assumed.range)}"
         lines[-1] += times if plan.fits else f"  does not fit {plan.card / GB:g} GB"
     said = dict.fromkeys(line for plan in plans for line in sources(plan))
     return lines + [part for line in said for part in _wrapped(line)]
@@ -140,7 +140,7 @@ def sources(plan: SimpleNamespace) -> list[str]:
     near, own, precision = plan.nearest, plan.assumed, plan.precision.split()[0]
     lines = [
         f"shares of {plan.gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of"
-        f" bandwidth; {printable(own.source)}; times may be {1 + own.range:g} times as long, or as short"
+        f" bandwidth; {printable(own.source)}; times may be off by a factor of {1 + own.range:g}"
     ]
     if not near or (near.gpu, near.precision) != (plan.gpu, precision):
         lines.append(f"no public rate of FLUX.1 on {plan.gpu} in {precision} is known")

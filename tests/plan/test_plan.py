@@ -414,7 +414,7 @@ def test_several_configs_make_a_table(tmp_path, capsys):
     other.write_text(MICRO.read_text() + '\ndata.val = ""\n')
     assert commands.main([ARGS[0], str(other), *ARGS[1:], "--json", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "GB     step ms  time (range)" in shown
+    assert max(map(len, shown.splitlines())) <= 80 and "card GB   step ms  time (range)" in shown
     assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
     with_validation, without = json.loads(path.read_text())["plans"]
     assert with_validation["evaluation"] > 0 == without["evaluation"] == without["evaluations"]
