@@ -5,7 +5,7 @@ from math import ceil, gcd
 from types import SimpleNamespace
 
 from flux_ref import config, config_rules, schedule
-from flux_ref.benchmark import convergence, flops, public_systems
+from flux_ref.benchmark import closed, convergence, flops, public_systems
 from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.hardware import Assumed, Gpu
@@ -125,6 +125,9 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
     if not plan.fits:
         remedy = f"train.micro_batch={plan.dividing_rows} fits" if plan.dividing_rows else "no micro-batch fits"
         lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {gpu.memory_gb:g} GB; {remedy}")
+    departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, val_count(cfg))
+    if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
+        lines += [f"no benchmark result: {text}" for text in departures]
     if cfg.model == config.ModelConfig():
         lines += convergence.unlike_reference(cfg)
     if cfg.parallel.dtype == "fp32":

@@ -440,7 +440,7 @@ def test_command_refuses():
 
 def test_warnings():
     sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
-    cfg = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
+    cfg = config_file.replace(SMALL, data__val_count=45, eval__batch=8, mllog__submission_division="closed")
     waiting = replace(sound.times, step=2 * sound.times.compute)
     for changes, words in (
         ({}, "validation: 19 of 64 rows are padding, 30% of its time"),
@@ -457,9 +457,11 @@ def test_warnings():
 
 
 def test_warnings_of_convergence_come_from_the_reference():
-    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.global_batch=8192", "--optim.lr=1e-2"])
+    overrides = ["--train.global_batch=8192", "--optim.lr=1e-2", "--train.caption_drop=0.5"]
+    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", overrides)
     words = " ".join(making.warnings(cfg, making.make(SMALL, "h200", 4, GPU, ASSUMED), GPU))
     assert "train.global_batch=8192 is no reference convergence point" in words and "optim.lr=0.01" in words
+    assert "no benchmark result: train.caption_drop=0.5" in words
 
 
 def test_largest_micro_batch_is_the_last_that_fits():
