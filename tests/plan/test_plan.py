@@ -386,7 +386,9 @@ def test_the_nearest_public_system_stands_beside_the_plan():
     for name, arch, precision, gpus, rows, system in (
         ("mi300x", "gfx942", "bf16", 512, 8, "Oracle/512xMI300X_Xeon_8480"),
         ("mi325x", "gfx942", "fp8", 8, 16, "AMD/8xMI325X_EPYC_9575F_pytorch"),
+        ("mi325x", "gfx942", "fp8", 512, 8, "AMD/8xMI325X_EPYC_9575F_pytorch"),  # the card counts most
         ("mi355x", "gfx950", "bf16", 8, 60, "Primus/8xMI355X"),
+        ("mi355x", "gfx950", "fp8", 8, 16, "Primus FSDP2/8xMI355X"),  # then the precision
         ("gb300", "sm103", "fp8", 1024, 2, "NVIDIA/theia_ngpu512_ngc25.09_nemo"),
     ):
         assert public_systems.nearest(name, arch, precision, gpus, rows).system == system
