@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from flux_ref import config_file
-from flux_ref.benchmark import hardware
+from flux_ref.benchmark import hardware, public_systems
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import printable
 from flux_ref.run import json_option
@@ -63,8 +63,11 @@ def of_file(path: str, args: argparse.Namespace, overrides: list[str]) -> Simple
     cfg = config_file.load(path, overrides)
     from flux_ref.plan import making  # brings torch
 
-    gpu, assumed = hardware.load(args.gpu, args.hardware, making.precision(cfg))
-    return making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
+    precision = "bf16" if cfg.fp8.recipe == "off" else "fp8"  # fp32 is planned as bf16
+    gpu, assumed = hardware.load(args.gpu, args.hardware, precision)
+    plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
+    plan.nearest = public_systems.nearest(args.gpu, gpu.arch, precision, args.gpus, plan.rows)
+    return plan
 
 
 def figures(plan: SimpleNamespace) -> dict[str, object]:

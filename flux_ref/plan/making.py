@@ -61,7 +61,6 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         largest_rows=largest,
         dividing_rows=dividing,
         assumed=assumed,
-        nearest=public_systems.nearest(name, gpu.arch, precision(cfg), gpus, rows),
         times=times,
         samples_per_s=rate,
         mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
@@ -81,11 +80,6 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     )
     plan.warnings = warnings(cfg, plan, gpu)
     return plan
-
-
-def precision(cfg: Config) -> str:
-    """What products are computed in, as hardware.toml calls it; fp32 is planned as bf16."""
-    return "bf16" if cfg.fp8.recipe == "off" else "fp8"
 
 
 def val_count(cfg: Config) -> int:
