@@ -3,13 +3,16 @@
     python eval.py runs/tiny                                 the newest checkpoint of a run
     python eval.py runs/tiny --checkpoint=900                that of step 900
     python eval.py runs/tiny --all                           every checkpoint, and the curve as a picture
-    python eval.py runs/tiny --sample.captions='["a small red circle at the middle"]'
+    python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
+    torchrun --nproc-per-node 8 eval.py FLUX.1-schnell --prompts=FILE --draw-only --steps=4
     torchrun --nproc-per-node 8 eval.py flux1-schnell.safetensors --data.val=DIR --sample.count=16 --vae=ae.safetensors
 
-Takes a run, a checkpoint, a safetensors file in BFL's layout or diffusers' transformer folder. A run's or checkpoint's
-own settings are used, for other weights those of --config=FILE (default: FLUX.1-schnell's); any key of
-flux_ref/config.py can be given. --json prints one JSON object instead of text. With the run's own settings the number
-equals the one that training logged. Pictures go to the run's samples/; for other weights to the current folder.
+Takes a run, a checkpoint, a safetensors file in BFL's layout, diffusers' transformer folder or FLUX.1-schnell's
+repository. Uses a run's or checkpoint's own settings, for other weights those of --config=FILE (FLUX.1-schnell's); any
+key of flux_ref/config.py can be given. With the run's own settings the number equals the one that training logged.
+Draws prompts, else sample.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
+samples/, for other weights in the current folder. --draw-only measures no loss; prompts then need no data set.
+--t5=DIR --clip=DIR --vae=PATH are found in FLUX.1-schnell's repository at MODEL or --vae. --json prints one object.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -19,17 +22,17 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import config, config_file, ranks
+from flux_ref import config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.formats import checkpoint_files, shards
+from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.ranks import World
 from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.run.options import STEP, Options
-from flux_ref.sampling.euler import Artist
+from flux_ref.sampling import drawing
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
@@ -45,15 +48,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Options("eval.py", add_help=False)
     parser.add_argument("--checkpoint", dest="step", type=STEP, metavar="STEP")
     parser.add_argument("--config", metavar="FILE")
-    parser.add_argument("--vae", metavar="FILE")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", action="store_true")
-    path, rest = cli.config_and_overrides(argv, default="runs/tiny")
-    options, overrides = parser.parse_known_args(rest)
+    drawing.add_options(parser)
+    path = [word for word in argv[:1] if not word.startswith("-")]
+    options, rest = parser.parse_known_args(argv[len(path) :])
+    path, rest = cli.config_and_overrides([*path, *rest], default="runs/tiny")
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
     options.path = Path(path)
-    options.overrides = [*overrides, *([f"--sample.vae={options.vae}"] if options.vae else [])]
+    drawing.finish(options, rest)
     return options
 
 
@@ -76,12 +80,14 @@ def main(argv: list[str]) -> int:
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
-    chart = options.path / "eval_all.png"
-    if options.all:
-        loss_chart.chart([], [(record["samples"], record["val_loss"]) for record in records], cfg.eval.target, chart)
+    chart = options.path / "eval_all.png" if options.all and not options.draw_only else ""
+    if chart:
+        logged = [] if options.overrides else jsonl.records(options.path / "eval.jsonl", figures=("val_loss",))
+        curve = {record["samples"]: record["val_loss"] for record in (*logged, *records)}  # also where none is saved
+        loss_chart.chart([], sorted(curve.items()), cfg.eval.target, chart)
     if options.json:
         print(json.dumps({"checkpoints": records, "chart": str(chart)} if options.all else records[0]))
-    elif options.all:
+    elif chart:
         print(f"curve: {chart}")
     return 0
 
@@ -89,13 +95,14 @@ def main(argv: list[str]) -> int:
 def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
     say = print if world.rank == 0 and not options.json else lambda line: None
-    draws = bool(cfg.sample.count or cfg.sample.captions)
     with ranks.agreed():
         weight_files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
-        val_set = ValSet(cfg, world.rank, world.size, world.pin)
-        val_set.open()
-        empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if draws else None
-    artist = Artist(cfg, world) if draws else None
+        val_set = None
+        if not (options.draw_only and options.prompts):
+            val_set = ValSet(cfg, world.rank, world.size, world.pin)
+            val_set.open()
+    draws = options.draw_only or options.prompts or cfg.sample.count
+    pictures = drawing.Drawing(cfg, world, options, val_set, watch.at) if draws else None
     steps = Steps(State.build(cfg, world, seed=None, trains=False), cfg, world)
     records = []
 
@@ -104,19 +111,22 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             source = weight_files.open_source(path, cfg.model)
             weight_files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
-        result = validation_loss(steps, val_set, samples, at=watch.at)
+        record = {"weights": str(path), "samples": samples}
         say(f"{path} after {samples:,} training samples")
-        say(table(result))
-        record = {"weights": str(path), "samples": samples} | reporter.validation_record(result)
-        if cfg.eval.permuted_captions:
-            record["captions_permuted"] = validation_loss(
-                steps, val_set, samples, permute_captions=True, at=watch.at
-            ).loss
-            say(f"with captions permuted among the samples: {record['captions_permuted']:.4f}")
-        if artist:
-            folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path()
-            record["pictures"] = str(folder / f"eval_{path.stem}.png")
-            say(artist.paint(steps.state.net, val_set, empty, Path(record["pictures"]), watch.at))
+        if not options.draw_only:
+            result = validation_loss(steps, val_set, samples, at=watch.at)
+            say(table(result))
+            record |= reporter.validation_record(result)
+            if cfg.eval.permuted_captions:
+                permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=watch.at)
+                record["captions_permuted"] = permuted.loss
+                say(f"with captions permuted among the samples: {permuted.loss:.4f}")
+            if cfg.eval.noise == "fresh" and "samples" not in source.info:
+                say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
+        if pictures:
+            folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
+            record["pictures"] = pictures.draw(steps.state.net, folder, f"eval_{path.stem}", watch.at)
+            say(f"pictures: {record['pictures']}")
         records.append(record)
     return records
 

@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it; with a checkpoint saved 130
 import contextlib
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +45,12 @@ def main(argv: list[str]) -> int:
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
-        artist = None
+        gallery = None
         if cfg.sample.count:
-            from flux_ref.sampling.euler import Artist
+            from flux_ref.sampling.drawing import Gallery
 
-            artist = Artist(cfg, world)  # here, so that a wrong autoencoder is refused before training
+            captions = val_set if cfg.data.val else train_set
+            gallery = Gallery(cfg, world, report, captions, train_set)  # here: it refuses a wrong autoencoder
         if cfg.data.evict:
             train_set.shards.evict()
             val_set.shards.evict()
@@ -76,14 +76,14 @@ def main(argv: list[str]) -> int:
             report.resume(state.step, state.samples)
         own_steps.capture()
 
-        run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive)
+        run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
         run.save(finish=True)
         if cfg.eval.permuted_captions:
             report.say(f"with captions permuted among the samples: {run.evaluate(permute_captions=True).loss:.4f}")
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
-        if artist:
-            run.paint(artist.paint)
+        if gallery:
+            gallery.paint(state, alive.watch.at)
         report.conclude(state, reached)
     return 0
 
@@ -140,6 +140,7 @@ class Run:
     report: Reporter
     log: BenchmarkLog
     alive: Alive
+    gallery: object | None  # of sampling/drawing.py
 
     def train_on_the_clock(self) -> bool:
         """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
@@ -177,6 +178,8 @@ class Run:
                 is_last = state.samples >= most  # which is logged, and so settled, whether or not an evaluation follows
                 if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
                     report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
+                if schedule.due(state.samples, cfg.sample.every_samples, batch):
+                    self.gallery.paint(state, self.alive.at)  # before the checkpoint: a resumed run has all sheets
                 if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
                     report.require_healthy(steps.health)
                     self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it
@@ -205,14 +208,6 @@ class Run:
     def evaluate(self, permute_captions: bool = False) -> Validation:
         """The validation loss now. Collective."""
         return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, self.alive.at)
-
-    def paint(self, draw: Callable[..., str]) -> None:
-        """Pictures of captions, if they can be written. draw: `paint` of an Artist. Collective."""
-        path = self.report.folder / "samples" / f"{self.state.samples:09d}.png"
-        with self.report.spare(path.name):
-            captions = self.val_set if self.cfg.data.val else self.train_set
-            line = draw(self.state.net, captions, self.train_set.empty, path, self.alive.watch.at)
-            self.report.say(line)
 
     def save(self, finish: bool = False) -> None:
         """Begin to save a checkpoint. finish: wait until it is saved. Collective."""

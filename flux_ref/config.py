@@ -158,12 +158,11 @@ class Fp8Config:
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
-    every_samples: int = 0  # draw them also so often in training, rounded up to whole steps; 0: at the end only
-    captions: tuple[str, ...] = ()  # eval.py: draw these captions instead
+    every_samples: int = 0  # draw them also so often, on the clock and between eager steps; 0: at the end only
     seed: int = 0  # of the noise from which pictures are drawn
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
-    vae: str = ""  # ae.safetensors that decodes latents; shapes need no file
+    vae: str = ""  # ae.safetensors or diffusers' vae/ that decodes latents; shapes need no file
     shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
 
 

@@ -31,7 +31,7 @@ POSITIVE = (
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
 MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "fp8", "parallel"), 2**24)
 MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 256)
-MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample"), 10**6)
+MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample.count", "sample.steps", "sample.guidance"), 10**6)
 MOST_ELEMENTS, MOST_MICRO_BATCHES = 2**50, 100_000  # of a step's largest tensor; of a step
 
 
@@ -47,9 +47,8 @@ def validate(cfg, values: dict[str, object]) -> None:
         most = MOST.get(key, MOST.get(key.split(".")[0], 2**63 - 1))
         if isinstance(value, (int, float)) and not 0 <= value <= most:
             raise Refusal(f"{key}={value} must be a finite number from 0 to {most:,}")
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
-                raise Refusal(f"{key}={text!r} holds a null byte or is not UTF-8")
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise Refusal(f"{key}={value!r} holds a null byte or is not UTF-8")
     if not cfg.train.caption_drop <= 1:
         raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
@@ -66,8 +65,8 @@ def validate(cfg, values: dict[str, object]) -> None:
     needs_val = ("eval.target", "eval.at_start", "eval.permuted_captions")
     if not cfg.data.val and (key := next((key for key in needs_val if values[key]), None)):
         raise Refusal(f"{key}={str(values[key]).lower()} needs a validation set: set data.val, or {key} to 0 or false")
-    if cfg.data.kind != "shapes" and cfg.sample.captions:
-        raise Refusal("sample.captions needs data.kind=shapes; sample.count draws stored captions")
+    if cfg.sample.every_samples and not cfg.sample.count:
+        raise Refusal(f"sample.every_samples={cfg.sample.every_samples} draws no picture; set sample.count above 0")
     if cfg.data.kind == "shapes" and cfg.sample.vae:
         raise Refusal(f"sample.vae={cfg.sample.vae} decodes FLUX's latents; data.kind=shapes has its own codec")
 

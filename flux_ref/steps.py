@@ -36,10 +36,7 @@ def mode(cfg: Config, device: torch.device) -> str:
     enabled, warm = cfg.graph.enabled, cfg.train.synthetic_steps
     if enabled == "off":
         return "eager (graph.enabled=off)"
-    reason = obstacle(device, asked=enabled == "on")
-    if not reason and cfg.parallel.symmetric_memory:
-        # github.com/NVIDIA/Megatron-LM pull request 5987: a replay may find the addresses in other use.
-        reason = "parallel.symmetric_memory=true has a memory pool outside of the graph's"
+    reason = obstacle(device, cfg)
     if not reason and warm < WARM_STEPS:
         reason = f"train.synthetic_steps={warm} must be at least {WARM_STEPS}, the steps before a capture"
     if reason and enabled == "on":

@@ -5,9 +5,11 @@ Source: diffusers, FluxTransformer2DModel.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 from flux_ref.model import parameter_table
 
 
@@ -118,3 +120,15 @@ def diffusers_config(model: ModelConfig) -> dict[str, object]:
         "patch_size": 1,
         "pooled_projection_dim": model.clip_dim,
     }
+
+
+def require_config(path: Path, want: dict[str, object], remedy: str) -> None:
+    """Refuse a config.json of diffusers that states another value. A key that it lacks counts as right.
+
+    Raises: Refusal.
+    """
+    content = outside.read_json(path, "diffusers' config")
+    bad = [key for key in want if content.get(key, want[key]) != want[key]]
+    if bad:
+        wrong = "; ".join(f"{key}={outside.shown(content[key])}, want {want[key]!r}" for key in bad)
+        raise Refusal(f"{path} is another model's: {wrong}; {remedy}")

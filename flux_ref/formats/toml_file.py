@@ -15,7 +15,6 @@ KINDS = {
     float: "a number",
     bool: "true or false",
     tuple[int, ...]: "a list of integers",
-    tuple[str, ...]: "a list of strings",
 }
 
 
@@ -43,7 +42,7 @@ def parse(key: str, text: str, kind: type) -> object:
 
 def typed(key: str, value: object, kind: type) -> object:
     """The value in a key's type. An int may stand for a float and a list for a tuple, nothing else. Raises: Refusal."""
-    is_list = kind in (tuple[int, ...], tuple[str, ...]) and isinstance(value, (list, tuple))
+    is_list = kind == tuple[int, ...] and isinstance(value, (list, tuple))
     if any(type(item) is int and abs(item) >= 2**63 for item in (value if is_list else [value])):
         raise Refusal(f"{key}={outside.shown(value)} is out of range; TOML's integers are below 2**63")
     if kind is float and type(value) is int:

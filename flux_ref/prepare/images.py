@@ -33,12 +33,13 @@ from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files, outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, npy_blob, shard_path
-from flux_ref.prepare import encoders, jobs, options, raw_images
-from flux_ref.prepare.encoders import Encoders
+from flux_ref.prepare import jobs, options, raw_images
 from flux_ref.prepare.raw_images import Candidate, Part, Rejected
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
+from flux_ref.sampling import encoders, vae
+from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 
 CHECKED = "checked.json"
@@ -145,7 +146,7 @@ def _plan(args: argparse.Namespace, model: ModelConfig, listed: raw_images.Files
     """What must be the same when a stopped job goes on."""
     given = {name: getattr(args, name) for name in ("split", "per_shard", "min_side", "dtype")}
     folders = {folder for net in (args.t5, args.clip) for folder in (net, encoders.tokenizer_folder(net))}
-    weights = [args.vae, *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
+    weights = [vae.find(args.vae), *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
     stats = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
     return {"options": given | shards.layout(model).shapes | stats, "files": listed}
 

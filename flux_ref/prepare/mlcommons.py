@@ -23,6 +23,7 @@ from flux_ref.formats import outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path
 from flux_ref.formats.shards import NPY_HEADER, Layout
 from flux_ref.prepare import jobs, options, pool
+from flux_ref.run.options import package
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 
@@ -78,7 +79,7 @@ def _table(path: Path):
 
     Raises: Refusal for a file that is missing, truncated or has other columns.
     """
-    pa = options.package("pyarrow", "reading arrow files")
+    pa = package("pyarrow", "reading arrow files")
     if path.exists() and not path.is_file():  # a pipe would wait for ever
         raise Refusal(f"{path} is not a regular file; download it again")
     try:

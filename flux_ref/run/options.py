@@ -1,7 +1,9 @@
-"""Command lines: bad arguments are refused in one line. Needs no torch."""
+"""Command lines: bad arguments and missing packages are refused in one line. Needs no torch."""
 
 import argparse
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import NoReturn
 
 from flux_ref.errors import Refusal
@@ -50,3 +52,11 @@ def listed(kind: Callable[[str], object] = str) -> Callable[[str], list]:
         return [kind(part) for part in parts]
 
     return parse
+
+
+def package(name: str, use: str) -> ModuleType:
+    """A package that few commands need. use: what needs it. Raises: Refusal if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise Refusal(f"{use} needs {name}, which is not installed: pip install {name}") from None

@@ -207,8 +207,7 @@ class Reporter:
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
         self._chart()
-        # The time of an evaluation does not count in the rate of training.
-        self.since = (self.since[0] + seconds + time.perf_counter() - begin, *self.since[1:])
+        self.pause(seconds + time.perf_counter() - begin)
 
     def _chart(self) -> None:
         with self.spare("loss.png"):
@@ -216,6 +215,10 @@ class Reporter:
                 from flux_ref.run import loss_chart  # no other rank draws
 
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
+
+    def pause(self, seconds: float) -> None:
+        """Leave the seconds of an evaluation or of pictures out of the rate of training."""
+        self.since = (self.since[0] + seconds, *self.since[1:])
 
     def conclude(self, state: State, reached: bool) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished."""

@@ -121,8 +121,11 @@ def find(path: Path, step: int | None = None) -> Path:
         raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
     if step is not None:
         raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
-    if (path / "transformer").is_dir():
-        return path / "transformer"
+    for name in ("transformer", "flux1-schnell.safetensors"):  # of FLUX.1-schnell's repository
+        if (path / name).exists():
+            return path / name
+    if path.suffix == ".toml":
+        raise Refusal(f"{path} is a config, which holds no weights; {KINDS}")
     if is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
         return path
     raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
@@ -153,7 +156,8 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), checkpoint.info)
     if path.is_dir():
         diffusers_names.require_diffusers(model)
-        _require_config(path / "config.json", model)
+        want = diffusers_names.diffusers_config(model)
+        diffusers_names.require_config(path / "config.json", want, "give the right --config")
     tensors = _tensors(path)
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in ("step", "samples"):
@@ -183,17 +187,6 @@ def _tensors(path: Path) -> Tensors:
     if astray := sorted(name for name, _ in weight_map.items() ^ places.items()):
         raise Refusal(f"{index} and its files do not fit: they differ on the place of {astray[0]}; fetch both again")
     return tensors
-
-
-def _require_config(path: Path, model: ModelConfig) -> None:
-    content, want = outside.read_json(path, "diffusers' config"), diffusers_names.diffusers_config(model)
-    wrong = [
-        f"{key}={outside.shown(content[key])}, want {value!r}"
-        for key, value in want.items()
-        if content.get(key, value) != value
-    ]
-    if wrong:
-        raise Refusal(f"{path} is another model's: {'; '.join(wrong)}; give the right --config")
 
 
 def load(net: nn.Module, source: Source) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flux_ref import latents, ranks, rng, sharding
 from flux_ref.config import Config
-from flux_ref.data import Rows, ValSet
+from flux_ref.data import Rows
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.ranks import World
-from flux_ref.sampling import grid, vae
+from flux_ref.sampling import vae
 from flux_ref.speed import regions
 from flux_ref.toy import shapes
 
 Decoder = Callable[[Tensor], list[np.ndarray]]
+Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
 
 # Attention kernels for the autoencoder. The kernels of the net may not support fp32.
 IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,47 +41,51 @@ def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
 
 
 class Artist:
-    """Makes pictures from captions and saves them as a grid. Collective; rank 0 writes."""
+    """Makes pictures from the encodings of captions."""
 
     def __init__(self, cfg: Config, world: World):
-        """Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
+        """Collective. Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
         self.cfg, self.world = cfg, world
         with ranks.agreed():
             self.decode = decoder(cfg) if world.rank == 0 else None
 
     def paint(
-        self, net: nn.Module, val_set: ValSet, empty: Rows, path: Path, report_place: Callable[[str], None]
-    ) -> str:
-        """Paint cfg.sample.captions, or the first cfg.sample.count captions of the validation set. Returns a message.
+        self, net: nn.Module, texts: list[Text], empty: Rows | None, report_place: Callable[[str], None]
+    ) -> list[np.ndarray]:
+        """A picture (3, H, W), about in [-1, 1], for each text; none on ranks other than 0. Collective.
 
-        empty:        the encodings of the empty caption, for guidance.
-        report_place: called before each sampling step with its name.
+        empty:        the encodings of the empty caption; None if cfg.sample.guidance is 1.
+        report_place: called before each sampling step with its name. It may raise, on all ranks alike.
         """
-        cfg = self.cfg
-        given = encode_captions(cfg.sample.captions, cfg)
-        texts = given or stored_captions(val_set, cfg.sample.count)
-        with regions.uncompiled(cfg.parallel):
-            z_BCYX = generate_latents(net, [rows for _, rows in texts], empty, cfg, self.world.device, report_place)
-        if self.world.rank == 0:
-            grid.save(self.decode(z_BCYX), [caption for caption, _ in texts], path)
-        return f"pictures: {path}"
+        rows, pictures, batch = [rows for _, rows in texts], [], self.cfg.eval.batch
+        with regions.uncompiled(self.cfg.parallel):
+            for first in range(0, len(rows), batch):
+                part = rows[first : first + batch]
+                z_BCYX = generate_latents(net, part, empty, self.cfg, self.world.device, report_place, first)
+                if self.world.rank == 0:
+                    pictures += self.decode(z_BCYX)
+        return pictures
 
 
 def decoder(cfg: Config) -> Decoder:
     """A function from latents (B, C, Y, X) to pictures (3, H, W) in [-1, 1].
 
-    The autoencoder moves to the device of the first latents. Raises: Refusal for a bad cfg.sample.vae.
+    The autoencoder is on the device of the latents only while it decodes. Raises: Refusal for a bad cfg.sample.vae.
     """
     if cfg.data.kind == "shapes":
         return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
     if not cfg.sample.vae:
-        raise Refusal(f"pictures of data.kind={cfg.data.kind} need an autoencoder: give --sample.vae=ae.safetensors")
+        raise Refusal(
+            f"pictures of data.kind={cfg.data.kind} need an autoencoder: give --sample.vae=ae.safetensors; {vae.FETCH}"
+        )
     autoencoder = vae.load(Path(cfg.sample.vae))
 
     def decode(z_BCYX: Tensor) -> list[np.ndarray]:
         with torch.no_grad(), sdpa_kernel(IN_FP32):
             autoencoder.to(z_BCYX.device)
-            return [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
+            pictures = [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
+            autoencoder.to("cpu")
+            return pictures
 
     return decode
 
@@ -87,39 +93,43 @@ def decoder(cfg: Config) -> Decoder:
 def generate_latents(
     net: nn.Module,
     texts: list[Rows],
-    empty: Rows,
+    empty: Rows | None,
     cfg: Config,
     device: torch.device,
     report_place: Callable[[str], None] = lambda place: None,
+    first: int = 0,
 ) -> Tensor:
     """One latent per text: (B, C, Y, X) fp32, on the autoencoder's scale. Collective over all ranks.
 
-    texts, empty: {"t5", "clip"} as bf16 bits in uint16.
+    texts, empty: {"t5", "clip"} as bf16 bits in uint16, or as fp32. empty is for guidance only.
+    first:        number of the first text; text i starts from noise i of cfg.sample.seed.
     """
     model = cfg.model
     t5_BTE, clip_BV = _stack(texts, device)
-    no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device)
-    noise = [
-        rng.normals(cfg.train.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in range(len(texts))
-    ]
+    is_guided = cfg.sample.guidance != 1.0
+    no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device) if is_guided else (None, None)
+    numbers = range(first, first + len(texts))
+    noise = [rng.normals(cfg.sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
     schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
-    with torch.no_grad():
-        for step, (t, t_next) in enumerate(pairwise(schedule)):
-            report_place(f"sampling step {step}")
-            velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
-            if cfg.sample.guidance != 1.0:
-                unguided_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
-                velocity_BNP = unguided_BNP + cfg.sample.guidance * (velocity_BNP - unguided_BNP)
-            x_BNP = x_BNP + (t_next - t) * velocity_BNP
-    sharding.reshard(net)
+    try:
+        with torch.no_grad():
+            for step, (t, t_next) in enumerate(pairwise(schedule)):
+                report_place(f"sampling step {step}")
+                velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
+                if is_guided:
+                    unguided_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
+                    velocity_BNP = unguided_BNP + cfg.sample.guidance * (velocity_BNP - unguided_BNP)
+                x_BNP = x_BNP + (t_next - t) * velocity_BNP
+    finally:
+        sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
     return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
 
 def _stack(texts: list[Rows], device: torch.device) -> list[Tensor]:
     """[t5_BTE, clip_BV]"""
-    stacked = (np.stack([text[name] for text in texts]) for name in ("t5", "clip"))
-    return [torch.from_numpy(bits).view(torch.bfloat16).to(device) for bits in stacked]
+    stacked = (torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip"))
+    return [(part.view(torch.bfloat16) if part.dtype == torch.uint16 else part).to(device) for part in stacked]
 
 
 def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:
@@ -128,22 +138,14 @@ def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t:
     return net(x_BNP.to(dtype), t5_BTE.to(dtype), clip_BV.to(dtype), t_B).float()
 
 
-def encode_captions(captions: tuple[str, ...], cfg: Config) -> list[tuple[str, Rows]]:
-    """(caption, its encodings) by the stand-in encoders of the shapes data set, as bf16 bits in uint16."""
-    texts, model = [], cfg.model
-    for caption in captions:
-        t5, clip = shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
-        texts.append((caption, {"t5": shards.to_bf16_bits(t5), "clip": shards.to_bf16_bits(clip)}))
-    return texts
-
-
-def stored_captions(val_set: ValSet, count: int) -> list[tuple[str, Rows]]:
-    """The first `count` different captions, with their T5 and CLIP encodings as bf16 bits in uint16."""
+def stored_captions(samples: shards.ShardSet, count: int) -> list[Text]:
+    """The first `count` different captions of an open data set, damaged samples left out."""
     encodings: dict[str, Rows] = {}
-    for sample in range(len(val_set.shards)):
+    for sample in range(len(samples)):
         if len(encodings) == count:
             break
-        rows = {name: np.empty(val_set.shards.layout.shapes[name], np.uint16) for name in shards.MEMBERS}
-        meta = val_set.shards.read(sample, rows)
-        encodings.setdefault(meta.caption or meta.key, rows)
+        rows = samples.layout.rows()
+        with suppress(shards.BadSample):  # training and validation name them
+            meta = samples.read(sample, rows)
+            encodings.setdefault(meta.caption or meta.key, rows)
     return list(encodings.items())

@@ -1,7 +1,7 @@
 """FLUX.1's autoencoder: from pictures to the posterior of their latents, and from latents to pictures.
 
-Parameters keep the names of Black Forest Labs' ae.safetensors, so the public file loads without a map of names. Latents
-here are on the autoencoder's scale; latents.py samples them and brings them to the transformer's scale.
+Parameters keep the names of Black Forest Labs' ae.safetensors; `diffusers_table` has the names of diffusers' vae/.
+Latents here are on the autoencoder's scale; latents.py samples them and brings them to the transformer's scale.
 
 numerics: the public weights are fp32, and so is everything here unless a caller casts the module.
 """
@@ -16,12 +16,22 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from flux_ref import latents
 from flux_ref.errors import Refusal
 from flux_ref.formats import fit, safetensors_io
+from flux_ref.formats.diffusers_names import require_config
 
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
 GROUPS, NORM_EPS = 32, 1e-6
+DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+FETCH = 'fetch it: hf download black-forest-labs/FLUX.1-schnell ae.safetensors "text_encoder*/*" "tokenizer*/*"'
+DIFFUSERS_CONFIG = {"scaling_factor": latents.SCALE, "shift_factor": latents.SHIFT, "norm_num_groups": GROUPS}
+# Parts of diffusers' names; the rest is ours.
+THEIRS = {"down": "down_blocks", "up": "up_blocks", "mid": "mid_block", "block": "resnets", "block_1": "resnets.0"}
+THEIRS |= {"block_2": "resnets.1", "attn_1": "attentions.0", "norm": "group_norm", "nin_shortcut": "conv_shortcut"}
+THEIRS |= {"q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0", "norm_out": "conv_norm_out"}
+THEIRS |= {"downsample": "downsamplers.0", "upsample": "upsamplers.0"}
 
 
 @dataclass(frozen=True)
@@ -187,8 +197,36 @@ class Autoencoder(nn.Module):
         return self.decoder(z_BCYX)
 
 
-def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
-    """The autoencoder of a file, in fp32 and without gradients.
+def diffusers_table(net: Autoencoder) -> dict[str, tuple[int, ...]]:
+    """diffusers' name -> shape of every parameter, in our order. Source: diffusers, AutoencoderKL.
+
+    Attention projects with linears there, and the decoder's levels count from the latent.
+    """
+    table = {}
+    for name, parameter in net.named_parameters():
+        parts = name.split(".")
+        if parts[1] == "up":
+            parts[2] = str(len(net.decoder.up) - 1 - int(parts[2]))
+        theirs = ".".join(THEIRS.get(part, part) for part in parts)
+        table[theirs] = tuple(parameter.shape[: 2 if "attn_1" in parts else None])
+    return table
+
+
+def find(path: Path) -> Path:
+    """The file that a user means: itself, that of diffusers' vae/, or that of FLUX.1-schnell's repository.
+
+    Raises: Refusal for a folder without such a file.
+    """
+    if not path.is_dir():
+        return path
+    files = [path / name for name in ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")]
+    if found := next((file for file in files if file.is_file()), None):
+        return found
+    raise Refusal(f"autoencoder {path} has no ae.safetensors and no {DIFFUSERS_FILE}; {FETCH}")
+
+
+def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
+    """The autoencoder at a path, by BFL's names or diffusers', in fp32 and without gradients.
 
     Tensors are read one by one, so memory never holds the weights twice.
     Raises: Refusal if the file is not the autoencoder's, is damaged or holds a number that is not finite.
@@ -196,20 +234,22 @@ def load(path: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FL
     with torch.device("meta"):
         net = Autoencoder(sizes).requires_grad_(False)
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for ever
-        raise Refusal(f"autoencoder {path} is not a regular file; give ae.safetensors")
+    path = find(Path(given))
+    where = f"autoencoder {path}"
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise Refusal(f"{where} is not a regular file; give ae.safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             if any(".down_blocks." in name for name in shapes):
-                raise Refusal(f"autoencoder {path}: these are diffusers' names, want Black Forest Labs' ae.safetensors")
-            fit.require_fit(shapes, want, f"autoencoder {path}")
+                require_config(path.with_name("config.json"), DIFFUSERS_CONFIG, "give FLUX.1-schnell's vae/")
+                want = diffusers_table(net)
+            fit.require_fit(shapes, want, where)
             net.to_empty(device=device)
-            for name, parameter in net.named_parameters():
+            for name, parameter in zip(want, net.parameters()):
                 if (dtype := file.get_slice(name).get_dtype()) not in safetensors_io.DTYPES:
-                    kinds = ", ".join(safetensors_io.DTYPES)
-                    raise Refusal(f"autoencoder {path}: {name} is {dtype}, want {kinds}")
-                parameter.copy_(fit.finite(file.get_tensor(name), name, f"autoencoder {path}"))
+                    raise Refusal(f"{where}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
+                parameter.copy_(fit.finite(file.get_tensor(name), name, where).view(parameter.shape))
     except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
-        raise Refusal(f"autoencoder {path}: {error}") from None
+        raise Refusal(f"{where}: {error}") from None
     return net

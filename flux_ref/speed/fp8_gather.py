@@ -50,7 +50,8 @@ class Fp8Gather:
     @torch.no_grad()
     def agree(self) -> None:
         """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
-        shards = [linear.weight._local_tensor for linear in self.linears]
+        # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
+        shards = [getattr(linear.weight, "_local_tensor", shard) for linear, shard in zip(self.linears, self.shards)]
         assert all(now is then for now, then in zip(shards, self.shards)), "a shard was replaced: its hooks are lost"
         filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
         amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)

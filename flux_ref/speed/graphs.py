@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from flux_ref.config import Config
 from flux_ref.errors import Fault
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -29,20 +30,22 @@ def _is_expandable() -> bool:
     return "expandable_segments:true" in settings
 
 
-def obstacle(device: torch.device, asked: bool) -> str:
-    """Why steps cannot be captured on a device; "" if they can.
-
-    asked: whether the config asks for graphs. On HIP, graphs are captured only then.
-    """
+def obstacle(device: torch.device, cfg: Config) -> str:
+    """Why the steps of a run cannot be captured on a device; "" if they can."""
     if device.type != "cuda":
         return f"a device of type {device.type} captures no graphs"
     if torch.version.hip and torch.__version__ < HIP_SINCE:
         # github.com/pytorch/pytorch issue 177309: the thread of RCCL's watchdog breaks a capture.
         return f"torch {torch.__version__} cannot capture collectives on HIP; it takes torch 2.12"
-    if torch.version.hip and not asked:
+    if torch.version.hip and cfg.graph.enabled != "on":
         return "on HIP graphs are captured only when asked for"
     if _is_expandable() and os.environ.get(REGISTER, "0") != "0":
         return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
+    if cfg.parallel.symmetric_memory:
+        # github.com/NVIDIA/Megatron-LM pull request 5987: a replay may find the addresses in other use.
+        return "parallel.symmetric_memory=true has a memory pool outside of the graph's"
+    if cfg.sample.every_samples:
+        return f"sample.every_samples={cfg.sample.every_samples} draws pictures, which need the memory of graphs"
     return ""
 
 

@@ -34,7 +34,7 @@ def log(monkeypatch) -> Log:
     log = Log()
     monkeypatch.setattr(StandInRecorder, "log", log)
     monkeypatch.setattr(steps, "Recorder", StandInRecorder)
-    monkeypatch.setattr(steps, "obstacle", lambda device, asked: "")
+    monkeypatch.setattr(steps, "obstacle", lambda device, cfg: "")
     monkeypatch.setattr(steps, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
     return log
 

@@ -23,6 +23,7 @@ from flux_ref.plan import commands as plan
 from flux_ref.report import commands as report
 from flux_ref.run import cli, weight_files
 from flux_ref.run.attempt import attempt
+from flux_ref.sampling import drawing
 from flux_ref.watch import commands as watch
 from flux_ref.weights import commands as weights
 
@@ -353,10 +354,16 @@ TARGETS = [
     Target("ranks", made([FREE], RANKS), ENV, run_train, judge=judge_ranks, weight=2),
     Target(
         "eval_options",
-        made(["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--sample.count=2"]),
+        made(["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--prompt=a cat"]),
         ARGV,
         cli_command(eval_parse),
-        judge=judge({"--checkpoint": STEP, "--config": bool, "--vae": bool, "--json": None, "--all": None}, 1),
+        judge=judge(
+            {"--checkpoint": STEP, "--json": None, "--all": None, "--draw-only": None, "--prompt": lambda text: True}
+            | dict.fromkeys(
+                ("--config", "--prompts", "--t5", "--clip", *(f"--{name}" for name in drawing.SHORT)), bool
+            ),
+            1,
+        ),
     ),
     Target(
         "preflight_options",

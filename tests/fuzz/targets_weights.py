@@ -249,6 +249,26 @@ def run_vae(folder: Path) -> dict[str, tuple]:
     return {name: (tuple(p.shape), crc_of(p)) for name, p in sorted(net.named_parameters())}
 
 
+def make_diffusers_vae(folder: Path) -> None:
+    table = vae.diffusers_table(vae.Autoencoder(VAE))
+    (folder / "set" / "vae").mkdir(parents=True)
+    save_file(drawn(table, 0), folder / "set" / "vae" / vae.DIFFUSERS_FILE)
+    (folder / "set" / "vae" / "config.json").write_text(json.dumps(vae.DIFFUSERS_CONFIG))
+
+
+@refuses_os_errors
+def run_diffusers_vae(folder: Path) -> list:
+    return [crc_of(parameter) for parameter in vae.load(Path("set"), sizes=VAE).parameters()]
+
+
+def read_diffusers_vae(folder: Path) -> list:
+    found = parsed(Path("set/vae") / vae.DIFFUSERS_FILE)[0]
+    config = json.loads(Path("set/vae/config.json").read_bytes())
+    if wrong := {key for key, value in vae.DIFFUSERS_CONFIG.items() if config.get(key, value) != value}:
+        raise ValueError(f"another {wrong}")
+    return [found.pop(name)[1] for name in vae.diffusers_table(vae.Autoencoder(VAE))] + list(found)
+
+
 def read_vae(folder: Path) -> dict[str, tuple]:
     return dict(sorted(parsed(Path("set/ae.safetensors"))[0].items()))
 
@@ -345,6 +365,14 @@ TARGETS = [
         reading=parsed_all("set"),
     ),
     Target("vae", make_vae, _of("set/*.safetensors"), run_vae, reading=read_vae),
+    Target(
+        "vae_of_diffusers",
+        make_diffusers_vae,
+        _of("set/**/*.safetensors", "file_")
+        | {f"config_{name}": hurt for name, hurt in damage.of_json("set/**/config.json").items()},
+        run_diffusers_vae,
+        reading=read_diffusers_vae,
+    ),
     Target(
         "compile_cache",
         make_cache,

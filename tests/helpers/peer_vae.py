@@ -44,7 +44,7 @@ def to_diffusers(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
-def diffusers_net(sizes: Sizes) -> nn.Module:
+def diffusers_net(sizes: Sizes, **config: float) -> nn.Module:
     """On the meta device."""
     levels = len(sizes.multipliers)
     with torch.device("meta"):
@@ -56,6 +56,7 @@ def diffusers_net(sizes: Sizes) -> nn.Module:
             latent_channels=sizes.latent_channels,
             use_quant_conv=False,
             use_post_quant_conv=False,
+            **config,
         )
 
 

@@ -34,9 +34,9 @@ from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import images, raw_images
-from flux_ref.prepare.encoders import Encoders
 from flux_ref.prepare.raw_images import Rejected
 from flux_ref.sampling import vae
+from flux_ref.sampling.encoders import Encoders
 from flux_ref.sampling.vae import FLUX
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
@@ -632,7 +632,7 @@ def test_text_encoders_that_do_not_fit_are_refused(nets, tmp_path):
         ({"t5": save_t5(tmp_path / "t5", 21)}, "(9, 21), the model of the config wants (9, 28)"),
         ({"clip": save_clip(tmp_path / "clip", 16)}, "(16,), the model of the config wants (14,)"),
         ({"t5": lacking}, "1 tensors are missing"),
-        ({"t5": Path("google/t5-v1_1-xxl")}, "is missing; give a folder"),
+        ({"t5": Path("google/t5-v1_1-xxl")}, "is missing; give a T5EncoderModel"),
         ({"clip": no_words}, f"{tmp_path}/no_words/tokenizer/tokenizer_config.json is missing"),
         ({"model": config_file.load(MICRO, ["--model.latent_channels=4"]).model}, "model.latent_channels=4"),
     )

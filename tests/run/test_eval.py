@@ -1,6 +1,7 @@
 """eval.py finds the very numbers that training logged, of a run, its checkpoints and its exports; pictures; options."""
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_each_checkpoint_gives_what_training_logged_then_and_all_give_the_curve(
     assert record["weights"] == str(run / "checkpoints" / "step_000000005")
 
 
+def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate, tmp_path, monkeypatch):
+    """Fault F7: a run that keeps one checkpoint showed a curve of one point."""
+    copy, curves = Path(shutil.copytree(run, tmp_path / "run")), []
+    for folder in checkpoint_files.found(copy)[:2]:
+        shutil.rmtree(folder)
+    monkeypatch.setattr(loss_chart, "chart", lambda train, val, target, path: curves.append(val))
+    evaluate(copy, "--all")
+    evaluate(copy, "--all", "--eval.noise=fixed")  # other numbers than the logged
+    assert curves[0] == [(record["samples"], record["val_loss"]) for record in logged(run)]
+    assert [samples for samples, _ in curves[1]] == [60]
+
+
 def test_as_text_every_checkpoint_has_its_table(run, evaluate):
     text = evaluate(run, "--all").splitlines()
     want = []
@@ -90,7 +103,7 @@ def test_as_text_every_checkpoint_has_its_table(run, evaluate):
 @pytest.mark.slow
 def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
     assert script("train.py", *micro_run(shapes_dir, tmp_path / "run", *OFTEN), ranks=2).returncode == 0
-    process = script("eval.py", tmp_path / "run", "--all", "--json", "--sample.count=1", ranks=2)
+    process = script("eval.py", tmp_path / "run", "--all", "--json", "--prompt=a cat", "--guidance=2", ranks=2)
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("\n") == 1
     found = json.loads(process.stdout)
@@ -132,6 +145,15 @@ def test_exports_give_the_same_number_and_remember_the_clock_and_so_the_noise(ru
             assert figures(evaluate(exported[name], *options)) == logged(run)[-1]
 
 
+def test_weights_that_lost_their_clock_say_whose_noise_they_get(run, exported, evaluate, shapes_dir, tmp_path):
+    """Fault F6: the loss is another, and only the noise is the reason."""
+    save_file(load_file(exported["bfl fp32"]), tmp_path / "bare.safetensors")
+    options = [f"--config={MICRO}", *data_overrides(shapes_dir)]
+    texts = [evaluate(path, *options) for path in (tmp_path / "bare.safetensors", exported["bfl fp32"])]
+    assert ["--eval.noise=fixed" in text for text in texts] == [True, False]
+    assert "--eval.noise=fixed" not in evaluate(tmp_path / "bare.safetensors", *options, "--eval.noise=fixed")
+
+
 def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(exported, evaluate, shapes_dir):
     """Both are rounded before they are used; in fp32 the rounding shows."""
     options = ["--json", "--eval.noise=fixed", f"--config={MICRO}", *data_overrides(shapes_dir)]
@@ -170,23 +192,43 @@ def test_with_an_autoencoder_latents_are_decoded(run, evaluate, tmp_path, monkey
     monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append(drawn))
     monkeypatch.setattr(euler, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
     text = evaluate(*embeddings(run), f"--vae={path}")
-    assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005.png"
+    assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005_1.png"
     with torch.no_grad():
         want = vae.load(path).decode(latents[0])
     np.testing.assert_allclose(np.stack(grids[0]), want, rtol=1e-4, atol=1e-4)
     assert want.std() > 0.01
 
 
-def test_pictures_of_a_run_lie_in_it_and_of_a_file_here(run, exported, evaluate, shapes_dir):
-    drawing = [f"--sample.captions=['{CAPTION}', '']", "--sample.steps=2"]
-    record = evaluate(run, "--json", *drawing)
-    assert record["pictures"] == str(run / "samples" / "eval_step_000000005.png")
-    assert f"pictures: {record['pictures']}" in evaluate(run, *drawing).splitlines()
-    other = evaluate(exported["diffusers fp32"], "--json", f"--config={MICRO}", *data_overrides(shapes_dir), *drawing)
-    assert other["pictures"] == "eval_diffusers fp32.png"
-    with Image.open(other["pictures"]) as image:
-        assert image.format == "PNG"
-    assert Path(other["pictures"]).read_bytes() == Path(record["pictures"]).read_bytes()  # of the same weights
+def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, shapes_dir, tmp_path):
+    """No drawing replaces another (fault F6). --draw-only needs no data set."""
+    (tmp_path / "list.txt").write_text(f"\n{CAPTION}\n\n")
+    drawing = ["--prompt", "", f"--prompts={tmp_path}/list.txt", "--steps=2", "--draw-only", "--json"]
+    before = {path: path.read_bytes() for path in (run / "samples").glob("*")}
+    records = [evaluate(run, *drawing, "--data.val=nowhere") for _ in range(2)]
+    records.append(evaluate(run, *drawing, "--seed=1"))
+    first, second, other = (Path(record["pictures"]) for record in records)
+    assert records[0].keys() == {"weights", "samples", "pictures"}
+    assert {path.parent for path in (first, second, other)} == {run / "samples"}
+    assert re.fullmatch(r"eval_step_000000005_\d+\.png", first.name)
+    assert len({*before, first, second, other}) == len(before) + 3
+    assert first.read_bytes() == second.read_bytes() != other.read_bytes()
+    assert all(path.read_bytes() == content for path, content in before.items())
+    text = evaluate(exported["diffusers fp32"], f"--config={MICRO}", *drawing[:-1])
+    name = f"{tmp_path}/here/eval_diffusers fp32_1.png"
+    assert text.splitlines()[-1] == f"pictures: {name}"
+    assert Path(name).read_bytes() == first.read_bytes()  # of the same weights
+
+
+def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(run, evaluate, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(grid, "save", lambda pictures, captions, path: drawn.append((captions, pictures)))
+    for guidance in ("1", "30"):
+        evaluate(run, "--sample.count=3", "--steps=2", f"--guidance={guidance}")
+        evaluate(run, *(f"--prompt={caption}" for caption in drawn[-1][0]), "--steps=2", f"--guidance={guidance}")
+    for (names, stored), (prompts, own) in (drawn[:2], drawn[2:]):
+        assert names == prompts and len(set(names)) == 3
+        np.testing.assert_allclose(stored, own, rtol=0, atol=1e-5)
+    assert abs(np.stack(drawn[0][1]) - np.stack(drawn[2][1])).max() > 1e-3
 
 
 # Refused
@@ -207,7 +249,13 @@ REFUSED = [
     (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
     (["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"], ["autoencoder none"]),
     (["--data.kind=embeddings", "--sample.count=1"], ["need an autoencoder", "--sample.vae=ae.safetensors"]),
-    (["--data.kind=embeddings", "--sample.captions=['x']"], ["sample.captions needs data.kind=shapes"]),
+    (["--data.kind=embeddings", "--prompt=x"], ["need an autoencoder", "hf download"]),
+    (["--prompt=x", "--t5=nets"], ["--t5", "data.kind=shapes has its own"]),
+    (["--prompts=none.txt"], ["list of prompts none.txt: No such file"]),
+    (["--prompt"], ["--prompt", "expected one argument"]),
+    (["--prompt=x", "--steps=0"], ["sample.steps=0"]),
+    (["--prompt=x", "--guidance=much"], ["sample.guidance", "is not a number"]),
+    (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),
     (["--eval.batch=0"], ["eval.batch=0"]),
     (["runs/other"], ["'runs/other'", "comes first"]),
 ]
@@ -219,6 +267,8 @@ def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, ev
         line = evaluate(run, *options, code=2)
         assert all(word in line for word in words), (options, line)
     (tmp_path / "notes.txt").write_text("not weights")  # named before data that is not there
+    line = evaluate(MICRO, code=2)  # fault F7
+    assert "micro.toml is a config, which holds no weights; give a run" in line
     line = evaluate(tmp_path / "notes.txt", f"--config={MICRO}", "--data.val=nowhere/val", code=2)
     assert "weights " in line and "notes.txt" in line
 

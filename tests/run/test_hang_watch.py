@@ -145,7 +145,7 @@ def test_a_process_whose_interpreter_is_locked_ends_and_shows_where(state, code)
 def test_a_rank_that_freezes_in_an_evaluation_is_named(shapes_dir, tmp_path):
     run = tmp_path / "run"
     assert called("train.py", *micro_run(shapes_dir, run, "--train.max_samples=12")) == 0
-    endless = ("--run.hang_s=6", "--sample.captions=['a small red circle']", "--sample.steps=1000000")
+    endless = ("--run.hang_s=6", "--prompt=a small red circle", "--sample.steps=1000000")
     with Job(tmp_path / "log", "eval.py", run, *endless) as job:
         assert job.until(lambda: "mean" in job.said), job.said
         time.sleep(2)  # several periods of the watch

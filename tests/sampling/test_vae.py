@@ -118,7 +118,7 @@ def refusal(path: Path) -> str:
     with pytest.raises(Refusal) as caught:
         vae.load(path, sizes=MICRO)
     text = str(caught.value)
-    assert text.startswith(f"autoencoder {path}") and "\n" not in text
+    assert text.startswith(("autoencoder", "diffusers' config")) and str(path.parent) in text and "\n" not in text
     return text
 
 
@@ -129,7 +129,7 @@ def saved(tensors: dict[str, Tensor], folder: Path) -> Path:
 
 MISFITS: dict[str, Callable[[dict], dict]] = {  # words of the refusal -> what the file holds
     "does not fit: 1 missing: decoder.conv_in.weight": lambda t: {k: t[k] for k in t if k != "decoder.conv_in.weight"},
-    "these are diffusers' names": lambda t: {"encoder.down_blocks.0.resnets.0.conv1.bias": torch.zeros(32)},
+    "config.json: No such file": lambda t: {"encoder.down_blocks.0.resnets.0.conv1.bias": torch.zeros(32)},
     "encoder.conv_in.bias is I8, want F32, BF16, F16": lambda t: t | {"encoder.conv_in.bias": torch.ones(32).char()},
     "conv_out.weight is F8_E4M3, want": lambda t: (
         t | {"decoder.conv_out.weight": t["decoder.conv_out.weight"].to(torch.float8_e4m3fn)}

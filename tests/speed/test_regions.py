@@ -27,6 +27,7 @@ BUFFERS = 2 if hasattr(torch.distributed.fsdp.FSDPModule, regions.BUFFERS) else 
 
 
 SYMMETRIC = {"parallel__symmetric_memory": True}
+CUDA = torch.device("cuda", 0)
 
 
 def micro(**values: object) -> Config:
@@ -147,11 +148,13 @@ def test_symmetric_memory_is_refused_where_it_cannot_be_and_keeps_steps_out_of_g
     for node, message in ((4, "the shards lie on 2 nodes; set parallel.replicate=0"), (8, "needs NVIDIA devices")):
         with fake_world(8, node=node, replicate=1) as split, pytest.raises(Refusal, match=message):
             ranks.require_symmetric(split)
-    monkeypatch.setattr(steps_module, "obstacle", lambda device, asked: "")
-    reason = "parallel.symmetric_memory=true has a memory pool outside"
-    assert steps_module.mode(micro(**SYMMETRIC), world.device).startswith(f"eager ({reason}")
-    with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
-        steps_module.mode(micro(**SYMMETRIC, graph__enabled="on"), world.device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    drawing = {"sample__every_samples": 24, "sample__count": 2}
+    reasons = ("parallel.symmetric_memory=true has a memory pool outside", "sample.every_samples=24 draws pictures")
+    for values, reason in zip((SYMMETRIC, drawing), reasons):
+        assert steps_module.mode(micro(**values), CUDA).startswith(f"eager ({reason}")
+        with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
+            steps_module.mode(micro(**values, graph__enabled="on"), CUDA)
 
 
 def test_pictures_are_drawn_without_the_compiler():

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.prepare import options
+from flux_ref.formats import outside
+from flux_ref.run.options import package
 from flux_ref.sampling import vae
+from flux_ref.sampling.vae import FETCH
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 CLIP_TOKENS = 77  # all that CLIP has positions for
+KINDS = {  # by our option: transformers' class, which of its outputs, its model_type in config.json, schnell's folder
+    "t5": ("T5EncoderModel", "last_hidden_state", ("t5",), "text_encoder_2"),
+    "clip": ("CLIPTextModel", "pooler_output", ("clip_text_model", "clip"), "text_encoder"),
+}
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -36,19 +42,29 @@ class TextEncoder:
     no mask (MLPerf reference; BFL flux, HFEmbedder).
     """
 
-    def __init__(self, kind: str, output: str, folder: Path, tokens: int, device: torch.device, dtype: torch.dtype):
-        """kind, output: transformers' class and which of its outputs. Raises: Refusal."""
-        package, words = options.package("transformers", "encoding captions"), tokenizer_folder(folder)
-        package.logging.set_verbosity_error()
-        package.logging.disable_progress_bar()
-        self.output, self.tokens, self.device = output, tokens, device
+    def __init__(self, option: str, folder: Path, tokens: int, device: torch.device, dtype: torch.dtype):
+        """option: of KINDS. Raises: Refusal."""
+        kind, self.output, types, public = KINDS[option]
+        words = tokenizer_folder(folder)
+        self.tokens, self.device = tokens, device
         for path in (folder / "config.json", words / "tokenizer_config.json"):
             if not path.is_file():
-                raise Refusal(f"{kind} in {folder}: {path} is missing; give a folder of weights and their tokenizer")
+                raise Refusal(
+                    f"--{option} {folder}: {path} is missing; give a {kind} and its tokenizer, such as"
+                    f" FLUX.1-schnell's {public}; {FETCH}"
+                )
+        if (found := outside.read_json(folder / "config.json", "text encoder").get("model_type")) not in types:
+            raise Refusal(
+                f"--{option} {folder} holds a model of type {outside.shown(found)}, want {types[0]}:"
+                " --t5 is FLUX.1-schnell's text_encoder_2, --clip is its text_encoder"
+            )
+        transformers = package("transformers", "encoding captions")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         local = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self.tokenizer = package.AutoTokenizer.from_pretrained(words, **local)
-            net, report = getattr(package, kind).from_pretrained(
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(words, **local)
+            net, report = getattr(transformers, kind).from_pretrained(
                 folder, use_safetensors=True, dtype=dtype, output_loading_info=True, **local
             )
         except Exception as error:  # transformers raises a dozen kinds
@@ -65,7 +81,30 @@ class TextEncoder:
         return getattr(self.net(input_ids=ids_BT.to(self.device)), self.output)
 
 
-class Encoders:
+class TextEncoders:
+    """From captions to the members "t5" (B, T, E) and "clip" (B, V)."""
+
+    def __init__(self, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype):
+        """Raises: Refusal for files that are no such encoders, or of other sizes than the model's."""
+        self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
+        self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
+        wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
+        for name, values in self([""]).items():
+            folder, shape = wants[name]
+            if (encoded := tuple(values.shape[1:])) != shape:
+                raise Refusal(f"{folder} encodes a caption as {encoded}, the model of the config wants {shape}")
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """The encodings as the encoders compute them, on their device. Raises: Fault for one that is not finite."""
+        return {name: _finite(name, net(captions), captions) for name, net in (("t5", self.t5), ("clip", self.clip))}
+
+    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """The encodings as bf16 bits in uint16, as a data set has them. sync: the host waits for the device."""
+        return {name: _bits(values) for name, values in self(captions).items()}
+
+
+class Encoders(TextEncoders):
     """From pixels and captions to the four members of samples, as bf16 bits.
 
     empty: {"t5", "clip"}, the encodings of the empty caption.
@@ -78,18 +117,8 @@ class Encoders:
         if model.latent_channels != vae.FLUX.latent_channels:
             raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
         self.device, self.autoencoder = device, vae.load(vae_file, device)
-        self.t5 = TextEncoder("T5EncoderModel", "last_hidden_state", t5, model.text_tokens, device, dtype)
-        self.clip = TextEncoder("CLIPTextModel", "pooler_output", clip, CLIP_TOKENS, device, dtype)
+        super().__init__(t5, clip, model, device, dtype)
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
-        wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
-        for name, (folder, shape) in wants.items():
-            if (encoded := self.empty[name].shape) != shape:
-                raise Refusal(f"{folder} encodes a caption as {encoded}, the model of the config wants {shape}")
-
-    @torch.no_grad()
-    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """{"t5": (B, T, E), "clip": (B, V)}. sync: the host waits for the device."""
-        return {name: _bits(name, net(captions), captions) for name, net in (("t5", self.t5), ("clip", self.clip))}
 
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
@@ -98,13 +127,17 @@ class Encoders:
         Raises: Fault if an encoder returns what is not finite. sync: the host waits for the device.
         """
         moments = self.autoencoder.encode(pixels_B3HW.to(self.device).float() / 127.5 - 1)
-        latents = {name: _bits(name, moment, captions) for name, moment in zip(("mean", "logvar"), moments)}
-        return self.encode_text(captions) | latents
+        members = zip(("mean", "logvar"), moments)
+        return self.encode_text(captions) | {name: _bits(_finite(name, part, captions)) for name, part in members}
 
 
-def _bits(name: str, values: Tensor, captions: Sequence[str]) -> np.ndarray:
-    """Rounded to bf16, as its bits in uint16."""
+def _finite(name: str, values: Tensor, captions: Sequence[str]) -> Tensor:
     finite = values.isfinite().flatten(1).all(dim=1).tolist()
     if not all(finite):
         raise Fault(f"{name} of {captions[finite.index(False)]!r} is NaN or infinite", alone=True)
+    return values
+
+
+def _bits(values: Tensor) -> np.ndarray:
+    """Rounded to bf16, as its bits in uint16."""
     return values.bfloat16().view(torch.uint16).cpu().numpy()

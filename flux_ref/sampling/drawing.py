@@ -1,0 +1,170 @@
+"""What is drawn: a run's stored captions while it trains, and what eval.py is asked for."""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flux_ref import config, config_file, ranks
+from flux_ref.config import Config, ModelConfig
+from flux_ref.data import Rows, TrainSet, ValSet
+from flux_ref.errors import Refusal
+from flux_ref.formats import outside, shards
+from flux_ref.ranks import World
+from flux_ref.run.reporter import Reporter
+from flux_ref.sampling import grid
+from flux_ref.sampling.euler import Artist, Text, stored_captions
+from flux_ref.sampling.vae import FETCH
+from flux_ref.step import State
+from flux_ref.toy import shapes
+
+PUBLIC = {"t5": ("text_encoder_2",), "clip": ("text_encoder",), "vae": ("ae.safetensors", "vae")}  # schnell's files
+SHORT = ("vae", "steps", "guidance", "seed")  # --NAME is --sample.NAME
+MOST_PROMPTS = 256
+
+
+class Gallery:
+    """The folder samples/ of a run: a sheet of pictures at each interval and at the end, and a strip of all sheets."""
+
+    def __init__(self, cfg: Config, world: World, report: Reporter, captions: ValSet | TrainSet, train_set: TrainSet):
+        """captions: the data set whose first captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
+        self.cfg, self.world, self.report, self.artist = cfg, world, report, Artist(cfg, world)
+        self.captions, self.train_set = captions, train_set
+        self.texts: list[Text] = []
+        self.newest = -1  # training samples at the newest sheet
+
+    def paint(self, state: State, at: Callable[[str], None]) -> None:
+        """Draw the first cfg.sample.count captions from the same noise as ever, unless they are drawn. Collective.
+
+        Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
+        FP8 scales. A file that cannot be written does not end the run. at: as `report_place` of `Artist.paint`.
+        """
+        samples, cfg = state.samples, self.cfg.sample
+        if self.newest == samples:
+            return
+        if self.world.device.type != "cpu":
+            torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
+        self.newest, begin = samples, time.perf_counter()
+        self.texts = self.texts or stored_captions(self.captions.shards, cfg.count)
+        pictures = self.artist.paint(state.net, self.texts, self.train_set.empty, at)
+        path, names = self.report.folder / "samples" / f"{samples:09d}.png", [caption for caption, _ in self.texts]
+        with self.report.spare(path.name):
+            if pictures:
+                grid.save(pictures, names, path)
+                if cfg.every_samples:
+                    grid.strip(path.parent, names, pictures[0].shape[1:], samples)
+            seconds = time.perf_counter() - begin
+            self.report.pause(seconds)
+            self.report.say(f"samples {samples:>10,}  {len(names)} pictures in {seconds:.1f} s: {path}")
+
+
+# eval.py
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", dest="prompts", default=[], metavar="TEXT")
+    parser.add_argument("--prompts", type=_listed, dest="more_prompts", default=[], metavar="FILE")
+    parser.add_argument("--draw-only", action="store_true")
+    for name in ("t5", "clip", *SHORT):
+        parser.add_argument(f"--{name}")
+
+
+def _listed(path: str) -> list[str]:
+    """The lines of a file that hold text. Raises: Refusal."""
+    return [line.strip() for line in outside.read_text(Path(path), "list of prompts").splitlines() if line.strip()]
+
+
+def finish(options: argparse.Namespace, rest: list[str]) -> None:
+    """Put all prompts into options.prompts, and the config's overrides into options.overrides. Raises: Refusal."""
+    options.prompts += options.more_prompts
+    if len(options.prompts) > MOST_PROMPTS:
+        raise Refusal(f"{len(options.prompts):,} prompts; give at most {MOST_PROMPTS} at a time")
+    given = [(name, getattr(options, name)) for name in SHORT]
+    options.overrides = [*rest, *(f"--sample.{name}={value}" for name, value in given if value is not None)]
+
+
+class Drawing:
+    """The prompts, or else the first cfg.sample.count captions of val_set, drawn by one net after another."""
+
+    def __init__(
+        self, cfg: Config, world: World, options: argparse.Namespace, val_set: ValSet | None, at: Callable[[str], None]
+    ):
+        """val_set: open; None if there are prompts. at: called with the name of what this rank does. Collective.
+
+        Raises: Refusal for files that are missing or no such encoders.
+        """
+        if cfg.data.kind != "shapes" and (found := _file("vae", cfg, options)):
+            cfg = config_file.replace(cfg, sample__vae=str(found))
+        self.artist = Artist(cfg, world)
+        is_guided = cfg.sample.guidance != 1.0
+        if options.prompts:
+            captions = [*options.prompts, *([""] if is_guided else [])]
+            rows = _encode(captions, cfg, world, options, at)
+            self.empty = rows.pop() if is_guided else None
+            self.texts = list(zip(options.prompts, rows))
+            return
+        with ranks.agreed():
+            if not cfg.sample.count:
+                raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set sample.count above 0")
+            self.empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if is_guided else None
+        self.texts = stored_captions(val_set.shards, cfg.sample.count)
+
+    def draw(self, net: nn.Module, folder: Path, stem: str, at: Callable[[str], None]) -> str:
+        """Save a sheet in a new file of the folder. Returns its path on rank 0, "" on other ranks. Collective."""
+        pictures = self.artist.paint(net, self.texts, self.empty, at)
+        return str(grid.save_new(pictures, [caption for caption, _ in self.texts], folder, stem)) if pictures else ""
+
+
+def _file(option: str, cfg: Config, options: argparse.Namespace) -> Path | None:
+    """The encoder of an option: as given, in a repository that is given, beside the autoencoder or with the model."""
+    given = cfg.sample.vae if option == "vae" else getattr(options, option)
+    near = [Path(path) for path in (cfg.sample.vae, options.path) if path]
+    folders = [Path(given)] if given else [folder for path in near for folder in (path, path.parent)]
+    files = (folder / name for folder in folders for name in PUBLIC[option])
+    return next((file for file in files if file.exists()), Path(given) if given else None)
+
+
+def _encode(
+    captions: list[str], cfg: Config, world: World, options: argparse.Namespace, at: Callable[[str], None]
+) -> list[Rows]:
+    """{"t5", "clip"} of each caption as fp32. Rank 0 has the encoders, and drops them before a net is built.
+
+    Collective. Raises: Refusal.
+    """
+    encoded, sizes = [], shards.layout(cfg.model).shapes
+    with ranks.agreed():
+        if world.rank == 0:
+            encode = _encoder(cfg, options, world.device)
+            for caption in captions:
+                at(f"encoding {caption!r}")
+                encoded.append(encode(caption))
+            del encode
+    zeros = {name: torch.zeros(sizes[name]) for name in ("t5", "clip")}
+    parts = encoded or [zeros] * len(captions)
+    return [{name: ranks.all_reduce(row[name].to(world.device)).cpu().numpy() for name in zeros} for row in parts]
+
+
+def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> Callable[[str], dict[str, Tensor]]:
+    """A function from a caption to its encodings in fp32, on the host. Raises: Refusal."""
+    if cfg.data.kind == "shapes":
+        if given := next((name for name in ("t5", "clip") if getattr(options, name)), None):
+            raise Refusal(f"--{given} encodes for real models; data.kind=shapes has its own encoders")
+        return lambda caption: toy_encodings(caption, cfg.model)
+    from flux_ref.sampling.encoders import TextEncoders
+
+    folders = {name: _file(name, cfg, options) for name in ("t5", "clip")}
+    for name, folder in folders.items():
+        if folder is None:
+            raise Refusal(f"--prompt needs --{name}=DIR, such as FLUX.1-schnell's {PUBLIC[name][0]}; {FETCH}")
+    # fp32 as `prepare images` by default. The net then rounds encodings to parallel.dtype, where a data set has bf16.
+    nets = TextEncoders(**folders, model=cfg.model, device=device, dtype=torch.float32)
+    return lambda caption: {name: values[0].cpu() for name, values in nets([caption]).items()}
+
+
+def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:
+    """What the stand-in encoders of data.kind=shapes make of a caption, rounded to bf16 as in the data set."""
+    values = shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
+    return {name: torch.from_numpy(part).bfloat16().float() for name, part in zip(("t5", "clip"), values)}

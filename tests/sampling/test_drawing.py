@@ -1,0 +1,137 @@
+"""Prompts at a model in the layout of FLUX.1-schnell's repository, beside diffusers' FluxPipeline; wrong files."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import MICRO
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from peer_net import diffusers_twin, random_net
+from peer_vae import diffusers_net, lively_net, to_diffusers
+from PIL import Image
+from safetensors.torch import save_file
+from small_encoders import SMALL, save_clip, save_t5
+from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+from flux_ref import config_file, latents, rng
+from flux_ref.sampling import euler, grid, vae
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
+MODEL = config_file.load(MICRO).model
+PROMPTS = ["a small red cat sits on the grass", "", "photo of two dogs"]
+
+
+def save_repository(folder: Path) -> Path:
+    """Random small weights in the layout of FLUX.1-schnell's repository."""
+    t5, clip, net = save_t5(folder / "t5"), save_clip(folder / "clip"), lively_net(SMALL)
+    autoencoder = diffusers_net(SMALL, scaling_factor=latents.SCALE, shift_factor=latents.SHIFT)
+    autoencoder.load_state_dict(to_diffusers(net.state_dict(), SMALL), strict=True, assign=True)
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        vae=autoencoder,
+        text_encoder=CLIPTextModel.from_pretrained(clip),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "clip" / "tokenizer", model_max_length=77),
+        text_encoder_2=T5EncoderModel.from_pretrained(t5),
+        tokenizer_2=AutoTokenizer.from_pretrained(t5),
+        transformer=diffusers_twin(random_net(MODEL))[0],
+    )
+    pipeline.save_pretrained(folder / "public")
+    save_file(net.state_dict(), folder / "public" / "ae.safetensors")
+    return folder / "public"
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory) -> Path:
+    return save_repository(tmp_path_factory.mktemp("drawing"))
+
+
+@pytest.fixture
+def draw(monkeypatch, tmp_path, attempt):
+    """draw(*argv) runs eval.py --draw-only in an empty folder; returns its --json record, or the refusal."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+
+    def call(*argv: object, code: int = 0):
+        options = (f"--config={MICRO}", "--data.kind=embeddings", "--draw-only", "--steps=4", "--json")
+        found, out, line = attempt(*argv, *options, name="eval.py")
+        assert found == code, line
+        return line if code else json.loads(out)
+
+    return call
+
+
+def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public, draw, monkeypatch):
+    made, generate = [], euler.generate_latents
+    monkeypatch.setattr(euler, "generate_latents", lambda *a: made.append(generate(*a)) or made[-1])
+    record = draw(public, *(f"--prompt={prompt}" for prompt in PROMPTS), "--seed=7")
+    with Image.open(record["pictures"]) as image:
+        sheet = np.asarray(image.convert("RGB")).astype(int)
+    pipeline = FluxPipeline.from_pretrained(public)
+    pipeline.set_progress_bar_config(disable=True)
+    shape, sides = MODEL.latent_shape, (8 * MODEL.latent_height, 8 * MODEL.latent_width)
+    noise = [rng.normals(7, rng.SAMPLING, shape, sample=i, epoch=0) for i in range(len(PROMPTS))]
+    options = {"num_inference_steps": 4, "max_sequence_length": MODEL.text_tokens, "height": sides[0]}
+    options |= {"width": sides[1], "latents": latents.pack(torch.from_numpy(np.stack(noise)))}
+    theirs = pipeline(PROMPTS, output_type="latent", **options).images
+    ours = latents.pack(latents.SCALE * (made[0] - latents.SHIFT))
+    print((ours - theirs).abs().max(), theirs.std(), theirs.abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    pictures = pipeline(PROMPTS, output_type="np", **options).images
+    size = grid.shown_size(*sides)
+    for picture, (left, top) in zip(pictures, grid.layout(len(PROMPTS), size)[1]):
+        want = Image.fromarray((picture * 255).round().astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+        cut = sheet[top : top + size[1], left : left + size[0]]
+        assert abs(cut - np.asarray(want).astype(int)).max() <= 1
+        assert cut.std() > 20
+
+
+@pytest.mark.slow
+def test_encoders_are_found_with_the_model_and_given_as_folders_or_repositories(public, draw, tmp_path):
+    """In the repository, in its transformer/, beside a single file, and by options (fault F4: diffusers' vae/)."""
+    bare = tmp_path / "own.safetensors"
+    shutil.copy(public / "transformer" / "diffusion_pytorch_model.safetensors", bare)
+    given = {"t5": public / "text_encoder_2", "clip": public / "text_encoder", "vae": public / "vae"}
+    ways = [[public / "transformer"], [bare, f"--vae={public}"], [bare, f"--vae={public}/ae.safetensors"]]
+    ways += [[bare, *(f"--{name}={path}" for name, path in given.items())]]
+    ways += [[bare, *(f"--{name}={public}" for name in given)]]
+    files = [Path(draw(*way, "--prompt=a cat", "--guidance=2")["pictures"]).read_bytes() for way in ways]
+    assert files == files[:1] * len(files)
+    single = tmp_path / "single"
+    shutil.copytree(public, single, ignore=lambda folder, names: {"transformer", "vae"})
+    shutil.copy(bare, single / "flux1-schnell.safetensors")
+    for model in (single, single / "flux1-schnell.safetensors"):
+        assert Path(draw(model, "--prompt=a cat", "--guidance=2")["pictures"]).read_bytes() == files[0]
+
+
+def test_missing_swapped_and_foreign_encoders_are_refused_with_the_file_to_fetch(public, draw, tmp_path):
+    bare, empty, other = tmp_path / "own.safetensors", tmp_path / "empty", tmp_path / "other"
+    shutil.copy(public / "transformer" / "diffusion_pytorch_model.safetensors", bare)
+    empty.mkdir()
+    shutil.copytree(public / "vae", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"scaling_factor": 0.18215}))
+    t5, clip = public / "text_encoder_2", public / "text_encoder"
+    alone = shutil.copy(public / "ae.safetensors", empty / "alone")
+    cases = [
+        ([], ["need an autoencoder", "--sample.vae=ae.safetensors", "hf download"]),
+        ([f"--vae={empty}"], [f"autoencoder {empty} has no ae.safetensors", "hf download black-forest-labs"]),
+        ([f"--vae={t5}"], [f"autoencoder {t5} has no ae.safetensors"]),
+        ([f"--vae={other}"], ["config.json is another model's: scaling_factor=0.18215, want 0.3611"]),
+        (
+            [f"--vae={alone}"],
+            ["--prompt needs --t5=DIR", "text_encoder_2", "hf download"],
+        ),
+        ([f"--vae={public}", f"--t5={clip}"], [f"--t5 {clip} holds", "'clip_text_model'", "--t5 is FLUX.1-schnell's"]),
+        ([f"--vae={public}", f"--clip={t5}"], [f"--clip {t5} holds", "'t5'", "--clip is its text_encoder"]),
+        ([f"--vae={public}", f"--t5={empty}"], [f"{empty}/config.json is missing", "text_encoder_2", "hf download"]),
+        ([f"--vae={public}", "--model.t5_dim=36"], ["misshaped"]),
+    ]
+    replies = {str(argv): draw(bare, "--prompt=a cat", *argv, code=2) for argv, _ in cases}
+    wrong = {text for (_, words), text in zip(cases, replies.values()) if not all(word in text for word in words)}
+    assert not wrong
+    assert not list(Path().iterdir())  # no picture
