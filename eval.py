@@ -99,6 +99,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         weight_files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
         val_set = None
         if not (options.draw_only and options.prompts):
+            if not cfg.data.val:
+                raise Refusal("data.val is empty; give --data.val=DIR, or --prompt=TEXT with --draw-only")
             val_set = ValSet(cfg, world.rank, world.size, world.pin)
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count

@@ -255,6 +255,7 @@ REFUSED = [
     (["--prompt"], ["--prompt", "expected one argument"]),
     (["--prompt=x", "--steps=0"], ["sample.steps=0"]),
     (["--prompt=x", "--guidance=much"], ["sample.guidance", "is not a number"]),
+    (["--data.val=", "--eval.permuted_captions=false"], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
     (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),
     (["--eval.batch=0"], ["eval.batch=0"]),
     (["runs/other"], ["'runs/other'", "comes first"]),
