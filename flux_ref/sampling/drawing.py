@@ -153,15 +153,15 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
         if given := next((name for name in ("t5", "clip") if getattr(options, name)), None):
             raise Refusal(f"--{given} encodes for real models; data.kind=shapes has its own encoders")
         return lambda caption: toy_encodings(caption, cfg.model)
-    from flux_ref.sampling.encoders import TextEncoders
+    from flux_ref.sampling.encoders import Encoders
 
     folders = {name: _file(name, cfg, options) for name in ("t5", "clip")}
     for name, folder in folders.items():
         if folder is None:
             raise Refusal(f"--prompt needs --{name}=DIR, such as FLUX.1-schnell's {PUBLIC[name][0]}; {FETCH}")
     # fp32 as `prepare images` by default. The net then rounds encodings to parallel.dtype, where a data set has bf16.
-    nets = TextEncoders(**folders, model=cfg.model, device=device, dtype=torch.float32)
-    return lambda caption: {name: values[0].cpu() for name, values in nets([caption]).items()}
+    nets = Encoders(None, **folders, model=cfg.model, device=device, dtype=torch.float32)
+    return lambda caption: {name: values[0].cpu() for name, values in nets.text([caption]).items()}
 
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:

@@ -81,44 +81,35 @@ class TextEncoder:
         return getattr(self.net(input_ids=ids_BT.to(self.device)), self.output)
 
 
-class TextEncoders:
-    """From captions to the members "t5" (B, T, E) and "clip" (B, V)."""
+class Encoders:
+    """From pixels and captions to the four members of samples.
 
-    def __init__(self, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype):
-        """Raises: Refusal for files that are no such encoders, or of other sizes than the model's."""
-        self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
-        self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
-        wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
-        for name, values in self([""]).items():
-            folder, shape = wants[name]
-            if (encoded := tuple(values.shape[1:])) != shape:
-                raise Refusal(f"{folder} encodes a caption as {encoded}, the model of the config wants {shape}")
-
-    @torch.no_grad()
-    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The encodings as the encoders compute them, on their device. Raises: Fault for one that is not finite."""
-        return {name: _finite(name, net(captions), captions) for name, net in (("t5", self.t5), ("clip", self.clip))}
-
-    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """The encodings as bf16 bits in uint16, as a data set has them. sync: the host waits for the device."""
-        return {name: _bits(values) for name, values in self(captions).items()}
-
-
-class Encoders(TextEncoders):
-    """From pixels and captions to the four members of samples, as bf16 bits.
-
-    empty: {"t5", "clip"}, the encodings of the empty caption.
+    empty: {"t5", "clip"}, the encodings of the empty caption as bf16 bits.
     """
 
     def __init__(
-        self, vae_file: Path, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
+        self, vae_file: Path | None, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
     ):
-        """Raises: Refusal for files that are no such encoders, or of other sizes than the model's."""
+        """vae_file: None for captions only. Raises: Refusal for files that do not fit the model or are no encoders."""
         if model.latent_channels != vae.FLUX.latent_channels:
             raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
-        self.device, self.autoencoder = device, vae.load(vae_file, device)
-        super().__init__(t5, clip, model, device, dtype)
+        self.device, self.autoencoder = device, vae_file and vae.load(vae_file, device)
+        self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
+        self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}
+        wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
+        for name, (folder, shape) in wants.items():
+            if (encoded := self.empty[name].shape) != shape:
+                raise Refusal(f"{folder} encodes a caption as {encoded}, the model of the config wants {shape}")
+
+    @torch.no_grad()
+    def text(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """{"t5": (B, T, E), "clip": (B, V)} in dtype, on the device. Raises: Fault for one that is not finite."""
+        return {name: _finite(name, net(captions), captions) for name, net in (("t5", self.t5), ("clip", self.clip))}
+
+    def encode_text(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """`text` as bf16 bits. sync: the host waits for the device."""
+        return {name: _bits(values) for name, values in self.text(captions).items()}
 
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor, captions: Sequence[str]) -> dict[str, np.ndarray]:
