@@ -25,7 +25,8 @@ from flux_ref.formats.diffusers_names import require_config
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
 GROUPS, NORM_EPS = 32, 1e-6
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
-FETCH = 'fetch it: hf download black-forest-labs/FLUX.1-schnell ae.safetensors "text_encoder*/*" "tokenizer*/*" --local-dir DIR'
+FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
+FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
 DIFFUSERS_CONFIG = {"scaling_factor": latents.SCALE, "shift_factor": latents.SHIFT, "norm_num_groups": GROUPS}
 # Parts of diffusers' names; the rest is ours.
 THEIRS = {"down": "down_blocks", "up": "up_blocks", "mid": "mid_block", "block": "resnets", "block_1": "resnets.0"}
