@@ -19,7 +19,7 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
     """
     lines, kept = outside.read_bytes(path, "records", outside.OWN_BYTES).split(b"\n") if path.exists() else [], []
     for number, line in enumerate(lines, 1):
-        record = _parsed(line) or {}
+        record = parsed(line) or {}
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
         if not lacks and record["samples"] >= 0:
             kept.append(record)
@@ -36,13 +36,13 @@ def is_number(value: object) -> bool:
 
 def json_object(path: Path) -> dict:
     """The JSON object in a file; {} if there is no file. Raises: Refusal."""
-    content = _parsed(outside.read_bytes(path, "file")) if path.exists() else {}
+    content = parsed(outside.read_bytes(path, "file")) if path.exists() else {}
     if content is None:
         raise Refusal(f"{path} is damaged (no JSON object); mend it")
     return content
 
 
-def _parsed(text: bytes) -> dict | None:
+def parsed(text: str | bytes) -> dict | None:
     """A JSON object; None for anything else."""
     try:
         content = outside.parse_json(text)

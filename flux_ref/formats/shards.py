@@ -115,6 +115,9 @@ class Shard:
                 " --blocking-factor=1, which does not pad"
             )
         if not counts:
+            from flux_ref.formats import shard_shapes  # for a message alone
+
+            shard_shapes.require(path, layout.shapes)
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
                 f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"

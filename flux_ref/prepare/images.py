@@ -1,7 +1,7 @@
 """From pictures and captions to shards: decode, resize, encode.
 
-    python -m flux_ref.prepare images --input DIR --output data/own --split train --vae FILE --t5 DIR --clip DIR
-    torchrun --nproc-per-node 8 -m flux_ref.prepare images ...
+    python -m flux_ref.prepare images --input DIR --output data/own --val-share 0.05
+    torchrun --nproc-per-node 8 -m flux_ref.prepare images --input DIR --output data/own --split train ...
 
 The first pass decodes every picture, lists what cannot be used in OUTPUT/SPLIT_rejected.tsv and numbers the rest, so
 that keys and timesteps run without gaps and every shard but the last is full. The second pass encodes shard by shard.
@@ -11,6 +11,7 @@ jobs.py; SPLIT.partial/checked.json keeps the outcome of the first pass.
 
 import argparse
 import csv
+import hashlib
 import io
 import json
 import warnings
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from flux_ref.prepare import jobs, options, raw_images
 from flux_ref.prepare.raw_images import Candidate, Part, Rejected
 from flux_ref.ranks import World
 from flux_ref.run import cli
+from flux_ref.run.options import between
 from flux_ref.run.progress import progress
 from flux_ref.sampling import encoders, vae
 from flux_ref.sampling.encoders import Encoders
@@ -106,45 +109,73 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    model, final = options.config(args.config).model, args.output / args.split
-    world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
+    model, world = options.config(args.config).model, ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
+    own = {"vae": args.model} | {name: args.model / kind[-1] for name, kind in encoders.KINDS.items()}
+    args = argparse.Namespace(**vars(args) | {name: getattr(args, name) or path for name, path in own.items()})
+    jobs_of = {split: argparse.Namespace(**vars(args) | {"split": split}) for split in ("val", "train")}
+    splits = [args.split] if args.split else [*jobs_of]
     with ranks.agreed():
-        jobs.require_new(final)
         if args.output.resolve().is_relative_to(Path(args.input).resolve()):
             raise Refusal(f"--output {args.output} lies in --input, which may not change; choose another")
-        source = raw_images.source(args.input)
-        listed = source.files() if world.rank == 0 else []
+        source, begin = raw_images.source(args.input, args.caption_column), ([], [])
+        if world.rank == 0:
+            begin = [split for split in splits if not (args.output / split).exists()], source.files()
+            if not begin[0]:
+                jobs.require_new(args.output / splits[0])
+    left, listed = ranks.gather_objects(begin)[0]
+    with ranks.agreed():
+        parts = source.parts(listed)
         nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
-    listed = ranks.gather_objects(listed)[0]
+        for split in set(splits) - set(left):  # made by a job that was stopped in its second set
+            jobs.require_made(args.output / split, _plan(jobs_of[split], model, listed))
+    for split in left:
+        _make_set(jobs_of[split], model, world, listed, parts, nets)
+    return 0
+
+
+def _make_set(args: argparse.Namespace, model: ModelConfig, world: World, listed, parts: list[Part], nets) -> None:
+    """One split. Collective. Raises: Refusal."""
+    final = args.output / args.split
     with ExitStack() as claim:  # of rank 0, for all
         with ranks.agreed():
             if world.rank == 0:
                 claim.enter_context(jobs.claimed(final, _plan(args, model, listed)))
                 _write_empty(final, nets.empty, shards.layout(model))
         with ThreadPoolExecutor(args.workers) as pool:
-            job = Job(args, model, world, jobs.growing(final), source.parts(listed), pool)
+            own = [partial(_of_split, part, args) for part in parts] if args.val_share else parts
+            job = Job(args, model, world, jobs.growing(final), own, pool)
             checked = _check(job)
             rejected = [row for _, rows in checked for row in rows]
             count = sum(candidates for candidates, _ in checked) - len(rejected)
             report, reasons = args.output / f"{args.split}_rejected.tsv", Counter(why for *_, why in rejected)
             counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
             summary = f"{len(rejected)} rejected ({counts or 'none'}), see {report}"
+            least = TIMESTEPS if args.split == "val" else 1
             with ranks.agreed():
                 if world.rank == 0:
                     _report(rejected, report)
-                if count == 0:
-                    raise Refusal(f"no sample can be used: {summary}")
+                if count < least:
+                    remedy = "; raise --val-share" if args.val_share and least > 1 else ""
+                    raise Refusal(f"{final} needs {least} or more samples and has {count}: {summary}{remedy}")
             _encode(job, checked, count, nets)
         with ranks.agreed():
             pass  # all shards are there
     if world.rank == 0:
         print(f"{final}: {count} samples; {summary}")
-    return 0
+
+
+def _of_split(part: Part, args: argparse.Namespace) -> Iterator[Candidate]:
+    """The candidates of a split. A hash of the name decides, so that a larger share keeps what a smaller one chose."""
+    for candidate in part():
+        word = hashlib.sha256(candidate.name.encode(errors="surrogatepass")).digest()[:4]
+        if (int.from_bytes(word) < args.val_share * 2**32) == (args.split == "val"):
+            yield candidate
 
 
 def _plan(args: argparse.Namespace, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
     """What must be the same when a stopped job goes on."""
     given = {name: getattr(args, name) for name in ("split", "per_shard", "min_side", "dtype")}
+    given |= {name: value for name in ("val_share", "caption_column") if (value := getattr(args, name))}
     folders = {folder for net in (args.t5, args.clip) for folder in (net, encoders.tokenizer_folder(net))}
     weights = [vae.find(args.vae), *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
     stats = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
@@ -256,11 +287,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", required=True, metavar="DIR|TARS", help="images with captions; x-{000..137}.tar is many")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
-    add("--split", choices=("train", "val"), required=True)
-    add("--vae", type=Path, required=True, help="ae.safetensors")
-    add("--t5", type=Path, required=True, metavar="DIR", help="T5 encoder and tokenizer, or text_encoder_2 beside it")
-    add("--clip", type=Path, required=True, metavar="DIR", help="CLIP and its tokenizer, or text_encoder beside it")
-    add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help="dtype of the text encoders (%(default)s)")
+    split = parser.add_mutually_exclusive_group(required=True)
+    split.add_argument("--split", choices=("train", "val"), help="make one set of all images")
+    share = between(0.0001, 0.9999, float)
+    split.add_argument("--val-share", type=share, metavar="0.05", help="make both sets: about this share becomes val")
+    add("--caption-column", default="", metavar="NAME", help="captions in metadata.jsonl or metadata.csv (text)")
+    add(
+        "--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help="repository of encoders (%(default)s)"
+    )
+    add("--vae", type=Path, help="another ae.safetensors, or diffusers' vae")
+    add("--t5", type=Path, metavar="DIR", help="another T5 encoder and tokenizer, or text_encoder_2 beside tokenizer_2")
+    add("--clip", type=Path, metavar="DIR", help="another CLIP and tokenizer, or text_encoder beside tokenizer")
+    text = "of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)"
+    add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
     add("--batch", type=options.number, default=32, metavar="N", help="images encoded at a time (%(default)s)")
     add("--per-shard", type=options.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
     add("--min-side", type=options.number, default=64, metavar="PIXELS", help="reject smaller images (%(default)s)")

@@ -24,6 +24,7 @@ from webdataset import tariterators
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import braces, outside
+from flux_ref.prepare import metadata
 from flux_ref.schedule import TIMESTEPS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
@@ -110,9 +111,14 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures with NAME.txt, or NAME.json with "caption" and perhaps "timestep", beside; sub-folders too, by name."""
+    """Pictures and their captions; sub-folders too, by name.
+
+    Captions: NAME.txt, or NAME.json with "caption" and perhaps "timestep", beside; or metadata.jsonl or .csv for all.
+    """
 
     root: Path
+    listing: Path | None = None  # of all captions
+    column: str = ""  # of the captions in it
 
     def files(self) -> Files:
         names = []
@@ -123,22 +129,35 @@ class Folder:
         return [_stat(self.root / name, name) for name in sorted(names)]
 
     def parts(self, files: Files) -> list[Part]:
-        names = [name for name, *_ in files if not name.lower().endswith((".txt", ".json"))]
-        stems = Counter(os.path.splitext(name)[0] for name in names if name.lower().endswith(SUFFIXES))
-        alone = [(name, stems[os.path.splitext(name)[0]] <= 1) for name in names]
-        return [partial(self._part, alone[start : start + PART]) for start in range(0, len(alone), PART)]
+        """Raises: Refusal if captions are where they are not looked for, or in two places."""
+        texts = {name for name, *_ in files if name.lower().endswith((".txt", ".json"))}
+        names = [name for name, *_ in files if name not in texts]
+        shown = [os.path.splitext(name)[0] for name in names if name.lower().endswith(SUFFIXES)]
+        if self.listing:
+            beside = (f"{stem}{suffix}" for stem in shown for suffix in (".txt", ".json"))
+            if extra := next((name for name in beside if name in texts), None):
+                raise Refusal(f"{self.root} has captions in {self.listing.name} and in {extra}; keep one kind")
+            entries = metadata.entries(self.listing, self.column, names)
+        else:
+            if below := next((name for name in names if os.path.basename(name) in metadata.NAMES), None):
+                raise Refusal(f"{self.root / below} is not at the top of --input; give {(self.root / below).parent}")
+            stems = Counter(shown)
+            entries = [(name, TWINS if stems[os.path.splitext(name)[0]] > 1 else "", None) for name in names]
+        return [partial(self._part, entries[start : start + PART]) for start in range(0, len(entries), PART)]
 
-    def _part(self, names: list[tuple[str, bool]]) -> Iterator[Candidate]:
-        """names: each with whether no other picture has the same name but for the suffix."""
-        for name, is_alone in names:
-            yield Candidate(name, partial(self._read, self.root / name) if is_alone else partial(_reject, TWINS))
+    def _part(self, entries: list[metadata.Entry]) -> Iterator[Candidate]:
+        for name, reason, caption in entries:
+            read = partial(_reject, reason) if reason else partial(self._read, self.root / name, caption)
+            yield Candidate(name, read)
 
-    @staticmethod
-    def _read(path: Path) -> Entry:
+    def _read(self, path: Path, caption: object) -> Entry:
         if path.suffix.lower() not in SUFFIXES:
             raise Rejected("unsupported type")
-        beside = {kind: path.with_suffix(f".{kind}") for kind in ("txt", "json")}
-        described = _described({kind: _text(text) for kind, text in beside.items() if text.is_file()})
+        if self.listing:
+            described = _caption(caption), None
+        else:
+            beside = {kind: path.with_suffix(f".{kind}") for kind in ("txt", "json")}
+            described = _described({kind: _text(text) for kind, text in beside.items() if text.is_file()})
         if not path.is_file():  # a pipe, for one, would never end
             raise Rejected("missing file")
         return path.open("rb"), *described
@@ -210,18 +229,23 @@ def _members(path: Path, note: Callable[[Exception], object]) -> Iterator[dict]:
         note(error)
 
 
-def source(text: str) -> Folder | Archives:
-    """What --input names. Raises: Refusal."""
-    path = Path(text)
+def source(text: str, column: str = "") -> Folder | Archives:
+    """What --input names. column: --caption-column, "" if it is not given. Raises: Refusal."""
+    path, want = Path(text), "want a folder of pictures, or tars such as x-{000..137}.tar"
     try:
         named = [text] if path.exists() else braces.expanded([text])
     except ValueError as error:
-        raise Refusal(f"--input {text}: {error}; want a folder or tars such as x-{{000..137}}.tar") from None
+        raise Refusal(f"--input {text}: {error}; {want}") from None
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [Path(name) for name in named]
     for tar in tars:
         if tar.suffix != ".tar" or not tar.is_file():
-            raise Refusal(f"--input: {tar} is no file; want a folder or tars such as x-{{000..137}}.tar")
-    return Archives(tars) if tars else Folder(path)
+            raise Refusal(f"--input: {tar} {'is not a tar' if tar.exists() else 'does not exist'}; {want}")
+    listings = [path / name for name in metadata.NAMES if (path / name).exists()]
+    if len(several := [*listings, *tars[: len(listings)]]) > 1:
+        raise Refusal(f"--input: {several[0]} and {several[1]} both describe pictures; keep one of them")
+    if column and not listings:
+        raise Refusal(f"--caption-column={column}: --input {text} has no {' or '.join(metadata.NAMES)}")
+    return Archives(tars) if tars else Folder(path, next(iter(listings), None), column)
 
 
 def _fail(error: OSError) -> None:
@@ -249,13 +273,22 @@ def _described(texts: dict) -> tuple[str, int | None]:
     """(caption, timestep) from the bytes of txt and json files. Raises: Rejected."""
     try:
         content = outside.parse_json(texts.get("json", b"{}"))
-        caption = (texts["txt"].decode() if "txt" in texts else content.get("caption") or "").strip()
-        caption.encode()
-        timestep = content.get("timestep")
-    except (ValueError, AttributeError):  # also half of a surrogate pair, or no text
+        caption, timestep = texts["txt"].decode() if "txt" in texts else content.get("caption"), content.get("timestep")
+    except (ValueError, AttributeError):
         raise Rejected("unreadable caption") from None
-    if not caption:
-        raise Rejected("no caption")
+    caption = _caption(caption)
     if timestep is not None and not (type(timestep) is int and 0 <= timestep < TIMESTEPS):
         raise Rejected(f"timestep is not 0 to {TIMESTEPS - 1}")
     return caption, timestep
+
+
+def _caption(given: object) -> str:
+    """Raises: Rejected."""
+    try:
+        caption = (given or "").strip()
+        caption.encode()
+    except (ValueError, AttributeError):  # half of a surrogate pair; no text
+        raise Rejected("unreadable caption") from None
+    if not caption:
+        raise Rejected("no caption")
+    return caption

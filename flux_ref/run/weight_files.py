@@ -154,11 +154,13 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         want = {f"model.{name}": shape for name, shape in table.items()}
         fit.require_fit(shapes, want, f"checkpoint {path}")
         return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), checkpoint.info)
+    tensors = _tensors(path)
+    if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
+        raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
     if path.is_dir():
         diffusers_names.require_diffusers(model)
         want = diffusers_names.diffusers_config(model)
         diffusers_names.require_config(path / "config.json", want, "give the right --config")
-    tensors = _tensors(path)
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in ("step", "samples"):
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:

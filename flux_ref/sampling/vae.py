@@ -216,14 +216,15 @@ def diffusers_table(net: Autoencoder) -> dict[str, tuple[int, ...]]:
 def find(path: Path) -> Path:
     """The file that a user means: itself, that of diffusers' vae/, or that of FLUX.1-schnell's repository.
 
-    Raises: Refusal for a folder without such a file.
+    Raises: Refusal for a path without such a file.
     """
-    if not path.is_dir():
+    if path.exists() and not path.is_dir():
         return path
     files = [path / name for name in ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")]
     if found := next((file for file in files if file.is_file()), None):
         return found
-    raise Refusal(f"autoencoder {path} has no ae.safetensors and no {DIFFUSERS_FILE}; {FETCH}")
+    lacks = f"has no ae.safetensors and no {DIFFUSERS_FILE}" if path.exists() else "does not exist"
+    raise Refusal(f"autoencoder {path} {lacks}; {FETCH}")
 
 
 def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:

@@ -4,10 +4,13 @@ A hurt picture or caption may lose or change its own sample and no other. The or
 itself, and reads arrow files by pyarrow alone.
 """
 
+import csv
 import io
 import json
+import os
 import tarfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +53,22 @@ def make_pictures(folder: Path) -> None:
             (folder / name / file).write_bytes(content)
 
 
+def make_listed(folder: Path, kind: str) -> None:
+    """All captions in metadata.jsonl or metadata.csv."""
+    for name, seed in (("set", 0), ("other", 1)):
+        (folder / name).mkdir()
+        rows = {f"{number}.png": f'a "cat", {number}{seed} é' for number in range(COUNT)}
+        for number, file in enumerate(rows):
+            (folder / name / file).write_bytes(picture(number + 10 * seed))
+        lines = [json.dumps({"file_name": file, "text": text}, ensure_ascii=False) for file, text in rows.items()]
+        if kind == "csv":
+            lines = [
+                "file_name,text",
+                *(f'{file},"{text.replace(chr(34), 2 * chr(34))}"' for file, text in rows.items()),
+            ]
+        (folder / name / f"metadata.{kind}").write_text("\n".join(lines))
+
+
 def make_archives(folder: Path) -> None:
     for name, seed in (("set", 0), ("other", 1)):
         (folder / name).mkdir()
@@ -83,7 +102,39 @@ def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
     shown = [file for file in files if file.endswith(raw_images.SUFFIXES) and not file.startswith(".")]
     if not found.keys() >= set(shown):
         return "a picture is lost"
-    return _judge(files, found, lambda name: Path(name).stem)
+    return _judge(files, found)
+
+
+def judge_listed(folder: Path, outcome: list[tuple]) -> str:
+    """Each row and each picture is there, and each accepted sample has the caption and the picture of its row."""
+    shown = {path.name for path in Path("set").iterdir() if path.suffix in raw_images.SUFFIXES and path.name[0] != "."}
+    if lost := shown - {name for name, *_ in outcome}:
+        return f"{lost} are lost"
+    path = next(Path("set").glob("metadata.*"), None)
+    if path is None or path.suffix not in (".jsonl", ".csv"):
+        return "a caption from nowhere" if any(len(sample) > 2 for sample in outcome) else ""
+    text = path.read_bytes().decode().removeprefix("\ufeff")
+    if path.suffix == ".csv":
+        head, *table = csv.reader(io.StringIO(text, newline=""))
+        rows = [dict(zip(head, row)) for row in table if row]
+    else:
+        rows = [_object(line) for line in text.split("\n") if line.strip()]
+    if sum(sample[1] != f"not in {path.name}" for sample in outcome) != len(rows):
+        return "a row is lost"
+    pairs = {(os.path.normpath(str(row.get("file_name"))), str(row.get("text")).strip()) for row in rows}
+    for name, caption, *rest in (sample for sample in outcome if len(sample) > 2):
+        with Path("set", name).open("rb") as file:
+            if (name, caption) not in pairs or rest[1] != crc(raw_images.pixels(file, SIDE, SIDE, 8).numpy()):
+                return f"{name} is not what its row says"
+    return ""
+
+
+def _object(line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def _head(path: Path) -> bytes:
@@ -112,15 +163,15 @@ def judge_archives(folder: Path, outcome: list[tuple]) -> str:
     if lost and not damaged and complete and any(f"/{name}." in file for name in lost for file in files):
         return f"{lost} are lost without a word"
     samples = {name: rest for name, rest in found.items() if len(rest) == 3}
-    return _judge(files, samples, lambda name: name) if complete else ""
+    return _judge(files, samples) if complete else ""
 
 
-def _judge(files: dict[str, bytes], found: dict[str, list], key) -> str:
+def _judge(files: dict[str, bytes], found: dict[str, list]) -> str:
     for name, rest in found.items():
         if len(rest) == 3:
-            beside = {Path(file).suffix: content for file, content in files.items() if _stem(file) == _stem(key(name))}
+            beside = {Path(file).suffix: content for file, content in files.items() if _stem(file) == _stem(name)}
             caption = beside[".txt"].decode() if ".txt" in beside else json.loads(beside[".json"])["caption"]
-            pictures = [content for suffix, content in beside.items() if suffix in raw_images.SUFFIXES]
+            pictures = [content for suffix, content in beside.items() if suffix.lower() in raw_images.SUFFIXES]
             pixels = raw_images.pixels(io.BytesIO(pictures[0]), SIDE, SIDE, 8)
             if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc(pixels.numpy()):
                 return f"{name} is not what its files say"
@@ -218,6 +269,16 @@ TARGETS = [
         run_pictures,
         judge=judge_pictures,
         weight=2,
+    ),
+    *(
+        Target(
+            f"listed_{kind}",
+            partial(make_listed, kind=kind),
+            damage.of_bytes("set/metadata.*") | damage.of_text("set/metadata.*") | places("set/*.*"),
+            run_pictures,
+            judge=judge_listed,
+        )
+        for kind in ("jsonl", "csv")
     ),
     Target(
         "archives",

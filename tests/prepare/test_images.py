@@ -1,10 +1,12 @@
 """From pictures and captions to shards: every kind of picture, every kind of input, encoders, restarts."""
 
 import contextlib
+import csv
 import io
 import json
 import os
 import pickle
+import re
 import struct
 import tarfile
 import zlib
@@ -385,6 +387,21 @@ def write_archive(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
     return path
 
 
+def lay_out_listed(folder: Path, kind: str) -> None:
+    """The same pictures with all captions in metadata.jsonl or metadata.csv."""
+    (folder / "sub").mkdir(parents=True)
+    rows = [{"file_name": name, "width": 1, "text": caption} for name, (caption, _) in PICTURES.items()]
+    for name, (_, content) in PICTURES.items():
+        (folder / name).write_bytes(content)
+    if kind == "jsonl":
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    with (folder / "metadata.csv").open("w", encoding="utf-8-sig", newline="") as file:  # as Excel writes it
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+
+
 def test_folder_and_archives_give_the_same_shards(nets, tmp_path):
     lay_out(tmp_path / "folder", with_bad=False)
     members = {}
@@ -395,11 +412,14 @@ def test_folder_and_archives_give_the_same_shards(nets, tmp_path):
     names = list(members)
     for number, part in enumerate((names[:15], names[15:18], names[18:])):
         write_archive(tmp_path / "tars" / f"x-{number:04d}.tar", [(name, members[name]) for name in part])
-    sources = {"from_folder": "folder", "from_tars": "tars", "from_braces": "tars/x-{0000..0002}.tar"}
+    sources = {"folder": "folder", "tars": "tars", "braces": "tars/x-{0000..0002}.tar"}
+    sources |= {kind: kind for kind in ("jsonl", "csv")}
+    for kind in ("jsonl", "csv"):
+        lay_out_listed(tmp_path / kind, kind)
     for output, source in sources.items():
-        assert prepare.main(make(nets, tmp_path / source, tmp_path / output)) == 0
-    made = {output: [path.read_bytes() for path in sorted((tmp_path / output).rglob("*.tar"))] for output in sources}
-    assert len(made["from_folder"]) == 3 and made["from_folder"] == made["from_tars"] == made["from_braces"]
+        assert prepare.main(make(nets, tmp_path / source, tmp_path / "from" / output)) == 0
+    made = {kind: [path.read_bytes() for path in sorted((tmp_path / "from" / kind).rglob("*.tar"))] for kind in sources}
+    assert len(made["folder"]) == 3 and [kind for kind in made if made[kind] != made["folder"]] == []
 
 
 def read(source: Path) -> list[tuple[str, str]]:
@@ -483,12 +503,67 @@ def test_timesteps_of_validation_take_turns_after_the_rejected_are_gone_or_are_t
 
 def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
     (tmp_path / "in").mkdir()
-    assert "absent is no file; want" in refused(make(nets, tmp_path / "absent", tmp_path / "out"), capsys)
-    assert "x-1.tar is no file" in refused(make(nets, tmp_path / "x-{1..3}.tar", tmp_path / "out"), capsys)
-    assert "want a folder or tars" in refused(make(nets, tmp_path / "x-{1..3.tar", tmp_path / "out"), capsys)
+    assert "absent does not exist; want" in refused(make(nets, tmp_path / "absent", tmp_path / "out"), capsys)
+    assert "x-1.tar does not exist" in refused(make(nets, tmp_path / "x-{1..3}.tar", tmp_path / "out"), capsys)
+    assert "want a folder of pictures" in refused(make(nets, tmp_path / "x-{1..3.tar", tmp_path / "out"), capsys)
     assert "lies in --input" in refused(make(nets, tmp_path / "in", tmp_path / "in" / "out"), capsys)
     assert not (tmp_path / "out").exists() and not any((tmp_path / "in").iterdir())
-    assert "no sample can be used: 0 rejected" in refused(make(nets, tmp_path / "in", tmp_path / "out"), capsys)
+    (tmp_path / "x.csv").write_text("file_name,text\n")
+    assert "x.csv is not a tar; want" in refused(make(nets, tmp_path / "x.csv", tmp_path / "out"), capsys)
+    assert "or more samples and has 0: 0 rejected" in refused(make(nets, tmp_path / "in", tmp_path / "out"), capsys)
+
+
+# A share for validation
+
+
+def shares(folder: Path) -> dict[str, list[tuple[str, int | None]]]:
+    """Caption and timestep of each sample of both splits."""
+    samples = {split: encoded(folder / split) for split in ("train", "val")}
+    return {split: [(meta.caption, meta.timestep) for meta, _ in found] for split, found in samples.items()}
+
+
+def split_of_own(args: list[str], share: float) -> list[str]:
+    """The arguments with --val-share in place of --split."""
+    at = args.index("--split")
+    return [*args[:at], *args[at + 2 :], "--val-share", str(share)]
+
+
+def test_a_share_becomes_the_validation_set_in_one_go_and_after_a_stop(nets, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").mkdir()
+    for i in range(40):
+        (tmp_path / "in" / f"{i}.png").write_bytes(saved(drawn(64, 64, i)))
+    rows = [{"file_name": f"{i}.png", "text": f"cat {i}"} for i in range(40)] + [{"file_name": "40.png", "text": "cat"}]
+    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    whole, stopped = (split_of_own(make(nets, tmp_path / "in", tmp_path / out), 0.25) for out in ("whole", "stopped"))
+    assert prepare.main(whole) == 0
+    found = shares(tmp_path / "whole")
+    captions = {split: {caption for caption, _ in samples} for split, samples in found.items()}
+    assert (
+        captions["train"] | captions["val"] == {f"cat {i}" for i in range(40)} and sum(map(len, found.values())) == 40
+    )
+    assert [timestep for _, timestep in found["val"]] == [i % 8 for i in range(len(found["val"]))]
+    assert 8 <= len(found["val"]) < 20 and {timestep for _, timestep in found["train"]} == {None}
+    lists = [(tmp_path / "whole" / f"{split}_rejected.tsv").read_text() for split in found]
+    assert "".join(lists).count("40.png\tnot in the folder") == 1
+
+    encode, calls = Encoders.encode, []
+
+    def interrupted(self, *given):
+        calls.append(given)
+        if len(calls) == len(found["val"]) // 3 + 4:  # in the second split
+            raise KeyboardInterrupt
+        return encode(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoders, "encode", interrupted)
+        assert prepare.main(stopped) == 130
+    capsys.readouterr()
+    assert (tmp_path / "stopped" / "val").is_dir() and not (tmp_path / "stopped" / "train").exists()
+    assert "val was made otherwise: val_share was 0.25, is 0.5" in refused([*stopped[:-1], "0.5"], capsys)
+    assert prepare.main(stopped) == 0 and contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+    assert "exists; remove it" in refused(stopped, capsys)
+    few = split_of_own(make(nets, tmp_path / "in", tmp_path / "few"), 0.01)
+    assert "val needs 8 or more samples" in (line := refused(few, capsys)) and "raise --val-share" in line
 
 
 # Ranks and restarts
@@ -499,10 +574,12 @@ def test_two_ranks_make_the_same_bytes_as_one(made, nets, tmp_path, monkeypatch)
     source, _, reasons, _ = made
     flux = ("--vae", save_ae(tmp_path / "flux.safetensors", FLUX))  # no patch reaches the ranks
     monkeypatch.setattr(vae, "load", vae.load.func)
-    assert prepare.main(make(nets, source, tmp_path / "alone", *flux)) == 0
-    done = script("flux_ref/prepare/__main__.py", *make(nets, source, tmp_path / "both", *flux), ranks=2)
+    alone, both = (split_of_own(make(nets, source, tmp_path / out, *flux), 0.72) for out in ("alone", "both"))
+    assert prepare.main(alone) == 0
+    done = script("flux_ref/prepare/__main__.py", *both, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert f"{len(reasons)} rejected" in done.stdout
+    assert sum(map(int, re.findall(r"(\d+) rejected", done.stdout))) == len(reasons)
+    assert all((tmp_path / "both" / split).is_dir() for split in ("train", "val"))
     assert contents(tmp_path / "both") == contents(tmp_path / "alone")
 
 

@@ -1,6 +1,7 @@
 """Prompts at a model in the layout of FLUX.1-schnell's repository, beside diffusers' FluxPipeline; wrong files."""
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO
+from conftest import MICRO, ROOT, the_line
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from peer_net import diffusers_twin, random_net
 from peer_vae import diffusers_net, lively_net, to_diffusers
@@ -18,7 +19,9 @@ from small_encoders import SMALL, save_clip, save_t5
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from flux_ref import config_file, latents, rng
+from flux_ref.prepare import commands as prepare
 from flux_ref.sampling import euler, grid, vae
+from flux_ref.weights import commands as weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 MODEL = config_file.load(MICRO).model
@@ -135,3 +138,42 @@ def test_missing_swapped_and_foreign_encoders_are_refused_with_the_file_to_fetch
     wrong = {text for (_, words), text in zip(cases, replies.values()) if not all(word in text for word in words)}
     assert not wrong
     assert not list(Path().iterdir())  # no picture
+
+
+PAGE = (ROOT / "docs" / "own_pictures.md").read_text()
+SMALLER = {  # in the page's program, for the small model on a CPU
+    '"cuda"': '"cpu"',
+    "bfloat16": "float32",
+    "height=256, width=256": f"height={8 * MODEL.latent_height}, width={8 * MODEL.latent_width}",
+    '"max_sequence_length": 256': f'"max_sequence_length": {MODEL.text_tokens}',
+    "num_inference_steps=20": "num_inference_steps=2",
+}
+
+
+@pytest.mark.slow
+def test_the_page_on_own_pictures_leads_from_a_folder_to_a_drawing_by_diffusers(public, tmp_path, monkeypatch, capsys):
+    """Its commands, with small encoders. A folder that lacks an encoder is refused with what to fetch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+    Path("FLUX.1-schnell").symlink_to(public)
+    Path("pictures").mkdir()
+    rows = [{"file_name": f"{i}.png", "text": "a red cat"} for i in range(40)]
+    for i, row in enumerate(rows):
+        Image.new("RGB", (64, 64), (6 * i, 100, 0)).save(Path("pictures", row["file_name"]))
+    Path("pictures/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    share = ["images", "--input", "pictures", "--output", "data/own", "--val-share", "0.3", f"--config={MICRO}"]
+    for model, words in ((["--model", "gone"], "gone does not exist;"), (["--model", "pictures"], "no ae.safetensors")):
+        assert prepare.main([*share, *model]) == 2
+        line = the_line(capsys.readouterr().err, "prepare")
+        assert words in line and "hf download black-forest-labs/FLUX.1-schnell ae.safetensors" in line
+    assert prepare.main(share) == 0
+    assert "--val-share" in PAGE and "--format=diffusers" in PAGE
+    export = ["export", "FLUX.1-schnell", "own_transformer", "--format=diffusers", f"--config={MICRO}"]
+    assert weights.main(export) == 0
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    for theirs, ours in SMALLER.items():
+        assert theirs in program
+        program = program.replace(theirs, ours)
+    exec(program, {})
+    with Image.open("cat.png") as picture:
+        assert picture.size == (8 * MODEL.latent_width, 8 * MODEL.latent_height)

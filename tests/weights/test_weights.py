@@ -293,6 +293,11 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
         lambda t: t.update({"x": t.pop("img_in.bias"), "img_in.weight": torch.zeros(1)}),
         "1 missing: img_in.bias; 1 unexpected: x; 1 misshaped: img_in.weight (1,), want (24, 64)",
     ),
+    (
+        write_bfl,
+        lambda t: t.update({"guidance_in.in_layer.bias": t["img_in.bias"].clone()}),
+        "guidance_in.in_layer.bias of FLUX.1-dev|use FLUX.1-schnell's",
+    ),
     (write_bfl, with_last("txt_in.weight", math.nan), "txt_in.weight holds NaN"),
     (write_bfl, with_last("txt_in.bias", -math.inf), "txt_in.bias holds NaN or infinite"),
     (write_bfl, lambda t: t.update({"img_in.bias": t["img_in.bias"].double()}), "bias is F64, want F32, BF16, F16"),
