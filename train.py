@@ -165,7 +165,7 @@ class Run:
         steps.health.restart(state.step)
         self.alive.watch.captured = bool(steps.graphs)
         feed = self.train_set.feed(state.samples)
-        report.begin(state.samples)
+        report.begin(state.samples, steps.warm_s)
         try:
             while True:
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:

@@ -31,8 +31,7 @@ def of_run(folder: Path) -> Config:
     path = folder / "config.toml"
     if not path.is_file():
         raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
-    lacks = TYPES.keys() - _read(path).keys()
-    if lacks:
+    if lacks := TYPES.keys() - _read(path).keys():
         raise Refusal(f"{path} lacks {len(lacks)} keys, such as {min(lacks)}; this version writes all into a run")
     return load(path)
 

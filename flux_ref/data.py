@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -293,10 +294,11 @@ def open_set(cfg: Config, split: str) -> shards.ShardSet:
     """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""
     folder, count = getattr(cfg.data, split), getattr(cfg.data, f"{split}_count")
     opened = shards.ShardSet(folder, shards.layout(cfg.model), split)
-    if cfg.data.kind == "embeddings" and count not in (0, len(opened)):
+    if folder and count not in (0, len(opened)):
+        made = f"{len(opened)}, or remove {Path(folder).parent} and it is made again"
         raise Refusal(
             f"{folder} holds {len(opened)} samples, data.{split}_count={count} asks for {count};"
-            " set it to 0 for any number"
+            f" set it to {made if cfg.data.kind == 'shapes' else '0 for any number'}"
         )
     return opened
 
@@ -305,9 +307,7 @@ def synthetic(model: ModelConfig, rows: int) -> Batch:
     """A batch of plausible random values on the host, for warm-up and benchmarks."""
     batch = allocate(model, rows)
     for number, tensor in enumerate(batch.values()):
-        count = tensor.numel() + tensor.numel() % 2
-        values = rng.normal(rng.words(0, rng.SYNTHETIC, count, sample=number))[: tensor.numel()]
-        tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
+        tensor.copy_(torch.from_numpy(rng.normals(0, rng.SYNTHETIC, tensor.shape, sample=number, epoch=0)))
     batch["t"].copy_(torch.linspace(0, 1, rows + 1)[:-1])
     batch["weight"].fill_(1)
     batch["timestep"].copy_(torch.arange(rows) % schedule.TIMESTEPS)

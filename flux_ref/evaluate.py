@@ -65,9 +65,8 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     for timestep, (count, total, squares) in enumerate(zip(*sums)):
         if count == 0:
             raise Fault(f"the validation set has no sample with timestep {timestep}; every one of 0 to 7 is needed")
-        mean = total / count
-        losses.append(mean)
-        variances.append(max(0.0, squares / count - mean**2) / max(1, count - 1))
+        losses.append(total / count)
+        variances.append(max(0.0, squares / count - losses[-1] ** 2) / max(1, count - 1))
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if loss != loss or loss in (float("inf"), float("-inf")):

@@ -3,6 +3,7 @@
 Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (steps.py).
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,7 @@ class State:
         return cls(net, opt, Fp8State(net, cfg.fp8, world.device))
 
     def advance(self, global_batch: int) -> None:
-        self.step += 1
-        self.samples += global_batch
+        self.step, self.samples = self.step + 1, self.samples + global_batch
 
 
 class Health:
@@ -104,30 +104,32 @@ def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> 
         sums += rows @ one_hot.double()
 
 
-def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> None:
+def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> float:
     """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
     spec: weights stay bit-identical, because at learning rate 0 AdamW's decay factor is 1 and its update is 0. Moments,
-    step counts and the FP8 history are zeroed afterwards.
+    step counts and the FP8 history are zeroed afterwards. Returns the seconds of the last step and its validation.
     """
-    device = state.opt.lr.device
     few = synthetic(cfg.model, rows=8)
     for batch in (train_batch, val_batch):
         for name, tensor in batch.items():
             for part in tensor.split(8):
                 part.copy_(few[name][: len(part)])
     state.opt.lr.zero_()
-    health = Health(device)
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=device)
+    health, seconds = Health(state.opt.lr.device), 0.0
+    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=health.flags.device)
     for phase in state.fp8.phases:
         state.fp8.begin(phase)
         for _ in range(cfg.train.synthetic_steps):
+            begin = time.perf_counter()
             train_step(state, train_batch, health, cfg)
             validation_step(state.net, val_batch, sums, cfg)
             sharding.reshard(state.net)
+            if health.flags[1:].max() != NEVER:  # sync: before the clock starts
+                raise Fault("the warm-up's loss or gradient norm is not finite; the device or a library is at fault")
+            seconds = time.perf_counter() - begin
     state.opt.reset()
     state.fp8.reset()
-    if health.flags[1:].max() != NEVER:  # sync: before the clock starts
-        raise Fault("the warm-up's loss or gradient norm is not finite; the device or its libraries are at fault")
     if cfg.parallel.compile and cfg.train.synthetic_steps:
         regions.forbid_recompilation()
+    return seconds

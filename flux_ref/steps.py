@@ -58,7 +58,7 @@ class Steps:
         rows = cfg.train.global_batch // world.size if state.opt else 0
         self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
-        self.health = Health(world.device)
+        self.health, self.warm_s = Health(world.device), 0.0  # warm_s: the time of a step and a validation batch
         self.loss, self.grad_norm = torch.zeros(2, device=world.device).unbind()
         self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
 
@@ -103,7 +103,7 @@ class Steps:
 
     def warm_up(self) -> None:
         """step.warm_up on these buffers and on the stream of the later steps. Raises: Fault."""
-        warm_up(self.state, self.train_batch, self.val_batch, self.cfg)
+        self.warm_s = warm_up(self.state, self.train_batch, self.val_batch, self.cfg)
 
     def capture(self) -> None:
         """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.

@@ -22,6 +22,7 @@ from flux_ref.formats.files import append, write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
+from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
@@ -68,6 +69,7 @@ class Reporter:
     @ranks.agreed()
     def introduce(self, train_count: int, val_count: int) -> None:
         """Print what runs, and write environment.json. train_count, val_count: samples. Collective. Raises: Refusal."""
+        self.val_count = val_count
         if not self.speaks:
             return
         from flux_ref.benchmark import closed  # no other rank needs it
@@ -80,6 +82,8 @@ class Reporter:
         facts = environment(world)
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
+        left = ", eval.jsonl" * bool(cfg.data.val) + ", samples/" * bool(cfg.sample.count)
+        left += f", checkpoints/ ({BYTES_PER_PARAMETER * 1e-6 * parameters:,.0f} MB each)" * cfg.checkpoint.save
         self.say(
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
@@ -90,7 +94,7 @@ class Reporter:
             f" x {parts} micro-batch{'es' * (parts > 1)}\n"
             f"  weights {weights}\n"
             f"  data    {train_count:,} samples in {cfg.data.train}, {validation}\n"
-            f"  run     {self.folder}"
+            f"  run     {self.folder}: loss.png, metrics.jsonl, result_0.txt{left}"
         )
         complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
         for line in (*closed.told(cfg, train_count, val_count), *complaints):
@@ -115,10 +119,15 @@ class Reporter:
         self.log.disqualify(f"resumed from step {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
-    def begin(self, samples: int) -> None:
-        """Show the progress bar and start counting time."""
+    def begin(self, samples: int, warm_s: float) -> None:
+        """Tell how long the rest takes, show the progress bar and start counting time. warm_s: Steps.warm_s."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
+        if warm_s and self.speaks:
+            from flux_ref.run.forecast import forecast  # no other rank tells
+
+            captured = steps.mode(self.cfg, self.world.device) == steps.CAPTURED
+            self.say(f"  time    {forecast(self.cfg, self.world.size, samples, self.val_count, warm_s, captured)}")
         if self.board:
             self.say(f"  charts  {self.board.begin(samples)}")
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)

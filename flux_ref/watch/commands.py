@@ -28,6 +28,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
 from flux_ref.run import loss_chart
 from flux_ref.run.attempt import attempt
+from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
@@ -131,14 +132,6 @@ def broken_off(log: Path) -> str:
         return f"ended: {json.loads(stop[1])}"[:40] if stop else ""
     except ValueError:
         raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: 58 s, 12 min, 3 h 05 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def paint(text: str, colour: str) -> str:

@@ -2,7 +2,7 @@
 
 planted_curves.csv holds the validation losses of eight runs of 4,500 samples: sound runs of seeds 1 to 4 for the band,
 and a sound run and three with a defect, all of seed 21. The defects: latents.SCALE = 1.0, four times optim.lr, and
-optim.warmup_steps=0.
+optim.warmup_steps=0. These runs have the RECIPE that tiny.toml had when they were recorded.
 """
 
 import csv
@@ -18,6 +18,7 @@ from flux_ref.formats.jsonl import records
 from flux_ref.report import band
 
 FOR_BAND = (1, 2, 3, 4)
+RECIPE = ("--model.double_blocks=2", "--model.single_blocks=4", "--optim.lr=2e-3", "--optim.warmup_steps=50")
 
 
 def recorded() -> tuple[Band, dict[str, list[tuple[int, float]]]]:
@@ -49,7 +50,7 @@ def test_a_defect_planted_in_a_live_run_leaves_the_band(tmp_path, monkeypatch):
     monkeypatch.setattr(latents, "SCALE", 1.0)
     overrides = ["--train.seed=21", "--train.max_samples=1500", "--eval.every_samples=1500", "--sample.count=0"]
     overrides += ["--eval.permuted_captions=false", "--checkpoint.save=false", f"--run.dir={tmp_path / 'run'}"]
-    assert called("train.py", ROOT / "configs/tiny.toml", *overrides, *data_overrides(tmp_path / "data")) == 0
+    assert called("train.py", ROOT / "configs/tiny.toml", *RECIPE, *overrides, *data_overrides(tmp_path / "data")) == 0
     evaluations = records(tmp_path / "run" / "eval.jsonl", figures=("val_loss",))
     curve = [(record["samples"], record["val_loss"]) for record in evaluations]
     sound, curves = recorded()

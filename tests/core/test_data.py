@@ -243,9 +243,13 @@ def test_permuted_captions_are_a_permutation_and_the_rest_stays(cfg):
 
 def test_a_wrong_number_of_samples_is_refused_before_any_is_read(cfg):
     text = refusal(TrainSet, config_file.replace(cfg, data__train_count=51), 0, 1, False)
-    assert "holds 50 samples, data.train_count=51 asks for 51" in text
+    assert "holds 50 samples, data.train_count=51 asks for 51; set it to 0 for any number" in text
     text = refusal(ValSet, config_file.replace(cfg, data__val_count=44), 0, 1, False)
     assert "holds 45 samples, data.val_count=44 asks for 44" in text
+    text = refusal(
+        TrainSet, config_file.replace(cfg, data__kind="shapes", data__train_count=51, data__val_count=45), 0, 1, False
+    )
+    assert f"asks for 51; set it to 50, or remove {Path(cfg.data.train).parent} and it is made again" in text
 
 
 # Damaged samples

@@ -259,7 +259,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
     cfg = config_file.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
     reporter = Reporter(cfg, world, BenchmarkLog(folder / "result_0.txt" if world.rank == 0 else None))
-    reporter.begin(0)
+    reporter.begin(0, warm_s=0.0)
     net = lively_net(cfg, world)
     state = State.of(net, cfg, world)
     train_set, _ = open_sets(cfg, world)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 
 from conftest import ROOT
@@ -18,9 +19,9 @@ WITHOUT_TORCH = {
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
     *("benchmark.closed", "benchmark.header", "benchmark.reference_points", "benchmark.reference_samples"),
-    *("run.attempt", "run.json_option", "run.launcher", "run.loss_chart", "run.progress", "run.tensorboard"),
-    *("toy.make", "toy.shapes"),
     "benchmark.public_systems",
+    *("run.attempt", "run.forecast", "run.json_option", "run.launcher", "run.loss_chart", "run.progress"),
+    *("run.tensorboard", "toy.make", "toy.shapes"),
     *("prepare.commands", "prepare.jobs", "formats.manifest", "prepare.mlcommons", "prepare.options", "prepare.pool"),
     *("prepare.metadata", "prepare.shapes", "prepare.verify"),
     *("preflight.verdict", "watch.commands"),
@@ -131,10 +132,18 @@ def cycle(imports: dict[str, set[str]]) -> set[str]:
 def test_imports_keep_to_the_rule_of_the_house():
     """Core and training folders import no command, commands not each other, the core nothing of a run; no circle."""
     assert {room(module) for module in FILES} == {"", *TRAINING, *COMMANDS}
-    assert all(path.read_text() == "" for path in (ROOT / "flux_ref").rglob("__init__.py"))
+    assert all(path.read_text() == "" for path in (ROOT / "flux_ref").glob("*/__init__.py"))
     imports = {module: own_imports(tree) for module, tree in TREES.items()}
     assert [(module, other) for module in imports for other in imports[module] if forbidden(module, other)] == []
     assert not cycle(imports)
+
+
+def test_idle_threads_do_not_spin():
+    """flux_ref/__init__.py says so to OpenMP, which asks when torch is loaded: so train.py imports flux_ref first."""
+    assert 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")' in (ROOT / "flux_ref/__init__.py").read_text()
+    for name, tree in SCRIPTS.items():
+        outside = [name for name in imported(tree, top=True) if name.split(".")[0] not in sys.stdlib_module_names]
+        assert outside[0].startswith("flux_ref."), name
 
 
 def test_what_a_port_takes_as_it_is_needs_no_torch():

@@ -1,12 +1,14 @@
 """Whole runs inside this process, and what they leave in their folder."""
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MICRO, called, data_overrides, micro_run, require_identical, script, trained
+from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_identical, script, trained
 from PIL import Image
 from run_files import column, event, events, lines, require_equal_runs
 
@@ -14,6 +16,7 @@ from flux_ref import config, config_file, schedule
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import partial_of
 from flux_ref.model import parameter_table
+from flux_ref.run.forecast import forecast
 from flux_ref.sampling import euler
 from flux_ref.toy import make, shapes
 from flux_ref.watch import commands as watch
@@ -58,6 +61,7 @@ def test_a_seed_makes_a_run_and_evaluations_and_warm_up_steps_do_not_change_it(r
     rarely = run("rarely", "--eval.every_samples=600", "--train.synthetic_steps=0")
     assert column(again, "samples", "eval.jsonl") == [0, 12, 24, 36, 48, 60]
     assert column(rarely, "samples", "eval.jsonl") == [60]
+    assert "  time  " not in (rarely / "result_0.txt").read_text()
     for same in (again, rarely):
         assert column(same, "loss") == column(plain, "loss")
         assert column(same, "val_loss", "eval.jsonl")[-1] == column(plain, "val_loss", "eval.jsonl")[-1]
@@ -67,6 +71,35 @@ def test_a_seed_makes_a_run_and_evaluations_and_warm_up_steps_do_not_change_it(r
 
 
 # What a run leaves
+
+
+def test_the_header_tells_how_long_the_run_takes_and_what_it_leaves(plain, micro):
+    """A step on 6 rows of a rank and a validation batch of 8 took 26 s: 18 s and 8 s, if a step is three forwards."""
+    header = (plain / "result_0.txt").read_text()
+    assert re.search(r"^  time    about \d+ s: 5 steps of 0\.\d\d s and 2 evaluations of \d\.\d s, as", header, re.M)
+    named = re.search(r"^  run +(\S+): (.*)", header, re.M)
+    assert Path(named[1]) == plain
+    kept = {re.match("[^ /]+", name)[0] for name in named[2].split(", ")}
+    assert kept == {*FILES} - {"config.toml", "environment.json", "outcome.json"}
+    assert (
+        f"checkpoints/ ({12 * sum(map(math.prod, parameter_table(micro.model).values())) / 1e6:,.0f} MB each)" in header
+    )
+
+    def told(captured: bool = False, **values: object) -> str:
+        return forecast(config_file.replace(micro, **values), 2, 12, 45, 26.0, captured)
+
+    told_plainly = "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s, as measured in the warm-up"
+    assert told() == told_plainly
+    assert told(True) == told(eval__target=0.1) == f"at most {told_plainly}"
+    assert "4 steps of 18.00 s and 5 evaluations of" in told(eval__every_samples=12, train__max_samples=50)
+    assert "and 3 evaluations of" in told(eval__permuted_captions=True)
+
+
+def test_the_tiny_model_keeps_a_checkpoint_for_every_evaluation():
+    """So that `eval.py runs/tiny --all` shows the whole curve."""
+    tiny = config_file.load(ROOT / "configs/tiny.toml")
+    assert tiny.checkpoint.every_samples == tiny.eval.every_samples
+    assert tiny.checkpoint.keep >= tiny.train.max_samples / tiny.eval.every_samples
 
 
 def test_the_folder_holds_everything_and_nothing_unfinished(plain, shapes_dir, micro):
