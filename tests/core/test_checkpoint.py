@@ -396,7 +396,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(disk, trains):
     code, out, line = trains(run, *often)
     assert code == 3 and re.match("checkpoint of step 5 is not saved: .*(space|free)", line), line
     assert column(run, "step") == [1, 2, 3, 4, 5]
-    said = [line for line in out.splitlines() if "checkpoint" in line]
+    said = [line for line in out.splitlines() if line.startswith("checkpoint")]
     assert "step_000000001 saved" in said[0]
     assert all("NOT saved: " in line and "older ones are untouched" in line for line in said[1:])
     assert len(said) == 6  # steps 2 to 5, and step 5 again at the end

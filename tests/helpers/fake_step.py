@@ -243,7 +243,7 @@ def watched(gpus: int, cfg: Config) -> dict:
             found = {"before the loop": WATCH.told(), "captures": steps.recorder.captures}
             WATCH.collectives.clear()
             alive = types.SimpleNamespace(at=nothing, watch=types.SimpleNamespace())
-            train.Run(cfg, state, steps, *sets, None, report, log, alive).train()
+            train.Run(cfg, state, steps, *sets, None, report, log, alive, None).train()
             found |= {"loop": WATCH.told(), "collectives": [*WATCH.collectives]}
     ranks.stop()
     return found

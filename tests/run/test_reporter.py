@@ -77,9 +77,8 @@ def trained(micro, tmp_path, monkeypatch):
         log = BenchmarkLog(None)
         report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log)
         try:
-            train.Run(
-                cfg, state, steps, train_set, None, saver, report, log, SimpleNamespace(at=note, watch=feed)
-            ).train()
+            alive = SimpleNamespace(at=note, watch=feed)
+            train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train()
         except (Interrupted, Fault, RuntimeError) as error:
             events.append(str(error).partition(" at")[0])
         finally:

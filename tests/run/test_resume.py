@@ -260,14 +260,15 @@ def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_pa
     records = lines(folder, "eval.jsonl")
     (folder / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in records if line["samples"] != 60))
     require_equal_runs(folder, whole)
-    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == "resumed"
+    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == "resumed from step 8"
     assert events(folder)[-1]["metadata"]["status"] == "aborted"
 
     before = contents(folder)
     for options, words in (((), "train.max_samples above 144"), (["--train.max_samples=60"], "must not be less")):
         assert called(folder, shapes_dir, *options) == 2 and words in capsys.readouterr().err
-    assert called(folder, shapes_dir, "--train.max_samples=288", f"--data.val={shapes_dir}/train") == 2
-    assert "data set of 45 val samples" in capsys.readouterr().err
+    other_set = f"--data.val={shapes_dir}/train", "--data.val_count=50"
+    assert called(folder, shapes_dir, "--train.max_samples=288", *other_set) == 2
+    assert "data.val_count=50, there 45" in capsys.readouterr().err
     assert contents(folder) == before, "outcome.json goes only when training begins"
 
 
