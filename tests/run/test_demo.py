@@ -38,7 +38,7 @@ def test_first_command_learns_to_draw(tmp_path):
     losses = column(tmp_path / "runs/tiny", "val_loss", "eval.jsonl")
     permuted = float(re.search(r"permuted among the samples: ([0-9.]+)", done.stdout).group(1))
     print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}, captions permuted {permuted:.4f}")
-    assert losses[-1] <= losses[0] / 7.8  # 8.3 where it was measured; processors round differently
+    assert losses[-1] <= losses[0] / 7.8  # 8.1 where it was measured; processors round differently
     assert permuted > 2 * losses[-1]
 
     grid = next((tmp_path / "runs/tiny/samples").glob("*.png"))
