@@ -5,20 +5,20 @@ formulas.toml holds the table and says how its rows are read. The functions belo
 
 import functools
 import hashlib
-import itertools
 import math
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 
 from flux_ref import config_file, rng
 from flux_ref.config import Config
-from flux_ref.formats.fp8_codes import FORMATS
 from flux_ref.golden import places
 from flux_ref.golden.files import CONFIG, Golden
+from flux_ref.golden.fp8_codes import FORMATS
 
 RIGHT = "right"
 TABLE = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text(encoding="utf-8"))
@@ -78,19 +78,8 @@ def cut(x: np.ndarray, bits: int) -> np.ndarray:
     return (np.array(x, np.float32, order="C").view(np.uint32) >> drop << drop).view(np.float32).astype(np.float64)
 
 
-def low(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
-    """The scores q k^T / sqrt(K), or weights v, of operands with few bits."""
-    is_scores = a.shape[-1] == b.shape[-1]
-    a, b = rounded(a, bits), rounded(b, bits)
-    return a @ b.swapaxes(-1, -2) * a.shape[-1] ** -0.5 if is_scores else a @ b
-
-
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x * sigmoid(x)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -106,7 +95,7 @@ ACTIVATIONS = {
     "GELU by erf": lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
     "GELU by its tanh formula": gelu,
     "GELU by sigmoid(1.702 x)": lambda x: x * sigmoid(1.702 * x),
-    "SiLU": silu,
+    "SiLU": lambda x: x * sigmoid(x),
     "ReLU": lambda x: np.maximum(x, 0),
     "sigmoid": sigmoid,
     "tanh": np.tanh,
@@ -122,15 +111,15 @@ def layer_norm(x: np.ndarray, eps: float = EPS) -> np.ndarray:
     return centred(x) / np.sqrt(x.var(-1, keepdims=True) + eps)
 
 
+def bf16_sum(x: np.ndarray) -> np.ndarray:
+    """Over features, rounded to bf16 after each of them: (..., 1)."""
+    return functools.reduce(lambda total, i: rounded(total + x[..., [i]], 7), range(x.shape[-1]), 0.0)
+
+
 def bf16_layer_norm(x: np.ndarray) -> np.ndarray:
     """With mean and variance summed in bf16."""
-    total = total_squares = 0.0
-    for column in np.moveaxis(x, -1, 0):
-        total = rounded(total + column, 7)
-    mean = rounded(total / x.shape[-1], 7)[..., None]
-    for column in np.moveaxis(rounded(x - mean, 7), -1, 0):
-        total_squares = rounded(total_squares + column**2, 7)
-    return rounded((x - mean) / np.sqrt(total_squares[..., None] / x.shape[-1] + EPS), 7)
+    off = rounded(x - rounded(bf16_sum(x) / x.shape[-1], 7), 7)
+    return rounded(off / np.sqrt(bf16_sum(off**2) / x.shape[-1] + EPS), 7)
 
 
 def rms_norm(x: np.ndarray, eps: float = EPS, axes: int | tuple[int, ...] = -1) -> np.ndarray:
@@ -146,12 +135,6 @@ def block_words(key: tuple[int, int], *counter: int) -> np.ndarray:
     return np.random.Philox(key=key[0] | key[1] << 64, counter=whole % 2**256).random_raw(8)
 
 
-def box_muller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(n, 2) normals of 53-bit numbers: radius of a, angle of b."""
-    radius, angle = np.sqrt(-2 * np.log((a + 1.0) * 2.0**-53)), 2 * np.pi * b * 2.0**-53
-    return np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1)
-
-
 def batch_rows(g, cfg: Config, field: str, samples, epoch: int = 0, draws=None, drop=None, empty=None) -> np.ndarray:
     """A field of some samples. draws: the numbers to draw by, the samples' own if None. drop, empty: of captions."""
     scalars, how = samples if draws is None else draws, (cfg.model.latent_shape, cfg.train.caption_drop)
@@ -165,11 +148,11 @@ def batch_rows(g, cfg: Config, field: str, samples, epoch: int = 0, draws=None, 
     return values
 
 
-def row_draw(cfg: Config, field: str, p: np.ndarray, epoch=None, sample=None) -> np.ndarray:
+def row_draw(cfg: Config, field: str, p: np.ndarray, epoch=None, sample=None, order=rng.order) -> np.ndarray:
     """A field of the rows at positions p of the run, or of the epoch and the samples given."""
     count, seed, rate = cfg.data.train_count, cfg.train.seed, cfg.train.caption_drop
     epoch = np.maximum(p // count if epoch is None else epoch, 0)
-    orders = {int(e): rng.order(seed, int(e), count) for e in np.unique(epoch)}
+    orders = {int(e): order(seed, int(e), count) for e in np.unique(epoch)}
     own = np.array([orders[int(e)][q % count] for e, q in zip(epoch.flat, p.flat)]).reshape(p.shape)
     sample = own if sample is None else sample
     if field in ("position", "epoch", "sample"):
@@ -177,19 +160,6 @@ def row_draw(cfg: Config, field: str, p: np.ndarray, epoch=None, sample=None) ->
     drawn = [rng.train_draw(seed, int(e), int(s), (2,), rate) for e, s in zip(epoch.flat, sample.flat)]
     values = [draw.t if field == "t" else draw.drop_caption for draw in drawn]
     return np.array(values, np.float32 if field == "t" else bool).reshape(p.shape)
-
-
-def inverse_samples(cfg: Config, p: np.ndarray) -> np.ndarray:
-    """The samples at positions p if each epoch had the inverse of its order."""
-    count = cfg.data.train_count
-    ranks = [np.argsort(rng.order(cfg.train.seed, int(q) // count, count))[q % count] for q in p.flat]
-    return np.array(ranks).reshape(p.shape)
-
-
-def dropped_last(p: np.ndarray, size: int, count: int) -> np.ndarray:
-    """Positions if each epoch ends with its last whole batch."""
-    whole = count // size * size
-    return p // whole * count + p % whole
 
 
 # Objective
@@ -223,19 +193,9 @@ def rope_table(model, axes=None, order=(0, 1, 2), start=0, step=1, theta=None, e
 # Blocks
 
 
-def last(cfg: Config, kind: str) -> str:
-    """The name of the last block of a kind."""
-    return f"{kind}_blocks.{getattr(cfg.model, f'{kind}_blocks') - 1}"
-
-
 def parts(g, cfg: Config, name: str) -> list[np.ndarray]:
     """The parts of a modulation, each (B, 1, D)."""
     return np.split(g(name)[:, None], g(name).shape[-1] // cfg.model.hidden, -1)
-
-
-def permutations(of) -> list[tuple]:
-    """All orders but the given one."""
-    return list(itertools.permutations(of))[1:]
 
 
 LAYOUTS = {  # of the 3 D features of qkv; how they become (q|k|v, head, dim)
@@ -282,13 +242,9 @@ def from_halves(x: np.ndarray) -> np.ndarray:
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
 
 
-def merged_as(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """(B, H, S, K) with other axes, read as (B, S, D)."""
+def merged(x: np.ndarray, axes: tuple[int, ...] = (0, 2, 1, 3)) -> np.ndarray:
+    """(B, H, S, K) with its axes in this order, read as (B, S, D)."""
     return x.transpose(axes).reshape(x.shape[0], x.shape[2], -1)
-
-
-def merged(x: np.ndarray) -> np.ndarray:
-    return merged_as(x, (0, 2, 1, 3))
 
 
 # FP8
@@ -330,4 +286,4 @@ def delayed_scales(amax, history=3, margin=1, cap=44, keeps=True, late=False, pi
     return np.array(columns).T
 
 
-WORDS = dict(globals()) | {"functools": functools, "hashlib": hashlib, "places": places, "itertools": itertools}
+WORDS = dict(globals()) | {"hashlib": hashlib, "places": places, "permutations": permutations}

@@ -14,28 +14,15 @@ class Format:
 
     def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False) -> np.ndarray:
         """Bytes of x, rounded to nearest even and clamped. zero: -0 has the byte 0x80. down: towards zero."""
-        size = np.minimum(np.abs(x), self.top)
-        above = np.clip(np.searchsorted(self.values, size), 1, len(self.values) - 1)
-        low, high = self.values[above - 1], self.values[above]
-        is_up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
-        is_up = size >= high if down else is_up | (size >= high)
-        code = np.where(is_up, above, above - 1)
+        size, middles = np.minimum(np.abs(x), self.top), (self.values[1:] + self.values[:-1]) / 2
+        below, above = (np.searchsorted(middles, size, side) for side in ("left", "right"))  # they differ in a tie
+        code = np.searchsorted(self.values, size, "right") - 1 if down else np.where(below % 2 == 0, below, above)
         zero = self.has_zero if zero is None else zero
         return (code + 128 * (np.signbit(x) & ((code > 0) | zero))).astype(np.uint8)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         known = np.concatenate((self.values, np.full(128 - len(self.values), np.nan)))
         return np.where(codes >= 128, -1.0, 1.0) * known[codes % 128]
-
-    def edges(self, scaled: np.ndarray) -> tuple:
-        """Which values are below normal; the sign's byte; NaN's byte; the right bytes."""
-        sign, nan = 128 * (scaled < 0) * self.has_zero, 0x7F if self.has_zero else 0x80
-        return np.abs(scaled) < self.normal, sign, nan, self.encode(scaled)
-
-    def beyond(self, scaled: np.ndarray, rule: int) -> np.ndarray:
-        """Which values overflow: 0 all above the largest; 1 those that are not rounded to it; 2 with the tie."""
-        tie = self.top + (self.values[-1] - self.values[-2]) / 2
-        return (np.abs(scaled) > (self.top, tie, tie)[rule]) | ((rule == 2) & (np.abs(scaled) == tie))
 
 
 FORMATS = {
