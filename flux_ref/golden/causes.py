@@ -112,10 +112,6 @@ def resemblances(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarr
         is_negated = abs(factor + 1) < 1e-3
         yield "yours is the golden value negated" if is_negated else f"yours is {_named(golden, factor)}"
         return
-    others = {"square": want**2, "root": np.sqrt(np.abs(want)), "inverse": 1 / np.where(want, want, 1)}
-    for title, other in others.items():
-        if want.any() and same(yours, other):
-            yield f"yours is the {title} of golden"
     if rms(yours - want - (yours - want).mean()) < 0.01 * rms(yours - want):
         yield f"yours is golden {(yours - want).mean():+.6g} everywhere"
     yield from _reordered(value, yours, want, same)
@@ -203,14 +199,8 @@ def _reordered(value: Value, yours: np.ndarray, want: np.ndarray, same) -> Itera
         moves = [("reversed", np.flip(want, axis))] if size > 1 else []
         shifts = (shift for shift in range(1, min(size, 64)) if 2 * shift != size)
         moves += [(f"rolled by {shift}", np.roll(want, shift, axis)) for shift in shifts]
-        if size % 2 == 0 and size:
-            halves = np.stack(np.split(want, 2, axis), axis + 1).reshape(want.shape)
-            pairs = np.moveaxis(want, axis, -1)
-            pairs = np.moveaxis(np.concatenate((pairs[..., 0::2], pairs[..., 1::2]), -1), -1, axis)
-            swapped = np.flip(want.reshape(*want.shape[:axis], size // 2, 2, *want.shape[axis + 1 :]), axis + 1)
-            moves += [("with its halves exchanged", np.roll(want, size // 2, axis))]
-            moves += [("with its halves interleaved", halves), ("with even elements before odd ones", pairs)]
-            moves += [("with neighbours exchanged", swapped.reshape(want.shape))]
+        if size % 2 == 0:
+            moves.append(("with its halves exchanged", np.roll(want, size // 2, axis)))
         for title, other in moves:
             if same(yours, other):
                 yield f"yours is golden {title} along axis {axis}"

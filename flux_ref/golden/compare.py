@@ -1,7 +1,6 @@
 """Comparing a dump with the golden values: where it differs and by how much. causes.py says why."""
 
 import difflib
-import itertools
 import textwrap
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -34,15 +33,6 @@ class Difference:
     extent: str
     lines: list[str]
     causes: list[str]
-
-
-@dataclass
-class Report:
-    """What a dump's comparison has found, as names of values."""
-
-    differ: list[str]
-    missing: list[str]
-    unknown: list[str]
 
 
 def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True) -> Difference | None:
@@ -125,8 +115,11 @@ def _distance(
 # Reporting
 
 
-def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = False) -> Report:
-    """Print how a dump compares. only: a pattern of the names to compare. shows_all: lists are not cut."""
+def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = False) -> tuple[int, int, int]:
+    """Print how a dump compares. Returns how many values differ, are missing and are unknown.
+
+    only: a pattern of the names to compare. shows_all: lists are not cut.
+    """
     asked = [value for value in golden.values if fnmatchcase(value.name, only)]
     compared = [value for value in asked if value.name in dump.entries]
     missing = [value.name for value in asked if value.name not in dump.entries and not value.given]
@@ -141,15 +134,18 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
     if differences:
         _print_first(differences[0], compared)
         print("\nall that differ, in the order of computation (--only NAME explains another one):")
-        print("".join(f"  {line}\n" for line in _extents(differences, most)), end="")
+        print("".join(f"  {other.value.name}: {other.extent}\n" for other in differences[:most]), end="")
+        if len(differences) > most:
+            print(f"  and {len(differences) - most} more; --all lists them")
     free = sorted(names - dump.entries.keys())
-    hints = [_nearest(name, free) for name in unknown[:NAMES_SHOWN]]  # slow, so not for all of a foreign file
-    unknown_texts = [_name(name) + hint for name, hint in itertools.zip_longest(unknown[:most], hints, fillvalue="")]
-    for title, texts, count in (("missing", missing, len(missing)), ("unknown", unknown_texts, len(unknown))):
-        if texts:
-            some = _some(texts, most, count)
+    texts = [outside.printable(name)[:100] for name in unknown]
+    for i, name in enumerate(unknown[:NAMES_SHOWN]):  # slow, so not for all of a foreign file
+        texts[i] += _nearest(name, free)
+    for title, listed in (("missing", missing), ("unknown", texts)):
+        if listed:
+            some = _some(listed, most)
             print(f"\n{title}:\n" + textwrap.fill(some, 118, initial_indent="  ", subsequent_indent="  "))
-    return Report([difference.value.name for difference in differences], missing, unknown)
+    return len(differences), len(missing), len(unknown)
 
 
 def _print_first(first: Difference, compared: list[Value]) -> None:
@@ -162,22 +158,11 @@ def _print_first(first: Difference, compared: list[Value]) -> None:
         print("  known causes, the likeliest first:\n" + "".join(f"    - {cause}\n" for cause in first.causes), end="")
 
 
-def _extents(differences: list[Difference], most: int) -> list[str]:
-    lines = [f"{difference.value.name}: {difference.extent}" for difference in differences[:most]]
-    return lines + ([f"and {len(differences) - most} more; --all lists them"] if len(differences) > most else [])
-
-
-def _name(name: str) -> str:
-    """A foreign name as it may go to a terminal."""
-    return outside.printable(name)[:100]
-
-
 def _nearest(name: str, names: list[str]) -> str:
     """The golden name that an unknown one may mean: one that the dump does not hold."""
     near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.8)
     return f" (do you mean {near[0]}?)" if near else ""
 
 
-def _some(texts: list[str], most: int = NAMES_SHOWN, count: int | None = None) -> str:
-    count = len(texts) if count is None else count
-    return ", ".join(texts[:most]) + (f" and {count - most} more" if count > most else "")
+def _some(texts: list[str], most: int = NAMES_SHOWN) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -94,18 +94,13 @@ def inputs_of(name: str) -> dict:
     return {"names": [parameter for parameter, _ in block.named_parameters()]}
 
 
-def initial_norms(piece: int = PIECE) -> np.ndarray:
-    """The norms of the initial tensors of FLUX.1-schnell, drawn piece by piece: (776,) fp32. Takes minutes."""
+def initial_norms() -> np.ndarray:
+    """The norms of the initial tensors of FLUX.1-schnell: (776,) fp32. Takes minutes and 0.3 GB."""
     found = []
     for name, shape in model.parameter_table(Config().model).items():
         kind, width = model.initialiser(name, shape)
-        if kind in ("zeros", "ones"):
-            found.append(prod(shape) ** 0.5 if kind == "ones" else 0.0)
-            continue
-        squares = 0.0
-        for first in range(0, prod(shape), piece):
-            part = torch.empty(min(piece, prod(shape) - first))
-            sharding._fill_random(part, first, name, kind, width, FULL_SEED)
-            squares += part.double().square().sum().item()
-        found.append(squares**0.5)
-    return np.array(found, np.float32)
+        elements = torch.full((prod(shape),), float(kind == "ones"))
+        if kind not in ("zeros", "ones"):
+            sharding._fill_random(elements, 0, name, kind, width, FULL_SEED)
+        found.append(torch.linalg.vector_norm(elements, dtype=torch.float64))
+    return torch.stack(found).float().numpy()

@@ -10,11 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-TABLE = Path(__file__).with_name("places.toml")  # {pattern: place}; the first pattern that matches a name counts
-GIVEN = re.compile(
-    r"weights\..*|data\..*|fp8\.(x|weight|bias|grad)|fp8\.(delayed|scales)\.amax|fp8\.order\.factors"
-    r"|fp8\.edge\.\w+\.x|bf16\.fed\..*|clip\.norms|full\.positions"
-)
 LONG = ("full.init.norms",)  # values that take minutes; computed with --long only
 
 
@@ -43,16 +38,11 @@ class Place:
     causes: tuple[str, ...]
 
 
-def _load(table: dict) -> dict[str, Place]:
-    kinds, shared = {name: Kind(*row) for name, row in table["kinds"].items()}, table["causes"]
-    return {
-        pattern: Place(meaning, kinds[kind], tuple(shared.get(cause, cause) for cause in causes))
-        for pattern, (kind, meaning, *causes) in table["places"].items()
-    }
-
-
-TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-PLACES = _load(TABLES)
+TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
+PLACES = {  # by pattern; the first pattern that matches a name counts
+    pattern: Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(TABLES["causes"].get(cause, cause) for cause in causes))
+    for pattern, (kind, meaning, *causes) in TABLES["places"].items()
+}
 
 
 def place(name: str) -> Place:
@@ -63,16 +53,6 @@ def place(name: str) -> Place:
     return known
 
 
-def meaning(name: str) -> str:
-    """One line about a value."""
-    return place(name).meaning
-
-
 def inputs_of(name: str) -> dict:
     """What a value is computed from, where the table says so."""
     return next((row for pattern, row in TABLES["inputs"].items() if re.fullmatch(pattern, name)), {})
-
-
-def is_given(name: str) -> bool:
-    """Whether a port takes this value from the file rather than computing it."""
-    return GIVEN.fullmatch(name) is not None

@@ -29,9 +29,9 @@ def write(folder: Path, is_long: bool) -> int:
     entries = []
     for name, (dtype, array) in recorded.items():
         place = places.place(name)
-        about = (places.meaning(name), *place.kind.tolerances(array, cfg.optim.lr), place.kind.why)
+        about = (place.meaning, *place.kind.tolerances(array, cfg.optim.lr), place.kind.why)
         sources = draws.inputs_of(name, cfg) | full_size.inputs_of(name) | places.inputs_of(name)
-        entries.append(asdict(Value(name, list(array.shape), dtype, places.is_given(name), *about, sources)))
+        entries.append(asdict(Value(name, list(array.shape), dtype, name in given, *about, sources)))
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save({name: value.array for name, value in recorded.items()}))
     head = {"sha256": checksum(folder / VALUES), "parameters": list(parameter_table(cfg.model))}

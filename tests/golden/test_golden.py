@@ -166,10 +166,9 @@ def test_every_place_is_used_and_every_value_has_one(kept):
     with pytest.raises(KeyError, match="no place"):
         places.place("no place")
     for value in kept.values:
-        assert (value.meaning, value.why) == (places.meaning(value.name), places.place(value.name).kind.why)
-        assert (value.atol, value.rtol) == places.place(value.name).kind.tolerances(
-            kept.file.read(value.name), CFG.optim.lr
-        )
+        place = places.place(value.name)
+        assert (value.meaning, value.why) == (place.meaning, place.kind.why)
+        assert (value.atol, value.rtol) == place.kind.tolerances(kept.file.read(value.name), CFG.optim.lr)
 
 
 class DoubleAdamW(torch.optim.AdamW):
