@@ -44,7 +44,8 @@ def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
 def shapes() -> str:
     """The sizes of FLUX.1-schnell at the benchmark's resolution."""
     m, rope = BENCHMARK.model, BENCHMARK.model.rope_axes
-    grid = (m.latent_height // 2, m.latent_width // 2)
+    grid, latent = (m.latent_height // 2, m.latent_width // 2), " x ".join(map(str, m.latent_shape))
+    axes, pairs = ", ".join(map(str, rope)), ", ".join(str(axis // 2) for axis in rope)
     rows = [
         ["hidden width", m.hidden, f"{m.heads} heads of {m.head_dim} features"],
         ["MLP width", m.mlp_ratio * m.hidden, f"{m.mlp_ratio} times the hidden width"],
@@ -52,23 +53,11 @@ def shapes() -> str:
         ["text", f"{m.text_tokens} x {m.t5_dim}", "tokens x features of T5; all tokens take part, padding too"],
         ["CLIP", m.clip_dim, "features of the pooled vector"],
         ["waves of t", TIME_WAVES, "half of them cosines"],
-        [
-            "latent",
-            " x ".join(map(str, m.latent_shape)),
-            "channels x rows x columns; the image has 8 times as many pixels",
-        ],
+        ["latent", latent, "channels x rows x columns; the image has 8 times as many pixels"],
         ["image tokens", m.image_tokens, f"a grid of {grid[0]} x {grid[1]} patches of 2 x 2, row by row"],
         ["features of a token", m.packed_channels, "(channel, dy, dx): 4 per channel"],
-        [
-            "RoPE axes",
-            ", ".join(map(str, rope)),
-            "features of a head that turn by 0, by the row and by the column, in this order",
-        ],
-        [
-            "pairs of RoPE",
-            ", ".join(str(axis // 2) for axis in rope),
-            f"theta {m.rope_theta}; the first pairs never turn",
-        ],
+        ["RoPE axes", axes, "features of a head that turn by 0, by the row and by the column, in this order"],
+        ["pairs of RoPE", pairs, f"theta {m.rope_theta}; the first pairs never turn"],
     ]
     return "Sizes of FLUX.1-schnell at 256 x 256 pixels.\n\n" + markdown("what | size | meaning", rows)
 
@@ -243,11 +232,9 @@ def page(wanted: Iterable[str] = TABLES) -> str:
 
 
 def main(argv: list[str]) -> int:
-    unknown = [name for name in argv if name not in TABLES]
-    if unknown or len(argv) > 1:
-        raise Refusal(
-            f"{' '.join(argv)!r} is not one table; give one of {', '.join(TABLES)}, or none for docs/tables.md"
-        )
+    if len(argv) > 1 or not TABLES.keys() >= set(argv):
+        known = ", ".join(TABLES)
+        raise Refusal(f"{' '.join(argv)!r} is not one table; give one of {known}, or none for docs/tables.md")
     intro = "# Tables\n\n`python -m flux_ref.tables` prints this page. A test keeps it so.\n\n"
     print(page(argv) if argv else intro + page(), end="")
     return 0
