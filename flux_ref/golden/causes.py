@@ -41,7 +41,8 @@ def likely(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, kn
     if grid:
         found = found or [f"computed in {grid}, or rounded to it; {value.name} is fp32"]
         return found + sorted(known, key=lambda cause: grid.split()[0] not in cause)
-    is_scattered = want.size >= 16 and abs(_correlation(yours, want)) < 0.5 and not value.name.startswith("bf16.")
+    alike = ((yours - want) * want).mean() / max(rms(yours - want) * rms(want), 1e-300)  # 1: a factor; 0: rounding
+    is_scattered = want.size >= 16 and abs(alike) < 0.5 and not value.name.startswith("bf16.")
     if not found and is_scattered and value.dtype == "fp32" and value.atol:
         found = [
             f"differences of {size:.1e} of the values' size are those of products in {name}: ask the framework for its"
@@ -51,12 +52,6 @@ def likely(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, kn
         ]
     # A small difference is a matter of precision, a larger one of order or of a missing term.
     return found + sorted(known, key=lambda cause: bool(PRECISION.search(cause)) != (size < SMALL))
-
-
-def _correlation(yours: np.ndarray, want: np.ndarray) -> float:
-    """Of the difference with golden: 1 for a factor, near 0 for rounding."""
-    off = yours - want
-    return float((off * want).mean()) / max(rms(off) * rms(want), 1e-300)
 
 
 def _computed(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> list[str]:

@@ -13,6 +13,7 @@ are missing or unknown.
 """
 
 import tempfile
+from argparse import Namespace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,39 +29,30 @@ from flux_ref.run.options import Options
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
 
-def check(
-    golden: Golden,
-    dump: Path | None,
-    is_long: bool = False,
-    complete: bool = False,
-    only: str = "*",
-    shows_all: bool = False,
-) -> int:
-    """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal.
-
-    is_long: this code also computes the values of places.LONG. complete: missing and unknown names count.
-    """
-    index = golden.folder / INDEX
-    if not any(fnmatchcase(value.name, only) for value in golden.values):
-        raise Refusal(f"--only={only!r} matches no name in {index}; give a pattern such as 'step1.*'")
-    if dump:
-        file = TensorFile(dump)
-        if not any(value.name in file.entries and fnmatchcase(value.name, only) for value in golden.values):
-            raise Refusal(f"{dump}: none of its {len(file.entries)} names is in {index}; see there")
-        differ, missing, unknown = report(golden, file, only, shows_all)
-        return 1 if differ else 3 if complete and (missing or unknown) else 0
+def check(args: Namespace) -> int:
+    """Compare a dump, or what this code computes. Returns the exit code. Raises: Refusal."""
+    golden, index = Golden(args.golden), args.golden / INDEX
+    asked = [value.name for value in golden.values if fnmatchcase(value.name, args.only)]
+    if not asked:
+        raise Refusal(f"--only={args.only!r} matches no name in {index}; give a pattern such as 'step1.*'")
+    if args.dump:
+        file = TensorFile(args.dump)
+        if not any(name in file.entries for name in asked):
+            raise Refusal(f"{args.dump}: none of its {len(file.entries)} names is in {index}; see there")
+        differ, missing, unknown = report(golden, file, args.only, args.all)
+        return 1 if differ else 3 if args.complete and (missing or unknown) else 0
     from safetensors.numpy import save  # check --from needs numpy only
 
     from flux_ref.golden import full_size, record  # bring the whole training code
 
     recorded = record.record(config_file.load(golden.folder / CONFIG), golden.given())
-    if is_long:
+    if args.long:
         recorded["full.init.norms"] = record.plain(full_size.initial_norms())
-    golden.values = [value for value in golden.values if is_long or value.name not in places.LONG]
+    golden.values = [value for value in golden.values if args.long or value.name not in places.LONG]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / VALUES
         path.write_bytes(save({name: value.array for name, value in recorded.items()}))
-        return 1 if any(report(golden, TensorFile(path), only, shows_all)) else 0
+        return 1 if any(report(golden, TensorFile(path), args.only, args.all)) else 0
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +76,7 @@ def run(argv: list[str]) -> int:
     if (args.command == "predict") != bool(args.weights and args.out):
         raise Refusal("predict needs WEIGHTS and --out FILE; check and write take neither")
     if args.command == "check":
-        return check(Golden(args.golden), args.dump, args.long, args.complete, args.only, args.all)
+        return check(args)
     if args.complete or args.all or args.only != "*":
         raise Refusal("--only, --complete and --all are for check; leave them out")
     if args.command == "predict":

@@ -42,16 +42,15 @@ def full_draws(values: dict, given: dict[str, np.ndarray]) -> None:
 
 def inputs_of(name: str, cfg: Config) -> dict:
     """What a value is computed from, for machines; places.toml tells more."""
-    seed = cfg.train.seed
+    seed, rate = cfg.train.seed, cfg.train.caption_drop
     if name.startswith("draws.order."):
         return {"seed": seed, "epoch": int(name.rpartition(".")[2]), "count": COUNT}
+    if name in ("draws.drop", "draws.t"):
+        return {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": rate}
     if name in ("full.sample", "full.drop", "full.t"):
-        return {"seed": FULL_SEED, "count": TRAIN_SAMPLES, "rate": cfg.train.caption_drop}
-    val = {"seed": seed, "evaluation": SEEN, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
-    train = {"seed": seed, "epoch": EPOCH, "sample": SAMPLE, "shape": list(cfg.model.latent_shape)}
-    scalars = {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": cfg.train.caption_drop}
-    return {
-        **{f"draws.{kind}": scalars for kind in ("drop", "t")},
-        **{f"draws.{x}": {**train, "stream": s} for x, s in (("latent_eps", 2), ("noise", 3))},
-        **{f"draws.val_{x}": {**val, "stream": s} for x, s in (("latent_eps", 4), ("noise", 5))},
-    }.get(name, {})
+        return {"seed": FULL_SEED, "count": TRAIN_SAMPLES, "rate": rate}
+    streams = {"draws.latent_eps": 2, "draws.noise": 3, "draws.val_latent_eps": 4, "draws.val_noise": 5}
+    if name not in streams:
+        return {}
+    clock = {"evaluation": SEEN} if ".val_" in name else {"epoch": EPOCH}
+    return {"seed": seed, **clock, "sample": SAMPLE, "shape": list(cfg.model.latent_shape), "stream": streams[name]}

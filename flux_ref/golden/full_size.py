@@ -64,16 +64,14 @@ def blocks(values: dict) -> None:
         streams = {name: operand(f"{kind}.{name}", 1, size, cfg.hidden) for name, size in sizes.items()}
         vec = operand(f"{kind}.vec", 1, cfg.hidden)
         inputs = tuple(streams.values())
-        results = block(inputs if kind == "double" else inputs[0], vec, table)
-        results = results if kind == "double" else (results,)
+        results = block(inputs, vec, table) if kind == "double" else (block(*inputs, vec, table),)
         _show(values, f"full.{kind}", dict(zip(streams, results)))
         weights = (operand(f"{kind}.{name}.grad", *x.shape).detach() for name, x in streams.items())
         sum((result * weight).sum() for result, weight in zip(results, weights)).backward()
         _show(values, f"full.{kind}.grad", {name: x.grad for name, x in (streams | {"vec": vec}).items()})
         grads = [p.new_zeros(()) if p.grad is None else p.grad for p in block.parameters()]
-        values[f"full.{kind}.grad.norms"] = torch.stack(
-            [grad.double().norm().float() for grad in grads]
-        )  # fp32 sums lose 0.4 %
+        norms = [grad.double().norm().float() for grad in grads]  # fp32 sums lose 0.4 %
+        values[f"full.{kind}.grad.norms"] = torch.stack(norms)
         block.to("meta")  # frees its memory and that of its gradients
 
 

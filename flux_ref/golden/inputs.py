@@ -89,11 +89,10 @@ def edges(dtype: torch.dtype) -> np.ndarray:
     codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
     grid = codes[codes.isfinite()].sort().values
     small = int((grid <= 2 * torch.finfo(dtype).smallest_normal).sum())
-    ends = [torch.cat((grid[:1], grid[1:small])), grid[-4:]]
+    ends = (grid[:small], grid[-4:])
     middles = torch.cat([(part[1:] + part[:-1]) / 2 for part in ends])
-    largest = grid[-1]
-    beyond = torch.stack((largest + (grid[-1] - grid[-2]) / 4, largest + (grid[-1] - grid[-2]) / 2, 2 * largest))
-    infinite = torch.tensor([torch.inf])
+    largest, gap, infinite = grid[-1], grid[-1] - grid[-2], torch.tensor([torch.inf])
+    beyond = torch.stack((largest + gap / 4, largest + gap / 2, 2 * largest))
     below, above = (torch.nextafter(middles, limit) for limit in (torch.zeros(1), infinite))
     positive = torch.cat((*ends, grid[1:2] / 4, middles, below, above, beyond, infinite))
     return torch.cat((positive, -positive)).numpy()

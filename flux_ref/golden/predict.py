@@ -4,6 +4,7 @@ Nobody who wrote these lines had the public weights, so no golden value exists. 
 dumps are compared. The network computes in fp32 and holds one block at a time, so 4 GB of memory are enough.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -52,20 +53,17 @@ def prediction(source: Source, cfg: model.ModelConfig) -> dict[str, np.ndarray]:
     def fill(prefix: str, module: nn.Module, *_: object) -> None:
         module.to_empty(device="cpu")
         for name, parameter in module.named_parameters():
-            full = f"{prefix}.{name}"
-            parameter.data.copy_(source.read(full, 0, len(parameter)))
+            parameter.data.copy_(source.read(f"{prefix}.{name}", 0, len(parameter)))
 
     def note(prefix: str, module: nn.Module, args: tuple, result: Tensor | tuple[Tensor, ...]) -> None:
         for part, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
             values[f"predict.{prefix}.{part}"] = tensor.flatten(1).norm(dim=1).numpy()
         module.to("meta")  # frees the memory
 
-    units = {name: module for name, module in net.named_children() if not isinstance(module, nn.ModuleList)}
-    for kind in ("double_blocks", "single_blocks"):
-        units |= {f"{kind}.{i}": block for i, block in enumerate(getattr(net, kind))}
-    for name, module in units.items():
-        module.register_forward_pre_hook(partial(fill, name))
-        module.register_forward_hook(partial(note, name))
+    for name, module in net.named_modules():
+        if re.fullmatch(r"\w+_(in|layer)|\w+_blocks\.\d+", name):
+            module.register_forward_pre_hook(partial(fill, name))
+            module.register_forward_hook(partial(note, name))
     shapes = {"img": (rows, cfg.image_tokens, cfg.packed_channels), "txt": (rows, cfg.text_tokens, cfg.t5_dim)}
     operands = [torch.from_numpy(drawn(f"predict.{name}", shape, 1.0)) for name, shape in shapes.items()]
     clip = torch.from_numpy(drawn("predict.clip", (rows, cfg.clip_dim), 2.0))
