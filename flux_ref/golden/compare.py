@@ -2,6 +2,7 @@
 
 import difflib
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,7 +42,9 @@ def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True
     in_full: also look for what the value is instead, and for causes.
     """
     dtype, shape = dump.entries[value.name]
-    want_shape, known = tuple(value.shape), _known_causes(value.name)
+    want_shape, known = tuple(value.shape), []
+    with suppress(KeyError):  # this version's table may not know the name
+        known = list(places.place(value.name).causes)
     if dtype not in ACCEPTED[value.dtype]:
         line = f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"
         return Difference(value, f"dtype {dtype}", [line], known)
@@ -57,7 +60,7 @@ def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True
         with np.errstate(invalid="ignore"):  # some NaNs complain when they are cast
             yours, want = yours.astype(np.float64), want.astype(np.float64)
         if (bad := ~np.isfinite(yours) & np.isfinite(want)).any():
-            line = f"{bad.sum()} of its {bad.size} elements are not finite, the first at {_first(bad)}"
+            line = f"{bad.sum()} of its {bad.size} elements are not finite, the first at {np.argwhere(bad)[0].tolist()}"
             return Difference(value, f"{bad.sum()} of {bad.size} not finite", [line], known)
     else:
         yours, want = (array.astype(np.int64 if want.dtype == bool else want.dtype) for array in (yours, want))
@@ -75,30 +78,18 @@ def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True
     return Difference(value, extent, lines, [in_fp32] * bool(fp32) + causes)
 
 
-def _known_causes(name: str) -> list[str]:
-    """Those of the table; none for a name that this version's table does not know."""
-    try:
-        return list(places.place(name).causes)
-    except KeyError:
-        return []
-
-
-def _first(marked: np.ndarray) -> list[int]:
-    return [int(i) for i in np.unravel_index(np.argmax(marked), marked.shape)]
-
-
 def _distance(
     golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray
 ) -> tuple[str, list[str]]:
     """How many elements differ, where and how far: in a few words, and in lines."""
     count, allowed = f"{wrong.sum()} of {wrong.size}", value.atol + value.rtol * np.abs(want)
     if value.atol == value.rtol == 0 or not allowed[wrong].all():
-        place = _first(wrong)
+        place = np.argwhere(wrong)[0].tolist()
         at, extent = tuple(place), f"{count} elements"
         lines = [f"{count} differ, first at {place}: yours {yours[at]}, golden {want[at]}; tolerance 0 ({value.why})"]
     else:
         ratio = np.where(wrong, np.abs(yours - want) / np.where(wrong, allowed, 1), 0)
-        place = _first(ratio == ratio.max())
+        place = np.argwhere(ratio == ratio.max())[0].tolist()
         at, extent = tuple(place), f"{ratio.max():.3g} x its tolerance"
         tolerance = f"{value.rtol:.1e} of each" if value.rtol else f"{value.atol:.1e}"
         lines = [

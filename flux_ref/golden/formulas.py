@@ -18,7 +18,6 @@ from flux_ref import config_file, rng
 from flux_ref.config import Config
 from flux_ref.golden import places
 from flux_ref.golden.files import CONFIG, Golden
-from flux_ref.golden.fp8_codes import FORMATS
 
 RIGHT = "right"
 TABLE = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text(encoding="utf-8"))
@@ -31,19 +30,18 @@ def formulas(golden: Golden, name: str) -> Iterator[tuple[str, np.ndarray]]:
 
     A row is left out where its inputs are not among these golden values, or have no such shapes.
     """
-    pattern = next((pattern for pattern in TABLE["formulas"] if re.fullmatch(pattern, name)), None)
-    if pattern is None:
-        return
+    matches = ((re.fullmatch(pattern, name), table) for pattern, table in TABLE["formulas"].items())
+    match, table = next(((match, table) for match, table in matches if match), (None, ""))
 
     def g(of: str) -> np.ndarray:
         array = golden.file.read(of)
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
     cfg = config_file.load(golden.folder / CONFIG)
-    scope = WORDS | {"g": g, "golden": golden, "cfg": cfg, "m": re.fullmatch(pattern, name), "seed": cfg.train.seed}
+    scope = WORDS | {"g": g, "golden": golden, "cfg": cfg, "m": match, "seed": cfg.train.seed}
     scope |= {"text": cfg.model.text_tokens, "parameters": golden.parameters}
     with np.errstate(all="ignore"):
-        for row in rows(TABLE["formulas"][pattern]):
+        for row in rows(table):
             cause, *expressions = row.split(" | ")
             try:
                 if not expressions:
@@ -225,12 +223,10 @@ def joint(g, block: str, part: str, order=("txt", "img")) -> np.ndarray:
     return np.concatenate([g(f"{block}.{stream}_attn.norm.{part}_norm") for stream in order], 2)
 
 
-def turned(x: np.ndarray, table: np.ndarray, halves: bool = False) -> np.ndarray:
-    """Rotated pairs of (B, H, S, K): neighbours, or r and r + K / 2."""
-    x = x if halves else to_halves(x)
-    (a, b), cos, sin = np.split(x, 2, -1), table[..., 0], table[..., 1]
-    result = np.concatenate((cos * a - sin * b, sin * a + cos * b), -1)
-    return result if halves else from_halves(result)
+def turned(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """(B, H, S, K) with each pair of neighbours rotated."""
+    a, b, cos, sin = x[..., 0::2], x[..., 1::2], table[..., 0], table[..., 1]
+    return from_halves(np.concatenate((cos * a - sin * b, sin * a + cos * b), -1))
 
 
 def to_halves(x: np.ndarray) -> np.ndarray:
@@ -249,6 +245,38 @@ def merged(x: np.ndarray, axes: tuple[int, ...] = (0, 2, 1, 3)) -> np.ndarray:
 
 # FP8
 
+
+class Format:
+    """An FP8 format: a sign, 7 - `mantissa` bits of exponent, `mantissa` bits of fraction. has_zero: 0x80 is -0.
+
+    Source: arXiv 2209.05433; arXiv 2206.02915 for the fnuz formats.
+    """
+
+    def __init__(self, mantissa: int, bias: int, top: float, has_zero: bool):
+        code = np.arange(128)
+        exponent, fraction = code >> mantissa, (code & 2**mantissa - 1) / 2**mantissa
+        values = np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias))
+        self.values, self.top, self.normal, self.has_zero = values[values <= top], top, 2.0 ** (1 - bias), has_zero
+
+    def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False) -> np.ndarray:
+        """Bytes of x, rounded to nearest even and clamped. zero: -0 has the byte 0x80. down: towards zero."""
+        size, middles = np.minimum(np.abs(x), self.top), (self.values[1:] + self.values[:-1]) / 2
+        below, above = (np.searchsorted(middles, size, side) for side in ("left", "right"))  # they differ in a tie
+        code = np.searchsorted(self.values, size, "right") - 1 if down else np.where(below % 2 == 0, below, above)
+        zero = self.has_zero if zero is None else zero
+        return (code + 128 * (np.signbit(x) & ((code > 0) | zero))).astype(np.uint8)
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        known = np.concatenate((self.values, np.full(128 - len(self.values), np.nan)))
+        return np.where(codes >= 128, -1.0, 1.0) * known[codes % 128]
+
+
+FORMATS = {
+    "e4m3": Format(3, 7, 448.0, True),
+    "e5m2": Format(2, 15, 57344.0, True),
+    "e4m3fnuz": Format(3, 8, 240.0, False),
+    "e5m2fnuz": Format(2, 16, 57344.0, False),
+}
 
 PRODUCTS = {  # operands, product
     "y": ("x", "weight", lambda x, w: x @ w.T),
