@@ -158,7 +158,7 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 
     One process plays both ranks, one after the other. Each has its own batch, its own accumulation and its own
     gradients, by the product's own code. The mean over the ranks, which FSDP2 takes, is taken here.
-    tests/golden/test_two_ranks.py compares two real ranks with these values.
+    tests/golden/test_golden.py compares two real ranks with these values.
     """
     cfg = config_file.replace(cfg, **PARTS)
     init_of_rank(values, cfg, world)
