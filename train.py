@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
         run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
         run.save(finish=True)
+        alive.let_go()
         if cfg.eval.permuted_captions:
             report.say(f"with captions permuted among the samples: {run.evaluate(permute_captions=True).loss:.4f}")
         own_steps.close(agreed=True)  # the pictures need the memory of the graphs
@@ -168,6 +169,8 @@ class Run:
         report.begin(state.samples, steps.warm_s)
         try:
             while True:
+                if schedule.due(state.samples, cfg.sample.every_samples, batch):
+                    self.gallery.paint(state, self.alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:
                     return True
                 if state.samples >= most:
@@ -178,8 +181,6 @@ class Run:
                 is_last = state.samples >= most  # which is logged, and so settled, whether or not an evaluation follows
                 if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
                     report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
-                if schedule.due(state.samples, cfg.sample.every_samples, batch):
-                    self.gallery.paint(state, self.alive.at)  # before the checkpoint: a resumed run has all sheets
                 if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
                     report.require_healthy(steps.health)
                     self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it

@@ -1,5 +1,6 @@
 """What a run does between two units of work: it shows progress to the hang watch and acts on signals."""
 
+import contextlib
 import os
 import signal
 import time
@@ -40,9 +41,11 @@ class Alive:
         if self.signal != signal.SIGINT:
             self.signal, self.since = number, time.monotonic()
             if number == signal.SIGINT and self.speaks:
-                os.write(2, NOTICE)  # print() might interrupt itself
-        elif number != signal.SIGUSR1 and time.monotonic() - self.since > ONE_PRESS_S:
-            os._exit(128 + signal.SIGINT)  # torchrun makes SIGTERM of a second Ctrl-C
+                with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
+                    os.write(2, NOTICE)  # print() might interrupt itself
+        elif number == signal.SIGTERM or ("TORCHELASTIC_RUN_ID" not in os.environ and number == signal.SIGINT):
+            if time.monotonic() - self.since > ONE_PRESS_S:
+                os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
 
     def at(self, place: str) -> None:
         """Note the place of this rank after each step and each validation batch. Collective.
@@ -60,6 +63,11 @@ class Alive:
             signal.signal(signal.SIGINT, self._take)
         largest = torch.tensor([self.signal])
         self.sent = largest, dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def let_go(self) -> None:
+        """All is saved, so Ctrl-C may end this rank at once from now on."""
+        if signal.getsignal(signal.SIGINT) == self._take:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def close(self) -> None:
         self.watch.close()

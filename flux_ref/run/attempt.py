@@ -4,7 +4,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
 from flux_ref.errors import Fault, Interrupted, Refusal, Stop
 from flux_ref.formats.outside import one_line
@@ -25,6 +27,40 @@ def attempt(name: str, task: Callable[[], int]) -> int:
         complain(name, error)
         _give_stdout_up()
         return Fault.exit_code if error.errno in BROKEN_DISK and error.filename else Refusal.exit_code
+
+
+class Terminal:
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._patiently(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._patiently(self.stream.flush)
+
+    def _patiently(self, do: Callable[..., object], *args: str) -> None:
+        try:
+            do(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+@contextmanager
+def lasting_terminal() -> Iterator[None]:
+    """In this block the end of who reads stdout or stderr ends nothing."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Terminal, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def make_terminal_patient() -> None:

@@ -15,7 +15,7 @@ from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
 from flux_ref.run.alive import SIGNALS, received
-from flux_ref.run.attempt import complain, make_terminal_patient
+from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
 
 LINGER_S = 5.0
 
@@ -34,7 +34,8 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
         from flux_ref.run import launcher
 
         threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
-    code = _attempt(name, task, argv)
+    with lasting_terminal():
+        code = _attempt(name, task, argv)
     # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.
     if code == 0 or ranks.is_single():
         ranks.stop()

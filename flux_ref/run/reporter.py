@@ -112,7 +112,6 @@ class Reporter:
                 evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
                 rewrite(self.folder / "metrics.jsonl", trained)
                 rewrite(self.folder / "eval.jsonl", evaluated)
-                (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
@@ -123,6 +122,8 @@ class Reporter:
         """Tell how long the rest takes, show the progress bar and start counting time. warm_s: Steps.warm_s."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
+        if self.speaks:
+            (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
         if warm_s and self.speaks:
             from flux_ref.run.forecast import forecast  # no other rank tells
 

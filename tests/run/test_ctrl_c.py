@@ -1,8 +1,10 @@
 """Ctrl-C in a terminal: the first saves, the second ends the run at once."""
 
+import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import micro_run
@@ -10,6 +12,32 @@ from killing import LONG, Job
 from run_files import count, lines, newest, saved_steps
 
 from flux_ref.run import alive
+from flux_ref.run.attempt import Terminal
+
+
+def test_a_terminal_that_goes_away_ends_nothing():
+    """As in `train.py 2>&1 | tee log`, where Ctrl-C ends tee first."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        terminal = Terminal(stream)
+        print("lost", file=terminal, flush=True)
+        print("lost, too", file=terminal, flush=True)
+        assert terminal.fileno() == writer
+
+
+def test_what_torchrun_passes_on_is_no_second_ctrl_c(monkeypatch):
+    """Its copy may be taken late, after a long call into C. Its word for the second Ctrl-C is SIGTERM."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for launcher, number in ((None, signal.SIGINT), ("id", signal.SIGTERM), ("id", signal.SIGINT)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher) if launcher else monkeypatch.delenv(
+            "TORCHELASTIC_RUN_ID", raising=False
+        )
+        taken = SimpleNamespace(signal=signal.SIGINT, since=time.monotonic() - 2 * alive.ONE_PRESS_S)
+        alive.Alive._take(taken, number, None)
+        ended.append((launcher, number))
+    assert ended == [130, (None, signal.SIGINT), 130, ("id", signal.SIGTERM), ("id", signal.SIGINT)]
 
 
 @pytest.mark.slow

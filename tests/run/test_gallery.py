@@ -89,7 +89,7 @@ def test_a_signal_in_a_drawing_saves_as_in_training(runs, shapes_dir, tmp_path, 
     assert [path.name for path in checkpoint_files.found(tmp_path / "run")] == ["step_000000002"]
     assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", *PICTURES)) == 0
     require_same(runs[0], tmp_path / "run")
-    assert columns(tmp_path / "run" / "samples" / "strip.png") == 2
+    assert columns(tmp_path / "run" / "samples" / "strip.png") == 3
 
 
 @pytest.mark.slow

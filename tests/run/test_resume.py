@@ -270,6 +270,8 @@ def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_pa
     assert called(folder, shapes_dir, "--train.max_samples=288", *other_set) == 2
     assert "data.val_count=50, there 45" in capsys.readouterr().err
     assert contents(folder) == before, "outcome.json goes only when training begins"
+    assert called(folder, shapes_dir, "--train.max_samples=288", "--data.empty=nowhere") == 2
+    assert (folder / "outcome.json").exists(), "this is found only when the data are opened"
 
 
 # Damaged samples that were passed over
