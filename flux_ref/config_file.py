@@ -92,7 +92,9 @@ def _first(section: str) -> str:
 
 def _check_key(key: str) -> None:
     if key not in TYPES and key not in SECTIONS:
-        raise toml_file.unknown("key", key, TYPES, f"sections are {', '.join(SECTIONS)}")
+        section = key.split(".")[0]
+        keys = [name for name in TYPES if name.startswith(f"{section}.")] or SECTIONS
+        raise toml_file.unknown("key", key, TYPES, f"there are {', '.join(keys)}")
 
 
 def _build(name: str, values: dict[str, object]) -> Config:

@@ -21,7 +21,7 @@ class Validation:
     """The result of one evaluation."""
 
     loss: float  # mean of the eight per-timestep means
-    stderr: float  # standard error of `loss`, over samples and noise
+    stderr: float  # standard error of `loss`, over samples and noise; NaN if a timestep has one sample
     losses: list[float]  # per timestep, the mean over its samples
     stderrs: list[float]  # per timestep, the standard error of the mean
     count: int  # samples
@@ -66,7 +66,8 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
         if count == 0:
             raise Fault(f"the validation set has no sample with timestep {timestep}; every one of 0 to 7 is needed")
         losses.append(total / count)
-        variances.append(max(0.0, squares / count - losses[-1] ** 2) / max(1, count - 1))
+        spread = max(0.0, squares / count - losses[-1] ** 2)
+        variances.append(spread / (count - 1) if count > 1 else float("nan"))  # one sample tells no error
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
     if loss != loss or loss in (float("inf"), float("-inf")):

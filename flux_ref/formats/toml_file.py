@@ -56,6 +56,6 @@ def typed(key: str, value: object, kind: type) -> object:
 
 def unknown(what: str, name: str, known: Collection[str], otherwise: str) -> Refusal:
     """The refusal of an unknown name, with the nearest known one. otherwise: the hint if no known name is near."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     near = near or [full for full in known if full.endswith("." + name.split(".")[-1])]
     return Refusal(f"unknown {what} {name}; {f'did you mean {near[0]}?' if near else otherwise}")

@@ -272,12 +272,17 @@ def blame(ranks: list[list[float]], global_batch: int) -> str | None:
     return None
 
 
+def json_number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if value == value else None
+
+
 def validation_record(result: Validation) -> dict[str, object]:
     """An evaluation as a record of eval.jsonl."""
     return {
         "val_loss": result.loss,
         "val_loss_per_timestep": result.losses,
         "count": result.count,
-        "stderr": result.stderr,
-        "stderr_per_timestep": result.stderrs,
+        "stderr": json_number(result.stderr),
+        "stderr_per_timestep": [*map(json_number, result.stderrs)],
     }

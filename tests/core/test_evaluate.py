@@ -1,5 +1,7 @@
 """The validation loss is the mean of eight per-timestep means over every sample, however it is computed."""
 
+import math
+
 import numpy as np
 import pytest
 import rank_runs
@@ -11,6 +13,7 @@ from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.formats import shards
 from flux_ref.ranks import World
+from flux_ref.run import reporter
 from flux_ref.step import State, validation_step
 from flux_ref.steps import Steps
 
@@ -117,7 +120,9 @@ def test_rows_of_weight_0_add_nothing(alone, micro):
 
 def test_a_single_sample_per_timestep_has_no_error_and_what_has_no_mean_is_a_fault():
     found = summarise([[1.0] * 8, [3.0] * 8, [9.0] * 8], 36)
-    assert (found.loss, found.stderr, found.count) == (3.0, 0.0, 8)
+    assert (found.loss, found.count) == (3.0, 8) and math.isnan(found.stderr) and all(map(math.isnan, found.stderrs))
+    record = reporter.validation_record(found)
+    assert record["stderr"] is None and record["stderr_per_timestep"] == [None] * 8, "JSON has no NaN"
     for sums, words in (
         ([[2.0] * 6 + [0.0, 2.0]] * 3, "no sample with timestep 6"),
         ([[2.0] * 8, [1.0] * 7 + [float("nan")], [1.0] * 8], "not finite after 36 training samples"),
