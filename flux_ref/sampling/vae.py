@@ -218,13 +218,11 @@ def find(path: Path) -> Path:
 
     Raises: Refusal for a path without such a file.
     """
-    if path.exists() and not path.is_dir():
-        return path
-    files = [path / name for name in ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")]
-    if found := next((file for file in files if file.is_file()), None):
-        return found
-    lacks = f"has no ae.safetensors and no {DIFFUSERS_FILE}" if path.exists() else "does not exist"
-    raise Refusal(f"autoencoder {path} {lacks}; {FETCH}")
+    names = ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")
+    found = next((file for file in (path, *(path / name for name in names)) if file.is_file()), None)
+    if not found:
+        raise Refusal(f"autoencoder {path} is no file and has no ae.safetensors or {DIFFUSERS_FILE}; {FETCH}")
+    return found
 
 
 def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
@@ -238,8 +236,6 @@ def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = F
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     path = find(Path(given))
     where = f"autoencoder {path}"
-    if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"{where} is not a regular file; give ae.safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
