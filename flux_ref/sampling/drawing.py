@@ -93,16 +93,14 @@ class Drawing:
         if cfg.data.kind != "shapes" and (found := cfg.sample.vae or _nearby(("ae.safetensors", "vae"), cfg, options)):
             cfg = config_file.replace(cfg, sample__vae=str(found))
         self.artist = Artist(cfg, world)
-        is_guided = cfg.sample.guidance != 1.0
         if options.prompts:
-            captions = [*options.prompts, *([""] if is_guided else [])]
-            rows = _encode(captions, cfg, world, options, at)
-            self.empty = rows.pop() if is_guided else None
+            *rows, self.empty = _encode([*options.prompts, ""], cfg, world, options, at)
             self.texts = list(zip(options.prompts, rows))
             return
         with ranks.agreed():
             if not cfg.sample.count:
                 raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set sample.count above 0")
+            is_guided = cfg.sample.guidance != 1.0
             self.empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if is_guided else None
         self.texts = stored_captions(val_set.shards, cfg.sample.count)
 

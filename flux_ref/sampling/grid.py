@@ -17,17 +17,13 @@ STRIP_LEFT, STRIP_ROWS = 90, 12  # pixels beside the pictures of a strip; its mo
 SHEET = re.compile(r"\d{9,}\.png")  # of training, named by training samples
 
 
-def shown_size(height: int, width: int) -> tuple[int, int]:
-    """(width, height) with which a picture stands in a sheet."""
-    scale = max(1.0, HEIGHT / height)
-    return round(width * scale), round(height * scale)
-
-
 def save(pictures: list[np.ndarray], captions: list[str], path: Path, columns: int = 6) -> None:
     """Save (3, H, W) pictures in [-1, 1] as one PNG, each over its caption."""
     from PIL import Image  # not needed for training, so not at the top
 
-    size = shown_size(*pictures[0].shape[1:])
+    height, width = pictures[0].shape[1:]
+    scale = max(1.0, HEIGHT / height)
+    size = round(width * scale), round(height * scale)
     step_x, step_y, columns = size[0] + GAP, size[1] + CAPTION_HEIGHT + GAP, min(columns, len(pictures))
     rows = -(-len(pictures) // columns)
     sheet = Image.new("RGB", (GAP + columns * step_x, GAP + rows * step_y), "white")

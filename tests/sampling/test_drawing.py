@@ -85,7 +85,7 @@ def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public
     print((ours - theirs).abs().max(), theirs.std(), theirs.abs().max())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     pictures = pipeline(PROMPTS, output_type="np", **options).images
-    size = grid.shown_size(*sides)
+    size = (round(sides[1] * grid.HEIGHT / sides[0]), grid.HEIGHT)
     for number, picture in enumerate(pictures):
         left, top = grid.GAP + number * (size[0] + grid.GAP), grid.GAP
         want = Image.fromarray((picture * 255).round().astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
