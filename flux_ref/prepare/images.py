@@ -46,7 +46,6 @@ from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 
 CHECKED = "checked.json"
-LIST_BYTES = 2**30  # of CHECKED
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
@@ -150,12 +149,12 @@ def _make_set(job: Job, nets: Encoders) -> None:
         if job.world.rank == 0:
             _report(rejected, report)
         if count < least:
-            raise Refusal(f"{job.split} needs {least} or more samples and has {summary}")
+            raise Refusal(f"{job.args.output / job.split} needs {least} or more samples and has {summary}")
     _encode(job, checked, count, nets)
     with ranks.agreed():
         pass  # all shards are there
     if job.world.rank == 0:
-        print(f"{job.split}: {summary}")
+        print(f"{job.args.output / job.split}: {summary}")
 
 
 def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
@@ -215,7 +214,7 @@ def _check(job: Job) -> Checked:
 
 def _read_checked(path: Path) -> Checked:
     """The outcome of an earlier job's first pass. Raises: Refusal."""
-    content = outside.read_json(path, "list of checked pictures", LIST_BYTES)
+    content = outside.read_json(path, "list of checked pictures", outside.OWN_BYTES)
     if zlib.crc32(json.dumps(content.get("parts")).encode()) != content.get("crc32"):
         raise Refusal(f"list of checked pictures {path} is damaged; remove it to check all pictures again")
     return content["parts"]
