@@ -74,15 +74,13 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
 
 
 def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path, capsys):
-    for name, line, other in (
-        ("few", "text_tokens = 9", "text_tokens = 7"),
-        ("none", "val_count = 45", "val_count = 0"),
-    ):
+    none = 'data.kind = "shapes"\ndata.train_count = 50'
+    for name, line, other in (("few", "text_tokens = 9", "text_tokens = 7"), ("none", none, "data.train_count = 0")):
         (tmp_path / f"{name}.toml").write_text(MICRO.read_text().replace(line, other))
     before, wrong = {path: path.stat().st_mtime_ns for path in made.rglob("*")}, []
     for options, words in (
         (["--out", str(made)], "exists"),
-        (["--config", str(tmp_path / "none.toml")], "data.val_count=0 must both be at least 1"),
+        (["--config", str(tmp_path / "none.toml")], "data.train_count=0 and data.val_count=45 must both be at least 1"),
         (["--config", str(tmp_path / "few.toml")], "model.text_tokens"),
     ):
         code, said = prepare.main([*ARGS, "--out", str(tmp_path / "set"), *options]), capsys.readouterr().err
