@@ -36,6 +36,8 @@ from flux_ref.sampling import drawing
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
+MOST_PROMPTS = 256  # their encodings are in memory together
+
 
 def table(result: Validation) -> str:
     """The eight losses and their mean as text, one per line."""
@@ -57,7 +59,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
     options.path = Path(path)
-    drawing.finish(options, rest)
+    options.overrides = [*rest, *options.overrides]
+    if len(options.prompts) > MOST_PROMPTS:
+        raise Refusal(f"{len(options.prompts):,} prompts; give at most {MOST_PROMPTS} at a time")
     return options
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import files, outside
+from flux_ref.formats import files, jsonl, outside
 
 BEAT_S, LEASE_S = 5.0, 90.0  # some network disks show a new count after up to 60 seconds
 SETTLE_S = 0.3  # two processes that take over the same claim write it within this time
@@ -142,11 +142,7 @@ def _content(path: Path) -> bytes:
 
 def _parsed(content: bytes) -> dict:
     """What a claim says. {} for anything else."""
-    try:
-        found = outside.parse_json(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return jsonl.parsed(content) or {}
 
 
 def _lives(name: dict) -> bool | None:

@@ -115,9 +115,11 @@ class Shard:
                 " --blocking-factor=1, which does not pad"
             )
         if not counts:
-            from flux_ref.formats import shard_shapes  # for a message alone
-
-            shard_shapes.require(path, layout.shapes)
+            if (found := _first_shapes(path)) not in ({}, layout.shapes):
+                raise Refusal(
+                    f"shard {path} is of another config: its samples have shapes {found}, want {layout.shapes};"
+                    " give the config that it was made for (verify takes --config), or prepare the data again"
+                )
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
                 f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
@@ -280,6 +282,18 @@ def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
         return block[:100].rstrip(b"\0").decode(), int(size[1], 8)
     except ValueError:
         raise BadSample(f"{where}: no tar header where one belongs") from None
+
+
+def _first_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the first sample of a shard, whatever they are; {} if there is none."""
+    found, offset = {}, 2 * BLOCK
+    with contextlib.suppress(Exception), outside.opened(path, "shard") as file:  # numpy's parser raises a dozen kinds
+        for name in MEMBERS:
+            file.seek(offset)
+            offset += BLOCK + _round_up(_tar_entry(file.read(BLOCK), str(path))[1])
+            np.lib.format.read_magic(file)
+            found[name] = np.lib.format.read_array_header_1_0(file)[0]
+    return found if len(found) == len(MEMBERS) else {}
 
 
 def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:

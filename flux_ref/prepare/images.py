@@ -46,7 +46,6 @@ from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 
 CHECKED = "checked.json"
-LIST_BYTES = 2**30  # of CHECKED
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
@@ -65,9 +64,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Job:
-    """What this rank makes, and from what. folder: where the shards grow."""
+    """What this rank makes of a set, and from what. folder: where the shards grow."""
 
     args: argparse.Namespace
+    split: str
     model: ModelConfig
     world: World
     folder: Path
@@ -98,7 +98,7 @@ class Job:
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
-        text = f"{what} {self.args.split}, rank 0 of {self.world.size}"
+        text = f"{what} {self.split}, rank 0 of {self.world.size}"
         return progress(total=total, desc=text, unit=" images", disable=self.world.rank > 0)
 
 
@@ -110,72 +110,65 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> int:
     model, world = options.config(args.config).model, ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
-    own = {"vae": args.model} | {name: args.model / kind[-1] for name, kind in encoders.KINDS.items()}
-    args = argparse.Namespace(**vars(args) | {name: getattr(args, name) or path for name, path in own.items()})
-    jobs_of = {split: argparse.Namespace(**vars(args) | {"split": split}) for split in ("val", "train")}
-    splits = [args.split] if args.split else [*jobs_of]
+    args.vae = args.vae or args.model
+    args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
+    finals = [args.output / split for split in ([args.split] if args.split else ["val", "train"])]
     with ranks.agreed():
         if args.output.resolve().is_relative_to(Path(args.input).resolve()):
             raise Refusal(f"--output {args.output} lies in --input, which may not change; choose another")
-        source, begin = raw_images.source(args.input, args.caption_column), ([], [])
+        source, listed = raw_images.source(args.input, args.caption_column), []
         if world.rank == 0:
-            begin = [split for split in splits if not (args.output / split).exists()], source.files()
-            if not begin[0]:
-                jobs.require_new(args.output / splits[0])
-    left, listed = ranks.gather_objects(begin)[0]
+            for final in finals:
+                jobs.require_new(final)
+            listed = source.files()
+    listed = ranks.gather_objects(listed)[0]
     with ranks.agreed():
         parts = source.parts(listed)
         nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
-        for split in set(splits) - set(left):  # made by a job that was stopped in its second set
-            jobs.require_made(args.output / split, _plan(jobs_of[split], model, listed))
-    for split in left:
-        _make_set(jobs_of[split], model, world, listed, parts, nets)
+    with ExitStack() as claims, ThreadPoolExecutor(args.workers) as pool:  # claims of rank 0, for all
+        with ranks.agreed():
+            for final in finals if world.rank == 0 else ():
+                claims.enter_context(jobs.claimed(final, _plan(args, final.name, model, listed)))
+                _write_empty(final, nets.empty, shards.layout(model))
+        for final in finals:
+            own = [partial(_of_split, part, final.name, args.val_share) for part in parts] if args.val_share else parts
+            _make_set(Job(args, final.name, model, world, jobs.growing(final), own, pool), nets)
     return 0
 
 
-def _make_set(args: argparse.Namespace, model: ModelConfig, world: World, listed, parts: list[Part], nets) -> None:
-    """One split. Collective. Raises: Refusal."""
-    final = args.output / args.split
-    with ExitStack() as claim:  # of rank 0, for all
-        with ranks.agreed():
-            if world.rank == 0:
-                claim.enter_context(jobs.claimed(final, _plan(args, model, listed)))
-                _write_empty(final, nets.empty, shards.layout(model))
-        with ThreadPoolExecutor(args.workers) as pool:
-            own = [partial(_of_split, part, args) for part in parts] if args.val_share else parts
-            job = Job(args, model, world, jobs.growing(final), own, pool)
-            checked = _check(job)
-            rejected = [row for _, rows in checked for row in rows]
-            count = sum(candidates for candidates, _ in checked) - len(rejected)
-            report, reasons = args.output / f"{args.split}_rejected.tsv", Counter(why for *_, why in rejected)
-            counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
-            summary = f"{len(rejected)} rejected ({counts or 'none'}), see {report}"
-            least = TIMESTEPS if args.split == "val" else 1
-            with ranks.agreed():
-                if world.rank == 0:
-                    _report(rejected, report)
-                if count < least:
-                    remedy = "; raise --val-share" if args.val_share and least > 1 else ""
-                    raise Refusal(f"{final} needs {least} or more samples and has {count}: {summary}{remedy}")
-            _encode(job, checked, count, nets)
-        with ranks.agreed():
-            pass  # all shards are there
-    if world.rank == 0:
-        print(f"{final}: {count} samples; {summary}")
+def _make_set(job: Job, nets: Encoders) -> None:
+    """Fill the folder of a set. Collective. Raises: Refusal."""
+    checked = _check(job)
+    rejected = [row for _, rows in checked for row in rows]
+    count = sum(candidates for candidates, _ in checked) - len(rejected)
+    report, reasons = job.args.output / f"{job.split}_rejected.tsv", Counter(why for *_, why in rejected)
+    counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
+    summary = f"{count} samples; {len(rejected)} rejected ({counts or 'none'}), see {report}"
+    least = TIMESTEPS if job.split == "val" else 1
+    with ranks.agreed():
+        if job.world.rank == 0:
+            _report(rejected, report)
+        if count < least:
+            raise Refusal(f"{job.args.output / job.split} needs {least} or more samples and has {summary}")
+    _encode(job, checked, count, nets)
+    with ranks.agreed():
+        pass  # all shards are there
+    if job.world.rank == 0:
+        print(f"{job.args.output / job.split}: {summary}")
 
 
-def _of_split(part: Part, args: argparse.Namespace) -> Iterator[Candidate]:
+def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
     """The candidates of a split. A hash of the name decides, so that a larger share keeps what a smaller one chose."""
     for candidate in part():
         word = hashlib.sha256(candidate.name.encode(errors="surrogatepass")).digest()[:4]
-        if (int.from_bytes(word) < args.val_share * 2**32) == (args.split == "val"):
+        if (int.from_bytes(word) < val_share * 2**32) == (split == "val"):
             yield candidate
 
 
-def _plan(args: argparse.Namespace, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
+def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
     """What must be the same when a stopped job goes on."""
-    given = {name: getattr(args, name) for name in ("split", "per_shard", "min_side", "dtype")}
-    given |= {name: value for name in ("val_share", "caption_column") if (value := getattr(args, name))}
+    names = ("val_share", "caption_column", "per_shard", "min_side", "dtype")
+    given = {"split": split} | {name: getattr(args, name) for name in names}
     folders = {folder for net in (args.t5, args.clip) for folder in (net, encoders.tokenizer_folder(net))}
     weights = [vae.find(args.vae), *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
     stats = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
@@ -221,7 +214,7 @@ def _check(job: Job) -> Checked:
 
 def _read_checked(path: Path) -> Checked:
     """The outcome of an earlier job's first pass. Raises: Refusal."""
-    content = outside.read_json(path, "list of checked pictures", LIST_BYTES)
+    content = outside.read_json(path, "list of checked pictures", outside.OWN_BYTES)
     if zlib.crc32(json.dumps(content.get("parts")).encode()) != content.get("crc32"):
         raise Refusal(f"list of checked pictures {path} is damaged; remove it to check all pictures again")
     return content["parts"]
@@ -240,7 +233,7 @@ def _report(rejected: list[list], path: Path) -> None:
 
 def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> None:
     """Write the shards that are missing of this rank's share. count: all samples."""
-    missing = jobs.missing(job.args.output / job.args.split, count, job.args.per_shard)
+    missing = jobs.missing(job.args.output / job.split, count, job.args.per_shard)
     mine = {n: indices for n, indices in missing.items() if n % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():
@@ -263,7 +256,7 @@ def _write_shard(
     job: Job, number: int, indices: range, candidates: Iterable[Candidate], nets: Encoders, bar: tqdm
 ) -> None:
     """Encode and write a shard. Raises: Fault if the input has changed since the first pass."""
-    samples, split, index = job.loaded(candidates), job.args.split, indices.start
+    samples, index = job.loaded(candidates), indices.start
     with new_shard(shard_path(job.folder, number)) as shard:
         while batch := list(islice(samples, job.args.batch)):
             for sample in batch:
@@ -273,7 +266,7 @@ def _write_shard(
             for i, sample in enumerate(batch):
                 blobs = {name: npy_blob(members[name][i]) for name in shards.MEMBERS}
                 timestep = index % TIMESTEPS if sample.timestep is None else sample.timestep
-                shard.add(key_of(split, index), blobs, timestep if split == "val" else None, sample.caption)
+                shard.add(key_of(job.split, index), blobs, timestep if job.split == "val" else None, sample.caption)
                 index += 1
             bar.update(len(batch))
         if index < indices.stop:

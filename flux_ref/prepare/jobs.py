@@ -28,18 +28,6 @@ def require_new(final: Path) -> None:
         raise Refusal(f"{final} exists; remove it or choose another --output")
 
 
-def require_made(final: Path, plan: Plan) -> None:
-    """Raises: Refusal if a finished set was made from another plan."""
-    if (made := _read(final)) != (wanted := json.dumps(plan)):
-        raise Refusal(f"{final} was made otherwise: {_difference(made, wanted)}; choose another --output")
-
-
-def _read(folder: Path) -> str:
-    """The plan in a folder; "" if there is none."""
-    path = folder / PLAN
-    return outside.read_bytes(path, "plan", outside.OWN_BYTES).decode(errors="replace") if path.exists() else ""
-
-
 @contextmanager
 def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
@@ -52,7 +40,9 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     if own is None:
         raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
     with own:
-        plan_path, wanted, begun = folder / PLAN, json.dumps(plan), _read(folder)
+        plan_path, wanted, begun = folder / PLAN, json.dumps(plan), ""
+        if plan_path.exists():
+            begun = outside.read_bytes(plan_path, "plan", outside.OWN_BYTES).decode(errors="replace")
         if begun != wanted:
             if any(folder.glob("*.tar")):
                 raise Refusal(f"{folder} was begun otherwise: {_difference(begun, wanted)}; remove it to begin again")

@@ -15,7 +15,6 @@ from flux_ref.formats import jsonl, outside
 NAMES = JSONL, CSV = "metadata.jsonl", "metadata.csv"
 KEY, COLUMN = "file_name", "text"
 Entry = tuple[str, str, object]  # name of a sample, why it is rejected or "", its caption as it stands in the file
-Rows = list[tuple[int, dict]]  # line and columns of each row
 
 
 def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
@@ -25,26 +24,26 @@ def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
     """
     text = outside.read_text(path, "captions", outside.OWN_BYTES).removeprefix("\ufeff")  # Excel begins with one
     rows, column = (_of_jsonl(text) if path.name == JSONL else _of_csv(path, text)), column or COLUMN
-    columns = list(dict.fromkeys(name for _, row in rows for name in row))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     if absent := [name for name in (KEY, column) if name not in columns]:
         found = ", ".join(map(outside.shown, columns[:20])) or "none"
         raise Refusal(f"{path} has no column {absent[0]!r}, only {found}; add it or give --caption-column NAME")
     inside, listed = set(files), []
-    for line, row in rows:
+    for number, row in enumerate(rows, 1):
         name = os.path.normpath(given) if (given := row.get(KEY)) and isinstance(given, str) else ""
         reason = "" if name in inside else "not in the folder" if name else "unreadable row"
-        listed.append((name or f"{path.name}, line {line}", reason, row.get(column)))
+        listed.append((name or f"{path.name}, row {number}", reason, row.get(column)))
     rest = inside - {path.name, *(name for name, *_ in listed)}
     return listed + [(name, f"not in {path.name}", None) for name in files if name in rest]
 
 
-def _of_jsonl(text: str) -> Rows:
-    return [(line, jsonl.parsed(row) or {}) for line, row in enumerate(text.split("\n"), 1) if row.strip()]
+def _of_jsonl(text: str) -> list[dict]:
+    return [jsonl.parsed(row) or {} for row in text.split("\n") if row.strip()]
 
 
-def _of_csv(path: Path, text: str) -> Rows:
+def _of_csv(path: Path, text: str) -> list[dict]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # strict: an open quote would swallow rows
     try:  # a caption with a bare comma has more fields than the head; csv puts them under None
-        return [(reader.line_num, dict.fromkeys(reader.fieldnames) if None in row else row) for row in reader]
+        return [dict.fromkeys(reader.fieldnames) if None in row else row for row in reader]
     except csv.Error as error:
         raise Refusal(f"{path}, the row after line {reader.line_num}: {error}; mend this row") from None

@@ -11,7 +11,6 @@ DIR/empty_encodings becomes OUTPUT/empty_encodings.
 
 import argparse
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from flux_ref.formats import outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path
 from flux_ref.formats.shards import NPY_HEADER, Layout
 from flux_ref.prepare import jobs, options, pool
-from flux_ref.run.options import package
+from flux_ref.run.options import between, package
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 
@@ -59,9 +58,6 @@ def _paths(source: Path) -> list[Path]:
     for name in names:  # data from outside may not lead out of the folder
         if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+\.arrow", name)):
             raise Refusal(f"{state} lists {outside.shown(name)}, which is no name of an arrow file; download it again")
-    for name, count in Counter(names).most_common(1):
-        if count > 1:
-            raise Refusal(f"{state} lists {name!r} {count} times; download it again")
     return _whole_set([source / name for name in names])
 
 
@@ -162,7 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", type=Path, required=True, help="folder of state.json and data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     add("--split", choices=list(BENCHMARK), required=True)
-    add("--expect-samples", type=options.number_or_any, metavar="N|any", help="refuse another number (the benchmark's)")
+    add(
+        "--expect-samples", type=between(0, 10**9), metavar="N", help="refuse another number; 0: none (the benchmark's)"
+    )
     add("--per-shard", type=options.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
     add("--workers", type=options.number, default=2, metavar="N", help="threads (%(default)s)")
     add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")

@@ -7,11 +7,6 @@ from flux_ref.run.options import between
 number = between(1, 10**9)
 
 
-def number_or_any(text: str) -> int:
-    """A whole number above 0; 0 for "any"."""
-    return 0 if text == "any" else number(text)
-
-
 def config(path: str | None) -> Config:
     """The config of --config, or FLUX.1-schnell's. Raises: Refusal."""
     return config_file.load(path) if path else Config()

@@ -6,6 +6,7 @@ job. Only the decoders of FORMATS see a picture. No name in an archive leads out
 
 import contextlib
 import io
+import json
 import os
 import tarfile
 from collections import Counter
@@ -154,10 +155,11 @@ class Folder:
         if path.suffix.lower() not in SUFFIXES:
             raise Rejected("unsupported type")
         if self.listing:
-            described = _caption(caption), None
+            texts = {"json": json.dumps({"caption": caption})}
         else:
             beside = {kind: path.with_suffix(f".{kind}") for kind in ("txt", "json")}
-            described = _described({kind: _text(text) for kind, text in beside.items() if text.is_file()})
+            texts = {kind: _text(text) for kind, text in beside.items() if text.is_file()}
+        described = _described(texts)
         if not path.is_file():  # a pipe, for one, would never end
             raise Rejected("missing file")
         return path.open("rb"), *described
@@ -273,22 +275,13 @@ def _described(texts: dict) -> tuple[str, int | None]:
     """(caption, timestep) from the bytes of txt and json files. Raises: Rejected."""
     try:
         content = outside.parse_json(texts.get("json", b"{}"))
-        caption, timestep = texts["txt"].decode() if "txt" in texts else content.get("caption"), content.get("timestep")
-    except (ValueError, AttributeError):
-        raise Rejected("unreadable caption") from None
-    caption = _caption(caption)
-    if timestep is not None and not (type(timestep) is int and 0 <= timestep < TIMESTEPS):
-        raise Rejected(f"timestep is not 0 to {TIMESTEPS - 1}")
-    return caption, timestep
-
-
-def _caption(given: object) -> str:
-    """Raises: Rejected."""
-    try:
-        caption = (given or "").strip()
+        caption = (texts["txt"].decode() if "txt" in texts else content.get("caption") or "").strip()
         caption.encode()
-    except (ValueError, AttributeError):  # half of a surrogate pair; no text
+        timestep = content.get("timestep")
+    except (ValueError, AttributeError):  # also half of a surrogate pair, or no text
         raise Rejected("unreadable caption") from None
     if not caption:
         raise Rejected("no caption")
-    return caption
+    if timestep is not None and not (type(timestep) is int and 0 <= timestep < TIMESTEPS):
+        raise Rejected(f"timestep is not 0 to {TIMESTEPS - 1}")
+    return caption, timestep

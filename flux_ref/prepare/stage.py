@@ -111,15 +111,8 @@ class Disk:
     def __init__(self, dst: Path):
         self.dst, self.partial, self.lock = dst, dst / HIDDEN / "files", threading.Lock()
         self.whole: dict[str, str] = {}  # name: sha256
-        self.claim: claim.Claim | None = None
-        self.journal: IO | None = None
-
-    def close(self) -> None:
-        """Leave DST to other processes."""
-        if self.journal:
-            self.journal.close()
-        if self.claim:
-            self.claim.close()
+        self.opened = ExitStack()
+        self.close = self.opened.close  # leaves DST to other processes
 
     def take_stock(self, files: dict[str, File]) -> dict[str, str]:
         """The SHA-256 of each whole file. Raises: Refusal, OSError."""
@@ -145,14 +138,14 @@ class Disk:
                 f"{self.dst} on {socket.gethostname()} has {free / 1e9:,.3f} GB free, but"
                 f" {missing / 1e9:,.3f} GB are missing"
             )
-        self.journal = (self.dst / HIDDEN / "journal").open("a+", encoding="utf-8")
+        self.journal = self.opened.enter_context((self.dst / HIDDEN / "journal").open("a+", encoding="utf-8"))
         return self.whole
 
     def _open_journal(self) -> dict[File, str]:
         path, staged = self.dst / HIDDEN / "journal", {}
-        self.claim = claim.take(path.with_name("claim"))
-        if self.claim is None:
+        if (own := claim.take(path.with_name("claim"))) is None:
             raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
+        self.opened.enter_context(own)
         written = outside.read_bytes(path, "journal", outside.OWN_BYTES) if os.path.lexists(path) else b""
         for line in written.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # cut short by a kill, before the file got its name

@@ -16,14 +16,13 @@ from flux_ref.formats import outside, shards
 from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling import grid
+from flux_ref.sampling.encoders import KINDS, Encoders
 from flux_ref.sampling.euler import Artist, Text, stored_captions
 from flux_ref.sampling.vae import FETCH
 from flux_ref.step import State
 from flux_ref.toy import shapes
 
-PUBLIC = {"t5": ("text_encoder_2",), "clip": ("text_encoder",), "vae": ("ae.safetensors", "vae")}  # schnell's files
 SHORT = ("vae", "steps", "guidance", "seed")  # --NAME is --sample.NAME
-MOST_PROMPTS = 256
 
 
 class Gallery:
@@ -55,7 +54,7 @@ class Gallery:
             if pictures:
                 grid.save(pictures, names, path)
                 if cfg.every_samples:
-                    grid.strip(path.parent, names, pictures[0].shape[1:], samples)
+                    grid.strip(path.parent, pictures[0].shape[1], samples)
             seconds = time.perf_counter() - begin
             self.report.pause(seconds)
             self.report.say(f"samples {samples:>10,}  {len(names)} pictures in {seconds:.1f} s: {path}")
@@ -65,25 +64,20 @@ class Gallery:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Prompts go to options.prompts, short forms of the config's keys to options.overrides."""
     parser.add_argument("--prompt", action="append", dest="prompts", default=[], metavar="TEXT")
-    parser.add_argument("--prompts", type=_listed, dest="more_prompts", default=[], metavar="FILE")
+    parser.add_argument("--prompts", action="extend", type=_listed, default=[], metavar="FILE")
     parser.add_argument("--draw-only", action="store_true")
-    for name in ("t5", "clip", *SHORT):
+    for name in ("t5", "clip"):
         parser.add_argument(f"--{name}")
+    for name in SHORT:
+        form = f"--sample.{name}={{}}".format
+        parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
 
 
 def _listed(path: str) -> list[str]:
     """The lines of a file that hold text. Raises: Refusal."""
     return [line.strip() for line in outside.read_text(Path(path), "list of prompts").splitlines() if line.strip()]
-
-
-def finish(options: argparse.Namespace, rest: list[str]) -> None:
-    """Put all prompts into options.prompts, and the config's overrides into options.overrides. Raises: Refusal."""
-    options.prompts += options.more_prompts
-    if len(options.prompts) > MOST_PROMPTS:
-        raise Refusal(f"{len(options.prompts):,} prompts; give at most {MOST_PROMPTS} at a time")
-    given = [(name, getattr(options, name)) for name in SHORT]
-    options.overrides = [*rest, *(f"--sample.{name}={value}" for name, value in given if value is not None)]
 
 
 class Drawing:
@@ -96,19 +90,17 @@ class Drawing:
 
         Raises: Refusal for files that are missing or no such encoders.
         """
-        if cfg.data.kind != "shapes" and (found := _file("vae", cfg, options)):
+        if cfg.data.kind != "shapes" and (found := cfg.sample.vae or _nearby(("ae.safetensors", "vae"), cfg, options)):
             cfg = config_file.replace(cfg, sample__vae=str(found))
         self.artist = Artist(cfg, world)
-        is_guided = cfg.sample.guidance != 1.0
         if options.prompts:
-            captions = [*options.prompts, *([""] if is_guided else [])]
-            rows = _encode(captions, cfg, world, options, at)
-            self.empty = rows.pop() if is_guided else None
+            *rows, self.empty = _encode([*options.prompts, ""], cfg, world, options, at)
             self.texts = list(zip(options.prompts, rows))
             return
         with ranks.agreed():
             if not cfg.sample.count:
                 raise Refusal("--draw-only has nothing to draw; give --prompt=TEXT or set sample.count above 0")
+            is_guided = cfg.sample.guidance != 1.0
             self.empty = shards.read_empty(config.empty_dir(cfg), val_set.shards.layout) if is_guided else None
         self.texts = stored_captions(val_set.shards, cfg.sample.count)
 
@@ -118,13 +110,10 @@ class Drawing:
         return str(grid.save_new(pictures, [caption for caption, _ in self.texts], folder, stem)) if pictures else ""
 
 
-def _file(option: str, cfg: Config, options: argparse.Namespace) -> Path | None:
-    """The encoder of an option: as given, in a repository that is given, beside the autoencoder or with the model."""
-    given = cfg.sample.vae if option == "vae" else getattr(options, option)
-    near = [Path(path) for path in (cfg.sample.vae, options.path) if path]
-    folders = [Path(given)] if given else [folder for path in near for folder in (path, path.parent)]
-    files = (folder / name for folder in folders for name in PUBLIC[option])
-    return next((file for file in files if file.exists()), Path(given) if given else None)
+def _nearby(names: tuple[str, ...], cfg: Config, options: argparse.Namespace) -> Path | None:
+    """What has one of the names in or beside the autoencoder or the model, as in FLUX.1-schnell's repository."""
+    folders = [folder for path in (cfg.sample.vae, options.path) if path for folder in (Path(path), Path(path).parent)]
+    return next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
 
 
 def _encode(
@@ -134,34 +123,32 @@ def _encode(
 
     Collective. Raises: Refusal.
     """
-    encoded, sizes = [], shards.layout(cfg.model).shapes
+    sizes = shards.layout(cfg.model).shapes
+    rows = [{name: torch.zeros(sizes[name]) for name in ("t5", "clip")} for _ in captions]
     with ranks.agreed():
         if world.rank == 0:
             encode = _encoder(cfg, options, world.device)
-            for caption in captions:
+            for caption, row in zip(captions, rows):
                 at(f"encoding {caption!r}")
-                encoded.append(encode(caption))
-            del encode
-    zeros = {name: torch.zeros(sizes[name]) for name in ("t5", "clip")}
-    parts = encoded or [zeros] * len(captions)
-    return [{name: ranks.all_reduce(row[name].to(world.device)).cpu().numpy() for name in zeros} for row in parts]
+                row.update(encode(caption))
+    return [{name: ranks.all_reduce(part.to(world.device)).cpu().numpy() for name, part in row.items()} for row in rows]
 
 
 def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> Callable[[str], dict[str, Tensor]]:
-    """A function from a caption to its encodings in fp32, on the host. Raises: Refusal."""
+    """A function from a caption to its encodings in fp32. Raises: Refusal."""
     if cfg.data.kind == "shapes":
-        if given := next((name for name in ("t5", "clip") if getattr(options, name)), None):
-            raise Refusal(f"--{given} encodes for real models; data.kind=shapes has its own encoders")
+        if options.t5 or options.clip:
+            raise Refusal("--t5 and --clip encode for real models; data.kind=shapes has its own encoders")
         return lambda caption: toy_encodings(caption, cfg.model)
-    from flux_ref.sampling.encoders import Encoders
-
-    folders = {name: _file(name, cfg, options) for name in ("t5", "clip")}
-    for name, folder in folders.items():
-        if folder is None:
-            raise Refusal(f"--prompt needs --{name}=DIR, such as FLUX.1-schnell's {PUBLIC[name][0]}; {FETCH}")
+    folders = {}
+    for name, (*_, public) in KINDS.items():
+        found = getattr(options, name) or _nearby((public,), cfg, options)
+        if not found:
+            raise Refusal(f"--prompt needs --{name}=DIR, such as FLUX.1-schnell's {public}; {FETCH}")
+        folders[name] = Path(found)
     # fp32 as `prepare images` by default. The net then rounds encodings to parallel.dtype, where a data set has bf16.
     nets = Encoders(None, **folders, model=cfg.model, device=device, dtype=torch.float32)
-    return lambda caption: {name: values[0].cpu() for name, values in nets.text([caption]).items()}
+    return lambda caption: {name: values[0] for name, values in nets.text([caption]).items()}
 
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:

@@ -49,15 +49,9 @@ class TextEncoder:
         self.tokens, self.device = tokens, device
         for path in (folder / "config.json", words / "tokenizer_config.json"):
             if not path.is_file():
-                raise Refusal(
-                    f"--{option} {folder}: {path} is missing; give a {kind} and its tokenizer, such as"
-                    f" FLUX.1-schnell's {public}; {FETCH}"
-                )
+                raise Refusal(f"--{option} {folder}: {path} is missing; give FLUX.1-schnell's {public}; {FETCH}")
         if (found := outside.read_json(folder / "config.json", "text encoder").get("model_type")) not in types:
-            raise Refusal(
-                f"--{option} {folder} holds a model of type {outside.shown(found)}, want {types[0]}:"
-                " --t5 is FLUX.1-schnell's text_encoder_2, --clip is its text_encoder"
-            )
+            raise Refusal(f"--{option} {folder} holds a {outside.shown(found)}; give FLUX.1-schnell's {public}")
         transformers = package("transformers", "encoding captions")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

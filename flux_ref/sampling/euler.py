@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from flux_ref.sampling import vae
 from flux_ref.speed import regions
 from flux_ref.toy import shapes
 
-Decoder = Callable[[Tensor], list[np.ndarray]]
 Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
 
 # Attention kernels for the autoencoder. The kernels of the net may not support fp32.
@@ -45,9 +43,13 @@ class Artist:
 
     def __init__(self, cfg: Config, world: World):
         """Collective. Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
-        self.cfg, self.world = cfg, world
+        self.cfg, self.world, self.autoencoder = cfg, world, None
         with ranks.agreed():
-            self.decode = decoder(cfg) if world.rank == 0 else None
+            if world.rank == 0 and cfg.data.kind != "shapes":
+                if not cfg.sample.vae:
+                    give = "give --sample.vae=ae.safetensors"
+                    raise Refusal(f"pictures of data.kind={cfg.data.kind} need an autoencoder: {give}; {vae.FETCH}")
+                self.autoencoder = vae.load(cfg.sample.vae)
 
     def paint(
         self, net: nn.Module, texts: list[Text], empty: Rows | None, report_place: Callable[[str], None]
@@ -63,31 +65,18 @@ class Artist:
                 part = rows[first : first + batch]
                 z_BCYX = generate_latents(net, part, empty, self.cfg, self.world.device, report_place, first)
                 if self.world.rank == 0:
-                    pictures += self.decode(z_BCYX)
+                    pictures += self._decoded(z_BCYX)
         return pictures
 
-
-def decoder(cfg: Config) -> Decoder:
-    """A function from latents (B, C, Y, X) to pictures (3, H, W) in [-1, 1].
-
-    The autoencoder is on the device of the latents only while it decodes. Raises: Refusal for a bad cfg.sample.vae.
-    """
-    if cfg.data.kind == "shapes":
-        return lambda z_BCYX: [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
-    if not cfg.sample.vae:
-        raise Refusal(
-            f"pictures of data.kind={cfg.data.kind} need an autoencoder: give --sample.vae=ae.safetensors; {vae.FETCH}"
-        )
-    autoencoder = vae.load(Path(cfg.sample.vae))
-
-    def decode(z_BCYX: Tensor) -> list[np.ndarray]:
+    def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
+        """The autoencoder is on the device of the latents only meanwhile."""
+        if not self.autoencoder:
+            return [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
         with torch.no_grad(), sdpa_kernel(IN_FP32):
-            autoencoder.to(z_BCYX.device)
-            pictures = [autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
-            autoencoder.to("cpu")
+            self.autoencoder.to(z_BCYX.device)
+            pictures = [self.autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
+            self.autoencoder.to("cpu")
             return pictures
-
-    return decode
 
 
 def generate_latents(

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flux_ref import latents
 from flux_ref.errors import Refusal
-from flux_ref.formats import fit, safetensors_io
+from flux_ref.formats import fit
 from flux_ref.formats.diffusers_names import require_config
+from flux_ref.run.weight_files import Tensors
 
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
@@ -218,13 +218,11 @@ def find(path: Path) -> Path:
 
     Raises: Refusal for a path without such a file.
     """
-    if path.exists() and not path.is_dir():
-        return path
-    files = [path / name for name in ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")]
-    if found := next((file for file in files if file.is_file()), None):
-        return found
-    lacks = f"has no ae.safetensors and no {DIFFUSERS_FILE}" if path.exists() else "does not exist"
-    raise Refusal(f"autoencoder {path} {lacks}; {FETCH}")
+    names = ("ae.safetensors", DIFFUSERS_FILE, f"vae/{DIFFUSERS_FILE}")
+    found = next((file for file in (path, *(path / name for name in names)) if file.is_file()), None)
+    if not found:
+        raise Refusal(f"autoencoder {path} is no file and has no ae.safetensors or {DIFFUSERS_FILE}; {FETCH}")
+    return found
 
 
 def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = FLUX) -> Autoencoder:
@@ -237,21 +235,13 @@ def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = F
         net = Autoencoder(sizes).requires_grad_(False)
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     path = find(Path(given))
-    where = f"autoencoder {path}"
-    if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"{where} is not a regular file; give ae.safetensors")
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if any(".down_blocks." in name for name in shapes):
-                require_config(path.with_name("config.json"), DIFFUSERS_CONFIG, "give FLUX.1-schnell's vae/")
-                want = diffusers_table(net)
-            fit.require_fit(shapes, want, where)
-            net.to_empty(device=device)
-            for name, parameter in zip(want, net.parameters()):
-                if (dtype := file.get_slice(name).get_dtype()) not in safetensors_io.DTYPES:
-                    raise Refusal(f"{where}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
-                parameter.copy_(fit.finite(file.get_tensor(name), name, where).view(parameter.shape))
-    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
-        raise Refusal(f"{where}: {error}") from None
+    tensors, where = Tensors([path]), f"autoencoder {path}"
+    if any(".down_blocks." in name for name in tensors.shapes):
+        require_config(path.with_name("config.json"), DIFFUSERS_CONFIG, "give FLUX.1-schnell's vae/")
+        want = diffusers_table(net)
+    fit.require_fit(tensors.shapes, want, where)
+    net.to_empty(device=device)
+    for name, parameter in zip(want, net.parameters()):
+        values = fit.finite(tensors.read(name, 0, len(parameter)), name, where)
+        parameter.copy_(values.view(parameter.shape))
     return net

@@ -377,12 +377,10 @@ TARGETS = [
     ),
     Target(
         "prepare_options",
-        made(["shapes", "--out=made", f"--config={FREE}", "--train=2", "--val=2"]),
+        made(["shapes", "--out=made", f"--config={FREE}"]),
         ARGV,
         cli_command(prepare_parse),
-        judge=judge(
-            dict.fromkeys(("--out", "--config"), bool) | dict.fromkeys(("--train", "--val"), whole(1, 10**9)), 1
-        ),
+        judge=judge(dict.fromkeys(("--out", "--config"), bool), 1),
     ),
     Target(
         "plan_options",

@@ -14,8 +14,7 @@ COMMANDS = {"weights", "prepare", "golden", "plan", "report", "watch", "prefligh
 WITHOUT_TORCH = {
     *("config", "config_file", "config_rules", "errors", "schedule", "rng"),
     *("formats.braces", "formats.claim", "formats.energon", "formats.files", "formats.jsonl", "formats.outside"),
-    "formats.shard_writer",
-    *("formats.shards", "formats.shard_shapes"),
+    *("formats.shards", "formats.shard_writer"),
     *("formats.toml_file", "run.options", "benchmark.communication", "benchmark.facts"),
     *("benchmark.alarms", "benchmark.convergence", "benchmark.flops", "benchmark.hardware", "benchmark.mllog"),
     *("benchmark.closed", "benchmark.header", "benchmark.reference_points", "benchmark.reference_samples"),

@@ -67,14 +67,14 @@ def test_each_row_and_each_file_is_a_sample_or_is_rejected_with_a_reason(tmp_pat
         ("../jsonl/a.png", "not in the folder"),
         (".hidden.png", "not in the folder"),
         ("note.pdf", "unsupported type"),
-        *((f"metadata.jsonl, line {line}", "unreadable row") for line in (10, 11, 12, 13)),
+        *((f"metadata.jsonl, row {row}", "unreadable row") for row in (9, 10, 11, 12)),
         *(("b.png", reason) for reason in ("no caption", "no caption", "unreadable caption", "unreadable caption")),
         ("a.png", "not in metadata.jsonl"),
     ]
     table = 'file_name,text,n\r\nb.png,"a cat, ""red""\nand blue",1\r\na.png,bare, comma,1\r\nsub/c.png\r\n'
     assert outcome(put(tmp_path / "csv", {"metadata.csv": table})) == [
         ("b.png", '= a cat, "red"\nand blue'),
-        ("metadata.csv, line 4", "unreadable row"),
+        ("metadata.csv, row 2", "unreadable row"),
         ("sub/c.png", "no caption"),
         ("a.png", "not in metadata.csv"),
     ]

@@ -15,7 +15,8 @@ from flux_ref.prepare import commands as prepare
 from flux_ref.prepare import pool
 from flux_ref.toy import shapes
 
-ARGS = ["shapes", "--config", str(MICRO), "--train", "40", "--val", "32"]
+ARGS = ["shapes", "--config", str(MICRO)]
+TRAIN, VAL = 50, 45  # samples of MICRO
 
 
 def metas(folder):
@@ -34,9 +35,9 @@ def made(tmp_path_factory):
 
 def test_counts_keys_and_timesteps_and_training_never_shows_what_validation_asks_for(made):
     train, val = metas(made / "train"), metas(made / "val")
-    assert [meta.key for meta in train] == [f"train_{i:08d}" for i in range(40)]
+    assert [meta.key for meta in train] == [f"train_{i:08d}" for i in range(TRAIN)]
     assert {meta.timestep for meta in train} == {None}
-    assert Counter(meta.timestep for meta in val) == {k: 4 for k in range(8)}
+    assert Counter(meta.timestep for meta in val) == Counter(k % 8 for k in range(VAL))
     held_out = {drawing.caption for drawing in shapes.held_out()}
     assert {meta.caption for meta in val} <= held_out and not {meta.caption for meta in train} & held_out
 
@@ -73,12 +74,13 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
 
 
 def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path, capsys):
-    (tmp_path / "few.toml").write_text(MICRO.read_text().replace("text_tokens = 9", "text_tokens = 7"))
+    none = 'data.kind = "shapes"\ndata.train_count = 50'
+    for name, line, other in (("few", "text_tokens = 9", "text_tokens = 7"), ("none", none, "data.train_count = 0")):
+        (tmp_path / f"{name}.toml").write_text(MICRO.read_text().replace(line, other))
     before, wrong = {path: path.stat().st_mtime_ns for path in made.rglob("*")}, []
     for options, words in (
         (["--out", str(made)], "exists"),
-        (["--train=0"], "a whole number from 1"),
-        (["--val=-5"], "a whole number from 1"),
+        (["--config", str(tmp_path / "none.toml")], "data.train_count=0 and data.val_count=45 must both be at least 1"),
         (["--config", str(tmp_path / "few.toml")], "model.text_tokens"),
     ):
         code, said = prepare.main([*ARGS, "--out", str(tmp_path / "set"), *options]), capsys.readouterr().err

@@ -4,6 +4,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import called, micro_run, require_identical, script, trained
 from PIL import Image
@@ -12,6 +13,7 @@ from run_files import lines
 from flux_ref.errors import Interrupted
 from flux_ref.formats import checkpoint_files
 from flux_ref.run.alive import Alive
+from flux_ref.sampling import grid
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
 OFTEN = ["--checkpoint.every_samples=24", "--checkpoint.keep=9"]
@@ -35,10 +37,15 @@ def require_same(run: Path, other: Path) -> None:
         require_identical(trained(run, prefix), trained(other, prefix))
 
 
-def columns(strip: Path) -> int:
-    """How many pictures wide a strip is."""
-    with Image.open(strip) as image:
-        return (image.width - 150) // (144 + 6)
+def require_strip(folder: Path, sheets: list[str]) -> None:
+    """strip.png holds the pictures of these sheets, one row of pictures each, and the captions of the last."""
+    rows = [np.asarray(Image.open(folder / name)) for name in sheets]
+    strip = np.asarray(Image.open(folder / "strip.png"))[:, grid.STRIP_LEFT :]
+    step = grid.HEIGHT + grid.GAP
+    assert len(strip) == len(sheets) * step + grid.CAPTION_HEIGHT + grid.GAP
+    for number, row in enumerate(rows):
+        end = step + (grid.CAPTION_HEIGHT if number == len(rows) - 1 else 0)
+        assert (strip[number * step :][:end] == row[:end]).all()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def test_training_does_not_notice_pictures_at_intervals(runs):
     assert sorted(path.name for path in (drawn / "samples").iterdir()) == [*SHEETS, "strip.png"]
     contents = [(drawn / "samples" / name).read_bytes() for name in SHEETS]
     assert len(set(contents)) == len(contents)
-    assert columns(drawn / "samples" / "strip.png") == 3
+    require_strip(drawn / "samples", SHEETS)
     said = (drawn / "result_0.txt").read_text()
     assert all("pictures in" in said and name in said for name in SHEETS)
 
@@ -89,7 +96,9 @@ def test_a_signal_in_a_drawing_saves_as_in_training(runs, shapes_dir, tmp_path, 
     assert [path.name for path in checkpoint_files.found(tmp_path / "run")] == ["step_000000002"]
     assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", *PICTURES)) == 0
     require_same(runs[0], tmp_path / "run")
-    assert columns(tmp_path / "run" / "samples" / "strip.png") == 3
+    sheets = sorted(path.name for path in (tmp_path / "run" / "samples").glob("0*.png"))
+    assert len(sheets) == 3
+    require_strip(tmp_path / "run" / "samples", sheets)
 
 
 @pytest.mark.slow

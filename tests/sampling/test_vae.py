@@ -118,7 +118,11 @@ def refusal(path: Path) -> str:
     with pytest.raises(Refusal) as caught:
         vae.load(path, sizes=MICRO)
     text = str(caught.value)
-    assert text.startswith(("autoencoder", "diffusers' config")) and str(path.parent) in text and "\n" not in text
+    assert (
+        text.startswith(("autoencoder", "weights", "diffusers' config"))
+        and str(path.parent) in text
+        and "\n" not in text
+    )
     return text
 
 
