@@ -45,7 +45,11 @@ def save_new(pictures: list[np.ndarray], captions: list[str], folder: Path, stem
         with suppress(FileExistsError):
             path.touch(exist_ok=False)  # the name is taken, also for another process
             break
-    save(pictures, captions, path)
+    try:
+        save(pictures, captions, path)
+    except BaseException:
+        path.unlink()  # no empty file is taken for a drawing
+        raise
     return path
 
 

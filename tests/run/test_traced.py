@@ -119,10 +119,10 @@ def layouts(shapes_dir, tmp_path_factory) -> dict[str, tuple[list[str], int]]:
     return {
         "own": (own, 0),
         "evicted": ([*own, "--data.evict=true"], 0),
-        "padded by tar": ([f"--data.train={root}/padded{clear}", *beside], 0),
+        "padded by tar": ([f"--data.train={root}/padded{clear}", f"--data.train_count={clear}", *beside], 0),
         "padded, unclear": ([f"--data.train={root}/padded{unclear}", *beside], 2),
         "Energon's": ([*energon, f"--data.empty={shapes_dir}/empty_encodings"], 0),
-        "other order": ([f"--data.train={root}/disorder", *beside], 2),
+        "other order": ([f"--data.train={root}/disorder", "--data.train_count=4", *beside], 2),
     }
 
 
