@@ -221,7 +221,10 @@ def test_a_refusal_leaves_no_folder(run, capsys):
     for options, words in (
         (("--data.val_count=46",), "holds 45 samples, data.val_count=46 asks for 46"),
         (("--graph.enabled=on",), "graph.enabled=on cannot be honoured: a device of type cpu"),
-        (("--data.val_count=0", *pictures), "autoencoder none.safetensors does not exist; fetch it: "),  # looked at before training
+        (
+            ("--data.val_count=0", *pictures),
+            "autoencoder none.safetensors does not exist; fetch it: ",
+        ),  # looked at before training
     ):
         assert not run("run", "--data.kind=embeddings", *options, code=2).exists()
         assert words in capsys.readouterr().err
