@@ -35,11 +35,11 @@ def main(argv: list[str]) -> int:
 def curves(paths: list[str]) -> dict[int, dict[str, list[Curve]]]:
     """The losses of all runs that reached the target, by batch and system."""
     by_batch = defaultdict(lambda: defaultdict(list))
-    for group in result_files.find(paths):
-        for path in group.files:
+    for name, files in result_files.find(paths):
+        for path in files:
             run = score.measure(result_log.read(path))
             if not run.faults:
-                by_batch[run.log.value("global_batch_size")][group.name].append(run.val_curve)
+                by_batch[run.log.value("global_batch_size")][name].append(run.val_curve)
     return by_batch
 
 

@@ -33,21 +33,16 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
         "opt_adamw_weight_decay": cfg.optim.weight_decay,
         "opt_gradient_clip_norm": cfg.optim.clip_norm,
     }
-    if cfg.mllog.ruleset != "5.1.0":
-        official |= _disclosure(cfg, micro)
+    if cfg.mllog.ruleset != "5.1.0":  # precision and parallelism: optional in 6.0.0, required from 6.1.0 on
+        compute, reduce = closed.DTYPE_NAMES[cfg.parallel.dtype], closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
+        official |= {
+            "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
+            "lowest_numerical_precision_in_attn": compute,
+            "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
+            **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
+            "micro_batch_size": micro,
+            "config_filename": f"{cfg.name}.toml",
+        }
     values = closed.values(cfg, train_count, val_count)
     own = {key: values[key] for key in (*closed.OWN, "data.skip_bad")}
     return official | own | ({closed.REHEARSED: True} if cfg.mllog.rehearsal else {})
-
-
-def _disclosure(cfg: Config, micro: int) -> dict[str, object]:
-    """Precision and parallelism: optional in 6.0.0, required from 6.1.0 on."""
-    compute, reduce = closed.DTYPE_NAMES[cfg.parallel.dtype], closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
-    return {
-        "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
-        "lowest_numerical_precision_in_attn": compute,
-        "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
-        **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},
-        "micro_batch_size": micro,
-        "config_filename": f"{cfg.name}.toml",
-    }

@@ -116,9 +116,6 @@ def _pace(plan: SimpleNamespace) -> list[str]:
     for name, words in COLLECTIVES.items():
         if times.sent[name]:
             lines.append(f"  {words:<20}{_gb(times.sent[name])}  sent per rank, {_ms(getattr(times, name))} ms")
-    if times.communication:
-        hidden = max(0.0, times.communication - times.exposed)
-        lines.append(f"  {hidden / times.communication:.0%} of communication hides behind compute")
     taken = sorted(filter(None, plan.public_samples))
     public = f"; public runs took {taken[0] / 1e6:.1f} to {taken[-1] / 1e6:.1f} M samples" if taken else ""
     return [

@@ -86,7 +86,9 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
                 inputs = (streams if kind == "double" else streams[0], vec, net.rope)
                 compiled = cfg.parallel.compile
                 footprints[f"{kind} {length}"] = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
-        footprints["ends"] = _ends(_net(cfg, arch, 0), cfg, rows)
+        batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
+        ends = _net(cfg, arch, 0)  # without blocks; it and the loss are never compiled
+        footprints["ends"] = _run(lambda: flow.losses(ends, batch, dtype).sum())
     return footprints
 
 
@@ -205,12 +207,6 @@ def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
         gradients = [torch.ones_like(output) for output in outputs]
         _, _, most_backward, backward_work = live.above(lambda: torch.autograd.backward(outputs, gradients))
         return Footprint(saved, most_forward, most_backward, evaluate, forward_work, backward_work)
-
-
-def _ends(net: Flux, cfg: Config, rows: int) -> Footprint:
-    """Of a net without blocks, and the loss; never compiled."""
-    batch = {name: torch.zeros((rows, *shape), dtype=dtype) for name, (shape, dtype) in fields(cfg.model).items()}
-    return _run(lambda: flow.losses(net, batch, DTYPES[cfg.parallel.dtype]).sum())
 
 
 def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:

@@ -34,10 +34,6 @@ class Times:
     sent: dict[str, float]  # by all_gather, reduce_scatter, all_reduce, scalars
 
     @property
-    def communication(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
-
-    @property
     def exposed(self) -> float:
         """The part of the step in which compute waits for communication."""
         return max(0.0, self.step - self.compute)  # rounding would give -0

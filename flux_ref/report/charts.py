@@ -64,8 +64,7 @@ def of_systems(systems: list[System]) -> list[Chart]:
     for system in systems:
         batches.setdefault(int(number(system.value("global_batch_size")) or 0), []).append(system)
     charts = [losses(batch, group) for batch, group in sorted(batches.items())]
-    charts += timesteps(systems)
-    charts += [times(systems), samples(systems), throughputs(systems)]
+    charts += [*timesteps(systems), times(systems), samples(systems)]
     return [chart for chart in charts if chart]
 
 
@@ -206,20 +205,6 @@ def draw_mean(axes: Axes, y: int, mean: float | None) -> str:
         return ""
     axes.plot([mean, mean], [y - 0.36, y + 0.36], color=LIGHT["ink"], linewidth=3)
     return f"{mean:,.2f}" if mean < 1000 else short(mean)
-
-
-def throughputs(systems: list[System]) -> Chart | None:
-    """Samples per second of each system: a bar for the whole run, a paler one without the time of evaluations."""
-
-    def draw_row(axes: Axes, y: int, system: System) -> str:
-        whole, trained = (system.mean(name) for name in ("samples_per_s", "samples_per_s_without_evaluation"))
-        axes.barh(y, trained or whole, 0.5, color=LIGHT[colour(system)], alpha=0.4)
-        axes.barh(y, whole, 0.5, color=LIGHT[colour(system)])
-        return short(whole)
-
-    known = [system for system in systems if system.mean("samples_per_s")]
-    caption = "Number: the whole run. Paler: without the time of evaluations."
-    return rows("Throughput", "samples/s", caption, known, draw_row)
 
 
 def short(value: float, _: object = None) -> str:

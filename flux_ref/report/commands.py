@@ -30,24 +30,26 @@ COLUMNS = 80
 
 
 def main(argv: list[str]) -> int:
-    return attempt("report", lambda: run(parse(argv)))
+    return attempt("report", lambda: run(argv))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The options. Raises: Refusal."""
+def run(argv: list[str]) -> int:
     parser = Options("python -m flux_ref.report", "Score and compare MLPerf Training logs of FLUX.1.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, run folders, or trees of them")
     parser.add_argument("--ruleset", choices=config_rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
     parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
     json_option(parser)
-    return parser.parse_args(argv)
-
-
-def run(args: argparse.Namespace) -> int:
+    args = parser.parse_args(argv)
     with text_beside(args.json):
         systems = judge_and_print(args)
-    give(figures(systems, args), args.json)
+    figures = {
+        "ruleset": args.ruleset,
+        "mlperf_logging": version("mlperf-logging"),
+        "points": str(args.points or "official"),
+        "systems": [_system(system) for system in systems],
+    }
+    give(figures, args.json)  # an unknown value is null
     return INVALID if any(system.reasons for system in systems) else 0
 
 
@@ -63,9 +65,8 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
         official.require_points(args.points)
     groups, systems = result_files.find(args.paths), []
     print("\n".join(_wrapped(basis, "")))
-    for place, group in enumerate(groups):
-        logs = [result_log.read(path) for path in group.files]
-        system = score.judge(group.name, logs, args.ruleset, args.points)
+    for place, (name, files) in enumerate(groups):
+        system = score.judge(name, [result_log.read(path) for path in files], args.ruleset, args.points)
         system.place = place
         systems.append(system)
         print(f"\n{describe(system)}", flush=True)
@@ -119,16 +120,6 @@ def summary(systems: list[System]) -> str:
     names = ["system", *(_tail(system.name, 17) for system in systems)]
     cells = ["".join(f"{row[heading]:>{max(8, len(heading) + 1)}}" for heading in row) for row in table]
     return "\n".join(printable(f"{name:<18}{line}") for name, line in zip(names, cells))
-
-
-def figures(systems: list[System], args: argparse.Namespace) -> dict[str, object]:
-    """The whole report for JSON; an unknown value is null."""
-    return {
-        "ruleset": args.ruleset,
-        "mlperf_logging": version("mlperf-logging"),
-        "points": str(args.points or "official"),
-        "systems": [_system(system) for system in systems],
-    }
 
 
 def _system(system: System) -> dict[str, object]:

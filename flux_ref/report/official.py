@@ -65,7 +65,7 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
         folder = Path(name)
         paths = [folder / f"result_{i}.txt" for i in range(len(logs))]
         for path, log in zip(paths, logs):
-            path.write_text("".join(log.lines), encoding="latin-1", newline="")
+            path.write_text("".join(log.lines.values()), encoding="latin-1", newline="")
         verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
         if not any(log.value("submission_division") == "open" for log in logs):
             complaints = _seeds([str(path) for path in paths], ruleset)
@@ -103,7 +103,7 @@ def _one_line(message: str, log: ResultLog) -> str:
     at = re.fullmatch(r"CHECK for '(.*)' failed in line (\d+)", head)
     if not at or not test:
         return head + (f": {test[1].strip()}" if test else "")
-    line = log.numbers[int(at[2])]
+    line = list(log.lines)[int(at[2])]
     value = next((event.value for event in log.events if event.line == line), None)
     return f"{at[1]}={str(value)[:40]} in line {line} fails the test {test[1].strip()}"
 

@@ -41,17 +41,13 @@ def page(systems: list[System], basis: str) -> str:
     parts += map(_system, systems)
     parts += ["<h2>Configuration</h2>", _compared(systems, [system.settings for system in systems])]
     parts += ["<h2>Environment</h2>", _compared(systems, [system.machine for system in systems])]
+    light, dark = ("".join(f"--c-{name}:{pair[mode]};" for name, pair in COLOURS.items()) for mode in (0, 1))
+    colours = f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
-        f"<style>{_colours()}{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+        f"<style>{colours}{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
     )
-
-
-def _colours() -> str:
-    """The custom properties --c-NAME: light colours, and dark ones for readers who prefer them."""
-    light, dark = ("".join(f"--c-{name}:{pair[mode]};" for name, pair in COLOURS.items()) for mode in (0, 1))
-    return f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def _text(value: object) -> str:

@@ -8,8 +8,6 @@ import filecmp
 import json
 import os
 import re
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref import config_file
@@ -18,21 +16,15 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.formats.outside import printable, whole_number
 
-RESULT_NAME = re.compile(r"result_.*\.txt(\.gz)?")
 MOST_FOLDERS = 50_000  # that are searched for results
 DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
 
 
-@dataclass
-class Group:
-    """The result files of one system, ordered by their numbers."""
+def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
+    """The systems in files and folder trees: the name of each, and its result files ordered by their numbers.
 
-    name: str
-    files: list[Path]
-
-
-def find(arguments: list[str]) -> list[Group]:
-    """The systems in files and folder trees. Raises: Refusal if an argument holds no result file."""
+    Raises: Refusal if an argument holds no result file.
+    """
     files: dict[Path, Path] = {}  # by the real path, so that a file given twice counts once
     for argument in arguments:
         if not argument:
@@ -41,13 +33,13 @@ def find(arguments: list[str]) -> list[Group]:
         results = [path] if path.is_file() else _below(path) if path.is_dir() else []
         results = [result for result in results if result == path or _is_result(result)]
         if not results:
-            raise Refusal(f"{argument} holds no result_*.txt or result_*.txt.gz; give result files or their folders")
+            raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
         files |= {result.resolve(): result for result in results if result.resolve() not in files}
     folders: dict[object, list[Path]] = {}
     for real, path in files.items():
         folders.setdefault(_system_of(real), []).append(path)
     homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
-    return [Group(name, sorted(group, key=_number)) for name, group in zip(_names(homes), folders.values())]
+    return [(name, sorted(group, key=_number)) for name, group in zip(_names(homes), folders.values())]
 
 
 def _below(folder: Path) -> list[Path]:
@@ -56,16 +48,14 @@ def _below(folder: Path) -> list[Path]:
     for number, (parent, _, names) in enumerate(os.walk(folder)):
         if number == MOST_FOLDERS:
             raise Refusal(f"{folder} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
-        found += [Path(parent, name) for name in names if name.startswith("result_")]
+        found += [Path(parent, name) for name in names if name.startswith("result_") and name.endswith(".txt")]
     return sorted(found)
 
 
 def _is_result(path: Path) -> bool:
     """Whether this is a result file, but no copy that launch/ makes of run_N/result_0.txt for a submission."""
-    number = re.fullmatch(r"result_(\d+)\.txt", path.name)
-    origin = path.parent / f"run_{number[1]}" / "result_0.txt" if number else path
-    is_copy = origin != path and origin.is_file() and filecmp.cmp(path, origin, shallow=False)
-    return RESULT_NAME.fullmatch(path.name) is not None and path.is_file() and not is_copy
+    origin = path.parent / path.stem.replace("result_", "run_") / "result_0.txt"
+    return path.is_file() and not (origin.is_file() and filecmp.cmp(path, origin, shallow=False))
 
 
 def _system_of(path: Path) -> object:
@@ -84,19 +74,13 @@ def _number(path: Path) -> tuple:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name.
-
-    Folders that would get the same name keep their DULL parts.
-    """
-    common, names = Path(os.path.commonpath(folders)), {}
+    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name."""
+    common, names = Path(os.path.commonpath(folders)), []
     for folder in folders:
         telling = [part for part in folder.relative_to(common).parts if part not in DULL]
-        names[folder] = "/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder)
-    counts = Counter(names.values())
-    for folder, name in names.items():
-        if counts[name] > 1:
-            names[folder] = str(folder if folder == common else folder.relative_to(common))
-    return [printable(names[folder]) for folder in folders]
+        name = "/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder)
+        names.append(printable(name))
+    return names
 
 
 def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:

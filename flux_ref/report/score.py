@@ -199,8 +199,7 @@ class System:
 
     @property
     def machine(self) -> dict[str, str]:
-        log = self.runs[0].log
-        return result_files.machine(log.path, log.system)
+        return result_files.machine(self.runs[0].log.path, self.runs[0].log.system)
 
     def value(self, key: str) -> object:
         """The first value that any log gives for a key."""
@@ -283,17 +282,10 @@ def checks(system: System) -> list[str]:
         lines.append(text)
     else:
         lines[0] += "; open division: seeds and convergence are not checked"
-    minutes = [run.minutes for run in system.counted]
     if system.olympic_mean_minutes is not None:
         lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
         if system.score_minutes is not None:
             lines[-1] += f", normalised by {system.factor or 1:.4f}: {system.score_minutes:.2f} minutes"
-    if len(minutes) > 1 and not system.mixtures:
-        spread = statistics.stdev(minutes)
-        lines.append(
-            f"spread: {min(minutes):.2f} to {max(minutes):.2f} minutes, standard deviation {spread:.2f}"
-            f" ({100 * spread / statistics.fmean(minutes):.1f} %)"
-        )
     return lines
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 from flux_ref import config, config_file
 
-FIELD = re.compile(r" {4}(\w+): [^=]+ = .*  # (.*)")
+FIELD = re.compile(r"^ {4}(\w+): [^=\n]+ = .*  # (.*)$", re.M)
 COLUMNS, COMMENT_AT = 100, 44
 
 
@@ -15,17 +15,12 @@ def text() -> str:
     defaults = dict(line.split(" = ", 1) for line in config_file.dump(config.Config()).splitlines())
     lines = ["", "Every key, with the default for configs that do not set it:"]
     for section, default in config.SECTIONS.items():
-        source = type(default)
-        comments = {
-            match[1]: match[2] for match in map(FIELD.fullmatch, inspect.getsource(source).splitlines()) if match
-        }
-        about = (
-            "" if source.__doc__.startswith(source.__name__) else f": {source.__doc__}"
-        )  # dataclasses write their own
-        lines += ["", *textwrap.wrap(section + about, COLUMNS)]
-        for key in (key for key in defaults if key.startswith(f"{section}.")):
-            option, comment = f"  --{key}={defaults[key]}", comments.get(key.partition(".")[2], "")
-            lines += textwrap.wrap(
-                comment, COLUMNS, initial_indent=option.ljust(COMMENT_AT), subsequent_indent=" " * COMMENT_AT
-            ) or [option]
+        source = inspect.getsource(type(default))
+        comments, about = dict(FIELD.findall(source)), inspect.getdoc(default) if '"""' in source else ""
+        lines += ["", *textwrap.wrap(f"{section}: {about}".removesuffix(": "), COLUMNS)]
+        for name in vars(default):
+            option = f"  --{section}.{name}={defaults[f'{section}.{name}']}"
+            comment = textwrap.wrap(comments.get(name, ""), COLUMNS - COMMENT_AT) or [""]
+            lines.append(f"{option:<{COMMENT_AT}}{comment[0]}".rstrip())
+            lines += [" " * COMMENT_AT + more for more in comment[1:]]
     return "\n".join(lines)

@@ -25,10 +25,8 @@ def ticks(low: float, high: float, most: int) -> dict[float, str]:
     least = (high - low) / most
     power = 10.0 ** math.floor(math.log10(least))
     step = next(step for factor in (1, 2, 2.5, 5, 10, 20) if (step := power * factor) >= least)
-    values = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    usual = [value for value in values if value == 0 or 1e-4 <= abs(value) < 1e6]
-    decimals = max((len(f"{value:.6g}".partition(".")[2]) for value in usual), default=0)
-    return {value: f"{value:,.{decimals if abs(value) < 1e6 else 0}f}" for value in values}
+    decimals = len(f"{step:.9f}".rstrip("0").partition(".")[2])
+    return {i * step: f"{i * step:,.{decimals}f}" for i in range(math.ceil(low / step), math.floor(high / step) + 1)}
 
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:

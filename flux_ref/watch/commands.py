@@ -34,7 +34,6 @@ from flux_ref.run.options import Options, between
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 # Each run's mark and colour. The colours can be read on a light and on a dark ground.
 MARKS = dict(zip("●◆▲■○◇△□", (f"38;5;{number}" for number in (33, 208, 35, 134, 203, 37, 137, 205))))
-SIGNS = "".join(MARKS) + "━─│└┴░╌…↑"
 LEAST_COLUMNS, MOST_COLUMNS, CHART_ROWS = 40, 100, 12
 USUAL = 50  # the usual rate is the median of so many logged steps
 TAIL = 65_536  # bytes to read from the end of a log
@@ -54,9 +53,7 @@ class Look:
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
-    written: float  # when the last record was: a time of the file system's clock
     silent_s: float  # since the last record
-    looked: float  # when this look was, of a clock that nobody sets
 
     @property
     def samples(self) -> int:
@@ -97,26 +94,19 @@ class Look:
         return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
 
 
-def look(folder: Path, before: Look | None = None) -> Look:
-    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file.
-
-    before: the look before this one. Clocks that are set between two looks then change nothing.
-    """
+def look(folder: Path) -> Look:
+    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file."""
     cfg, path = config_file.of_run(folder), folder / "environment.json"
     environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
-    if type(environment["ranks"]) is not int or not 0 < environment["ranks"] < 1e9:
-        raise Refusal(f"{path} is damaged (ranks is no number above 0); mend it")
-    if not isinstance(environment["nodes"], list):
-        raise Refusal(f"{path} is damaged (nodes is no list); mend it")
-    environment |= {"nodes": [*map(str, environment["nodes"])], "device": str(environment["device"])}
+    ranks, nodes = environment["ranks"], environment["nodes"]
+    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
+        raise Refusal(f"{path} is damaged (ranks is no number above 0, or nodes is no list); mend it")
+    environment |= {"nodes": [*map(str, nodes)], "device": str(environment["device"])}
     steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
     written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
     ending = outcome(folder) or broken_off(folder / "result_0.txt")
-    band = convergence.of_config(cfg)
-    silent_s, now = max(0.0, time.time() - written), time.monotonic()
-    if before is not None:
-        silent_s = before.silent_s + now - before.looked if written == before.written else 0.0
-    return Look(folder, cfg, band, environment, steps, evaluations, ending, written, silent_s, now)
+    silent_s = max(0.0, time.time() - written)
+    return Look(folder, cfg, convergence.of_config(cfg), environment, steps, evaluations, ending, silent_s)
 
 
 def broken_off(log: Path) -> str:
@@ -241,9 +231,8 @@ def chart(looks: list[Look], width: int) -> list[str]:
 def follow(folders: list[Path], every_s: float) -> None:
     """Draw the panel again and again in the same place until all runs have ended."""
     sys.stdout.write("\x1b[2J")
-    looks: list[Look | None] = [None] * len(folders)
     while True:
-        looks = [look(folder, before) for folder, before in zip(folders, looks)]
+        looks = [look(folder) for folder in folders]
         columns, rows = shutil.get_terminal_size()
         lines = panel(looks, min(MOST_COLUMNS, columns), not os.environ.get("NO_COLOR")).split("\n")
         lines = lines[: rows - 1]  # the terminal would scroll
@@ -252,15 +241,6 @@ def follow(folders: list[Path], every_s: float) -> None:
         if all(run.outcome for run in looks):
             return
         time.sleep(every_s)
-
-
-def write_charts(run: Path) -> None:
-    """Write RUN/tensorboard from the run's files. Raises: Refusal."""
-    if config_file.of_run(run).run.tensorboard and not outcome(run):
-        raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
-    from flux_ref.run.tensorboard import Board  # of an optional package
-
-    print(Board(run).begin())
 
 
 def main(argv: list[str]) -> int:
@@ -277,14 +257,14 @@ def show(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.tensorboard:
         for run in args.runs:
-            write_charts(run)
+            if config_file.of_run(run).run.tensorboard and not outcome(run):
+                raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
+            from flux_ref.run.tensorboard import Board  # of an optional package
+
+            print(Board(run).begin())
         return 0
     if len(args.runs) > len(MARKS):
         raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
-    try:
-        SIGNS.encode(sys.stdout.encoding or "utf-8")  # escaped signs would be no panel
-    except UnicodeEncodeError as error:
-        raise Refusal(f"stdout ({error.encoding}) cannot show the panel's signs; set PYTHONIOENCODING=utf-8") from None
     try:
         if args.once or not sys.stdout.isatty():
             print(panel([look(folder) for folder in args.runs], 80, coloured=False), flush=True)
