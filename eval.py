@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
         return 0
     chart = options.path / "eval_all.png" if options.all and not options.draw_only else ""
     if chart:
-        logged = [] if options.overrides else jsonl.records(options.path / "eval.jsonl", figures=("val_loss",))
+        alike = all(word.startswith("--sample.") for word in options.overrides)  # the losses are those of training
+        logged = [] if not alike else jsonl.records(options.path / "eval.jsonl", figures=("val_loss",))
         curve = {record["samples"]: record["val_loss"] for record in (*logged, *records)}  # also where none is saved
         loss_chart.chart([], sorted(curve.items()), cfg.eval.target, chart)
     if options.json:
@@ -118,7 +119,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             weight_files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
         record = {"weights": str(path), "samples": samples}
-        say(f"{path} after {samples:,} training samples")
+        say(f"{path} after {f'{samples:,}' if 'samples' in source.info else 'an unknown number of'} training samples")
         if not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=watch.at)
             say(table(result))

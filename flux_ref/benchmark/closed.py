@@ -49,7 +49,8 @@ def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
         value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
         allowed = want if isinstance(want, list) else [want]
         if value is not None and value not in allowed and not (rehearsal and key in EXCUSED):
-            departures.append(f"{key}={shown(value)}, the closed division fixes {' or '.join(map(repr, allowed))}")
+            who = "the open division, too," if key == "init.weights" else "the closed division"
+            departures.append(f"{key}={shown(value)}, {who} fixes {' or '.join(map(repr, allowed))}")
     return departures
 
 

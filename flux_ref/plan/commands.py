@@ -125,7 +125,7 @@ def _pace(plan: SimpleNamespace) -> list[str]:
         f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations{public}",
         f"  {span(plan.train, off)}, {plan.gpus * plan.train / 3600:,.0f} GPU hours"
         + (f", cost {plan.cost:,.0f} ({plan.cost / off:,.0f} to {plan.cost * off:,.0f})" if plan.cost else ""),
-        f"data {plan.disk / 1e12:.2f} TB; read {plan.read_per_node / GB:.2f} GB/s per node",
+        f"data {plan.disk / 1e12:.2f} TB{plan.counted}; read {plan.read_per_node / GB:.2f} GB/s per node",
         f"checkpoint {plan.checkpoint / GB:.0f} GB: {plan.checkpoint_copy:.1f} s stop, {plan.checkpoint_write:.0f} s"
         " behind the training",
         f"initialisation {plan.init:.0f} s and compilation, which is not counted",

@@ -71,6 +71,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
         train=train,
         cost=price * gpus * train / 3600,
+        counted="" if cfg.data.train_count else " of the benchmark's samples, as data.train_count and val_count are 0",
         disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
         read_per_node=sample * rate / nodes,  # bytes per second
         checkpoint=checkpoint,

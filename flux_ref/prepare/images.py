@@ -149,7 +149,8 @@ def _make_set(job: Job, nets: Encoders) -> None:
         if job.world.rank == 0:
             _report(rejected, report)
         if count < least:
-            raise Refusal(f"{job.args.output / job.split} needs {least} or more samples and has {summary}")
+            raise_share = "; raise --val-share" if job.split == "val" and not rejected else ""
+            raise Refusal(f"{job.args.output / job.split} needs {least} or more samples and has {summary}{raise_share}")
     _encode(job, checked, count, nets)
     with ranks.agreed():
         pass  # all shards are there

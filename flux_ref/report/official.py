@@ -71,7 +71,7 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
             complaints = _seeds([str(path) for path in paths], ruleset)
             for path, log in zip(paths, logs):
                 complaints = [line.replace(str(path), log.name) for line in complaints]
-            verdicts.seeds = [line[:300] for line in complaints]
+            verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints))
             if points or not any(log.value(closed.REHEARSED) for log in logs):
                 verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
             else:

@@ -15,6 +15,8 @@ def forecast(cfg: Config, ranks: int, samples: int, val_count: int, warm_s: floa
     return (
         f"{'at most ' * bool(is_most)}about {duration(len(left) * step_s + count * val_s)}:"
         f" {len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s, as measured in the warm-up"
+        + ", and the drawings"
+        * bool(cfg.sample.count)
     )
 
 

@@ -19,7 +19,7 @@ from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
 from flux_ref.formats.files import append, write_whole
-from flux_ref.formats.jsonl import ENDED, REACHED, records, rewrite
+from flux_ref.formats.jsonl import ENDED, REACHED, is_number, records, rewrite
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
@@ -272,17 +272,12 @@ def blame(ranks: list[list[float]], global_batch: int) -> str | None:
     return None
 
 
-def json_number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if value == value else None
-
-
 def validation_record(result: Validation) -> dict[str, object]:
     """An evaluation as a record of eval.jsonl."""
     return {
         "val_loss": result.loss,
         "val_loss_per_timestep": result.losses,
         "count": result.count,
-        "stderr": json_number(result.stderr),
-        "stderr_per_timestep": [*map(json_number, result.stderrs)],
+        "stderr": result.stderr if is_number(result.stderr) else None,  # JSON has no NaN
+        "stderr_per_timestep": [error if is_number(error) else None for error in result.stderrs],
     }

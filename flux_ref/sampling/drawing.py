@@ -77,7 +77,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _listed(path: str) -> list[str]:
     """The lines of a file that hold text. Raises: Refusal."""
-    return [line.strip() for line in outside.read_text(Path(path), "list of prompts").splitlines() if line.strip()]
+    lines = [line.strip() for line in outside.read_text(Path(path), "list of prompts").splitlines() if line.strip()]
+    if not lines:
+        raise Refusal(f"--prompts={path} holds no prompt; write one on each line")
+    return lines
 
 
 class Drawing:

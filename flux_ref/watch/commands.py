@@ -119,7 +119,7 @@ def broken_off(log: Path) -> str:
     last_start = text.rpartition('"key": "init_start"')[2]
     stop = re.search(r'"key": "run_stop".*"reason": ("(?:[^"\\]|\\.)*")', last_start)
     try:
-        return f"ended: {json.loads(stop[1])}"[:40] if stop else ""
+        return f"ended: {json.loads(stop[1]).partition(';')[0]}"[:40] if stop else ""
     except ValueError:
         raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
 
