@@ -53,7 +53,9 @@ class Look:
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
+    written: float  # when the last record was: a time of the file system's clock
     silent_s: float  # since the last record
+    looked: float  # when this look was, of a clock that nobody sets
 
     @property
     def samples(self) -> int:
@@ -94,8 +96,11 @@ class Look:
         return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
 
 
-def look(folder: Path) -> Look:
-    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file."""
+def look(folder: Path, before: Look | None = None) -> Look:
+    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file.
+
+    before: the look before this one. Clocks that are set between two looks then change nothing.
+    """
     cfg, path = config_file.of_run(folder), folder / "environment.json"
     environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
     ranks, nodes = environment["ranks"], environment["nodes"]
@@ -105,8 +110,11 @@ def look(folder: Path) -> Look:
     steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
     written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
     ending = outcome(folder) or broken_off(folder / "result_0.txt")
-    silent_s = max(0.0, time.time() - written)
-    return Look(folder, cfg, convergence.of_config(cfg), environment, steps, evaluations, ending, silent_s)
+    band = convergence.of_config(cfg)
+    silent_s, now = max(0.0, time.time() - written), time.monotonic()
+    if before is not None:
+        silent_s = before.silent_s + now - before.looked if written == before.written else 0.0
+    return Look(folder, cfg, band, environment, steps, evaluations, ending, written, silent_s, now)
 
 
 def broken_off(log: Path) -> str:
@@ -231,8 +239,9 @@ def chart(looks: list[Look], width: int) -> list[str]:
 def follow(folders: list[Path], every_s: float) -> None:
     """Draw the panel again and again in the same place until all runs have ended."""
     sys.stdout.write("\x1b[2J")
+    looks: list[Look | None] = [None] * len(folders)
     while True:
-        looks = [look(folder) for folder in folders]
+        looks = [look(folder, before) for folder, before in zip(folders, looks)]
         columns, rows = shutil.get_terminal_size()
         lines = panel(looks, min(MOST_COLUMNS, columns), not os.environ.get("NO_COLOR")).split("\n")
         lines = lines[: rows - 1]  # the terminal would scroll

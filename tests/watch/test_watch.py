@@ -210,6 +210,16 @@ def test_a_run_that_broke_off_has_ended_until_it_goes_on(put):
     assert "starting" in shown(folder)
 
 
+def test_a_clock_that_is_set_does_not_silence_a_run(put, monkeypatch):
+    """Neither for a first look at records from the future, nor between two looks."""
+    folder, real = put("run", 1_000_000), time.time
+    before = watch.look(folder)
+    for seconds in (-7200, 7200):
+        monkeypatch.setattr(time, "time", lambda by=seconds: real() + by)
+        assert 0 <= watch.look(folder, before).silent_s - before.silent_s < 60, seconds
+        assert watch.look(folder).silent_s >= 0
+
+
 def test_a_stdout_that_cannot_take_the_panel(put):
     command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
     env = os.environ | {"PYTHONUNBUFFERED": ""}  # Python buffers, as it usually does
