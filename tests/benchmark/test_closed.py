@@ -117,7 +117,7 @@ def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", *F1)
     assert written(tmp_path / "log", opened, (512, 8)) == "" and closed.told(opened, 512, 8) == []
     given = config_file.replace(opened, init__weights="some")
-    assert closed.departures(given, 512, 8) == ["init.weights='some', the closed division fixes ''"]
+    assert closed.departures(given, 512, 8) == ["init.weights='some', the open division fixes ''"]
 
 
 def test_a_toy_gets_one_calm_line():

@@ -709,8 +709,8 @@ def test_text_encoders_that_do_not_fit_are_refused(nets, tmp_path):
     no_words = save_clip(tmp_path / "no_words")
     (tmp_path / "no_words" / "tokenizer" / "tokenizer_config.json").unlink()
     cases = (
-        ({"t5": save_t5(tmp_path / "t5", 21)}, "(9, 21), the model of the config wants (9, 28)"),
-        ({"clip": save_clip(tmp_path / "clip", 16)}, "(16,), the model of the config wants (14,)"),
+        ({"t5": save_t5(tmp_path / "t5", 21)}, "(9, 21), the model wants (9, 28)"),
+        ({"clip": save_clip(tmp_path / "clip", 16)}, "(16,), the model wants (14,)"),
         ({"t5": lacking}, "1 tensors are missing"),
         ({"t5": Path("google/t5-v1_1-xxl")}, "is missing; give FLUX.1-schnell's text_encoder_2"),
         ({"clip": no_words}, f"{tmp_path}/no_words/tokenizer/tokenizer_config.json is missing"),
