@@ -53,7 +53,7 @@ def undisturbed(steps, tmp_path_factory) -> Path:
         jobs, logs = start_all(hosts, folder, *steps)
         wait_for(lambda: ended(jobs), 180, logs)
     assert [job.returncode for job in jobs] == [0, 0], logs[0].read_text()[-3000:]
-    assert "2 replicas x 2 shards" in logs[0].read_text()
+    assert "replicas x shards: 2 x 2" in logs[0].read_text()
     return folder / "run"
 
 

@@ -113,7 +113,7 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
     for run, seed in enumerate(seeds):
         text = (job.results / f"result_{run}.txt").read_text()
         assert re.findall(r':::MLLOG .*"key": "seed", "value": (\d+)', text) == [str(seed)]
-        assert "ranks   2 x cpu (2 replicas x 1 shards)" in text  # the framework's own lines, too
+        assert "ranks   2 x cpu (replicas x shards: 2 x 1)" in text  # the framework's own lines, too
         job.require_whole(3, run)
     assert (job.results / "faults.txt").read_text() == ""
     assert "ruleset 6.0.0" in said and "seeds: all different" in said and "not a valid result" in said

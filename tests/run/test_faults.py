@@ -88,7 +88,7 @@ def refuse(name: str, real: Callable, after: int = 0, times: int = 1) -> Callabl
 ESSENTIAL = {  # file: how often it is written before the disk is full, where, exit code
     "metrics.jsonl": (3, reporter, "append", 3),
     "eval.jsonl": (1, reporter, "append", 3),
-    "result_0.txt": (40, files, "append", 3),
+    "result_0.txt": (62, files, "append", 3),
     "outcome.json": (0, reporter, "write_whole", 3),
     "environment.json": (0, reporter, "write_whole", 2),
 }
