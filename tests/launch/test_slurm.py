@@ -105,7 +105,8 @@ def submit(cluster, shapes_dir, tmp_path):
 
 @pytest.mark.slow
 def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
-    job = submit(*SHORT, NEXP="3", PREFLIGHT=TOLERANT, SCORE="--ruleset 6.0.0")
+    closed = "--mllog.submission_division=closed"  # `report` then looks at the seeds
+    job = submit(*SHORT, closed, NEXP="3", PREFLIGHT=TOLERANT, SCORE="--ruleset 6.0.0")
     said = job.wait()
     assert job.started_on() == ["n1 n2"] and "preflight: 2 nodes are fit" in said
     seeds = [int(line) for line in (job.results / "seeds.txt").read_text().split()]
