@@ -4,19 +4,26 @@ from flux_ref import schedule
 from flux_ref.config import Config
 
 
-def forecast(cfg: Config, ranks: int, samples: int, val_count: int, warm_s: float, captured: bool) -> str:
-    """One line. samples: trained so far. warm_s: seconds of a training step and a validation batch together."""
+def forecast(
+    cfg: Config, ranks: int, samples: int, is_evaluated: bool, val_count: int, warm_s: float, captured: bool
+) -> str:
+    """One line.
+
+    samples:      trained so far. is_evaluated: a resumed run has this evaluation already.
+    warm_s:       seconds of a training step and a validation batch together.
+    """
     batch, rows = cfg.train.global_batch, cfg.train.global_batch / ranks
     left = range(samples, cfg.train.max_samples, batch)
     step_s = warm_s * 3 * rows / (3 * rows + cfg.eval.batch)  # a backward takes about as long as two forwards
     val_s = (warm_s - step_s) * schedule.steps_for(val_count, ranks * cfg.eval.batch)
-    count = sum(schedule.evaluates(clock, cfg) for clock in (*left, left.stop)) + cfg.eval.permuted_captions
+    count = (
+        sum(schedule.evaluates(clock, cfg) for clock in (*left, left.stop)) - is_evaluated + cfg.eval.permuted_captions
+    )
     is_most = cfg.eval.target or captured  # a captured step is faster than those of the warm-up
     return (
         f"{'at most ' * bool(is_most)}about {duration(len(left) * step_s + count * val_s)}:"
         f" {len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s, as measured in the warm-up"
-        + ", and the drawings"
-        * bool(cfg.sample.count)
+        f"{', and the drawings' * bool(cfg.sample.count)}"
     )
 
 

@@ -128,7 +128,8 @@ class Reporter:
             from flux_ref.run.forecast import forecast  # no other rank tells
 
             captured = steps.mode(self.cfg, self.world.device) == steps.CAPTURED
-            self.say(f"  time    {forecast(self.cfg, self.world.size, samples, self.val_count, warm_s, captured)}")
+            run = self.cfg, self.world.size, samples, self.val_loss_at(samples) is not None
+            self.say(f"  time    {forecast(*run, self.val_count, warm_s, captured)}")
         if self.board:
             self.say(f"  charts  {self.board.begin(samples)}")
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)

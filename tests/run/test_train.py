@@ -86,7 +86,7 @@ def test_the_header_tells_how_long_the_run_takes_and_what_it_leaves(plain, micro
     )
 
     def told(captured: bool = False, **values: object) -> str:
-        return forecast(config_file.replace(micro, **values), 2, 12, 45, 26.0, captured)
+        return forecast(config_file.replace(micro, **values), 2, 12, False, 45, 26.0, captured)
 
     told_plainly = "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s, as measured in the warm-up"
     assert told() == told_plainly
