@@ -85,14 +85,15 @@ def test_the_header_tells_how_long_the_run_takes_and_what_it_leaves(plain, micro
         f"checkpoints/ ({12 * sum(map(math.prod, parameter_table(micro.model).values())) / 1e6:,.0f} MB each)" in header
     )
 
-    def told(captured: bool = False, **values: object) -> str:
-        return forecast(config_file.replace(micro, **values), 2, 12, False, 45, 26.0, captured)
+    def told(captured: bool = False, is_evaluated: bool = False, **values: object) -> str:
+        return forecast(config_file.replace(micro, **values), 2, 12, is_evaluated, 45, 26.0, captured)
 
     told_plainly = "about 2 min: 4 steps of 18.00 s and 2 evaluations of 24.0 s, as measured in the warm-up"
     assert told() == told_plainly
     assert told(True) == told(eval__target=0.1) == f"at most {told_plainly}"
     assert "4 steps of 18.00 s and 5 evaluations of" in told(eval__every_samples=12, train__max_samples=50)
     assert "and 3 evaluations of" in told(eval__permuted_captions=True)
+    assert "and 1 evaluations of" in told(is_evaluated=True)
 
 
 def test_the_tiny_model_keeps_a_checkpoint_for_every_evaluation():
