@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
+    ranks.compute_in_one_thread()
     # Training may save and delete checkpoints while ranks look.
     paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
     with contextlib.ExitStack() as stack:

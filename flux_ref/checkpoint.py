@@ -84,25 +84,20 @@ class Saver:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        world: World,
-        data_sizes: dict[str, int],
-        say: Callable[[str], None],
-        saved_step: int | None = None,
+        self, cfg: Config, world: World, sizes: dict[str, int], say: Callable[[str], None], saved: int | None = None
     ):
         """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
 
-        data_sizes: {"train_samples", "val_samples"}, for the manifest. saved_step: of the checkpoint that the run
-        started from, which is not saved again.
+        sizes: {"train_samples", "val_samples"}, for the manifest. saved: the step of the checkpoint that the
+        run started from, which is not saved again.
         """
-        self.cfg, self.world, self.data_sizes, self.say = cfg, world, data_sizes, say
+        self.cfg, self.world, self.sizes, self.say = cfg, world, sizes, say
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         self.host: dict[str, Rows] = {}
         self.thread: threading.Thread | None = None
-        self.step = saved_step  # of the newest save
+        self.step = saved  # of the newest save
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
 
@@ -142,7 +137,7 @@ class Saver:
             "step": state.step,
             "samples": state.samples,
             "skipped": {str(sample): reason for sample, reason in skipped.items()},
-            **self.data_sizes,
+            **self.sizes,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
             "world_size": self.world.size,

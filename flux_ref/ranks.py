@@ -1,8 +1,7 @@
 """The processes of a run: who they are, which device each has, and how they agree.
 
 This file names backends and kinds of devices. Another accelerator with torch.distributed needs an entry in BACKENDS
-and a look at `Feed.copy_into` (data.py). A port replaces this file and sharding.py.
-Graphs have their own such file, speed/graphs.py; kernels of attention have speed/attention.py.
+and a look at `Feed.copy_into` (data.py). A port replaces this file, sharding.py, speed/graphs.py, speed/attention.py.
 """
 
 import json
@@ -149,6 +148,12 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def compute_in_one_thread() -> None:
+    """Give this rank one CPU thread for arithmetic, unless OMP_NUM_THREADS is set. numerics: more round otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it where it starts several ranks
+        torch.set_num_threads(1)
 
 
 def stop() -> None:

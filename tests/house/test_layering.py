@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from collections.abc import Callable, Iterator
 
 from conftest import ROOT
@@ -135,14 +134,6 @@ def test_imports_keep_to_the_rule_of_the_house():
     imports = {module: own_imports(tree) for module, tree in TREES.items()}
     assert [(module, other) for module in imports for other in imports[module] if forbidden(module, other)] == []
     assert not cycle(imports)
-
-
-def test_idle_threads_do_not_spin():
-    """flux_ref/__init__.py says so to OpenMP, which asks when torch is loaded: so train.py imports flux_ref first."""
-    assert 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")' in (ROOT / "flux_ref/__init__.py").read_text()
-    for name, tree in SCRIPTS.items():
-        outside = [name for name in imported(tree, top=True) if name.split(".")[0] not in sys.stdlib_module_names]
-        assert outside[0].startswith("flux_ref."), name
 
 
 def test_what_a_port_takes_as_it_is_needs_no_torch():
