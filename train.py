@@ -47,11 +47,10 @@ def main(argv: list[str]) -> int:
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         gallery = None
-        if cfg.sample.count:
+        if cfg.sample.count:  # here: it refuses a wrong autoencoder
             from flux_ref.sampling.drawing import Gallery
 
-            captions = val_set if cfg.data.val else train_set
-            gallery = Gallery(cfg, world, report, captions, train_set)  # here: it refuses a wrong autoencoder
+            gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
         if cfg.data.evict:
             train_set.shards.evict()
             val_set.shards.evict()
