@@ -34,11 +34,12 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     footprints = footprint.trace(cfg, gpu.arch, rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
     times = step_time.step(cfg, layout, footprints, machine, rows)
-    rate, count = cfg.train.global_batch / times.step, val_count(cfg)
+    batch, count = cfg.train.global_batch, val_count(cfg)
+    rate = batch / times.step
     evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, count) if count else 0.0
     reference = samples_to_target(cfg) if count else None
     samples = reference or cfg.train.max_samples
-    every = schedule.steps_for(cfg.eval.every_samples, cfg.train.global_batch) * cfg.train.global_batch
+    every = schedule.steps_for(cfg.eval.every_samples, batch) * batch
     evaluations = ceil(samples / every) if count and every else 0
     train = samples / rate + evaluations * evaluation
     largest, dividing = largest_rows(cfg, layout, footprints, machine, rows)
@@ -50,7 +51,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         gpus=gpus,
         precision=cfg.parallel.dtype if cfg.fp8.recipe == "off" else f"fp8 {cfg.fp8.recipe}",
         rows=rows,  # micro-batch
-        rank_rows=cfg.train.global_batch // gpus,
+        rank_rows=batch // gpus,
         shards=layout.shards,
         replicas=layout.replicas,
         moment=moment,
@@ -67,7 +68,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         evaluation=evaluation,
         evaluations=evaluations,
         samples=samples,
-        public_samples=[one.samples for one in public_systems.systems() if one.global_batch == cfg.train.global_batch],
+        public_samples=[one.samples for one in public_systems.systems() if reference and one.global_batch == batch],
         goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
         train=train,
         cost=price * gpus * train / 3600,

@@ -120,7 +120,7 @@ def _clock(run: Run) -> None:
 def _curves(run: Run) -> None:
     """Losses and the time of evaluations, from the entries between run_start and run_stop."""
     start = next((event.line for event in run.log.all("run_start")), 0)
-    stop = next((event.line for event in run.log.all("run_stop")), math.inf)
+    stop = max((event.line for event in run.log.all("run_stop")), default=math.inf)  # a resumed run has several
     losses: dict[float, float] = {}
     opened, spans_ms = None, []
     for event in run.log.events:

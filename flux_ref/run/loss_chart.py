@@ -61,7 +61,7 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
             pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
         else:
             pen.polygon([(x - 5, top + 7), (x + 5, top + 7), (x, top - 3)], fill=VAL)
-            pen.text((x + 9, top + 2), f"{point[1]:.3g}", fill=VAL, font=font, anchor="lm")
+            pen.text((x + 9, top + 2), f"{point[1]:.3g} (off the chart)", fill=VAL, font=font, anchor="lm")
     x = left
     lines = (("training loss", TRAIN, train), ("validation loss", VAL, val), (f"- - target {target:g}", VAL, target))
     for text, colour, is_there in lines:

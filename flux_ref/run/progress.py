@@ -7,5 +7,6 @@ from tqdm import tqdm
 
 def progress(iterable=None, **options: object) -> tqdm:
     """tqdm with the project's manners; options are tqdm's."""
-    interval_s = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(iterable, dynamic_ncols=True, mininterval=interval_s, **options)
+    if not sys.stderr.isatty():
+        options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
+    return tqdm(iterable, **{"dynamic_ncols": True, "mininterval": 0.2} | options)

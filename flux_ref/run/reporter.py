@@ -188,7 +188,7 @@ class Reporter:
         if alarm := self.rates.add(record):
             self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
         self.train_curve.append((samples, record["loss"]))
-        self.bar.set_postfix_str(f"loss {record['loss']:.4f}")
+        self.bar.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
         self.since = time.perf_counter(), samples, wait_s
 
     def require_healthy(self, health: Health) -> None:

@@ -151,7 +151,15 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
         folders[name] = Path(found)
     # fp32 as `prepare images` by default. The net then rounds encodings to parallel.dtype, where a data set has bf16.
     nets = Encoders(None, **folders, model=cfg.model, device=device, dtype=torch.float32)
-    return lambda caption: {name: values[0] for name, values in nets.text([caption]).items()}
+
+    def encode(caption: str) -> dict[str, Tensor]:
+        if (count := len(nets.t5.tokenizer(caption)["input_ids"])) > cfg.model.text_tokens:
+            raise Refusal(
+                f"prompt {caption[:40]!r}... has {count} tokens; T5 reads {cfg.model.text_tokens}; shorten it"
+            )
+        return {name: values[0] for name, values in nets.text([caption]).items()}
+
+    return encode
 
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:

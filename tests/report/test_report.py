@@ -117,6 +117,11 @@ def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
     log.entries.insert(len(log.entries) - 1, [key, 0.1, *rest])
     found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
     assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
+    later = [
+        [*entry[:2], {"samples_count": entry[2]["samples_count"] + 10**7}, *entry[3:]] for entry in evaluations[:3]
+    ]
+    log.entries += [*later, log.entries[-1]]  # the run was resumed
+    assert score.measure(result_log.read(log.write(tmp_path / "resumed.txt"))).val_curve[:-1] == plain.val_curve
 
 
 def test_report_of_a_valid_system(capsys, results, tmp_path):

@@ -139,6 +139,7 @@ def test_missing_swapped_and_foreign_encoders_are_refused_with_the_file_to_fetch
         ([f"--vae={public}", f"--clip={t5}"], [f"--clip {t5} holds a 't5'; give FLUX.1-schnell's text_encoder"]),
         ([f"--vae={public}", f"--t5={empty}"], [f"{empty}/config.json is missing", "text_encoder_2", "hf download"]),
         ([f"--vae={public}", "--model.t5_dim=36"], ["misshaped"]),
+        ([f"--vae={public}", f"--prompt={'a cat ' * 30}"], [f"tokens; T5 reads {MODEL.text_tokens}; shorten it"]),
     ]
     replies = {str(argv): draw(bare, "--prompt=a cat", *argv, code=2) for argv, _ in cases}
     wrong = {text for (_, words), text in zip(cases, replies.values()) if not all(word in text for word in words)}
