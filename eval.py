@@ -73,7 +73,6 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    ranks.compute_in_one_thread()
     # Training may save and delete checkpoints while ranks look.
     paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
     with contextlib.ExitStack() as stack:
@@ -87,7 +86,8 @@ def main(argv: list[str]) -> int:
         return 0
     chart = options.path / "eval_all.png" if options.all and not options.draw_only else ""
     if chart:
-        alike = all(word.startswith("--sample.") for word in options.overrides)  # the losses are those of training
+        # Losses of training stand beside losses of the same config only.
+        alike = not options.config and all(word.startswith("--sample.") for word in options.overrides)
         logged = [] if not alike else jsonl.records(options.path / "eval.jsonl", figures=("val_loss",))
         curve = {record["samples"]: record["val_loss"] for record in (*logged, *records)}  # also where none is saved
         loss_chart.chart([], sorted(curve.items()), cfg.eval.target, chart)

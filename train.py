@@ -31,7 +31,6 @@ def main(argv: list[str]) -> int:
     """The order of a run."""
     cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    ranks.compute_in_one_thread()
     config_rules.validate_world(cfg, world.size)
     with ranks.agreed():
         mode = steps.mode(cfg, world.device)

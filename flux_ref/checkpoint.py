@@ -149,8 +149,8 @@ class Saver:
 
     def wait(self) -> None:
         """Until no save is under way."""
-        if self.thread is not None:
-            self.thread.join()
+        while self.thread is not None and self.thread.is_alive():
+            self.thread.join(0.1)  # a signal just before a longer wait is seen only after that wait
 
     def finish(self) -> None:
         """Wait for the newest save. Raises: Fault, on every rank, if it failed."""

@@ -53,10 +53,11 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
+def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
     timeout_s: the limit of one collective; 0 for the backend's default.
+    one_thread: compute in one CPU thread, as torchrun asks several ranks to. numerics: more threads round otherwise.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
@@ -67,6 +68,8 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     rank, device = of_environment("RANK", 0, size - 1, 0), _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
+    if one_thread and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
@@ -148,12 +151,6 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
-
-
-def compute_in_one_thread() -> None:
-    """Give this rank one CPU thread for arithmetic, unless OMP_NUM_THREADS is set. numerics: more round otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it where it starts several ranks
-        torch.set_num_threads(1)
 
 
 def stop() -> None:

@@ -66,9 +66,7 @@ def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
     ):
         return Alarm(samples, "high", f"{seen}: check learning rate, warm-up, data and their scale")
     if below[-1] < FAR_BELOW or (confirmed and max(below[-CONFIRM:]) < BELOW):
-        return Alarm(
-            samples, "low", f"{seen}: check the scale of the latents, the validation set and the learning rate"
-        )
+        return Alarm(samples, "low", f"{seen}: check the latents' scale, the validation set and the learning rate")
     return None
 
 

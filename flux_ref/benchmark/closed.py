@@ -56,8 +56,7 @@ def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
 def values(cfg: Config, train_count: int, val_count: int) -> dict[str, object]:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
     precision = "fp8" if cfg.fp8.recipe != "off" and cfg.fp8.eval else DTYPE_NAMES[cfg.parallel.dtype]
-    counts = {"data.train_count": train_count, "data.val_count": val_count}
-    return flat(cfg) | counts | {VAL_PRECISION: precision}
+    return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
 
 
 def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
@@ -73,7 +72,7 @@ def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
 
 def told(cfg: Config, train_count: int, val_count: int) -> list[str]:
     """Lines for the terminal: a warning for each departure, but one calm line if there are many, as in a toy."""
-    found = departures(cfg, train_count, val_count) if cfg.mllog.submission_division == "closed" else []
+    found = departures(cfg, train_count, val_count)
     if len(found) > FEW and not cfg.mllog.rehearsal:
         some = ", ".join(text.partition(", the")[0] for text in found[:2])
         words = f"{len(found)} settings differ from MLPerf's closed division ({some}, ...)"

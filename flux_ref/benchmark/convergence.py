@@ -65,13 +65,9 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
     share = math.log(global_batch / below) / math.log(above / below)
     grid = [samples for samples in high.samples if samples >= low.samples[0]]
     if not grid:
-        raise Refusal(
-            f"{path}: the bands of batch {below:.0f} and {above:.0f} share no samples; set eval.band to another"
-        )
-    curves = {}
-    for name in CURVES:
-        curves[name] = tuple((1 - share) * low.at(samples, name) + share * high.at(samples, name) for samples in grid)
-    return Band(f"{source} between batches {below:.0f} and {above:.0f}", tuple(grid), **curves)
+        raise Refusal(f"{path}: bands of batch {below:.0f} and {above:.0f} share no samples; set eval.band to another")
+    curves = [tuple((1 - share) * low.at(x, name) + share * high.at(x, name) for x in grid) for name in CURVES]
+    return Band(f"{source} between batches {below:.0f} and {above:.0f}", tuple(grid), *curves)
 
 
 def _rows(path: Path) -> list[dict[str, float]]:

@@ -109,10 +109,8 @@ class BenchmarkLog:
             self.disqualify(f"the clock was set by {wall_s - true_s:+.1f} s in the run")
         if self.flaw:  # spec: one run on one clock, as the closed division asks
             reason += f"; {self.flaw}" + ", so not a valid timed result" * bool(self.flaws)
-        success = success and not self.flaws
-        status = constants.SUCCESS if success else constants.ABORTED
-        metadata = {"status": status, "samples_count": samples, "reason": reason}
-        self.mllogger.end(constants.RUN_STOP, metadata=metadata)
+        status = constants.SUCCESS if success and not self.flaws else constants.ABORTED
+        self.mllogger.end(constants.RUN_STOP, metadata={"status": status, "samples_count": samples, "reason": reason})
 
     def close(self) -> None:
         self.logger.removeHandler(self.handler)

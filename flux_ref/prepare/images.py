@@ -109,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    model, world = options.config(args.config).model, ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S)
+    model = options.config(args.config).model
+    world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S, one_thread=False)  # encoders are large
     args.vae = args.vae or args.model
     args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
     finals = [args.output / split for split in ([args.split] if args.split else ["val", "train"])]
@@ -286,9 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     share = between(0.0001, 0.9999, float)
     split.add_argument("--val-share", type=share, metavar="0.05", help="make both sets: about this share becomes val")
     add("--caption-column", default="", metavar="NAME", help="captions in metadata.jsonl or metadata.csv (text)")
-    add(
-        "--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help="repository of encoders (%(default)s)"
-    )
+    add("--model", type=Path, default=Path("FLUX.1-schnell"), metavar="DIR", help="folder of encoders (%(default)s)")
     add("--vae", type=Path, help="another ae.safetensors, or diffusers' vae")
     add("--t5", type=Path, metavar="DIR", help="another T5 encoder and tokenizer, or text_encoder_2 beside tokenizer_2")
     add("--clip", type=Path, metavar="DIR", help="another CLIP and tokenizer, or text_encoder beside tokenizer")

@@ -23,7 +23,8 @@ def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
     column: that of the captions; "": COLUMN. files: their paths in the folder.
     """
     text = outside.read_text(path, "captions", outside.OWN_BYTES).removeprefix("\ufeff")  # Excel begins with one
-    rows, column = (_of_jsonl(text) if path.name == JSONL else _of_csv(path, text)), column or COLUMN
+    lines, column = text.split("\n"), column or COLUMN
+    rows = [jsonl.parsed(row) or {} for row in lines if row.strip()] if path.name == JSONL else _of_csv(path, text)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if absent := [name for name in (KEY, column) if name not in columns]:
         found = ", ".join(map(outside.shown, columns[:20])) or "none"
@@ -35,10 +36,6 @@ def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
         listed.append((name or f"{path.name}, row {number}", reason, row.get(column)))
     rest = inside - {path.name, *(name for name, *_ in listed)}
     return listed + [(name, f"not in {path.name}", None) for name in files if name in rest]
-
-
-def _of_jsonl(text: str) -> list[dict]:
-    return [jsonl.parsed(row) or {} for row in text.split("\n") if row.strip()]
 
 
 def _of_csv(path: Path, text: str) -> list[dict]:

@@ -118,30 +118,30 @@ def _clock(run: Run) -> None:
 
 
 def _curves(run: Run) -> None:
-    """Losses and the time of evaluations, from the entries between run_start and run_stop."""
+    """Losses, also of later parts of a resumed run; the time of evaluations between run_start and its run_stop."""
     start = next((event.line for event in run.log.all("run_start")), 0)
-    stop = max((event.line for event in run.log.all("run_stop")), default=math.inf)  # a resumed run has several
+    stops = [event.line for event in run.log.all("run_stop")] or [math.inf]
     losses: dict[float, float] = {}
     opened, spans_ms = None, []
     for event in run.log.events:
-        if not start < event.line < stop:
+        if not start < event.line < stops[-1]:
             continue
         samples = number(event.metadata.get("samples_count"))
         if event.key == "eval_start":
             opened = opened or event
         elif event.key == "eval_stop" and opened:
-            spans_ms.append(event.time_ms - opened.time_ms)
+            spans_ms += [event.time_ms - opened.time_ms] if event.line < stops[0] else []
             opened = None
         elif event.key == "eval_accuracy":
             loss = number(event.value)
             if samples is not None and loss is not None:
                 losses.setdefault(samples, loss)  # several ranks may write it
+                if event.line < stops[0] and run.run_ms is not None:
+                    run.samples = max(run.samples or 0, samples)
             elif not any(fault.startswith(event.key) for fault in run.faults):
                 what = "no samples_count" if loss is not None else f"the value {str(event.value)[:20]}"
                 run.faults.append(f"eval_accuracy in line {event.line} has {what}")
     run.val_curve = sorted(losses.items())
-    if run.val_curve and run.run_ms is not None:
-        run.samples = max(run.samples or 0, run.val_curve[-1][0])
     if spans_ms and all(span >= 0 for span in spans_ms):
         run.evaluation_s = sum(spans_ms) / 1000
 

@@ -69,14 +69,21 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
             with _writing(folder):
                 checkpoint = _checkpoint(cfg, folder, restarted)
                 checkpoint_files.clean(folder)
-                own_cfg = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
-                write_whole(folder / "config.toml", config_file.dump(own_cfg))
+                if checkpoint is None:
+                    write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
             yield Start(is_new, checkpoint)
         except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
                 _remove(folder)
             raise
+
+
+def write_config(cfg: Config) -> None:
+    """Write what the run in a folder trains. A run that goes on has its old config until it trains."""
+    folder = config.run_dir(cfg)
+    own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
+    write_whole(folder / "config.toml", config_file.dump(own))
 
 
 def _remove_if_empty(folder: Path) -> None:

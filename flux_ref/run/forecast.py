@@ -16,9 +16,8 @@ def forecast(
     left = range(samples, cfg.train.max_samples, batch)
     step_s = warm_s * 3 * rows / (3 * rows + cfg.eval.batch)  # a backward takes about as long as two forwards
     val_s = (warm_s - step_s) * schedule.steps_for(val_count, ranks * cfg.eval.batch)
-    count = (
-        sum(schedule.evaluates(clock, cfg) for clock in (*left, left.stop)) - is_evaluated + cfg.eval.permuted_captions
-    )
+    due = [clock for clock in (*left, left.stop) if schedule.evaluates(clock, cfg)]
+    count = len(due) - (is_evaluated and samples in due) + cfg.eval.permuted_captions
     is_most = cfg.eval.target or captured  # a captured step is faster than those of the warm-up
     return (
         f"{'at most ' * bool(is_most)}about {duration(len(left) * step_s + count * val_s)}:"

@@ -24,6 +24,7 @@ from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
+from flux_ref.run import folder
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
 from flux_ref.speed import fp8
@@ -54,7 +55,7 @@ class Reporter:
         """One line on the terminal and in the result file."""
         if self.speaks:
             line = "\n".join(map(printable, line.split("\n")))
-            tqdm.write(line, file=sys.stdout)
+            (tqdm.write if sys.stderr.isatty() else print)(line, file=sys.stdout)
             sys.stdout.flush()
             self.log.text(line)
 
@@ -119,10 +120,11 @@ class Reporter:
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:
-        """Tell how long the rest takes, show the progress bar and start counting time. warm_s: Steps.warm_s."""
+        """Tell how long the rest takes, show the bar, start counting time. warm_s: Steps.warm_s. Raises: Refusal."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if self.speaks:
+            folder.write_config(self.cfg)
             (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
         if warm_s and self.speaks:
             from flux_ref.run.forecast import forecast  # no other rank tells
@@ -238,6 +240,7 @@ class Reporter:
             self._chart()
         pictures = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
         weights = f"\n  weights   python eval.py {self.folder}" if self.cfg.checkpoint.save else ""
+        weights += " --draw-only --prompt TEXT" * bool(weights and not self.cfg.data.val)
         self.say(f"{outcome}\n  losses    {self.folder}/loss.png{pictures}{weights}")
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}

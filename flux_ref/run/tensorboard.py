@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl, outside
 from flux_ref.formats.files import append
+from flux_ref.run.options import package
 from flux_ref.schedule import TIMESTEPS
 
-try:
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.text.summary_v2 import text_pb
-    from tensorboard.summary.writer.record_writer import RecordWriter
-except ImportError:
-    raise Refusal("files for TensorBoard need the package tensorboard; pip install tensorboard") from None
+package("tensorboard", "run.tensorboard=true")
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: E402
+from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: E402
+from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: E402
+from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: E402
 
 TRAIN = ("loss", "grad_norm", "lr", "samples_per_s", "data_wait", "peak_memory_gb", "skipped")
 VALIDATION = {"validation/loss": "val_loss", "validation/stderr": "stderr"}

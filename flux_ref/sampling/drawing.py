@@ -56,8 +56,8 @@ class Gallery:
                 if cfg.every_samples:
                     grid.strip(path.parent, pictures[0].shape[1], samples)
             seconds = time.perf_counter() - begin
-            self.report.pause(seconds)
             self.report.say(f"samples {samples:>10,}  {len(names)} pictures in {seconds:.1f} s: {path}")
+        self.report.pause(time.perf_counter() - begin)
 
 
 # eval.py

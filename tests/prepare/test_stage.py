@@ -83,9 +83,9 @@ def write_manifest(src: Path) -> None:
 
 
 def lasting(text: str) -> list[str]:
-    """The lines of an output that stay on a terminal: progress bars are wiped."""
+    """The lines of an output without those of progress bars."""
     lines = (line.rpartition("\r")[2] for line in text.split("\n"))
-    return [line for line in lines if line.strip()]
+    return [line for line in lines if line.strip() and not re.search(r"\[\d\d:\d\d", line)]
 
 
 # Nodes

@@ -389,8 +389,9 @@ def test_our_runs_side_by_side(tmp_path):
     with (tmp_path / "result_2.txt").open("a") as file:
         file.write("another run's\n")
     groups = {(name, len(files)): files for name, files in result_files.find([str(tmp_path)])}
-    assert groups.keys() == {("other", 1), (tmp_path.name, 1), (tmp_path.name, 3)}
-    files = groups[tmp_path.name, 3]
+    ours, copy = f"{tmp_path.name}/run_0", f"{tmp_path.name}/{tmp_path.name}"  # two systems have one parent
+    assert groups.keys() == {("other", 1), (copy, 1), (ours, 3)}
+    files = groups[ours, 3]
     logs = [result_log.read(path) for path in files]
     names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
     assert names == [f"run_{i}/result_0.txt" for i in range(3)]

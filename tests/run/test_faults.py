@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,15 @@ def refuse(name: str, real: Callable, after: int = 0, times: int = 1) -> Callabl
         return real(path, *args, **kwargs)
 
     return stand_in
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of a run after the save that is under way. That save would put files into it meanwhile."""
+    for thread in threading.enumerate():
+        if "(_save)" in thread.name:
+            thread.join()
+    assert [path.name for path in folder.rglob("step_*")] == ["step_000000002"]
+    shutil.rmtree(folder)
 
 
 # Files that cannot be written
@@ -183,7 +193,7 @@ def test_a_disk_that_fills_up_or_becomes_read_only_ends_the_run_which_goes_on_la
 
 def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, strikes, tmp_path):
     run = tmp_path / "run"
-    with strikes(3, lambda: shutil.rmtree(run / "checkpoints")):
+    with strikes(3, partial(remove, run / "checkpoints")):
         assert trains(run)[0] == 0
     assert saved_steps(run) == [4, 6]
     require_equal_runs(run, calm)
@@ -193,7 +203,7 @@ def test_checkpoints_that_are_removed_under_a_run_are_saved_anew(trains, calm, s
 def test_a_run_folder_that_is_removed_ends_the_run_and_stays_away(trains, calm, strikes, tmp_path):
     """The checkpoint of step 4 comes before the next record."""
     run, rarely = tmp_path / "run", ("--eval.every_samples=7200", "--train.log_every_samples=7200")
-    with strikes(3, lambda: shutil.rmtree(run)):
+    with strikes(3, partial(remove, run)):
         code, out, line = trains(run, *rarely)
     assert "step_000000004 NOT saved" in out
     assert code == 3 and f"No such file or directory: '{run}/" in line and not run.exists()

@@ -186,9 +186,11 @@ def test_what_decides_nothing_may_change_and_is_written_down(cfg):
         (folder / "config.toml").write_text(config_file.dump(own))
         other = with_changed(own, key)
         found = outcome(other)
+        before = config.flat(config_file.load(folder / "config.toml"))[key]
+        run_folder.write_config(other)  # as training begins
         stored = config.flat(config_file.load(folder / "config.toml"))[key]
-        if found != "from step_000000004" or stored != config.flat(other)[key]:
-            offenders.append((key, found, stored))
+        if found != "from step_000000004" or before != config.flat(own)[key] or stored != config.flat(other)[key]:
+            offenders.append((key, found, before, stored))
     assert offenders == []
 
 
