@@ -41,8 +41,10 @@ MOST_PROMPTS = 256  # their encodings are in memory together
 
 def table(result: Validation) -> str:
     """The eight losses and their mean as text, one per line."""
-    rows = [f"t = {k}/8   {loss:.4f} +- {err:.4f}" for k, (loss, err) in enumerate(zip(result.losses, result.stderrs))]
-    return "\n".join([*rows, f"mean      {result.loss:.4f} +- {result.stderr:.4f}  over {result.count:,} samples"])
+    names = (*(f"t = {k}/8" for k in range(8)), "mean   ")
+    means = zip(names, (*result.losses, result.loss), (*result.stderrs, result.stderr))
+    rows = [f"{name}   {loss:.4f}{f' +- {err:.4f}' * jsonl.is_number(err)}" for name, loss, err in means]
+    return "\n".join(rows) + f"  over {result.count:,} samples"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

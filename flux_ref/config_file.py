@@ -13,8 +13,6 @@ from flux_ref.config import SECTIONS, TYPES, Config, flat
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
-GONE = [("sample.captions", [])]  # keys and values that earlier versions wrote and no version acts on
-
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """The config in a TOML file with `--section.key=value` overrides applied.
@@ -59,7 +57,6 @@ def dump(cfg: Config) -> str:
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Raises: Refusal."""
-    values = dict(item for item in values.items() if item not in GONE)
     for key in values:
         _check_key(key)
     return _build(name, values)
@@ -78,9 +75,8 @@ def _read(path: Path) -> dict[str, object]:
             _check_key(section)
             raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
         for key, value in content.items():
-            if (f"{section}.{key}", value) not in GONE:
-                _check_key(f"{section}.{key}")
-                values[f"{section}.{key}"] = value
+            _check_key(f"{section}.{key}")
+            values[f"{section}.{key}"] = value
     return values
 
 

@@ -153,7 +153,7 @@ def _folders(root: Path, problems: Problems) -> dict[str, Path]:
         return {root.resolve().name if root.resolve().name in SPLITS else "any": root}
     for name in SPLITS if (root / META).is_dir() else (*SPLITS, EMPTY):  # Energon's folders have EMPTY beside them
         if not (root / name).is_dir():
-            problems.add("missing", root / name, "there is no such folder")
+            problems.add("missing", root / name, "there is no such folder; a single set is verified by its own path")
     return inside
 
 
@@ -212,8 +212,9 @@ def _sum_up(folder: Path, split: str, reports: list[Report], expect: int, proble
     counts = [timesteps[k] for k in range(TIMESTEPS)]
     if split == "val" and max(counts) > min(counts) + 1 and not any(report.fast for report in reports):
         problems.add("timestep counts", folder, f"timesteps 0 to {TIMESTEPS - 1} come {counts} times")
-    listed = [f"{count:,} of {'none' if k is None else k}" for k, count in sorted(timesteps.items(), key=str)]
-    return f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes; timesteps: {', '.join(listed)}"
+    parts = ", ".join(f"{count:,} of {k}" for k, count in sorted(timesteps.items(), key=str))
+    listed = f"; timesteps: {parts}" * (split == "val")
+    return f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes" + listed
 
 
 def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:

@@ -40,10 +40,7 @@ def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
         folders.setdefault(_system_of(real), []).append(path)
     homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
     names, groups = _names(homes), [sorted(group, key=_number) for group in folders.values()]
-    first = [group[0].parent.name for group in groups]
-    return [
-        (f"{name}/{own}" if names.count(name) > 1 else name, *rest) for name, own, *rest in zip(names, first, groups)
-    ]
+    return [(f"{n}/{group[0].parent.name}" if names.count(n) > 1 else n, group) for n, group in zip(names, groups)]
 
 
 def _below(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from flux_ref.benchmark import closed
 from flux_ref.formats.outside import printable
 from flux_ref.report import official, result_files
-from flux_ref.report.result_log import ResultLog, number
+from flux_ref.report.result_log import Event, ResultLog, number
 
 RUNS = 10  # of a submission; the mean leaves out the best and the worst
 VALID, PASSING_REHEARSAL = "valid result", f"passes the checks as a {closed.REHEARSAL}"  # verdicts
@@ -95,14 +95,13 @@ def _clock(run: Run) -> None:
     begun, ended = (next((event.time_ms for event in run.log.all(f"init_{at}")), math.nan) for at in ("start", "stop"))
     if ended >= begun:
         run.init_s = (ended - begun) / 1000
-    all_starts, stops = run.log.all("run_start"), run.log.all("run_stop")
-    starts = [event for event in all_starts if not stops or event.line < stops[0].line]
+    all_starts, stop = run.log.all("run_start"), _stop(run.log)
+    starts = [event for event in all_starts if not stop or event.line < stop.line]
     if not starts:
         run.faults.append("run_start is missing" + (" before run_stop" if all_starts else ""))
-    if not stops:
+    if not stop:
         run.faults.append("run_stop is missing: the run was cut off or still goes on")
         return
-    stop = stops[0]
     run.samples = number(stop.metadata.get("samples_count"))
     run.status = str(stop.metadata.get("status", ""))
     if any(event.time_ms > stop.time_ms for event in all_starts):
@@ -110,38 +109,48 @@ def _clock(run: Run) -> None:
     if run.status != "success":
         reason = str(stop.metadata.get("reason", ""))[:120]
         run.faults.append(f"run_stop has status {run.status!r}" + (f": {reason}" if reason else ""))
-    span_ms = stop.time_ms - starts[-1].time_ms if starts else math.nan
+    span_ms = stop.time_ms - starts[-1].time_ms if starts and not _is_resumed(run.log) else math.nan
     if span_ms > 0:
         run.run_ms = span_ms
     elif span_ms <= 0:  # neither is true of NaN
         run.faults.append("run_stop is not later than run_start")
 
 
+def _is_resumed(log: ResultLog) -> bool:
+    """Whether the log holds several parts of one run, which have no common clock."""
+    return any(str(event.value).startswith("resumed") for event in log.all("disqualified"))
+
+
+def _stop(log: ResultLog) -> Event | None:
+    """The run_stop that counts: the first, as other ranks may repeat it; of a resumed run the last."""
+    stops = log.all("run_stop")
+    return stops[-1 if _is_resumed(log) else 0] if stops else None
+
+
 def _curves(run: Run) -> None:
-    """Losses, also of later parts of a resumed run; the time of evaluations between run_start and its run_stop."""
-    start = next((event.line for event in run.log.all("run_start")), 0)
-    stops = [event.line for event in run.log.all("run_stop")] or [math.inf]
+    """Losses and the time of evaluations, from the entries between run_start and run_stop."""
+    start, last = next((event.line for event in run.log.all("run_start")), 0), _stop(run.log)
     losses: dict[float, float] = {}
     opened, spans_ms = None, []
     for event in run.log.events:
-        if not start < event.line < stops[-1]:
+        if not start < event.line < (last.line if last else math.inf):
             continue
         samples = number(event.metadata.get("samples_count"))
         if event.key == "eval_start":
             opened = opened or event
         elif event.key == "eval_stop" and opened:
-            spans_ms += [event.time_ms - opened.time_ms] if event.line < stops[0] else []
+            spans_ms.append(event.time_ms - opened.time_ms)
             opened = None
         elif event.key == "eval_accuracy":
             loss = number(event.value)
             if samples is not None and loss is not None:
                 losses.setdefault(samples, loss)  # several ranks may write it
-                if event.line < stops[0] and run.run_ms is not None:
-                    run.samples = max(run.samples or 0, samples)
             elif not any(fault.startswith(event.key) for fault in run.faults):
                 what = "no samples_count" if loss is not None else f"the value {str(event.value)[:20]}"
                 run.faults.append(f"eval_accuracy in line {event.line} has {what}")
     run.val_curve = sorted(losses.items())
+    if run.val_curve and run.run_ms is not None:
+        run.samples = max(run.samples or 0, run.val_curve[-1][0])
     if spans_ms and all(span >= 0 for span in spans_ms):
         run.evaluation_s = sum(spans_ms) / 1000
 

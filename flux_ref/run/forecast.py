@@ -22,7 +22,7 @@ def forecast(
     return (
         f"{'at most ' * bool(is_most)}about {duration(len(left) * step_s + count * val_s)}:"
         f" {len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s, as measured in the warm-up"
-        f"{', and the drawings' * bool(cfg.sample.count)}"
+        f"{'; without the drawings' * bool(cfg.sample.count)}"
     )
 
 

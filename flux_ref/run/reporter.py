@@ -212,8 +212,9 @@ class Reporter:
         self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
+        error = f" +- {result.stderr:.4f}" * is_number(result.stderr)
         self.say(
-            f"samples {samples:>10,}  validation loss {result.loss:.4f} +- {result.stderr:.4f}"
+            f"samples {samples:>10,}  validation loss {result.loss:.4f}{error}"
             f" over {result.count:,} samples in {seconds:.1f} s{target}"
         )
         for alarm in alarms.of_losses(self.val_curve, self.band):

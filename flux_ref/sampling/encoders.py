@@ -94,7 +94,7 @@ class Encoders:
         wants = {"t5": (t5, (model.text_tokens, model.t5_dim)), "clip": (clip, (model.clip_dim,))}
         for name, (folder, shape) in wants.items():
             if (encoded := self.empty[name].shape) != shape:
-                raise Refusal(f"{folder} encodes a caption as {encoded}, the model wants {shape}; give its --config")
+                raise Refusal(f"{folder} encodes captions as {encoded}, the model wants {shape}; set model.{name}_dim")
 
     @torch.no_grad()
     def text(self, captions: Sequence[str]) -> dict[str, Tensor]:

@@ -286,15 +286,6 @@ REFUSED = {  # TOML: words of the refusal
 }
 
 
-def test_a_key_that_earlier_versions_wrote_is_passed_over_where_it_did_nothing(tmp_path):
-    for key, value in config_file.GONE:
-        old = config.flat(config_file.load(MICRO)) | {key: value}
-        assert config_file.from_flat("micro", old) == config_file.load(MICRO)
-        assert reply(tmp_path, f"{key} = {value}") == ""
-        assert f"unknown key {key}" in reply(tmp_path, f'{key} = ["a"]')
-        assert f"unknown key {key}" in reply(tmp_path, "", f"--{key}={value}")
-
-
 def test_what_breaks_a_rule_is_refused_with_the_rule(tmp_path):
     replies = {toml: reply(tmp_path, toml) for toml in REFUSED}
     assert {toml: text for toml, text in replies.items() if not all(word in text for word in REFUSED[toml])} == {}

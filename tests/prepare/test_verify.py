@@ -295,7 +295,7 @@ def test_a_clean_set_passes_and_is_summed_up_on_one_screen(root, run):
     text = result.text.splitlines()
     assert len(text) == 4 and text[2] == "problems: none" and re.match(r"PASS in \d+\.\d s, [\d,]+ MB/s", text[3])
     size = 8 * STRIDE + 3 * END_BYTES
-    assert text[0] == f"train: 8 samples in 3 shards, {size:,} bytes; timesteps: 8 of none"
+    assert text[0] == f"train: 8 samples in 3 shards, {size:,} bytes"
     assert text[1].startswith("val: 16 samples in 6 shards, ")
     assert text[1].endswith(": 2 of 0, 2 of 1, 2 of 2, 2 of 3, 2 of 4, 2 of 5, 2 of 6, 2 of 7")
 

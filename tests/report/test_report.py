@@ -117,11 +117,18 @@ def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
     log.entries.insert(len(log.entries) - 1, [key, 0.1, *rest])
     found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
     assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
-    later = [
-        [*entry[:2], {"samples_count": entry[2]["samples_count"] + 10**7}, *entry[3:]] for entry in evaluations[:3]
-    ]
-    log.entries += [*later, log.entries[-1]]  # the run was resumed
-    assert score.measure(result_log.read(log.write(tmp_path / "resumed.txt"))).val_curve[:-1] == plain.val_curve
+
+
+def test_a_resumed_run_shows_all_its_losses_and_no_rate(tmp_path):
+    """Its parts have no common clock: the time of the last part would not fit the samples of all."""
+    for ended in (False, True):  # killed, or stopped by Ctrl-C
+        first, log = MadeLog(3, evaluations=5), MadeLog(4, evaluations=9)
+        more = next(i for i, entry in enumerate(log.entries) if entry[0] == "run_start")
+        log.entries.insert(more, ["disqualified", "resumed from step 7", *log.entries[more][2:]])
+        log.entries[:0] = first.entries if ended else first.entries[:-1]
+        run = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
+        assert len(run.val_curve) == 9 and run.samples == run.val_curve[-1][0]
+        assert run.minutes is run.samples_per_s is None and any("resumed" in fault for fault in run.faults)
 
 
 def test_report_of_a_valid_system(capsys, results, tmp_path):
