@@ -27,8 +27,8 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 def of_run(folder: Path) -> Config:
     """The config that a run has written into its folder. Raises: Refusal."""
     path = folder / "config.toml"
-    if not path.is_file():
-        raise Refusal(f"{folder} holds no run (no config.toml); give a run's folder, such as runs/tiny")
+    if not path.is_file() or "run.dir" not in _read(path):
+        raise Refusal(f"{folder} holds no run (no {path} that a run wrote); give a run's folder, such as runs/tiny")
     return load(path)
 
 

@@ -103,7 +103,7 @@ def test_runs_that_make_no_band(put, tmp_path, capsys):
         ([put("nan", losses="NaN")], "eval.jsonl line 2 is damaged (val_loss"),
         ([silent.parent], "silent has no eval.jsonl with an evaluation"),
         ([f"{good}/../good"], "is given twice; a run counts once"),
-        ([bare], "has not"),
+        ([bare], "that a run wrote"),
         ([tmp_path], "holds no run"),
         (["--out"], "unrecognized arguments: --out"),
     ]
