@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # port: the streams' numbers are part of the definition of a run.
-ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT, SYNTHETIC, SAMPLING, WORDS, JITTER = range(11)
+ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT, SYNTHETIC, SAMPLING, WORDS, JITTER, ROUNDING = range(12)
 
 
 def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0, start: int = 0) -> np.ndarray:

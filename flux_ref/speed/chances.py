@@ -1,0 +1,72 @@
+"""Uniform numbers for stochastic rounding, drawn where the rounding happens.
+
+They come from the generator of every other draw (rng.py), keyed by step, product and element. So a run stays a
+function of its seed at any number of ranks, and a captured graph holds no state of a generator.
+A CPU takes numpy's generator. Other devices compute the same words with torch.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flux_ref import rng
+
+PER_WORD, GRID = 4, 2.0**-16  # each word of 64 bits gives four numbers
+ROUNDS = 10
+FACTORS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # of Philox4x64
+BUMPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+LOW = 0xFFFFFFFF
+
+
+@torch.library.custom_op("flux_ref::chances", mutates_args=(), device_types="cpu")
+def chances(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
+    """Numbers in [0, 1) on a grid of 2**-16, fp32, of the shape of `like`.
+
+    step:    (), int64, on the device. product: a number of layer and product.
+    first:   the place of the first element among all of the product, over all ranks and micro-batches; % 16 == 0.
+    port: element e is 16 bits, from bit 16 * (e % 4) on, of word e // 4 of the stream ROUNDING of rng.py, with the
+    counter's sample = product and its epoch = step.
+    """
+    count = -(-like.numel() // PER_WORD)
+    words = rng.words(seed, rng.ROUNDING, count, sample=product, epoch=int(step), start=first // PER_WORD)
+    numbers = torch.from_numpy(words.view(np.uint16).astype(np.float32)) * GRID
+    return numbers[: like.numel()].view(like.shape)
+
+
+@chances.register_fake
+def _(seed, step, product, first, like):
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+
+
+@chances.register_kernel("cuda")
+def on_device(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
+    """`chances` by torch's arithmetic alone. No host reads the step, so a captured graph may hold it."""
+    block = torch.arange(-(-like.numel() // 16), device=like.device) + (first // 16 + 1)
+    words = torch.stack(philox(block, product, step, (seed, rng.ROUNDING)), dim=1).flatten()
+    numbers = words[:, None] >> torch.arange(0, 64, 16, device=like.device) & 0xFFFF
+    return (numbers.float() * GRID).flatten()[: like.numel()].view(like.shape)
+
+
+def philox(block: Tensor, sample: int, epoch: Tensor, key: tuple[int, int]) -> list[Tensor]:
+    """The four words of each block of Philox4x64-10 as int64. Products and sums of int64 wrap, as 64 bits should."""
+    zero = torch.zeros_like(block)
+    counter, keys = [block, zero + _signed(sample), zero + epoch, zero], list(key)
+    for _ in range(ROUNDS):
+        (high0, low0), (high1, low1) = (_product(counter[2 * i], FACTORS[i]) for i in range(2))
+        counter = [high1 ^ counter[1] ^ _signed(keys[0]), low1, high0 ^ counter[3] ^ _signed(keys[1]), low0]
+        keys = [word + bump for word, bump in zip(keys, BUMPS)]
+    return counter
+
+
+def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 64 bits of a product of unsigned 64-bit numbers, from halves of 32 bits."""
+    low, high, f_low, f_high = x & LOW, x >> 32 & LOW, factor & LOW, factor >> 32
+    carry = high * f_low + (low * f_low >> 32 & LOW)
+    middle = low * f_high + (carry & LOW)
+    return high * f_high + (carry >> 32 & LOW) + (middle >> 32 & LOW), x * _signed(factor)
+
+
+def _signed(word: int) -> int:
+    """An unsigned 64-bit number, modulo 2**64, as the signed one with the same bits."""
+    word &= 2**64 - 1
+    return word - (word >> 63 << 64)
