@@ -72,7 +72,7 @@ def test_every_value_is_rounded_as_ml_dtypes_rounds():
         wrong += [f"{name} value"] * (not np.array_equal(ours[~nan], theirs.astype(np.float32)))
         wrong += [f"{name} code"] * (not np.array_equal(codes[~nan], theirs.view(np.uint8)))
         wrong += [f"{name} NaN"] * (not ours[nan].isnan().all() or not (codes[nan] == (form.nan or 0)).all())
-        wrong += [f"{name} back"] * (not torch.equal(form.decode(codes)[~nan], ours[~nan]))
+        wrong += [f"{name} back"] * (not torch.equal(bits(form.decode(codes))[~nan], bits(ours)[~nan]))
         wrong += [f"{name} again"] * (not torch.equal(bits(nf.rounded(ours, form))[~nan], bits(ours)[~nan]))
     assert not wrong
 
@@ -125,8 +125,9 @@ def test_mx_scales_and_codes_are_those_of_torchao(dtype):
 
 
 def test_nvfp4_scales_and_codes_are_those_of_torchao():
-    for seed, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)):
-        x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed * 4 - 6)).to(dtype)
+    for seed in range(24):
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        x = (torch.randn(64, 512, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed - 12)).to(dtype)
         x[0] *= 1e-6
         whole = per_tensor_amax_to_scale(x.float().abs().amax())
         scales, codes = nvfp4_quantize(x, 16, whole)
@@ -180,7 +181,7 @@ def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only():
     generator, count, wrong = torch.Generator().manual_seed(0), 2**20, []
     for name, form in FORMATS.items():
         least = form.value(1)
-        for value in (least * 0.3, -least * 1.75, 1.1, -1.37, form.largest * 0.99, 1.5):
+        for value in (least * 0.3, -1.37, form.largest * 0.99):
             found = nf.rounded(torch.full((count,), value), form, torch.rand(count, generator=generator)).double()
             grid = sorted(v for v in form.table() if math.isfinite(v))
             below, above = max(v for v in grid if v <= value), min(v for v in grid if v >= value)
