@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 FP32_BIAS, FP32_MANTISSA = 127, 23
+MAX_EXPONENT = 44
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 
 
@@ -123,7 +124,8 @@ class Scaling:
     rule: of the scale. floor, ceil, rceil: a power of two, kept as E8M0, by the block's largest magnitude m and the
     format's largest value L. floor (MX 6.3): 2**(floor(log2 m) - floor(log2 L)). ceil: the same of ceil(log2 m). rceil
     (cuBLAS, 1-D block scaling): the least power of two that is at least m / L.
-    linear: m / L in fp32. two-level (NVFP4): an E4M3 for each block times one fp32 for the tensor.
+    linear: a cast multiplies by L / m in fp32, at most 2**44, and the scale is the inverse.
+    two-level (NVFP4): an E4M3 for each block times one fp32 for the tensor.
     """
 
     rule: str
@@ -153,8 +155,9 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         scale = rounded((amax / form.largest / whole).clamp(min=2.0 ** (1 - E4M3.bias)), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
-        scale = (amax / form.largest).where(amax > 0, 1.0)
-        factor = 1 / scale
+        # numerics: an uncapped factor of a nearly vanished gradient overflows in some kernels.
+        factor = (form.largest / amax).clamp(max=2.0**MAX_EXPONENT)
+        scale = factor.reciprocal()
     else:
         exponent = scale_exponent(amax, form, scaling.rule)
         scale = power_of_two(exponent)
