@@ -1,0 +1,152 @@
+"""A linear under a policy against plain products of the decoded sides."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flux_ref.model import JoinLinear, SplitLinear
+from flux_ref.speed import number_formats, policy
+from flux_ref.speed.chances import chances
+from flux_ref.speed.emulation import Draws, EmulatedLinear, decoded
+
+BATCH, ROWS, K, N = 6, 32, 64, 96
+SEED, STEP, NUMBER = 5, 9, 3
+
+
+def pairs(rule: str) -> dict[str, policy.Pair]:
+    found = dict.fromkeys(policy.PRODUCTS, (None, None))
+    for one in rule.split("; "):
+        parsed = policy.parse(one)
+        found |= {
+            product: parsed.pair for product in policy.PRODUCTS if parsed.decides("single.0.linear1", product, False)
+        }
+    return found
+
+
+def made(rule: str, linear: nn.Linear | None = None, first_sample: int = 0) -> EmulatedLinear:
+    torch.manual_seed(0)
+    draws = Draws(SEED, torch.tensor(STEP), first_sample)
+    return EmulatedLinear(linear or nn.Linear(K, N).bfloat16(), NUMBER, pairs(rule), draws)
+
+
+def inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-8, 8, (BATCH, ROWS, 1), generator=generator).float())
+    x = (torch.randn(BATCH, ROWS, K, generator=generator) * spread).bfloat16()
+    return x, (torch.randn(BATCH, ROWS, N, generator=generator) * 1e-6).bfloat16()
+
+
+def run(linear: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output and the gradients of input, weight and bias."""
+    x = x.clone().requires_grad_()
+    linear.zero_grad()
+    out = linear(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, linear.weight.grad, linear.bias.grad]
+
+
+RULES = {
+    **{name: "; ".join(rules) for name, rules in policy.PRESETS.items() if name not in ("bf16", "nvfp4")},
+    "nvfp4": "; ".join(policy.PRESETS["nvfp4"][:-1]),
+    "one product": "* grad_input: mxfp8 x bf16",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_products_are_those_of_the_decoded_sides(name):
+    """Each product written out: transform, cast along the sum, chances by place, fp32 product, rounding to bf16."""
+    linear = made(RULES[name])
+    x, grad = inputs()
+    x_MK, g_MN, w_NK = x.flatten(0, 1), grad.flatten(0, 1), linear.weight.detach()
+
+    def side(product: int, place: int, tensor: Tensor, kind: int, turned: bool) -> Tensor:
+        how = linear.pairs[policy.PRODUCTS[product]][place]
+        chance = None
+        if how and how.stochastic:
+            chance = chances(SEED, torch.tensor(STEP), 9 * NUMBER + 3 * product + kind, 0, tensor.contiguous())
+        return decoded(
+            *((t.t() if turned else t) if t is not None else None for t in (tensor,)),
+            how,
+            chance if chance is None or not turned else chance.t(),
+        )
+
+    out = side(0, 0, x_MK, 0, False) @ side(0, 1, w_NK, 1, False).t() + linear.bias.float()
+    grad_x = side(1, 0, g_MN, 2, False) @ side(1, 1, w_NK, 1, True).t()
+    grad_w = side(2, 0, g_MN, 2, True) @ side(2, 1, x_MK, 0, True).t()
+    wants = [out.unflatten(0, (BATCH, ROWS)), grad_x.unflatten(0, (BATCH, ROWS)), grad_w, g_MN.sum(0)]
+    for found, want in zip(run(linear, x, grad), wants):
+        assert torch.equal(found, want.bfloat16())
+
+
+def test_every_preset_comes_near_the_exact_products():
+    """Relative errors of the three products, as large as the formats' mantissas say, and no larger."""
+    x, grad = inputs()
+    exact = run(made("* *: bf16 x bf16").float(), x.float(), grad.float())
+    wrong = []
+    for name, bound in {"fp8": 0.07, "mxfp8": 0.06, "mxfp4_backward": 0.25, "mxfp6_fp4": 0.3, "nvfp4": 0.25}.items():
+        for product, found, want in zip(policy.PRODUCTS, run(made(RULES[name]), x, grad), exact):
+            error = ((found.float() - want).norm() / want.norm()).item()
+            plain = made(RULES[name]).pairs[product] == (None, None)
+            wrong += [(name, product, error)] * (not (0.003 * (not plain) < error < (0.005 if plain else bound)))
+    assert not wrong
+
+
+def test_a_side_is_what_its_codes_and_scales_say():
+    """decoded = codes by the table, times the block's scale, times the tensor's scale."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 64, generator=generator)
+    for name, side in policy.SIDES.items():
+        values, scales, whole = number_formats.scaled(x, side.form, side.scaling)
+        codes = side.form.decode(side.form.encode(values))
+        rows, columns = side.scaling.rows or 64, side.scaling.columns or 64
+        want = codes * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1) * whole
+        assert torch.equal(decoded(x, side), want), name
+
+
+def test_stochastic_rounding_is_the_same_at_1_2_and_3_ranks():
+    """Each rank has its samples. The outputs and gradients of inputs are parts of those of the whole batch."""
+    rule = "* forward: mxfp4+sr x mxfp4+sr; * grad_input: mxfp4+sr x mxfp4_2d"
+    x, grad = inputs()
+    whole = run(made(rule), x, grad)
+    for ranks in (2, 3):
+        share = BATCH // ranks
+        parts = [
+            run(made(rule, first_sample=first), x[first : first + share], grad[first : first + share])
+            for first in range(0, BATCH, share)
+        ]
+        for i in range(2):
+            assert torch.equal(torch.cat([part[i] for part in parts]), whole[i]), ranks
+    again, later = made(rule), made(rule)
+    later.draws.step += 1
+    assert torch.equal(run(again, x, grad)[0], whole[0]) and not torch.equal(run(later, x, grad)[0], whole[0])
+
+
+def test_parts_and_splits_are_those_of_the_linear_taken_over():
+    x, grad = inputs()
+    rule = RULES["mxfp8"]
+    plain = made(rule, nn.Linear(K, N).bfloat16())
+    want = run(plain, x, grad)
+    split, join = SplitLinear(K, (32, 32, 32)), JoinLinear(K, N)
+    for other in (split, join):
+        other.load_state_dict(plain.state_dict())
+    found = made(rule, split.bfloat16())(x)
+    assert [part.shape[-1] for part in found] == [32, 32, 32] and torch.equal(torch.cat(found, -1), want[0])
+    assert torch.equal(made(rule, join.bfloat16())(*x.split((16, 48), -1)), want[0])
+    assert {name for name, _ in plain.named_parameters()} == {"weight", "bias"}
+
+
+def test_a_hadamard_transform_spreads_an_outlier():
+    """The error of FP4 with one large column falls; without outliers nothing is lost."""
+    x, _ = inputs()
+    x = x.flatten(0, 1).float()
+    x[:, 5] *= 40
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(4))
+    errors = {}
+    for name in ("mxfp4", "mxfp4+h16", "mxfp4+h32"):
+        left, right = (policy.parse(f"* *: {name} x {name}").pair[i] for i in range(2))
+        errors[name] = ((decoded(x, left) @ decoded(w, right).t() - x @ w.t()).norm() / (x @ w.t()).norm()).item()
+    assert all(a > 0 for a in errors.values()) and errors["mxfp4+h32"] < errors["mxfp4"], errors
+    for a, b in itertools.pairwise(errors.values()):
+        assert abs(a - b) > 1e-4
