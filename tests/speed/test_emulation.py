@@ -62,15 +62,12 @@ def test_products_are_those_of_the_decoded_sides(name):
     x_MK, g_MN, w_NK = x.flatten(0, 1), grad.flatten(0, 1), linear.weight.detach()
 
     def side(product: int, place: int, tensor: Tensor, kind: int, turned: bool) -> Tensor:
-        how = linear.pairs[policy.PRODUCTS[product]][place]
-        chance = None
+        how, chance = linear.pairs[policy.PRODUCTS[product]][place], None
         if how and how.stochastic:
-            chance = chances(SEED, torch.tensor(STEP), 9 * NUMBER + 3 * product + kind, 0, tensor.contiguous())
-        return decoded(
-            *((t.t() if turned else t) if t is not None else None for t in (tensor,)),
-            how,
-            chance if chance is None or not turned else chance.t(),
-        )
+            chance = chances(SEED, torch.tensor(STEP), 9 * NUMBER + 3 * product + kind, 0, tensor)
+        if turned:
+            tensor, chance = tensor.t(), None if chance is None else chance.t()
+        return decoded(tensor, how, chance)
 
     out = side(0, 0, x_MK, 0, False) @ side(0, 1, w_NK, 1, False).t() + linear.bias.float()
     grad_x = side(1, 0, g_MN, 2, False) @ side(1, 1, w_NK, 1, True).t()
