@@ -18,7 +18,7 @@ BUMPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 LOW = 0xFFFFFFFF
 
 
-@torch.library.custom_op("flux_ref::chances", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("flux_ref::chances", mutates_args=())
 def chances(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
     """Numbers in [0, 1) on a grid of 2**-16, fp32, of the shape of `like`.
 
@@ -27,6 +27,8 @@ def chances(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> 
     port: element e is 16 bits, from bit 16 * (e % 4) on, of word e // 4 of the stream ROUNDING of rng.py, with the
     counter's sample = product and its epoch = step.
     """
+    if like.device.type != "cpu":
+        return by_torch(seed, step, product, first, like)
     count = -(-like.numel() // PER_WORD)
     words = rng.words(seed, rng.ROUNDING, count, sample=product, epoch=int(step), start=first // PER_WORD)
     numbers = torch.from_numpy(words.view(np.uint16).astype(np.float32)) * GRID
@@ -38,8 +40,7 @@ def _(seed, step, product, first, like):
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
-@chances.register_kernel("cuda")
-def on_device(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
+def by_torch(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
     """`chances` by torch's arithmetic alone. No host reads the step, so a captured graph may hold it."""
     block = torch.arange(-(-like.numel() // 16), device=like.device) + (first // 16 + 1)
     words = torch.stack(philox(block, product, step, (seed, rng.ROUNDING)), dim=1).flatten()

@@ -212,9 +212,9 @@ def test_chances_are_the_words_of_the_stream_on_every_device_and_in_every_part()
         words = rng.words(seed, rng.ROUNDING, whole.numel() // 4, sample=product, epoch=step)
         want = [(int(word) >> shift & 0xFFFF) * 2.0**-16 for word in words for shift in range(0, 64, 16)]
         assert found.flatten().tolist() == want
-        assert torch.equal(chances.on_device(seed, torch.tensor(step), product, 0, whole), found)
+        assert torch.equal(chances.by_torch(seed, torch.tensor(step), product, 0, whole), found)
         for ranks in (2, 3):
-            for draw in (chances.chances, chances.on_device):
+            for draw in (chances.chances, chances.by_torch):
                 rows = 48 // ranks
                 parts = [draw(seed, torch.tensor(step), product, rows * 40 * i, whole[:rows]) for i in range(ranks)]
                 assert torch.equal(torch.cat(parts), found)
