@@ -268,7 +268,7 @@ def test_numbers_of_the_page_are_true():
         assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, 29_695, 262_144, 4), abs=1e-7)
     assert str(key_of("img_in.weight")) in PAGE and rng.name_key("img_in.weight") == key_of("img_in.weight")
     streams = re.findall(r"^\| ([A-Z_]+) \| (\d+) \|", PAGE, re.M)
-    assert [int(number) for _, number in streams] == [getattr(rng, name) for name, _ in streams] == list(range(11))
+    assert [int(number) for _, number in streams] == [getattr(rng, name) for name, _ in streams] == list(range(12))
 
 
 @pytest.mark.nightly
