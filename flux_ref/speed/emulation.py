@@ -28,6 +28,9 @@ class Draws:
     step: Tensor
     first_sample: int = 0
 
+    def __post_init__(self):
+        assert not self.step.is_meta, "torch would give undefined chances without a word"
+
 
 def decoded(x_RS: Tensor, side: Side | None, chance_RS: Tensor | None = None) -> Tensor:
     """What a tensor becomes as a side, fp32 (R, S), but for a Hadamard transform, which stays. None: itself."""

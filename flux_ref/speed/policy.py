@@ -23,7 +23,7 @@ from flux_ref.speed.number_formats import E2M1, E2M3, E4M3, E5M2, Format, Scalin
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 PLAIN = "bf16"  # the name of a side that is not cast
-LAST = 0.15  # share of the blocks that "last" means
+LAST = 0.15  # share of the blocks that "last" means; at least one
 WIDTH = 28  # columns of a product in the table
 
 
@@ -132,7 +132,7 @@ def pairs(rules: list[Rule], model: ModelConfig) -> dict[str, dict[str, Pair]]:
     for layer in layers(model).values():
         kind, block, *_ = layer.split(".")
         place = int(block) + (kind == "single") * model.double_blocks
-        is_last = place >= blocks - round(LAST * blocks)
+        is_last = place >= blocks - max(1, round(LAST * blocks))
         found[layer] = dict.fromkeys(PRODUCTS, (None, None))
         for rule in rules:
             for product in PRODUCTS:

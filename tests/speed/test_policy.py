@@ -61,6 +61,9 @@ def test_presets_hold_what_their_sources_say():
     assert left.stochastic and left.hadamard == right.hadamard == 16 and not right.stochastic
     assert presets["mxfp4_backward"]["single.3.linear1"]["forward"][0].form is E4M3
     assert presets["nvfp4"]["single.28.linear1"] != presets["nvfp4"]["single.29.linear1"]
+    small = found(SMALL, *policy.PRESETS["nvfp4"])  # "last" is one block at least
+    plain = {layer for layer, products in small.items() if products["forward"] == (None, None)}
+    assert plain == {f"single.{SMALL.single_blocks - 1}.linear{i}" for i in (1, 2)}
 
 
 def test_rules_that_mean_nothing_are_refused_with_the_rule_and_the_remedy():
