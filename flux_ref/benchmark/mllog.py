@@ -14,6 +14,7 @@ from mlperf_logging.mllog import constants, mllog
 from flux_ref.config import Config
 from flux_ref.formats import files
 
+RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
 CLOCK_JUMP_S, CLOCK_DRIFT = 0.5, 5e-4  # seconds that a clock may be off its rate; NTP slews by at most 5e-4
 
 

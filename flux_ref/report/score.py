@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flux_ref.benchmark import closed
+from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.formats.outside import printable
 from flux_ref.report import official, result_files
 from flux_ref.report.result_log import Event, ResultLog, number
@@ -118,7 +119,7 @@ def _clock(run: Run) -> None:
 
 def _is_resumed(log: ResultLog) -> bool:
     """Whether the log holds several parts of one run, which have no common clock."""
-    return any(str(event.value).startswith("resumed") for event in log.all("disqualified"))
+    return any(str(event.value).startswith(RESUMED) for event in log.all("disqualified"))
 
 
 def _stop(log: ResultLog) -> Event | None:

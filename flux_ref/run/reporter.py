@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, steps
 from flux_ref.benchmark import alarms, convergence
-from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault
@@ -116,7 +116,7 @@ class Reporter:
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
-        self.log.disqualify(f"resumed from step {step}")
+        self.log.disqualify(f"{RESUMED} {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:

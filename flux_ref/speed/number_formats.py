@@ -151,11 +151,11 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
     if scaling.rule == "two-level":
         whole = amax.amax() / (E4M3.largest * form.largest)
         whole = whole.where(whole > 0, 1.0)
-        # The smallest normal value, so that 1 / scale stays finite where a block is all but zero.
+        # numerics: at least the smallest normal value, so that 1 / scale is finite.
         scale = rounded((amax / form.largest / whole).clamp(min=2.0 ** (1 - E4M3.bias)), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
-        # numerics: an uncapped factor of a nearly vanished gradient overflows in some kernels.
+        # numerics: some kernels overflow if a tiny gradient has an uncapped factor.
         factor = (form.largest / amax).clamp(max=2.0**MAX_EXPONENT)
         scale = factor.reciprocal()
     else:

@@ -21,7 +21,7 @@ from made_logs import MadeLog
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence, public_systems
-from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.report import charts, official, result_files, result_log, score
 from flux_ref.report import commands as report
 
@@ -124,7 +124,7 @@ def test_a_resumed_run_shows_all_its_losses_and_no_rate(tmp_path):
     for ended in (False, True):  # killed, or stopped by Ctrl-C
         first, log = MadeLog(3, evaluations=5), MadeLog(4, evaluations=9)
         more = next(i for i, entry in enumerate(log.entries) if entry[0] == "run_start")
-        log.entries.insert(more, ["disqualified", "resumed from step 7", *log.entries[more][2:]])
+        log.entries.insert(more, ["disqualified", f"{RESUMED} 7", *log.entries[more][2:]])
         log.entries[:0] = first.entries if ended else first.entries[:-1]
         run = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
         assert len(run.val_curve) == 9 and run.samples == run.val_curve[-1][0]
