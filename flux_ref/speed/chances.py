@@ -27,6 +27,7 @@ def chances(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> 
     port: element e is 16 bits, from bit 16 * (e % 4) on, of word e // 4 of the stream ROUNDING of rng.py, with the
     counter's sample = product and its epoch = step.
     """
+    assert first % 16 == 0, first
     if like.device.type != "cpu":
         return by_torch(seed, step, product, first, like)
     count = -(-like.numel() // PER_WORD)

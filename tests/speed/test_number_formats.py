@@ -218,6 +218,8 @@ def test_chances_are_the_words_of_the_stream_on_every_device_and_in_every_part()
                 rows = 48 // ranks
                 parts = [draw(seed, torch.tensor(step), product, rows * 40 * i, whole[:rows]) for i in range(ranks)]
                 assert torch.equal(torch.cat(parts), found)
+    with pytest.raises(AssertionError):
+        chances.chances(0, torch.tensor(0), 0, 17, whole)  # would give the numbers of element 16
 
 
 def test_chances_differ_between_steps_products_and_seeds():
