@@ -121,6 +121,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             source = weight_files.open_source(path, cfg.model)
             weight_files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
+        steps.state.step = samples // cfg.train.global_batch
+        steps.state.precision.begin(steps.state.step)  # the precision of the run at that time
         record = {"weights": str(path), "samples": samples}
         say(f"{path} after {f'{samples:,}' if 'samples' in source.info else 'an unknown number of'} training samples")
         if not options.draw_only:

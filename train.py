@@ -168,6 +168,9 @@ class Run:
         report.begin(state.samples, steps.warm_s)
         try:
             while True:
+                state.precision.begin(state.step)
+                if state.step and (stage := state.precision.stage(state.step)).first == state.step:
+                    report.say(f"samples {state.samples:>10,}  precision switches to {stage.preset}")
                 if schedule.due(state.samples, cfg.sample.every_samples, batch):
                     self.gallery.paint(state, self.alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:

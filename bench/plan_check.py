@@ -88,7 +88,7 @@ def cases() -> list[Case]:
             parallel__compile=True,
             parallel__reshard_after_forward=False,
             parallel__reduce_dtype="bf16",
-            fp8__recipe="dynamic" if public.precision == "fp8" else "off",
+            precision__preset=public.precision,
             eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),
         )
         # FP8 formats have equal sizes, so that layouts are all that cards differ in.

@@ -29,6 +29,7 @@ from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
+from flux_ref.speed import policy
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
@@ -57,8 +58,8 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     state = State.of(net, cfg, world)
     run = Steps(state, cfg, world)
     run.warm_up()
-    if cfg.fp8.recipe == "delayed":
-        state.step = cfg.fp8.dynamic_steps  # all but the first steps are like those from here on
+    if policy.delayed(cfg):
+        state.step = cfg.precision.dynamic_steps  # all but the first steps are like those from here on
     feed = None
     try:
         if world.device.type != "cpu":

@@ -69,7 +69,7 @@ def variants(small: bool) -> list[Variant]:
     plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
     compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
-    dynamic, delayed = "--fp8.recipe=dynamic", ("--fp8.recipe=delayed", "--fp8.dynamic_steps=0")
+    dynamic, delayed = "--precision.preset=fp8", ("--precision.preset=fp8_delayed", "--precision.dynamic_steps=0")
 
     def batch(rows: int) -> tuple[str, str]:
         return f"--train.global_batch={rows}", f"--train.micro_batch={rows}"

@@ -34,8 +34,9 @@ from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
-from flux_ref.speed import fp8, fp8_product, regions
+from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.attention import allow_attention_of
+from flux_ref.speed.precision import Precision
 from flux_ref.step import validation_step
 
 WARMUP = 2
@@ -57,7 +58,7 @@ def build(cfg: Config, device: torch.device) -> Flux:
     allow_attention_of(cfg, device)
     with torch.device("meta"):
         net = Flux(cfg.model).to(sharding.DTYPES[cfg.parallel.dtype])
-        fp8.convert(net, cfg, fp8_product.architecture(device))
+        linear.convert(net, cfg, fp8_product.architecture(device))
     net.double_blocks = regions.regions(net.double_blocks, cfg.parallel)
     net.single_blocks = regions.regions(net.single_blocks, cfg.parallel)
     if cfg.parallel.compile:
@@ -69,10 +70,10 @@ def build(cfg: Config, device: torch.device) -> Flux:
         for parameter in net.parameters():
             parameter.normal_(std=0.02)
     for module in net.modules():
-        if isinstance(module, fp8.Fp8Linear) and cfg.fp8.gather:
+        if getattr(module, "layer", None) in policy.coded(cfg).values():
             module.encode()  # as FSDP2 gathers it
-    net.fp8 = fp8.Fp8State(net, cfg.fp8, device)
-    net.fp8.begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
+    net.precision = Precision(net, cfg, device)
+    net.precision.begin(cfg.precision.dynamic_steps)  # as in all but the first steps
     return net
 
 
@@ -95,7 +96,7 @@ def training(net: Flux, cfg: Config, rows: int, args: argparse.Namespace, clock:
         loss = flow.losses(net, batch, dtype).mean()
         clock.mark("backward")
         loss.backward()
-        net.fp8.update()
+        net.precision.update()
         clock.mark(END)
         net.zero_grad(set_to_none=True)
 

@@ -38,7 +38,7 @@ def rows_of(state: State) -> dict[str, Rows]:
     for moment, tensors in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, tensors):
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
-    history = state.fp8.history
+    history = state.precision.history
     if history.numel():  # every rank has all rows
         rows["fp8.history"] = Rows(history, 0, history.shape)
     return rows

@@ -4,7 +4,6 @@ config_file.py loads a config; config_rules.py says which values are refused. No
 """
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,17 +141,20 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Config:
-    """FP8 in the linears of the blocks. Everything else computes in parallel.dtype."""
+class PrecisionConfig:
+    """Number formats of the blocks' linears (docs/precision.md). Everything else computes in parallel.dtype."""
 
-    recipe: str = "off"  # dynamic: scales from the tensor itself; delayed: scales from earlier steps; off: no FP8
-    eval: bool = True  # FP8 also in validation and for pictures, always with dynamic scales
-    gather: bool = True  # gather the weights of these linears in FP8: half the traffic, equal bits
-    history: int = 1024  # delayed: number of steps whose largest values are remembered
-    algorithm: str = "max"  # delayed: the scale follows the "max" or the "most_recent" value of the history
-    margin: int = 0  # delayed: powers of two left free above that value
-    max_scale_exponent: int = 44  # a quantisation scale is at most 2 ** this
-    dynamic_steps: int = 16  # delayed: number of first steps that use dynamic scales
+    preset: str = "bf16"  # bf16, fp8, fp8_delayed, mxfp8, mxfp4_backward, mxfp6_fp4, nvfp4
+    rules: tuple[str, ...] = ()  # added to this preset: "LAYER PRODUCT: LEFT x RIGHT"; the last match decides
+    switch: tuple[tuple[int, str], ...] = ()  # [[samples, preset], ...]: then another preset, without rules
+    eval: bool = True  # as in training also in validation and for pictures, with dynamic scales; false: bf16
+    native: bool = True  # blocks and rows take torch's kernels where it has them; false: emulate them everywhere
+    gather: bool = True  # gather weights in FP8 where e4m3 is their side: half the traffic, equal bits
+    history: int = 1024  # delayed sides: number of steps whose largest values are remembered
+    algorithm: str = "max"  # delayed sides: the scale follows the "max" or the "most_recent" value of the history
+    margin: int = 0  # delayed sides: powers of two left free above that value
+    max_scale_exponent: int = 44  # a scale of e4m3 or e5m2 is at most 2 ** this
+    dynamic_steps: int = 16  # delayed sides: number of first steps that use dynamic scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +191,11 @@ class Config:
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     graph: GraphConfig = GraphConfig()
-    fp8: Fp8Config = Fp8Config()
+    precision: PrecisionConfig = PrecisionConfig()
     sample: SampleConfig = SampleConfig()
     mllog: MllogConfig = MllogConfig()
 
 
-# What fp8.recipe concerns: the linears of the blocks that see tokens, by Black Forest Labs' names.
-FP8_LINEAR = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[02])|single_blocks\.\d+\.linear[12]")
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}  # what torch calls each dtype
 SECTIONS = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "name"}
 TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() for f in dataclasses.fields(default)}

@@ -5,6 +5,7 @@ Nothing edits a config after `load`.
 """
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def dump(cfg: Config) -> str:
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Raises: Refusal."""
+    values = dict(itertools.starmap(_renamed, values.items()))
     for key in values:
         _check_key(key)
     return _build(name, values)
@@ -74,10 +76,18 @@ def _read(path: Path) -> dict[str, object]:
         if not isinstance(content, dict):
             _check_key(section)
             raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
-        for key, value in content.items():
-            _check_key(f"{section}.{key}")
-            values[f"{section}.{key}"] = value
+        for name, value in content.items():
+            key, value = _renamed(f"{section}.{name}", value)
+            _check_key(key)
+            values[key] = value
     return values
+
+
+def _renamed(key: str, value: object) -> tuple[str, object]:
+    """What a key of an earlier version is today, so that old runs and checkpoints can be read."""
+    if key == "fp8.recipe":
+        return "precision.preset", {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.get(value, value)
+    return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
 
 
 def _first(section: str) -> str:

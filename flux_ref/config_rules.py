@@ -5,6 +5,8 @@ Each refusal names the key, the value, the rule and the remedy. `cfg` is a confi
 
 from flux_ref.config import DTYPE_NAMES
 from flux_ref.errors import Refusal
+from flux_ref.formats import toml_file
+from flux_ref.speed import policy
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
@@ -14,8 +16,7 @@ CHOICES = {
     "parallel.reduce_dtype": tuple(DTYPE_NAMES),
     "parallel.recompute": ("none", "block", "region"),
     "graph.enabled": ("auto", "on", "off"),
-    "fp8.recipe": ("off", "dynamic", "delayed"),
-    "fp8.algorithm": ("max", "most_recent"),
+    "precision.algorithm": ("max", "most_recent"),
     "parallel.attention": ("auto", "cudnn", "flash", "efficient", "math"),
     "mllog.ruleset": ("5.1.0", "6.0.0", "6.1.0"),
     "mllog.submission_division": ("closed", "open"),
@@ -26,10 +27,10 @@ POSITIVE = (
     *("model.latent_channels", "model.latent_height", "model.latent_width"),
     *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
     *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
-    *("parallel.region_blocks", "fp8.history", "sample.steps"),
+    *("parallel.region_blocks", "precision.history", "sample.steps"),
 )
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
-MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "fp8", "parallel"), 2**24)
+MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "precision", "parallel"), 2**24)
 MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 256)
 MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample.count", "sample.steps", "sample.guidance"), 10**6)
 MOST_ELEMENTS, MOST_MICRO_BATCHES = 2**50, 100_000  # of a step's largest tensor; of a step
@@ -47,7 +48,8 @@ def validate(cfg, values: dict[str, object]) -> None:
         most = MOST.get(key, MOST.get(key.split(".")[0], 2**63 - 1))
         if isinstance(value, (int, float)) and not 0 <= value <= most:
             raise Refusal(f"{key}={value} must be a finite number from 0 to {most:,}")
-        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        texts = "".join(leaf for leaf in toml_file.leaves(value) if isinstance(leaf, str))
+        if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in texts):
             raise Refusal(f"{key}={value!r} holds a null byte or is not UTF-8")
     if not cfg.train.caption_drop <= 1:
         raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
@@ -55,7 +57,7 @@ def validate(cfg, values: dict[str, object]) -> None:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg)
     _validate_parallel(cfg.parallel)
-    _validate_fp8(cfg)
+    _validate_precision(cfg)
     if (file := cfg.parallel.compile_cache) and not (cfg.parallel.compile and cfg.train.synthetic_steps):
         raise Refusal(f"parallel.compile_cache={file} needs parallel.compile=true and train.synthetic_steps above 0")
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
@@ -106,21 +108,15 @@ def _validate_parallel(cfg) -> None:
         )
 
 
-def _validate_fp8(cfg) -> None:
-    """The widths of all converted linears are multiples of the hidden size."""
-    fp8 = cfg.fp8
-    if fp8.margin > 8:
-        raise Refusal(f"fp8.margin={fp8.margin} leaves e4m3 too few binades; use 0 to 8")
-    if fp8.max_scale_exponent > 126:
-        raise Refusal(f"fp8.max_scale_exponent={fp8.max_scale_exponent} is beyond fp32; use at most 126")
-    if fp8.recipe == "off":
-        return
-    if cfg.parallel.dtype != "bf16":
-        raise Refusal(f"fp8.recipe={fp8.recipe} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set it so")
-    if fp8.gather and not fp8.eval:
-        raise Refusal("fp8.eval=false validates in bf16, but fp8.gather=true gathers in FP8; set fp8.gather=false")
-    if cfg.model.hidden % 16:
-        raise Refusal(f"model.hidden={cfg.model.hidden} is not divisible by 16, as fp8.recipe={fp8.recipe} needs")
+def _validate_precision(cfg) -> None:
+    own = cfg.precision
+    if own.margin > 8:
+        raise Refusal(f"precision.margin={own.margin} leaves e4m3 too few binades; use 0 to 8")
+    if own.max_scale_exponent > 126:
+        raise Refusal(f"precision.max_scale_exponent={own.max_scale_exponent} is beyond fp32; use at most 126")
+    if policy.coded(cfg) and not own.eval:
+        rule = "validates in bf16, but precision.gather=true gathers in FP8"
+        raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
 
 
 def validate_world(cfg, world_size: int) -> None:
@@ -141,10 +137,4 @@ def validate_world(cfg, world_size: int) -> None:
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
-    rows = train.micro_batch or train.global_batch // world_size
-    if cfg.fp8.recipe != "off" and (rows * cfg.model.text_tokens % 16 or rows * cfg.model.image_tokens % 16):
-        raise Refusal(
-            f"fp8.recipe={cfg.fp8.recipe} needs text and image tokens divisible by 16 for the gradient of weights, but"
-            f" a micro-batch of {rows} has {rows * cfg.model.text_tokens} and {rows * cfg.model.image_tokens};"
-            " set train.micro_batch to another"
-        )
+    policy.require_rows(cfg, train.micro_batch or train.global_batch // world_size)

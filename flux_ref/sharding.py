@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from flux_ref import ranks, rng
-from flux_ref.config import DTYPE_NAMES, Config
+from flux_ref.config import DTYPE_NAMES, Config, micro_batch
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
-from flux_ref.speed import fp8, fp8_product, regions
+from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.speed.fp8_gather import Fp8Gather
 
@@ -38,10 +38,10 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
-        fp8.convert(net, cfg, fp8_product.architecture(world.device))
+        linear.convert(net, cfg, fp8_product.architecture(world.device), micro_batch(cfg, world.size))
     net = shard(net, cfg, world)
     materialise(net, world, seed)
-    if cfg.fp8.recipe != "off" and cfg.fp8.gather:
+    if policy.coded(cfg):
         Fp8Gather(net, cfg)
     return net
 

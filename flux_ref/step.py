@@ -16,7 +16,7 @@ from flux_ref.errors import Fault
 from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.speed import regions
-from flux_ref.speed.fp8 import Fp8State
+from flux_ref.speed.precision import Precision
 
 NEVER = -1.0
 
@@ -27,20 +27,21 @@ class State:
 
     net: nn.Module
     opt: Optimizer | None  # None in evaluation
-    fp8: Fp8State  # the history of delayed FP8 scales; empty for other recipes
+    precision: Precision  # the stages of the policy, and the history of delayed scales
     step: int = 0  # optimizer steps done
     samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
 
     @classmethod
     def build(cls, cfg: Config, world: World, seed: int | None, trains: bool = True) -> "State":
-        """A sharded net, its optimizer and its FP8 scales. seed: of the weights; None leaves the weights undefined."""
+        """A sharded net, its optimizer and its precision. seed: of the weights; None leaves the weights undefined."""
         return cls.of(sharding.build(cfg, world, seed), cfg, world, trains)
 
     @classmethod
     def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
         """The state of a sharded net before its first step. trains: with an optimizer."""
         opt = Optimizer(net, cfg.optim, world) if trains else None
-        return cls(net, opt, Fp8State(net, cfg.fp8, world.device))
+        first = world.rank * (cfg.train.global_batch // world.size)
+        return cls(net, opt, Precision(net, cfg, world.device, first))
 
     def advance(self, global_batch: int) -> None:
         self.step, self.samples = self.step + 1, self.samples + global_batch
@@ -84,11 +85,12 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
         last = start + micro == rows
         # Each micro-batch is reduced to shards at once. Replicas are averaged with the last micro-batch only.
         state.net.set_is_last_backward(last)
+        state.precision.micro_batch(start)
         state.net.set_requires_all_reduce(last)
         part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
-    grad_norm = state.opt.step(state.fp8.update())
+    grad_norm = state.opt.step(state.precision.update())
     health.update(loss, grad_norm)
     return loss, grad_norm
 
@@ -108,7 +110,7 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
     spec: weights stay bit-identical, because at learning rate 0 AdamW's decay factor is 1 and its update is 0. Moments,
-    step counts and the FP8 history are zeroed afterwards. Returns the seconds of the last step and its validation.
+    step counts and the history of scales are zeroed afterwards. Returns the seconds of the last step with validation.
     """
     few = synthetic(cfg.model, rows=8)
     for batch in (train_batch, val_batch):
@@ -118,8 +120,8 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
     state.opt.lr.zero_()
     health, seconds = Health(state.opt.lr.device), 0.0
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=health.flags.device)
-    for phase in state.fp8.phases:
-        state.fp8.begin(phase)
+    for phase in state.precision.phases:
+        state.precision.begin(phase)
         for _ in range(cfg.train.synthetic_steps):
             begin = time.perf_counter()
             train_step(state, train_batch, health, cfg)
@@ -129,7 +131,7 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
                 raise Fault("the warm-up's loss or gradient norm is not finite; the device or a library is at fault")
             seconds = time.perf_counter() - begin
     state.opt.reset()
-    state.fp8.reset()
+    state.precision.reset()
     if cfg.parallel.compile and cfg.train.synthetic_steps:
         regions.forbid_recompilation()
     return seconds

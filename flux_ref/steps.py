@@ -76,10 +76,10 @@ class Steps:
 
         Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
         """
-        fp8 = self.state.fp8
-        fp8.begin(self.state.step)
+        state, precision = self.state, self.state.precision
+        precision.begin(state.step)
         if self.graphs:
-            self.graphs[f"train {fp8.phase(self.state.step)}"].replay()
+            self.graphs[f"train {precision.phase(state.step)}"].replay()
         else:
             self._train()
         return self.loss, self.grad_norm
@@ -87,7 +87,7 @@ class Steps:
     def validate(self, sums: Tensor) -> None:
         """Add `val_batch` to sums, as step.validation_step does. Every rank calls this equally often."""
         if self.graphs:
-            self.graphs["validate"].replay()
+            self.graphs[f"validate {self.state.precision.stage(self.state.step).first}"].replay()
         else:
             self._validate()
         sums += self.sums
@@ -116,10 +116,13 @@ class Steps:
         before = self.health.flags.clone()
         try:
             # The training graphs are larger. Captured first, they leave freed memory for the validation graph.
-            for phase in self.state.fp8.phases:
-                self.state.fp8.begin(phase)
+            precision = self.state.precision
+            for phase in precision.phases:
+                precision.begin(phase)
                 self._capture(f"train {phase}", self._train)
-            self._capture("validate", self._validate)
+            for stage in precision.stages:
+                precision.begin(stage.first)
+                self._capture(f"validate {stage.first}", self._validate)
             sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
             if not torch.equal(before, self.health.flags):
                 raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)

@@ -1,7 +1,7 @@
 """The training step counted for a GPU that is not there: kernels, bytes, products, and the time by a stated roofline.
 
     python -m bench.static --arch sm90                                  # configs/schnell_gbs512.toml at micro-batch 32
-    python -m bench.static --arch gfx942 --micro-batches 8,32 --recipes off,delayed --json bench/results/NAME.json
+    python -m bench.static --arch gfx942 --micro-batches 8,32 --presets bf16,fp8_delayed --json bench/results/NAME.json
     python -m bench.static --arch sm90 --binaries                       # registers and spills of the large kernels
     python -m bench.static --compare OLD.json NEW.json
     python -m bench.static --arch sm90 --limits bench/static/limits.json
@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.set_defaults(config="configs/schnell_gbs512.toml")
     parser.add_argument("--arch", choices=tuple(GPUS))
     parser.add_argument("--micro-batches", type=listed(between(1, common.MOST)), default=[32])
-    parser.add_argument("--recipes", type=listed(), default=["off"])
+    parser.add_argument("--presets", type=listed(), default=["bf16"])
     for name in report.SHARES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=between(0.001, common.MOST, float))
     parser.add_argument("--binaries", action="store_true")
@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
     cfg = config_file.load(args.config, overrides)
     gpu, runs = AbsentGpu(args.arch), []
     rates = report.rates(GPUS[args.arch].card, args)
-    for recipe in args.recipes:
+    for preset in args.presets:
         for rows in args.micro_batches:
             one = replace(
                 cfg,
                 train=replace(cfg.train, micro_batch=rows, global_batch=rows * args.ranks),
-                fp8=replace(cfg.fp8, recipe=recipe),
+                precision=replace(cfg.precision, preset=preset),
             )
             found = parts.counts(gpu, one, args.ranks)
             runs.append(report.run(args.arch, one, found, rates, rows))

@@ -31,7 +31,7 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
             if want:
                 missed[f"{kind} of {title}"] = ms - want
     if not missed:
-        raise Refusal(f"no profiled run of bench.whole has a count for {arch}; count its micro-batch and recipe, too")
+        raise Refusal(f"no profiled run of bench.whole has a count for {arch}; count its micro-batch and preset, too")
     worst = max(missed, key=lambda name: abs(missed[name]))
     return "\n".join([*lines, f"largest disagreement: {worst}, {missed[worst]:+.2f} ms"])
 
@@ -45,8 +45,7 @@ def _profiled(sweep: dict) -> Iterator[tuple[str, int, str, dict[str, float]]]:
             ms = {kind: one["ms"] for kind, one in run["kernels"]["classes"].items()}
             ms["elementwise and copy"] = ms.pop("elementwise") + ms.pop("copy")
             ms |= {"optimizer": run.get("optimizer", 0.0), "idle": run["kernels"]["idle"]["ms"]}
-            recipe = variant["command"].partition("--fp8.recipe=")[2].split(" ")[0]
-            precision = f"fp8 {recipe}" if recipe and recipe != "off" else "bf16"
+            precision = variant["command"].partition("--precision.preset=")[2].split(" ")[0] or "bf16"
             yield variant["name"], run["micro_batch"], precision, {kind: one for kind, one in ms.items() if one}
 
 

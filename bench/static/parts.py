@@ -19,7 +19,8 @@ from flux_ref.benchmark.communication import ITEM_BYTES, gathered_bytes
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
 from flux_ref.model import Flux, parameter_table
-from flux_ref.speed import fp8, fp8_product, regions
+from flux_ref.speed import fp8_product, linear, policy, regions
+from flux_ref.speed.precision import Precision
 
 ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
 
@@ -31,10 +32,10 @@ def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count
     traced_for_a_gpu = mock.patch.object(fp8_product, "has_kernel", lambda device: True)
     with FakeTensorMode(), traced_for_a_gpu:
         net = _net(small.model, dtype)
-        fp8.convert(net, small, gpu.arch)
-        fp8.Fp8State(net, cfg.fp8, torch.device("cpu")).begin(cfg.fp8.dynamic_steps)  # as in all but the first steps
-        for linear in (module for module in net.modules() if isinstance(module, fp8.Fp8Linear) and cfg.fp8.gather):
-            linear.encode()
+        linear.convert(net, small, gpu.arch)
+        Precision(net, small, torch.device("cpu")).begin(cfg.precision.dynamic_steps)  # as in all but the first steps
+        for name in policy.coded(small):
+            net.get_submodule(name).encode()
         found = {
             kind: _compiled(gpu, regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0], kind, cfg, rows)
             for kind in ("double", "single")

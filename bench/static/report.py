@@ -9,6 +9,7 @@ from bench.static.binaries import binaries
 from bench.static.inductor import Count, words
 from flux_ref.benchmark import flops, hardware
 from flux_ref.config import Config
+from flux_ref.speed import policy
 
 # What a large copy, product or attention reaches of the datasheet's rate. Assumed; bench.ceiling measures products.
 SHARES = {"memory_tb_s": 0.83, "bf16_tflops": 0.79, "fp8_tflops": 0.65, "attention_tflops": 0.5}
@@ -33,7 +34,7 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
     saved = sum(found[part]["forward"].saved * count for part, count in times.items())
     return {
         "arch": arch,
-        "precision": cfg.parallel.dtype if cfg.fp8.recipe == "off" else f"fp8 {cfg.fp8.recipe}",
+        "precision": cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype,
         "micro_batch": micro_batch,
         "budget": cfg.parallel.activation_budget,
         "parts": rows,

@@ -10,6 +10,7 @@ from dataclasses import fields
 from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config, ModelConfig, flat
 from flux_ref.formats.outside import shown
+from flux_ref.speed import policy
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
@@ -55,7 +56,8 @@ def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
 
 def values(cfg: Config, train_count: int, val_count: int) -> dict[str, object]:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
-    precision = "fp8" if cfg.fp8.recipe != "off" and cfg.fp8.eval else DTYPE_NAMES[cfg.parallel.dtype]
+    own = cfg.precision.eval and policy.narrowest(cfg, "forward")
+    precision = own or DTYPE_NAMES[cfg.parallel.dtype]
     return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
 
 

@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass
 from math import ceil, prod
 
-from flux_ref.config import FP8_LINEAR, Config, ParallelConfig
+from flux_ref.config import Config, ParallelConfig
+from flux_ref.speed import policy
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"
@@ -64,8 +65,11 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
 
 def gathered_bytes(cfg: Config, name: str) -> int:
     """Bytes of a parameter's element in a gather. name: Black Forest Labs'."""
-    is_code = cfg.fp8.recipe != "off" and cfg.fp8.gather and FP8_LINEAR.fullmatch(name.removesuffix(".weight"))
-    return 1 if is_code and name.endswith(".weight") else ITEM_BYTES[cfg.parallel.dtype]
+    return (
+        1
+        if name.endswith(".weight") and name.removesuffix(".weight") in policy.coded(cfg)
+        else ITEM_BYTES[cfg.parallel.dtype]
+    )
 
 
 def freed(cfg: ParallelConfig, regions: int) -> int:
@@ -94,9 +98,7 @@ def sent(cfg: Config, layout: Layout, micros: int) -> dict[str, float]:
     reduced, n, r = ITEM_BYTES[cfg.parallel.reduce_dtype], layout.shards, layout.replicas
     whole = sum(unit.padded for unit in layout.units)
     again = layout.units[: freed(cfg.parallel, len(layout.units) - 1)]
-    linears = 8 * cfg.model.double_blocks + 2 * cfg.model.single_blocks  # in FP8
-    of_all = 1 + (2 * linears if cfg.fp8.recipe == "delayed" else 0)
-    of_weights = micros * linears if cfg.fp8.recipe != "off" and cfg.fp8.gather else 0
+    of_all, of_weights = 1 + 2 * len(policy.delayed(cfg)), micros * len(policy.coded(cfg))
     return {
         "all_gather": micros * sum(unit.gathered for unit in (*layout.units, *again)) * (n - 1) / n,
         "reduce_scatter": micros * reduced * whole * (n - 1) / n,

@@ -60,7 +60,7 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
         raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
     gpu = _build(Gpu, f"gpu.{name}", tables)
     if precision == "fp8" and not gpu.fp8_tflops:
-        raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set fp8.recipe=off")
+        raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
     share = f"share.{gpu.arch}_{precision}"
     mine = own.get(share, {}) | own.get("assumed", {})
     if "gemm_share" in mine or "memory_share" in mine:

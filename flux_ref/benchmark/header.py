@@ -3,6 +3,7 @@
 from flux_ref import schedule
 from flux_ref.benchmark import closed
 from flux_ref.config import Config, micro_batch
+from flux_ref.speed import policy
 
 
 def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict[str, object]:
@@ -36,7 +37,7 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
     if cfg.mllog.ruleset != "5.1.0":  # precision and parallelism: optional in 6.0.0, required from 6.1.0 on
         compute, reduce = closed.DTYPE_NAMES[cfg.parallel.dtype], closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
         official |= {
-            "lowest_numerical_precision_in_linear": compute if cfg.fp8.recipe == "off" else "fp8",
+            "lowest_numerical_precision_in_linear": policy.narrowest(cfg) or compute,
             "lowest_numerical_precision_in_attn": compute,
             "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
             **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},

@@ -1,9 +1,11 @@
 """TOML that people write: read, checked for types and unknown names, refused in one line."""
 
 import difflib
+import itertools
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import get_args
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside
@@ -15,6 +17,8 @@ KINDS = {
     float: "a number",
     bool: "true or false",
     tuple[int, ...]: "a list of integers",
+    tuple[str, ...]: "a list of strings",
+    tuple[tuple[int, str], ...]: "a list of [integer, string]",
 }
 
 
@@ -42,16 +46,31 @@ def parse(key: str, text: str, kind: type) -> object:
 
 def typed(key: str, value: object, kind: type) -> object:
     """The value in a key's type. An int may stand for a float and a list for a tuple, nothing else. Raises: Refusal."""
-    is_list = kind == tuple[int, ...] and isinstance(value, (list, tuple))
-    if any(type(item) is int and abs(item) >= 2**63 for item in (value if is_list else [value])):
+    if any(type(item) is int and abs(item) >= 2**63 for item in leaves(value)):
         raise Refusal(f"{key}={outside.shown(value)} is out of range; TOML's integers are below 2**63")
     if kind is float and type(value) is int:
         return float(value)
-    if is_list and all(type(item) is kind.__args__[0] for item in value):
-        return tuple(value)
-    if type(value) is kind:
-        return value
-    raise Refusal(f"{key}={outside.shown(value)} is not {KINDS[kind]}")
+    if not _is(value, kind):
+        raise Refusal(f"{key}={outside.shown(value)} is not {KINDS[kind]}")
+    return _tuple(value)
+
+
+def leaves(value: object) -> Iterator[object]:
+    """What lists in lists hold."""
+    return itertools.chain(*map(leaves, value)) if isinstance(value, (list, tuple)) else iter((value,))
+
+
+def _is(value: object, kind: type) -> bool:
+    if not (kinds := get_args(kind)):
+        return type(value) is kind
+    if not isinstance(value, (list, tuple)):
+        return False
+    kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+    return len(kinds) == len(value) and all(map(_is, value, kinds))
+
+
+def _tuple(value: object) -> object:
+    return tuple(map(_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def unknown(what: str, name: str, known: Collection[str], otherwise: str) -> Refusal:

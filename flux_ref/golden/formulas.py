@@ -243,39 +243,49 @@ def merged(x: np.ndarray, axes: tuple[int, ...] = (0, 2, 1, 3)) -> np.ndarray:
     return x.transpose(axes).reshape(x.shape[0], x.shape[2], -1)
 
 
-# FP8
+# Number formats
 
 
 class Format:
-    """An FP8 format: a sign, 7 - `mantissa` bits of exponent, `mantissa` bits of fraction. has_zero: 0x80 is -0.
+    """A format: a sign, bits of exponent, bits of fraction. has_zero: the code of the sign alone is -0.
 
-    Source: arXiv 2209.05433; arXiv 2206.02915 for the fnuz formats.
+    Source: arXiv 2209.05433; arXiv 2206.02915 for the fnuz formats; OCP Microscaling Formats 1.0 for 6 and 4 bits.
     """
 
-    def __init__(self, mantissa: int, bias: int, top: float, has_zero: bool):
-        code = np.arange(128)
-        exponent, fraction = code >> mantissa, (code & 2**mantissa - 1) / 2**mantissa
-        values = np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias))
+    def __init__(self, exponent: int, mantissa: int, bias: int, top: float, has_zero: bool = True):
+        field, fraction = np.divmod(np.arange(2 ** (exponent + mantissa)), 2**mantissa)
+        values = (fraction / 2**mantissa + (field > 0)) * 2.0 ** (np.maximum(field, 1) - bias)
         self.values, self.top, self.normal, self.has_zero = values[values <= top], top, 2.0 ** (1 - bias), has_zero
+        self.sign = len(values)
 
-    def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False) -> np.ndarray:
-        """Bytes of x, rounded to nearest even and clamped. zero: -0 has the byte 0x80. down: towards zero."""
+    def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False, chance=None) -> np.ndarray:
+        """Codes of x, rounded to nearest even and clamped. zero: -0 has a code. down: towards zero.
+
+        chance: the result is the value at or below x + chance * (distance of the values around x); zero is +0.
+        """
         size, middles = np.minimum(np.abs(x), self.top), (self.values[1:] + self.values[:-1]) / 2
         below, above = (np.searchsorted(middles, size, side) for side in ("left", "right"))  # they differ in a tie
-        code = np.searchsorted(self.values, size, "right") - 1 if down else np.where(below % 2 == 0, below, above)
-        zero = self.has_zero if zero is None else zero
-        return (code + 128 * (np.signbit(x) & ((code > 0) | zero))).astype(np.uint8)
+        low = np.searchsorted(self.values, size, "right") - 1
+        code = low if down else np.where(below % 2 == 0, below, above)
+        if chance is not None:
+            way = (size - self.values[low]) / np.diff(self.values, append=np.inf)[low]
+            code = low + np.where(x < 0, chance < way, chance >= 1 - way)
+        zero = self.has_zero and chance is None if zero is None else zero
+        return (code + self.sign * (np.signbit(x) & ((code > 0) | zero))).astype(np.uint8)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        known = np.concatenate((self.values, np.full(128 - len(self.values), np.nan)))
-        return np.where(codes >= 128, -1.0, 1.0) * known[codes % 128]
+        known = np.concatenate((self.values, np.full(self.sign - len(self.values), np.nan)))
+        return np.where(codes >= self.sign, -1.0, 1.0) * known[codes % self.sign]
 
 
 FORMATS = {
-    "e4m3": Format(3, 7, 448.0, True),
-    "e5m2": Format(2, 15, 57344.0, True),
-    "e4m3fnuz": Format(3, 8, 240.0, False),
-    "e5m2fnuz": Format(2, 16, 57344.0, False),
+    "e4m3": Format(4, 3, 7, 448.0),
+    "e5m2": Format(5, 2, 15, 57344.0),
+    "e4m3fnuz": Format(4, 3, 8, 240.0, False),
+    "e5m2fnuz": Format(5, 2, 16, 57344.0, False),
+    "e3m2": Format(3, 2, 3, 28.0),
+    "e2m3": Format(2, 3, 1, 7.5),
+    "e2m1": Format(2, 1, 1, 6.0),
 }
 
 PRODUCTS = {  # operands, product
@@ -283,21 +293,6 @@ PRODUCTS = {  # operands, product
     "grad_x": ("grad", "weight", lambda grad, w: grad @ w),
     "grad_weight": ("grad", "x", lambda grad, x: grad.T @ x),
 }
-
-
-def fp8_operands(g) -> tuple[dict, dict, dict]:
-    """x, weight and grad as given, as cast, and the scales."""
-    raw = {name: g(f"fp8.{name}") for name in ("x", "weight", "grad")}
-    kinds = {"x": "e4m3", "weight": "e4m3", "grad": "e5m2"}
-    cast = {name: FORMATS[kinds[name]].decode(g(f"fp8.{name}.bits")) for name in raw}
-    return raw, cast, {name: float(g(f"fp8.{name}.scale")) for name in raw}
-
-
-def recast(x: np.ndarray, is_gradient: bool) -> np.ndarray:
-    """x after a cast to a format with its own scale, and back."""
-    form = FORMATS["e5m2" if is_gradient else "e4m3"]
-    scale = form.top / np.abs(x).max()
-    return form.decode(form.encode(x * scale)) / scale
 
 
 def delayed_scales(amax, history=3, margin=1, cap=44, keeps=True, late=False, pick=max, tops=(448, 57344)):

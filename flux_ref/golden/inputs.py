@@ -14,6 +14,7 @@ from flux_ref.benchmark.facts import TRAIN_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shard_writer, shards
 from flux_ref.golden import places
+from flux_ref.speed.number_formats import FORMATS, Format
 
 SEED = 0
 VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wrong order show
@@ -24,14 +25,8 @@ WIDTHS = {
     **{"img_in.weight": 2.0**-5, "txt_in.weight": 2.0**-5, "img_in.bias": 2.0**-4, "txt_in.bias": 2.0**-4},
     **{"qkv.weight": 2.0**-6, "qkv.bias": 2.0**-6, "bias": 0.25, "scale": 0.25},
 }
-# Largest magnitudes of (input, gradient) in six steps. A 0 leaves history and scale as they were.
-AMAXES = ((3, 0.5), (12, 0.25), (5, 0), (4, 2.0**-70), (6, 2.0**-71), (7, 2.0**-72))
-# What the operands of the FP8 linear are multiplied with: in four steps of two micro-batches.
-FACTORS = ((1, 4), (2, 0.5), (8, 0.25), (0.125, 0.5))
-# Magnitudes from which scales are made: zero, the smallest fp32, where the cap of 2^44 begins, the largest, infinity.
-MAGNITUDES = (0.0, 2.0**-149, 1e-30, 2.0**-37, 2.0**-28, 0.3, 448.0, 57344.0, 3.4e38, np.inf)
-CLIP_NORMS = (0.0, 1e-3, 0.5, 0.99999, 1.0, 1.00001, 1.5, 40.0)
 FULL_BATCH, AROUND = 512, 8  # positions of the first batch, and on both sides of the start of a full-size epoch
+ABOVE = slice(1, 12, 2)  # of the largest magnitudes of blocks: those that become the next number of fp32
 FP8_FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
 FED = places.TABLES["operands"]  # of single operations in bf16: shape, width and centre
 
@@ -59,36 +54,38 @@ def inputs(cfg: Config) -> dict[str, np.ndarray]:
     for part, count in (("train", cfg.data.train_count), ("val", cfg.data.val_count)):
         shapes |= {f"data.{part}.{name}": (count, *fields[name][0]) for name in shards.MEMBERS}
     shapes |= {f"data.empty.{name}": fields[name][0] for name in ("t5", "clip")}
-    shapes |= {"fp8.x": (32, 48), "fp8.weight": (16, 48), "fp8.bias": (16,), "fp8.grad": (32, 16)}
+    shapes |= {name: tuple(shape) for name, shape in places.TABLES["shapes"].items()}
     given = {}
     for name, shape in shapes.items():
         value = drawn(name, shape, width_of(name, shape), float(name.endswith(".scale")))
         given[name] = value if name.startswith("weights.") else to_bf16(value)
     given["data.val.timestep"] = np.resize(VAL_TIMESTEPS, cfg.data.val_count)
-    given |= {"fp8.delayed.amax": np.array(AMAXES, np.float32), "fp8.order.factors": np.array(FACTORS, np.float32)}
-    given["clip.norms"] = np.array(CLIP_NORMS, np.float32)
+    given |= {name: np.array(numbers, np.float32) for name, numbers in places.TABLES["numbers"].items()}
     starts = [(epoch * TRAIN_SAMPLES + i) for epoch in (1, 2) for i in range(-AROUND, AROUND)]
     given["full.positions"] = np.array([*range(FULL_BATCH), *starts])
-    given["fp8.scales.amax"] = np.array(MAGNITUDES, np.float32)
-    given |= {f"fp8.edge.{kind}.x": edges(getattr(torch, f"float8_{kind}")) for kind in FP8_FORMATS}
+    given |= {f"fp8.edge.{kind}.x": edges(FORMATS[kind.removesuffix("fn")]) for kind in FP8_FORMATS}
+    given |= {f"formats.edge.{kind}.x": edges(FORMATS[kind]) for kind in ("e3m2", "e2m3", "e2m1")}
     for name, (shape, width, centre) in FED.items():
         given[f"bf16.fed.{name}"] = to_bf16(drawn(f"bf16.fed.{name}", shape, width, centre))
     given["bf16.fed.attention.q"][:, :, 1] /= 64  # flat scores in one head: a long sum; in the other large ones
     target = drawn("bf16.fed.loss.target", FED["loss.prediction"][0], 2.0**-5)
     given["bf16.fed.loss.target"] = given["bf16.fed.loss.prediction"] + target  # close to it: its rounding shows
+    amax = given["formats.blocks.amax"][:, None]
+    amax[ABOVE] = np.nextafter(amax[ABOVE], np.sign(amax[ABOVE]) * np.float32(np.inf))
+    given["formats.blocks.x"] = np.where(np.arange(32) == 7, amax, given["formats.blocks.x"] / 8 * amax)
+    given["formats.stochastic.x"] = np.arange(-128, 127, dtype=np.float32).reshape(51, 5) / 64
     return given
 
 
-def edges(dtype: torch.dtype) -> np.ndarray:
-    """Values at the edges of an FP8 format, in fp32, of both signs: (count,).
+def edges(form: Format) -> np.ndarray:
+    """Values at the edges of a format, in fp32, of both signs: (count,).
 
     Zeros; all subnormals and the first normals; the middle between each two of them, and its neighbours in fp32; the
     four largest values, and the middles between them; beyond the largest, up to infinity. NaN is left out, because some
     formats have several.
     """
-    codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
-    grid = codes[codes.isfinite()].sort().values
-    small = int((grid <= 2 * torch.finfo(dtype).smallest_normal).sum())
+    grid = torch.tensor([value for value in form.table()[: form.sign] if np.isfinite(value)])
+    small = int((grid <= 2.0 ** (2 - form.bias)).sum())
     ends = (grid[:small], grid[-4:])
     middles = torch.cat([(part[1:] + part[:-1]) / 2 for part in ends])
     largest, gap, infinite = grid[-1], grid[-1] - grid[-2], torch.tensor([torch.inf])

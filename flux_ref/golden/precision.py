@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref import config_file, flow, latents, model, step
-from flux_ref.config import Config, Fp8Config
+from flux_ref.config import Config, PrecisionConfig
 from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.golden.inputs import FED, FP8_FORMATS
 from flux_ref.golden.training import CPU, after_step, gradients, initial_state, local, norms
 from flux_ref.ranks import World
-from flux_ref.speed import fp8, fp8_product
+from flux_ref.speed import fp8_product
+from flux_ref.speed.linear import PolicyLinear
+from flux_ref.speed.precision import Precision
 from flux_ref.step import Health
 
+LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
     r"time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|x_t|prediction|loss.*|grad.*|step1\.(grad|exp_avg|exp_avg_sq|weights)\.img_in\.weight"
@@ -92,10 +95,11 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     values.update({f"bf16.only.{name}": value for name, value in results.items()})
 
 
-def delayed(name: str) -> Fp8Config:
-    """The keys of FP8 that places.toml gives for a value."""
-    keys = {field.name for field in fields(Fp8Config)}
-    return Fp8Config(recipe="delayed", **{key: x for key, x in places.inputs_of(name).items() if key in keys})
+def delayed(name: str) -> Config:
+    """A config with delayed scales and the keys that places.toml gives for a value."""
+    keys = {field.name for field in fields(PrecisionConfig)}
+    given = {key: x for key, x in places.inputs_of(name).items() if key in keys}
+    return Config(precision=PrecisionConfig(preset="fp8_delayed", **given))
 
 
 def fp8_linear(values: dict, given: dict) -> None:
@@ -110,7 +114,7 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.{name}.scale"], values[f"fp8.{name}.bits"] = scale, result.view(torch.uint8)
 
     with wrapped(fp8_product, "cast", after=record_cast):
-        in_fp8 = fp8.Fp8Linear(linear, Fp8Config(recipe="dynamic"), fp8_product.arithmetic("cpu"))
+        in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
         x.requires_grad_()
         y = in_fp8(x)
         y.backward(grad)
@@ -126,8 +130,8 @@ def fp8_linear(values: dict, given: dict) -> None:
     amax = torch.from_numpy(given["fp8.delayed.amax"])
     for name, magnitudes in (("delayed", amax), ("recent", amax * torch.eye(2)[0])):
         cfg = delayed(f"fp8.{name}.scale")
-        net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
-        state = fp8.Fp8State(net, cfg, CPU)
+        net = nn.Sequential(PolicyLinear(linear, LAYER, cfg, "cpu"))
+        state = Precision(net, cfg, CPU)
         scales, histories = [torch.stack(state.scales)], []
         for row in magnitudes:
             for noted, value in zip(state.amaxes, row):
@@ -146,7 +150,7 @@ def fp8_edges(values: dict, given: dict) -> None:
         bits = fp8_product.cast(torch.from_numpy(given[f"fp8.edge.{kind}.x"]), torch.tensor(1.0), dtype)
         values[f"fp8.edge.{kind}.bits"], values[f"fp8.edge.{kind}.decoded"] = bits.view(torch.uint8), bits.float()
         amax = torch.from_numpy(given["fp8.scales.amax"])
-        exponent = Fp8Config().max_scale_exponent
+        exponent = PrecisionConfig().max_scale_exponent
         values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(amax, torch.finfo(dtype).max, exponent)
 
 
@@ -160,8 +164,8 @@ def fp8_order(values: dict, given: dict) -> None:
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
     cfg = delayed("fp8.order.scale")
-    net = nn.Sequential(fp8.Fp8Linear(linear, cfg, fp8_product.arithmetic("cpu")))
-    state, scales = fp8.Fp8State(net, cfg, CPU), []
+    net = nn.Sequential(PolicyLinear(linear, LAYER, cfg, "cpu"))
+    state, scales = Precision(net, cfg, CPU), []
     with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
         for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
             state.begin(number)

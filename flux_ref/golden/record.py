@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flux_ref import config_file, ranks
 from flux_ref.config import Config
 from flux_ref.golden.draws import draws, full_draws
+from flux_ref.golden.formats import formats, presets
 from flux_ref.golden.full_size import blocks, piece, rope
 from flux_ref.golden.inputs import write_data
 from flux_ref.golden.precision import bf16, fp8_edges, fp8_linear, fp8_order, operations
@@ -56,6 +57,8 @@ def record(cfg: Config, given: dict[str, np.ndarray]) -> dict[str, Recorded]:
         rope(values)
         piece(values)
         blocks(values)
+        formats(values, given)
+        presets(values, given)
     return {name: plain(value) for name, value in values.items()}
 
 

@@ -24,6 +24,8 @@ GB = 1e9
 MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
 COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
+# Presets, as hardware.toml knows them; fp32 is planned as bf16.
+PLANNED = {"bf16": "bf16", "fp8": "fp8", "fp8_delayed": "fp8"}
 SPANS = ((2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"))  # from, unit, its name
 HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'card GB':>9}{'step ms':>10}  time (range)"
 TIMED = ("times", "samples_per_s", "mfu", "evaluation", "train", "cost", "read_per_node", "init", "checkpoint_write")
@@ -63,7 +65,10 @@ def of_file(path: str, args: argparse.Namespace, overrides: list[str]) -> Simple
     cfg = config_file.load(path, overrides)
     from flux_ref.plan import making  # brings torch
 
-    precision = "bf16" if cfg.fp8.recipe == "off" else "fp8"  # fp32 is planned as bf16
+    precision = PLANNED.get(cfg.precision.preset)
+    if not precision or cfg.precision.rules or cfg.precision.switch:
+        known = ", ".join(PLANNED)
+        raise Refusal(f"a plan knows the rates of {known}; set precision.preset so, without precision.rules and switch")
     gpu, assumed = hardware.load(args.gpu, args.hardware, precision)
     plan = making.make(cfg, args.gpu, args.gpus, gpu, assumed, args.price_per_gpu_hour)
     plan.nearest = public_systems.nearest(args.gpu, gpu.arch, precision, args.gpus, plan.rows)
@@ -134,7 +139,7 @@ def _pace(plan: SimpleNamespace) -> list[str]:
 
 def sources(plan: SimpleNamespace) -> list[str]:
     """Where the times come from, and the nearest public system with the error of this method."""
-    near, own, precision = plan.nearest, plan.assumed, plan.precision.split()[0]
+    near, own, precision = plan.nearest, plan.assumed, PLANNED.get(plan.precision, plan.precision)
     lines = [
         f"shares of {plan.gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of"
         f" bandwidth; {printable(own.source)}; times may be off by a factor of {1 + own.range:g}"

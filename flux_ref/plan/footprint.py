@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 from flux_ref import flow, ranks
 from flux_ref.benchmark import communication
 from flux_ref.benchmark.communication import Layout
-from flux_ref.config import FP8_LINEAR, Config
+from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
 from flux_ref.sharding import DTYPES
-from flux_ref.speed import fp8, fp8_product, regions
+from flux_ref.speed import fp8_product, linear, policy, regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "scaled_mm")
 
@@ -114,20 +114,18 @@ def layout(cfg: Config, gpus: int, node: int) -> Layout:
 def _net(cfg: Config, arch: str, length: int) -> Flux:
     """A net in the compute dtype with one region of each kind, of so many blocks."""
     before = torch.get_default_dtype()
+    # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
+    preset = "fp8" if policy.delayed(cfg) else cfg.precision.preset
+    model = dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length)
+    cfg = dataclasses.replace(cfg, model=model, precision=dataclasses.replace(cfg.precision, preset=preset))
     torch.set_default_dtype(DTYPES[cfg.parallel.dtype])  # fake tensors cannot be cast in place
     try:
-        net = Flux(dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length))
+        net = Flux(model)
     finally:
         torch.set_default_dtype(before)
-    if cfg.fp8.recipe != "off":
-        # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
-        arith, dynamic = fp8_product.arithmetic(arch), dataclasses.replace(cfg.fp8, recipe="dynamic")
-        for name, module in list(net.named_modules()):
-            if FP8_LINEAR.fullmatch(name):
-                linear = fp8.Fp8Linear(module, dynamic, arith)
-                if cfg.fp8.gather and not cfg.parallel.compile:  # aot_function takes no codes, so it counts their cast
-                    linear.encode()
-                net.set_submodule(name, linear)
+    linear.convert(net, cfg, arch)
+    for name in policy.coded(cfg) if not cfg.parallel.compile else ():  # aot_function takes no codes: it counts a cast
+        net.get_submodule(name).encode()
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
     net.double_blocks = regions.regions(net.double_blocks, parallel)
     net.single_blocks = regions.regions(net.single_blocks, parallel)

@@ -17,6 +17,7 @@ from flux_ref.plan import footprint, memory, step_time
 from flux_ref.plan.footprint import Footprint
 from flux_ref.plan.memory import Moment
 from flux_ref.plan.step_time import Machine
+from flux_ref.speed import policy
 
 GB = 1e9
 INIT_BUDGET_S = 1800  # closed division, before the clock starts
@@ -49,7 +50,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         config=cfg.name,
         gpu=name,
         gpus=gpus,
-        precision=cfg.parallel.dtype if cfg.fp8.recipe == "off" else f"fp8 {cfg.fp8.recipe}",
+        precision=cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype,
         rows=rows,  # micro-batch
         rank_rows=batch // gpus,
         shards=layout.shards,
@@ -106,7 +107,7 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
         return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
     gpu, step = machine.gpu, 1
-    if cfg.fp8.recipe != "off":  # see config_rules.validate_world
+    if policy.narrowest(cfg):  # see policy.require_rows
         step = 16 // gcd(cfg.model.text_tokens, cfg.model.image_tokens, 16)
     steps = bisect_left(range(step, LARGEST + 1, step), True, key=lambda candidate: not fits(candidate))
     while steps and not fits(steps * step, exact=True):

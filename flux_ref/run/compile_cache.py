@@ -37,7 +37,7 @@ from flux_ref.steps import Steps
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder of torch's compiler
 KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
-# These keys decide no graph. Equal regions share one graph, whatever their number.
+# These keys decide no graph by themselves. Equal regions share one graph, whatever their number.
 FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
 # Triton's files name their folder, so they fit no other. Each graph holds a copy of its kernels, which torch unpacks.
 HEADER_BYTES = 2**20
@@ -110,7 +110,9 @@ def purpose(cfg: config.Config, world: ranks.World) -> dict[str, str]:
         use["device"] += f" {hashlib.sha256(''.join(lines).encode()).hexdigest()[:12]}"
     use |= {"samples per forward": config.micro_batch(cfg, world.size), "eval.batch": cfg.eval.batch}
     use |= {
-        k: v for k, v in config.flat(cfg).items() if k.startswith(("model.", "parallel.", "fp8.")) and k not in FREE
+        k: v
+        for k, v in config.flat(cfg).items()
+        if k.startswith(("model.", "parallel.", "precision.")) and k not in FREE
     }
     use["parallel.attention"] = attention_kernel(cfg, world.device)  # torch's own name of a graph leaves it out
     return {name: str(value) for name, value in use.items()}

@@ -27,7 +27,7 @@ from flux_ref.ranks import World
 from flux_ref.run import folder
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.progress import progress
-from flux_ref.speed import fp8
+from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.step import NEVER, Health, State
 
@@ -81,6 +81,10 @@ class Reporter:
         parts = cfg.train.global_batch // (world.size * micro)
         mesh = f"replicas x shards: {world.replicas} x {world.size // world.replicas}"
         facts = environment(world)
+        compute, *sides = policy.described(cfg)
+        taken, emulated = native.counted(cfg, arch := fp8_product.architecture(world.device), micro)
+        if taken + emulated:
+            sides.append(f"  products of blocks on {arch}: {taken} native (unproven), {emulated} emulated")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
         left = ", eval.jsonl" * bool(cfg.data.val) + ", samples/" * bool(cfg.sample.count)
@@ -89,7 +93,7 @@ class Reporter:
             f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {fp8.describe(cfg)}; attention kernel: {attention_kernel(cfg, world.device)}\n"
+            f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}\n"
             f"  steps   {steps.mode(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
             f" x {parts} micro-batch{'es' * (parts > 1)}\n"
@@ -98,7 +102,7 @@ class Reporter:
             f"  run     {self.folder}: loss.png, metrics.jsonl, result_0.txt{left}"
         )
         complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
-        for line in (*closed.told(cfg, train_count, val_count), *complaints):
+        for line in (*sides, *closed.told(cfg, train_count, val_count), *complaints):
             self.say(line)
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 

@@ -18,8 +18,8 @@ from flux_ref.step import State
 FREE = (
     *("train.max_samples", "eval.target", "run.*", "checkpoint.*", "graph.*", "sample.*", "mllog.*", "parallel.*"),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.band"),
-    *("eval.permuted_captions", "fp8.gather", "data.train", "data.val", "data.empty", "data.skip_bad"),
-    *("data.workers", "data.prefetch", "data.evict"),
+    *("eval.permuted_captions", "precision.gather", "precision.native", "data.train", "data.val", "data.empty"),
+    *("data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
 )
 MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and not key.endswith("dtype")]
 
@@ -84,7 +84,7 @@ def load_progress(saved: Checkpoint, state: State) -> None:
     with ranks.agreed():
         _load(saved, state, "optimizer.")
         _load(saved, state, "fp8.")
-    state.fp8.set_scales()
+    state.precision.set_scales()
     state.step, state.samples = saved.info["step"], saved.info["samples"]
     state.opt.set_steps(state.step)
 

@@ -1,7 +1,7 @@
 """Uniform numbers for stochastic rounding, drawn where the rounding happens.
 
-They come from the generator of every other draw (rng.py), keyed by step, product and element. So a run stays a
-function of its seed at any number of ranks, and a captured graph holds no state of a generator.
+They come from the generator of every other draw (rng.py), keyed by step, product and element. So an element gets
+the same number at any number of ranks, and a captured graph holds no state of a generator.
 A CPU takes numpy's generator. Other devices compute the same words with torch.
 """
 
@@ -19,44 +19,46 @@ LOW = 0xFFFFFFFF
 
 
 @torch.library.custom_op("flux_ref::chances", mutates_args=())
-def chances(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
+def chances(place: Tensor, like: Tensor) -> Tensor:
     """Numbers in [0, 1) on a grid of 2**-16, fp32, of the shape of `like`.
 
-    step:    (), int64, on the device. product: a number of layer and product.
-    first:   the place of the first element among all of the product, over all ranks and micro-batches; % 16 == 0.
+    place: (4,) int64 on the device: the run's seed; the step; a number of layer, product and side; the place of the
+           first element among all of the product, over all ranks and micro-batches, which 16 divides.
     port: element e is 16 bits, from bit 16 * (e % 4) on, of word e // 4 of the stream ROUNDING of rng.py, with the
-    counter's sample = product and its epoch = step.
+    counter's sample = number and its epoch = step.
     """
-    assert first % 16 == 0, first
     if like.device.type != "cpu":
-        return by_torch(seed, step, product, first, like)
+        return by_torch(place, like)
+    seed, step, number, first = place.tolist()
+    assert first % 16 == 0, first
     count = -(-like.numel() // PER_WORD)
-    words = rng.words(seed, rng.ROUNDING, count, sample=product, epoch=int(step), start=first // PER_WORD)
+    words = rng.words(seed, rng.ROUNDING, count, sample=number, epoch=step, start=first // PER_WORD)
     numbers = torch.from_numpy(words.view(np.uint16).astype(np.float32)) * GRID
     return numbers[: like.numel()].view(like.shape)
 
 
 @chances.register_fake
-def _(seed, step, product, first, like):
+def _(place, like):
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
-def by_torch(seed: int, step: Tensor, product: int, first: int, like: Tensor) -> Tensor:
-    """`chances` by torch's arithmetic alone. No host reads the step, so a captured graph may hold it."""
-    block = torch.arange(-(-like.numel() // 16), device=like.device) + (first // 16 + 1)
-    words = torch.stack(philox(block, product, step, (seed, rng.ROUNDING)), dim=1).flatten()
+def by_torch(place: Tensor, like: Tensor) -> Tensor:
+    """`chances` by torch's arithmetic alone. No host reads the place, so a captured graph may hold it."""
+    seed, step, number, first = place.unbind()
+    block = torch.arange(-(-like.numel() // 16), device=like.device) + first // 16 + 1
+    words = torch.stack(philox(block, number, step, (seed, seed - seed + rng.ROUNDING)), dim=1).flatten()
     numbers = words[:, None] >> torch.arange(0, 64, 16, device=like.device) & 0xFFFF
     return (numbers.float() * GRID).flatten()[: like.numel()].view(like.shape)
 
 
-def philox(block: Tensor, sample: int, epoch: Tensor, key: tuple[int, int]) -> list[Tensor]:
+def philox(block: Tensor, sample: Tensor, epoch: Tensor, key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """The four words of each block of Philox4x64-10 as int64. Products and sums of int64 wrap, as 64 bits should."""
     zero = torch.zeros_like(block)
-    counter, keys = [block, zero + _signed(sample), zero + epoch, zero], list(key)
+    counter, keys = [block, zero + sample, zero + epoch, zero], list(key)
     for _ in range(ROUNDS):
         (high0, low0), (high1, low1) = (_product(counter[2 * i], FACTORS[i]) for i in range(2))
-        counter = [high1 ^ counter[1] ^ _signed(keys[0]), low1, high0 ^ counter[3] ^ _signed(keys[1]), low0]
-        keys = [word + bump for word, bump in zip(keys, BUMPS)]
+        counter = [high1 ^ counter[1] ^ keys[0], low1, high0 ^ counter[3] ^ keys[1], low0]
+        keys = [word + _signed(bump) for word, bump in zip(keys, BUMPS)]
     return counter
 
 

@@ -22,20 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref.config import Config
-from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed import policy
 from flux_ref.speed.fp8_product import cast, scale_of_magnitude
+from flux_ref.speed.linear import PolicyLinear
 
 
 class Fp8Gather:
-    """The gather of all FP8 linears of a net. Make it once the net is sharded and materialised."""
+    """The gather of a net's linears whose weights are e4m3 in all stages. Make it once the net is materialised."""
 
     def __init__(self, net: nn.Module, cfg: Config):
-        self.linears = [module for module in net.modules() if isinstance(module, Fp8Linear)]
+        names = policy.coded(cfg).values()
+        self.linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
         # FSDP2 keeps this very tensor; `to_local` returns another tensor object.
         self.shards = [linear.weight._local_tensor for linear in self.linears]
         mesh, device = self.linears[0].weight.device_mesh, self.shards[0].device
         self.group = mesh.get_group(mesh.ndim - 1)
-        self.arith, self.max_exponent = self.linears[0].arith, cfg.fp8.max_scale_exponent
+        self.arith, self.max_exponent = self.linears[0].arith, cfg.precision.max_scale_exponent
         for linear in self.linears:  # one tensor each: compiled graphs copy inputs that are not aligned
             linear.weight_scale, linear.weight_inverse = (torch.ones((), device=device) for _ in range(2))
         handle = torch.full((max(linear.weight.numel() for linear in self.linears),), math.nan, device=device)
@@ -67,7 +69,7 @@ def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> T
     return cast(F.pad(shard.bfloat16(), (0, 0, 0, padding)), scale, dtype).view(torch.uint8)
 
 
-def _before(linear: Fp8Linear, encode, mesh, size: torch.Size, stride, module, policy) -> tuple[tuple[Tensor], None]:
+def _before(linear: PolicyLinear, encode, mesh, size: torch.Size, stride, module, policy) -> tuple[tuple[Tensor], None]:
     shard = linear.weight._local_tensor
     padding = -(-size[0] // mesh.size()) - len(shard)
     with torch.no_grad():  # in forward, too: a compiler would make another graph for this mode
@@ -77,7 +79,7 @@ def _before(linear: Fp8Linear, encode, mesh, size: torch.Size, stride, module, p
 SIGNATURE = inspect.signature(partial(_before, None, None))
 
 
-def _after(linear: Fp8Linear, handle: Tensor, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
+def _after(linear: PolicyLinear, handle: Tensor, outputs: tuple[Tensor], metadata, dtype, *, out: Tensor | None = None):
     if out is None:  # the first gather; later ones fill the same memory
         linear.codes = outputs[0].view(linear.arith.forward)[: linear.out_features]
         return handle, ()

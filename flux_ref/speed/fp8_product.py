@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref.errors import Refusal
+from flux_ref.speed.policy import MULTIPLE
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
-MULTIPLE = 16  # kernels need K and N divisible by this number; training needs M divisible, too
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
@@ -49,7 +49,7 @@ def arithmetic(arch: str) -> Arithmetic:
     if re.fullmatch(r"gfx94\d", arch):
         return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=False)
     if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
-        raise Refusal(f"fp8.recipe needs a device that computes in FP8, {arch} does not; set fp8.recipe=off")
+        raise Refusal(f"e4m3 sides need a device that computes in FP8, {arch} does not; set precision.preset=bf16")
     # Datacenter Blackwell and AMD take every layout. A CPU could, too, but shows here what Hopper would refuse.
     any_layout = re.fullmatch(r"sm10\d|gfx\d+", arch)
     return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
@@ -134,7 +134,7 @@ def _flop(a_shape, b_shape, *_, **__) -> int:
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x @ w.T + b with all three products in FP8.
+    """x @ w.T + b in FP8. The gradient of the weight may be left in bf16.
 
     Parts of x join along K, and the result is split along N. Each part is cast by itself. So a compiler can cast a part
     where the part is computed.
@@ -144,9 +144,10 @@ class Fp8Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight_NK, bias_N, codes_NK, weight_inverse, arith, max_exponent, widths, *rest):
-        """widths: N of the result's parts. rest: (amax, scale, inverse) of the input, of the gradient; then x's parts.
+    def forward(ctx, weight_NK, bias_N, codes_NK, weight_inverse, arith, max_exponent, grad_in_fp8, widths, *rest):
+        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts.
 
+        rest: (amax, scale, inverse) of the input, of the gradient; then x's parts.
         amax: where to note the largest magnitudes, or None. scale: a delayed scale, or None for a dynamic one.
         """
         input_scaling, (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
@@ -157,16 +158,18 @@ class Fp8Matmul(torch.autograd.Function):
         if codes_NK is None:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
             codes_NK, kept_NK = cast(weight_NK, weight_scale, arith.forward), weight_NK
-        ctx.save_for_backward(x8_KM, kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales)
+        kept = (x8_KM,) if grad_in_fp8 else parts
+        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales, *kept)
         # grad_amax changes, so ctx cannot save it.
-        ctx.grad_amax, ctx.arith, ctx.max_exponent = grad_amax, arith, max_exponent
+        ctx.grad_amax, ctx.arith, ctx.max_exponent, ctx.grad_in_fp8 = grad_amax, arith, max_exponent, grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
         out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
         return out_MN.split(widths, dim=1)
 
     @staticmethod
     def backward(ctx, *grads):
-        x8_KM, kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales = ctx.saved_tensors
+        kept_NK, input_inverse, weight_scale, weight_inverse, *rest = ctx.saved_tensors
+        grad_scales, kept = rest[:2], rest[2:]
         rule, kind, dtype = ctx.arith.row_times_column, ctx.arith.gradient, grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, *grad_scales)
@@ -175,9 +178,12 @@ class Fp8Matmul(torch.autograd.Function):
         if rule:
             w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
-        grad_w_NK = scaled_mm(g8_NM, x8_KM.t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
+        if ctx.grad_in_fp8:
+            grad_w_NK = scaled_mm(g8_NM, kept[0].t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
+        else:
+            grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
         grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
-        return grad_w_NK, grad_b_N, *(None,) * 11, *grad_x_MK.split(ctx.widths, dim=1)
+        return grad_w_NK, grad_b_N, *(None,) * 12, *grad_x_MK.split(ctx.widths, dim=1)
 
 
 def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:

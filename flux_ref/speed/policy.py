@@ -10,21 +10,28 @@ A rule is LAYER PRODUCT: LEFT x RIGHT, such as "double.*.img.qkv grad_weight: bf
 patterns as of file names. LAYER is KIND.BLOCK.NAME; `last.LAYER` means the layers of the last 15 % of all blocks. A
 side is one of SIDES, perhaps with +sr (stochastic rounding), +h16 or +h32 (Hadamard transform along the sum). The last
 rule that matches a product decides. A product that no rule matches stays in bf16.
+A run may have several stages, each with a policy of its own (precision.switch).
 """
 
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import count
+from typing import NamedTuple
 
-from flux_ref.config import ModelConfig
+from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.schedule import steps_for
 from flux_ref.speed.number_formats import E2M1, E2M3, E4M3, E5M2, Format, Scaling
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 PLAIN = "bf16"  # the name of a side that is not cast
 LAST = 0.15  # share of the blocks that "last" means; at least one
 WIDTH = 28  # columns of a product in the table
+LAYERS = {"double": 8, "single": 2}  # of a block
+MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
+NARROWEST = ("nvfp4", "mxfp4", "mxfp6", "fp8")  # formats as the benchmark's log names them
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,30 @@ class Side:
     scaling: Scaling
     stochastic: bool = False
     hadamard: int = 0  # size of the transform; 0: none
+    delayed: bool = False  # the scale comes from earlier steps in training (precision.py)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a product of FP8 matrix units can take the side: one scale, rounded to nearest."""
+        return not (self.scaling.rows or self.scaling.columns or self.stochastic or self.hadamard)
+
+    @property
+    def divides(self) -> int:
+        """What divides the dimension that is summed over."""
+        return max(self.scaling.columns or MULTIPLE, self.hadamard)
+
+    @property
+    def logged(self) -> str:
+        """The format's name in the benchmark's log."""
+        return next((name for name in NARROWEST if self.name.startswith(name)), "fp8")
 
 
 Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
 SIDES = {
     "e4m3": Side("e4m3", E4M3, Scaling("linear")),
     "e5m2": Side("e5m2", E5M2, Scaling("linear")),
+    "e4m3_delayed": Side("e4m3_delayed", E4M3, Scaling("linear"), delayed=True),
+    "e5m2_delayed": Side("e5m2_delayed", E5M2, Scaling("linear"), delayed=True),
     "e4m3_row": Side("e4m3_row", E4M3, Scaling("linear", rows=1)),
     "mxfp8": Side("mxfp8", E4M3, Scaling("rceil", 1, 32)),
     "mxfp6": Side("mxfp6", E2M3, Scaling("floor", 1, 32)),
@@ -53,6 +78,11 @@ SIDES = {
 PRESETS = {
     "bf16": (),
     "fp8": ("* forward: e4m3 x e4m3", "* grad_*: e5m2 x e4m3"),
+    "fp8_delayed": (
+        "* forward: e4m3_delayed x e4m3",
+        "* grad_input: e5m2_delayed x e4m3",
+        "* grad_weight: e5m2_delayed x e4m3_delayed",
+    ),
     "mxfp8": ("* *: mxfp8 x mxfp8",),  # NVIDIA's submissions
     "mxfp4_backward": (  # OmniFlow, pareto_a
         "single.* forward: mxfp8 x mxfp8",
@@ -83,23 +113,26 @@ class Rule:
     product: str
     pair: Pair
 
-    def decides(self, layer: str, product: str, is_last: bool) -> bool:
+    def decides(self, layer: str, product: str, model: ModelConfig) -> bool:
+        kind, block, *_ = layer.split(".")
+        left = model.single_blocks - int(block) + (kind == "double") * model.double_blocks  # with this block
+        is_last = left <= max(1, round(LAST * (model.double_blocks + model.single_blocks)))
         names = (layer, f"last.{layer}") if is_last else (layer,)
         return fnmatchcase(product, self.product) and any(fnmatchcase(name, self.layer) for name in names)
 
 
-def parse(text: str) -> Rule:
-    """Raises: Refusal."""
+def parse(text: str, max_exponent: int = 44) -> Rule:
+    """max_exponent: of the scales of e4m3 and e5m2. Raises: Refusal."""
     match = RULE.fullmatch(text.strip())
     if not match:
         raise Refusal(f"precision.rules: {text!r} is no rule; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3")
     layer, product, left, right = match.groups()
     if not any(fnmatchcase(name, product) for name in PRODUCTS):
         raise Refusal(f"precision.rules: {text!r} names the product {product}; give {', '.join(PRODUCTS)} or a pattern")
-    return Rule(text, layer, product, (_side(left, text), _side(right, text)))
+    return Rule(text, layer, product, (_side(left, text, max_exponent), _side(right, text, max_exponent)))
 
 
-def _side(name: str, text: str) -> Side | None:
+def _side(name: str, text: str, max_exponent: int) -> Side | None:
     base, *options = name.split("+")
     if name == PLAIN:
         return None
@@ -107,7 +140,8 @@ def _side(name: str, text: str) -> Side | None:
         known = f"{PLAIN}, {', '.join(SIDES)}"
         raise Refusal(f"precision.rules: {text!r} names the side {name}; give one of {known}, with +sr, +h16 or +h32")
     size = next((int(option[1:]) for option in options if option != "sr"), 0)
-    return replace(SIDES[base], name=name, stochastic="sr" in options, hadamard=size)
+    scaling = replace(SIDES[base].scaling, max_exponent=max_exponent)
+    return replace(SIDES[base], name=name, scaling=scaling, stochastic="sr" in options, hadamard=size)
 
 
 def layers(model: ModelConfig) -> dict[str, str]:
@@ -123,26 +157,161 @@ def layers(model: ModelConfig) -> dict[str, str]:
     return names
 
 
+class Stage(NamedTuple):
+    """What a run computes with from a step on."""
+
+    first: int  # step, from 0
+    preset: str
+    pairs: dict[str, dict[str, Pair]]  # of each product, by the layer's name in rules
+
+    def way(self, layer: str) -> str:
+        """How a layer multiplies."""
+        return way(self.pairs[layer])
+
+
+@cache
+def stages(cfg: Config) -> tuple[Stage, ...]:
+    """The stages of a run in their order. precision.rules belong to the first. Raises: Refusal."""
+    own = cfg.precision
+    named = [(0, own.preset, own.rules), *((samples, preset, ()) for samples, preset in own.switch)]
+    found = []
+    for samples, preset, rules in named:
+        key = "switch" if found else "preset"
+        if preset not in PRESETS:
+            raise Refusal(f"precision.{key} names the preset {preset!r}; give one of {', '.join(PRESETS)}")
+        first = steps_for(samples, cfg.train.global_batch)
+        if found and first <= found[-1].first:
+            text = f"precision.switch: [{samples}, {preset!r}]"
+            raise Refusal(f"{text} begins at step {first}, not after step {found[-1].first}; give more samples")
+        every = [parse(rule, own.max_scale_exponent) for rule in (*PRESETS[preset], *rules)]
+        found.append(Stage(first, preset, pairs(every, cfg.model)))
+        _require_all_match(every[len(PRESETS[preset]) :], cfg.model)
+    if cfg.parallel.dtype != "bf16" and any(is_low(stage) for stage in found):
+        given = f"precision.preset={own.preset}" + " with precision.rules" * bool(own.rules or own.switch)
+        raise Refusal(f"{given} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set parallel.dtype=bf16")
+    return tuple(found)
+
+
 def pairs(rules: list[Rule], model: ModelConfig) -> dict[str, dict[str, Pair]]:
     """What each product of each layer takes, by the layer's name in rules and by product.
 
-    Raises: Refusal for a rule that matches no product of the model, or a side that does not fit a layer's sizes.
+    Raises: Refusal for sides that a product cannot have, or that do not fit a layer's sizes.
     """
-    blocks, found, idle = model.double_blocks + model.single_blocks, {}, set(rules)
-    for layer in layers(model).values():
-        kind, block, *_ = layer.split(".")
-        place = int(block) + (kind == "single") * model.double_blocks
-        is_last = place >= blocks - max(1, round(LAST * blocks))
-        found[layer] = dict.fromkeys(PRODUCTS, (None, None))
-        for rule in rules:
-            for product in PRODUCTS:
-                if rule.decides(layer, product, is_last):
-                    found[layer][product] = rule.pair
-                    idle.discard(rule)
-    if unused := [rule.text for rule in rules if rule in idle]:
-        heads = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in found)
-        raise Refusal(f"precision.rules: {unused[0]!r} matches no product of this model; it has {', '.join(heads)}")
+    found = {}
+    for layer, sizes in zip(layers(model).values(), layer_sizes(model)):
+        deciding = {p: [rule for rule in rules if rule.decides(layer, p, model)][-1:] for p in PRODUCTS}
+        found[layer] = {product: one[0].pair if one else (None, None) for product, one in deciding.items()}
+        _require_possible(layer, found[layer], sizes)
     return found
+
+
+def way(products: dict[str, Pair]) -> str:
+    """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py).
+
+    "tensor": input, weight and gradient are each cast once. So the two products of a tensor name the same side.
+    """
+    (x, w), (gradient, again) = products["forward"], products["grad_input"]
+    if not any(side for pair in products.values() for side in pair):
+        return "plain"
+    if not (x and w and gradient and w == again and x.form == w.form == E4M3):
+        return "blocks"
+    shares = products["grad_weight"] in ((gradient, x), (None, None))
+    return "tensor" if shares and x.is_whole and w.is_whole and gradient.is_whole else "blocks"
+
+
+def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, int, int]) -> None:
+    """sizes: inputs K and outputs N of the layer, and tokens M of a micro-batch, 0 if unknown. Raises: Refusal."""
+    (x, _), (gradient, _) = products["forward"], products["grad_input"]
+    for (product, pair), summed in zip(products.items(), sizes):
+        what, key = ("tokens", "train.micro_batch") if product == "grad_weight" else ("features", "model.hidden")
+        for place, side in ((place, side) for place, side in enumerate(pair) if side):
+            is_weight = place == 1 and product != "grad_weight"
+            why = ""
+            if side.scaling.rows > 1 and not is_weight:
+                why = "has 2-D blocks, which only a weight can have; take the 1-D side"
+            want = E4M3 if product == "forward" or place else E5M2
+            both = way(products) == "tensor" and x.delayed == gradient.delayed
+            if side.delayed and (is_weight or side.form != want or not both):
+                why = "needs a layer with the three products of the preset fp8_delayed; take e4m3 or e5m2"
+            if len({one.hadamard if one else 0 for one in pair}) > 1:
+                why = "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
+            if side.delayed and sizes[2] % MULTIPLE:
+                why = f"needs tokens of a micro-batch that {MULTIPLE} divides, not {sizes[2]}; set train.micro_batch"
+            if summed % side.divides:
+                why = f"cannot sum over {summed} {what}, which {side.divides} does not divide; set {key}"
+            if is_weight and side.scaling.rows and sizes[product == "forward"] % side.scaling.rows:
+                why = f"has {side.scaling.rows} rows, which do not divide a weight of {sizes[:2]}; set {key}"
+            if why:
+                raise Refusal(f"precision: {layer} {product}: {said(pair)}: {side.name} {why}, or write another rule")
+
+
+def layer_sizes(model: ModelConfig, rows: int = 0) -> list[tuple[int, int, int]]:
+    """K, N and M of each of the `layers`; rows: samples of a micro-batch."""
+    h, inner, image, text = model.hidden, model.mlp_ratio * model.hidden, model.image_tokens, model.text_tokens
+    double = [(k, n, rows * m) for m in (image, text) for k, n in ((h, 3 * h), (h, h), (h, inner), (inner, h))]
+    single = [(k, n, rows * (image + text)) for k, n in ((h, 3 * h + inner), (h + inner, h))]
+    return model.double_blocks * double + model.single_blocks * single
+
+
+def _require_all_match(rules: list[Rule], model: ModelConfig) -> None:
+    """Raises: Refusal for a rule that matches no product."""
+    names = layers(model).values()
+    for rule in rules:
+        if not any(rule.decides(layer, product, model) for layer in names for product in PRODUCTS):
+            heads = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", layer) for layer in names)
+            raise Refusal(f"precision.rules: {rule.text!r} matches no product of this model; it has {', '.join(heads)}")
+
+
+def require_rows(cfg: Config, rows: int) -> None:
+    """rows: samples of a micro-batch. A gradient of a weight is a sum over all their tokens. Raises: Refusal."""
+    for stage in stages(cfg):
+        for (layer, products), sizes in zip(stage.pairs.items(), layer_sizes(cfg.model, rows)):
+            _require_possible(layer, products, sizes)
+
+
+def is_low(stage: Stage) -> bool:
+    """Whether any product is not in bf16."""
+    return any(stage.way(layer) != "plain" for layer in stage.pairs)
+
+
+def coded(cfg: Config) -> dict[str, str]:
+    """The `layers` whose weights are gathered as codes (fp8_gather.py): those with e4m3 weights in all stages."""
+    found = stages(cfg) if cfg.precision.gather else ()
+    names = layers(cfg.model).items() if found else ()
+    return {module: layer for module, layer in names if all(stage.way(layer) == "tensor" for stage in found)}
+
+
+def delayed(cfg: Config) -> set[str]:
+    """The layers, by their names in rules, that take scales of earlier steps in any stage."""
+    return {layer for stage in stages(cfg) for layer, found in stage.pairs.items() if is_delayed(found)}
+
+
+def is_delayed(products: dict[str, Pair]) -> bool:
+    return any(side and side.delayed for pair in products.values() for side in pair)
+
+
+def narrowest(cfg: Config, product: str = "*") -> str | None:
+    """The narrowest format of any side, as the benchmark's log names it; None if all are in bf16."""
+    found = [
+        (name, pair) for stage in stages(cfg) for products in stage.pairs.values() for name, pair in products.items()
+    ]
+    names = {side.logged for name, pair in found for side in pair if side and fnmatchcase(name, product)}
+    return next((name for name in NARROWEST if name in names), None)
+
+
+def described(cfg: Config) -> list[str]:
+    """What a run computes with, in words: one line, and more lines for a policy."""
+    found, plain, own = stages(cfg), cfg.parallel.dtype, cfg.precision
+    if not any(map(is_low, found)):
+        return [f"{plain} in training and validation"]
+    words = f"{own.preset} and precision.rules" if own.rules else own.preset
+    lines = [f"{words}; validation {'as in training, with dynamic scales' if own.eval else plain}"]
+    for stage in found:
+        head = f"from step {stage.first}: {stage.preset}" if stage.first else "the sides of the products"
+        lines += [f"  {head}", *(f"    {line}" for line in table(stage.pairs))]
+    if delayed(cfg):
+        lines.append(f"  delayed scales: {own.algorithm} of {own.history}, the first {own.dynamic_steps} steps dynamic")
+    return lines
 
 
 def table(found: dict[str, dict[str, Pair]]) -> list[str]:
@@ -157,7 +326,7 @@ def table(found: dict[str, dict[str, Pair]]) -> list[str]:
 
 
 def _where(members: list[str]) -> str:
-    """Layers in words, by the numbers of their blocks: double 0 to 18 (img.qkv, img.proj); single 0 to 37 (linear1)."""
+    """Layers in words, by the numbers of their blocks: double 0 to 18 (img.qkv, img.proj); single 0 to 37, with all."""
     names: dict[tuple[str, int], list[str]] = {}
     for kind, block, name in (layer.split(".", 2) for layer in members):
         names.setdefault((kind, int(block)), []).append(name)
@@ -166,7 +335,8 @@ def _where(members: list[str]) -> str:
         if (kind, first - 1) in names and names[kind, first - 1] == one:
             continue
         last = next(block for block in count(first) if names.get((kind, block + 1)) != one)
-        words.append(f"{kind} {first}" + f" to {last}" * (last > first) + f" ({', '.join(one)})")
+        some = f" ({', '.join(one)})" if len(one) < LAYERS[kind] else ""
+        words.append(f"{kind} {first}" + f" to {last}" * (last > first) + some)
     return "; ".join(words)
 
 

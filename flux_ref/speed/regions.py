@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flux_ref.config import Config, ParallelConfig
 from flux_ref.errors import Refusal
+from flux_ref.speed import policy
 
 BUFFERS = "set_reduce_scatter_max_input_buffers"  # a method of FSDP2
 GRAPHS = 64  # at most: one per kind and length of region, mode, precision and batch shape
@@ -43,7 +44,7 @@ class Region(nn.Module):
 
 def recomputed(function, *args):
     """Call a function whose inner activations are not kept: backward computes them again."""
-    # Blocks draw no random numbers, so no state of a generator is kept.
+    # No generator of blocks has a state that one could keep.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -65,7 +66,7 @@ def options(cfg: Config, device: torch.device) -> dict[str, object]:
         "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
         "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
     }
-    if cfg.fp8.recipe != "off":  # the same for the transposed codes of a part
+    if any(map(policy.is_low, policy.stages(cfg))):  # the same for the transposed codes of a part
         wanted["max_pointwise_cat_inputs"] = 0
     return {name: value for name, value in wanted.items() if name in torch._inductor.config._config}
 

@@ -19,11 +19,12 @@ from flux_ref.benchmark import communication as closed_forms
 from flux_ref.benchmark import flops
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
-from flux_ref.config import FP8_LINEAR, Config
+from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
 from flux_ref.sharding import DTYPES
+from flux_ref.speed import policy
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 NODE = 8  # ranks
@@ -73,7 +74,7 @@ def parameters() -> str:
             continue
         kind, width = initialiser(name, shape)
         module, _, leaf = name.rpartition(".")
-        is_fp8 = leaf == "weight" and FP8_LINEAR.fullmatch(module) is not None
+        is_fp8 = leaf == "weight" and module in policy.layers(BENCHMARK.model)
         theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))
         theirs += " (halves exchanged)" if parts[name][0].first else ""
         start, size = f"{kind} {width:.4g}" if width else kind, " x ".join(map(str, shape))

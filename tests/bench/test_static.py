@@ -102,7 +102,7 @@ def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement
     assert f"elementwise and copy {blocks * 12.0:.2f} {blocks * 10.0:.2f} 1.20" in lines
     assert f"largest disagreement: elementwise and copy of whole, micro-batch 32, {blocks * 2.0:+.2f} ms" in shown
     assert "optimizer 8.00 7.00 1.14" in lines and "idle 5.00" in lines
-    sweep["runs"][0]["command"] += " --fp8.recipe=delayed"
+    sweep["runs"][0]["command"] += " --precision.preset=fp8_delayed"
     with pytest.raises(Refusal, match=r"no profiled run of bench\.whole has a count for sm90"):
         measured.compare("sm90", sweep, {"runs": [run]})
 
@@ -133,5 +133,5 @@ def test_no_block_of_an_h200_moves_more_than_its_limit(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ["sm90", "sm100", "gfx942", "gfx950"])
 def test_no_architecture_and_recipe_is_above_its_limit(arch, tmp_path):
-    argv = ("--arch", arch, "--recipes", "off,dynamic,delayed", *LIMITS)
+    argv = ("--arch", arch, "--presets", "bf16,fp8,fp8_delayed", *LIMITS)
     assert len(counted(*argv, json_file=tmp_path / "found.json")["runs"]) == 3

@@ -29,7 +29,7 @@ def test_every_variant_is_a_command_of_a_benchmark_that_exists():
             module = {"bench.step": step, "bench.race": race, "bench.whole": whole}.get(variant.module)
             module = module or {"bench.ceiling": ceiling, "bench.kernels": kernels}[variant.module]
             args, overrides = module.parse(list(variant.args))
-            known = [text for text in overrides if not text.startswith(("--graph.", "--fp8."))]
+            known = [text for text in overrides if not text.startswith(("--graph.", "--precision."))]
             cfg = config_file.load(ROOT / args.config, known)
             assert cfg.model.hidden == (SMALL.model.hidden if small else 3072)
             assert variant.module in sweep.ROWS

@@ -111,7 +111,7 @@ def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_
     for name, path in CONFIGS.items():
         if name.startswith(("schnell", "mi3")):
             assert closed.told(load(path), *COUNTS) == closed.departures(load(path), *COUNTS) == [], name
-    free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "fp8.recipe=dynamic")
+    free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "precision.preset=fp8")
     free += ("eval.at_start=true", "data.skip_bad=9", "parallel.reduce_dtype=bf16", "sample.count=4")
     assert closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", *F1)

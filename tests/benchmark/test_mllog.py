@@ -68,7 +68,7 @@ def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):
     cases = (
         ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "bf16"}, ("fp32", "fp32", "bfloat16")),
         ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "fp32"}, ("fp32", "fp32", "fp32")),
-        ({"fp8__recipe": "delayed", "mllog__ruleset": "6.1.0"}, ("fp8", "bfloat16", "bfloat16")),
+        ({"precision__preset": "fp8_delayed", "mllog__ruleset": "6.1.0"}, ("fp8", "bfloat16", "bfloat16")),
     )
     for number, (changes, want) in enumerate(cases):
         path = tmp_path / str(number) / "result_0.txt"

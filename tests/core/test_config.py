@@ -23,7 +23,9 @@ from flux_ref.errors import Refusal
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
 NUMBERS = [key for key, kind in TYPES.items() if kind in (int, float)]
 PATHS = ["run.dir", "data.train", "data.val", "data.empty"]
-NOT_OF_THE_TYPE = r"is not (a string|an integer|a number|true or false|a list of integers)$"
+NOT_OF_THE_TYPE = (
+    r"is not (a string|an integer|a number|true or false|a list of (integers|strings|\[integer, string\]))$"
+)
 SHAPES = "data.train_count = 1\ndata.val_count = 1\n"  # data.kind=shapes needs these counts
 AWKWARD = [
     'say "hi"',
@@ -151,7 +153,7 @@ def test_a_value_for_a_whole_section_is_refused_and_a_key_of_it_named(tmp_path):
 def test_the_tables_of_rules_name_only_keys_that_exist():
     assert set(POSITIVE) <= set(NUMBERS) and len(set(POSITIVE)) == len(POSITIVE)
     assert {key for key in CHOICES if TYPES.get(key) is not str} == set()
-    assert set(TYPES.values()) <= {str, int, float, bool, tuple[int, ...]}
+    assert set(TYPES.values()) <= {str, int, float, bool, tuple[int, ...], STRINGS, PAIRS}
 
 
 def keys_read(source: str) -> set[str]:
@@ -184,6 +186,7 @@ def test_no_key_is_without_a_user():
 
 # Types
 
+STRINGS, PAIRS = tuple[str, ...], tuple[tuple[int, str], ...]
 VALUES = {  # TOML text: the types of key that take it
     '"some"': {str},
     "3": {int, float},
@@ -191,8 +194,10 @@ VALUES = {  # TOML text: the types of key that take it
     "2.5e-1": {float},
     "true": {bool},
     "[2, 4]": {tuple[int, ...]},
-    '["a", "b"]': set(),
-    "[]": {tuple[int, ...]},
+    '["a", "b"]': {STRINGS},
+    "[]": {tuple[int, ...], STRINGS, PAIRS},
+    '[[2, "a"], [4, "b"]]': {PAIRS},
+    '[["a", 2]]': set(),
     '[1, "a"]': set(),
     "[true, false, true]": set(),
     "[2.0, 4.0]": set(),
@@ -212,8 +217,8 @@ def complaint(tmp_path: Path, key: str, text: str) -> str:
         right = (str(error).startswith(f"{key}=") or fits) and bool(re.search(NOT_OF_THE_TYPE, str(error))) != fits
         return "" if right else f"{key} = {text}: {error}"
     right = fits and type(value) is getattr(TYPES[key], "__origin__", TYPES[key])
-    want = tuple(json.loads(text)) if text.startswith("[") else json.loads(text)
-    return "" if right and value == want else f"{key} took {text} as {value!r}"
+    same = right and json.loads(json.dumps(value)) == json.loads(text)  # JSON has no tuples
+    return "" if same else f"{key} took {text} as {value!r}"
 
 
 def test_only_an_integer_for_a_number_is_converted(tmp_path):
@@ -362,3 +367,15 @@ def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch)
 
 def test_the_defaults_are_the_benchmarks_constants():
     assert (Config().eval.target, Config().eval.every_samples) == (facts.TARGET, facts.EVAL_EVERY_SAMPLES)
+
+
+def test_configs_of_runs_before_precision_became_a_policy_are_read(tmp_path):
+    for old, new in {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.items():
+        saved = config.flat(config_file.replace(config_file.load(ROOT / "configs" / "schnell_gbs512.toml")))
+        early = {key: value for key, value in saved.items() if not key.startswith("precision.")}
+        early |= {"fp8.recipe": old, "fp8.history": 7, "fp8.gather": False}
+        found = config_file.from_flat("early", json.loads(json.dumps(early))).precision
+        assert (found.preset, found.history, found.gather, found.eval) == (new, 7, False, True)
+        path = tmp_path / "config.toml"
+        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in early.items()))
+        assert config_file.load(path).precision == found

@@ -15,7 +15,7 @@ from flux_ref.benchmark import communication
 from flux_ref.benchmark.communication import ITEM_BYTES, Unit
 from flux_ref.config import DTYPE_NAMES, Config
 from flux_ref.plan import footprint
-from flux_ref.speed import fp8
+from flux_ref.speed import policy
 
 SMALL = {  # blocks of full width, few tokens
     **{"train__micro_batch": 1, "train__synthetic_steps": 1, "eval__batch": 2},
@@ -27,7 +27,7 @@ CAPTURING = ["device.synchronize at steps.py _capture", "gather_objects at steps
 BEFORE = [  # where the host waits or copies before the clock starts
     "_to_copy from cpu to nodev at sharding.py materialise",  # RoPE
     "_local_scalar_dense at optim.py __init__",  # AdamW checks its learning rate
-    "_to_copy from cpu to nodev at fp8.py __init__",
+    "_to_copy from cpu to nodev at precision.py __init__",
     "copy_ from cpu to nodev at step.py warm_up",  # synthetic batches
     "_local_scalar_dense at step.py warm_up",  # the health
 ]
@@ -41,7 +41,7 @@ LOOP = [  # the first step is read after the second launch; the last one is read
 
 def case(gpus: int, micros: int, delayed: bool, config: str = "schnell_gbs512", **values: object) -> dict:
     """Of `fake_step.py`. One micro-batch goes with weights that are gathered again for backward."""
-    own = {"fp8__recipe": "delayed" if delayed else "off", "parallel__reshard_after_forward": micros == 1}
+    own = {"precision__preset": "fp8_delayed" if delayed else "bf16", "parallel__reshard_after_forward": micros == 1}
     return {"gpus": gpus, "micros": micros, "config": f"{ROOT}/configs/{config}.toml", "values": values | own}
 
 
@@ -86,7 +86,7 @@ def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
         return [["allreduce", "default_pg", gpus, "float32", 4 * scalars]]
 
     micros = cfg.train.global_batch // (gpus * cfg.train.micro_batch)
-    of_weights = [["allreduce", inside, n, "float32", 4 * fp8.count(cfg.model)]] if cfg.fp8.recipe != "off" else []
+    of_weights = [["allreduce", inside, n, "float32", 4 * len(policy.coded(cfg))]] if policy.coded(cfg) else []
     forward, step = of_weights + gathers(root, *regions), []
     for micro in range(micros):
         step += forward
@@ -95,7 +95,7 @@ def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
         for i, unit in enumerate(reversed(regions)):
             step += again[i + 1 : i + 2] + reductions(unit, micro == micros - 1)
         step += reductions(root, micro == micros - 1)
-    magnitudes = over_all(2 * fp8.count(cfg.model)) if cfg.fp8.recipe == "delayed" else []
+    magnitudes = over_all(2 * len(policy.delayed(cfg))) if policy.delayed(cfg) else []
     return step + magnitudes + over_all(1), forward
 
 
@@ -115,7 +115,7 @@ def require_sound(case: dict, found: dict) -> None:
     step, validation = of_a_step(cfg, gpus)
     planned = communication.sent(cfg, footprint.layout(cfg, gpus, NODE), case["micros"])
     *training, validating = found["captures"]
-    assert len(training) == 1 + (cfg.fp8.recipe == "delayed"), case
+    assert len(training) == 1 + bool(policy.delayed(cfg)), case
     for capture in training:
         # AdamW keeps the newest grad_scale and found_inf. Each replay writes them again.
         assert (capture["work"], capture["waits"], capture["left"]) == ("_train", [], [4, 4]), case

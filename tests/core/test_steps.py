@@ -17,7 +17,8 @@ from run_files import require_equal_runs
 from flux_ref import config_file, data, ranks, sharding, steps
 from flux_ref.errors import Fault
 from flux_ref.run.hang_watch import HangWatch
-from flux_ref.speed import fp8, graphs, regions
+from flux_ref.speed import graphs, regions
+from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import NEVER, State, validation_step
 from flux_ref.steps import CAPTURED, Steps, mode, require_settled
 
@@ -329,12 +330,12 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
 
 
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
-    cfg = fp8_config(fp8__dynamic_steps=2)
+    cfg = fp8_config(precision__dynamic_steps=2)
     net = sharding.build(cfg, world, seed=3)
     steps = Steps(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
     scaling, capture = [], StandInRecorder.capture
-    linear = next(module for module in steps.state.net.modules() if isinstance(module, fp8.Fp8Linear))
+    linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
 
     def noted(self, work):
         scaling.append(linear.is_delayed)
@@ -342,7 +343,7 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
 
     monkeypatch.setattr(StandInRecorder, "capture", noted)
     steps.capture()
-    assert list(steps.graphs) == ["train 0", "train 2", "validate"]
+    assert list(steps.graphs) == ["train 0", "train 2", "validate 0"]
     assert scaling[:2] == [False, True]
     replayed = []
     for name in steps.graphs:

@@ -188,7 +188,7 @@ def test_a_port_in_fp64_passes(kept, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.optim, "AdamW", DoubleAdamW)
     monkeypatch.setitem(sharding.DTYPES, "fp32", torch.float64)
-    for section in ("bf16", "operations", "fp8_edges", "fp8_linear", "fp8_order", "blocks"):
+    for section in ("bf16", "operations", "fp8_edges", "fp8_linear", "fp8_order", "blocks", "formats", "presets"):
         monkeypatch.setattr(record, section, lambda *args: None)
     torch.set_default_dtype(torch.float64)
     try:

@@ -24,7 +24,8 @@ SECTIONS = {  # the longest beginning of a value's name -> the part of record.py
         "bf16": "bf16",
         "fp8.edge": "fp8_edges",
     },
-    **{"fp8.scales": "fp8_edges", "fp8.order": "fp8_order", "fp8": "fp8_linear", "": "training"},
+    **{"fp8.scales": "fp8_edges", "fp8.order": "fp8_order", "fp8": "fp8_linear"},
+    **{"formats.linear": "presets", "formats": "formats", "": "training"},
 }
 FEW = 16  # one in this many is planted in the default suite
 

@@ -3,21 +3,35 @@
 import torch
 from torch import Tensor, nn
 
-from flux_ref.config import Fp8Config
+from flux_ref.config import Config, PrecisionConfig
 from flux_ref.model import JoinLinear, SplitLinear
-from flux_ref.speed import fp8_product
-from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed.linear import PolicyLinear
+from flux_ref.speed.number_formats import Format
+
+
+def config(preset: str, **keys: object) -> Config:
+    """A config with a preset and other keys of precision."""
+    return Config(precision=PrecisionConfig(preset=preset, **keys))
+
+
+def low(linear: nn.Linear, preset: str = "fp8", arch: str = "cpu") -> PolicyLinear:
+    """A linear under a preset."""
+    return PolicyLinear(linear, "single.0.linear1", config(preset), arch)
+
+
+def decode(form: Format, codes: Tensor) -> Tensor:
+    """What codes mean, fp32."""
+    return torch.tensor(form.table())[codes.int()]
 
 
 class Net(nn.Module):
     """(M, 64) -> (M, 48), always with the same weights. Two linears get the codes of their weights, one casts."""
 
-    def __init__(self, arch: str, recipe: str, device: str | torch.device = "cpu"):
+    def __init__(self, arch: str, preset: str, device: str | torch.device = "cpu"):
         super().__init__()
         torch.manual_seed(0)
         linears = (nn.Linear(64, 96), SplitLinear(96, (32, 32, 32, 64)), JoinLinear(96, 48))
-        arith, cfg = fp8_product.arithmetic(arch), Fp8Config(recipe=recipe)
-        self.one, self.split, self.join = (Fp8Linear(linear.bfloat16().to(device), cfg, arith) for linear in linears)
+        self.one, self.split, self.join = (low(linear.bfloat16().to(device), preset, arch) for linear in linears)
         for linear in (self.one, self.join):
             linear.encode()
 

@@ -1,6 +1,8 @@
 """Training in FP8 on one or several ranks: what test_fp8 and test_steps use, and what rank_runs.py measures of FP8."""
 
+import itertools
 import math
+import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +17,9 @@ from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters, reshard
-from flux_ref.speed.fp8 import Fp8Linear
+from flux_ref.speed import block_product, policy
 from flux_ref.speed.fp8_product import cast, magnitudes, scale_of_magnitude
+from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import Health, State, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
@@ -26,7 +29,12 @@ SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens
 
 def fp8_config(**values: object) -> Config:
     """The micro config with sizes that FP8 can have, and delayed scaling from the first step on."""
-    fp8 = {"fp8__recipe": "delayed", "fp8__dynamic_steps": 0, "fp8__history": 3, "parallel__dtype": "bf16"}
+    fp8 = {
+        "precision__preset": "fp8_delayed",
+        "precision__dynamic_steps": 0,
+        "precision__history": 3,
+        "parallel__dtype": "bf16",
+    }
     return config_file.replace(config_file.load(MICRO), **(SIZES | fp8 | {"train__global_batch": ROWS} | values))
 
 
@@ -43,7 +51,7 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):
-        state.fp8.begin(state.step)
+        state.precision.begin(state.step)
         loss, norm = train_step(state, batch, health, cfg)
         if norms is not None:
             norms.append(float(norm))
@@ -54,22 +62,22 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
 
 def training(cfg: Config, world: World, state: State) -> dict:
     losses = steps(state, cfg, world, count=1)
-    fp8 = state.fp8
-    first = fp8.history.clone()
+    precision = state.precision
+    first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)
-    linears = [module for module in state.net.modules() if isinstance(module, Fp8Linear)]
+    linears = [module for module in state.net.modules() if isinstance(module, PolicyLinear)]
     return {
         "losses": losses,
         "first history": first,
-        "histories": rank_runs.of_all(fp8.history),
-        "scales": rank_runs.of_all(torch.stack(fp8.scales)),
+        "histories": rank_runs.of_all(precision.history),
+        "scales": rank_runs.of_all(torch.stack(precision.scales)),
         "buffers": {(type(b), b.dtype) for linear in linears for b in linear.buffers()},
     }
 
 
-def fp8_linears(net: nn.Module) -> dict[str, Fp8Linear]:
+def fp8_linears(net: nn.Module) -> dict[str, PolicyLinear]:
     """By Black Forest Labs' names."""
-    owners = {id(module.weight): module for module in net.modules() if isinstance(module, Fp8Linear)}
+    owners = {id(module.weight): module for module in net.modules() if isinstance(module, PolicyLinear)}
     named = ((name.removesuffix(".weight"), owners.get(id(weight))) for name, weight in named_parameters(net).items())
     return {name: linear for name, linear in named if linear}
 
@@ -78,7 +86,7 @@ GATHERS = {  # ways to gather the same weights
     "base": {},
     "kept, accumulated": {"parallel__reshard_after_forward": False, "train__micro_batch": 1},
     "dynamic, recomputed, regions of 2": {
-        "fp8__recipe": "dynamic",
+        "precision__preset": "fp8",
         "parallel__recompute": "block",
         "parallel__region_blocks": 2,
     },
@@ -96,7 +104,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
         validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
     reshard(state.net)
     weights, found = rank_runs.whole(state.net), []
-    for name, linear in fp8_linears(state.net).items() if cfg.fp8.gather else ():
+    for name, linear in fp8_linears(state.net).items() if policy.coded(cfg) else ():
         weight = weights[f"{name}.weight"].bfloat16()
         scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max, 44)
         found.append((linear, cast(weight, scale, linear.arith.forward), scale))
@@ -106,7 +114,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
         torch.equal(linear.codes.float(), codes.float()) and torch.equal(linear.weight_scale, scale)
         for linear, codes, scale in found
     ]
-    figures = {"sums": sums, "losses": torch.tensor(losses), "history": state.fp8.history}
+    figures = {"sums": sums, "losses": torch.tensor(losses), "history": state.precision.history}
     return figures | weights, sum(sent), rank_runs.of_all(are_right)
 
 
@@ -118,7 +126,9 @@ def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int,
     found = {}
     names = list(GATHERS)[:1] if world.size == 3 else list(GATHERS)[1:]
     for name, values in ((name, GATHERS[name]) for name in names):
-        runs = [gathered(config_file.replace(cfg, **values, fp8__gather=choice), world) for choice in (True, False)]
+        runs = [
+            gathered(config_file.replace(cfg, **values, precision__gather=choice), world) for choice in (True, False)
+        ]
         same = all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[1][0])
         found[name] = (rank_runs.of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
     return found
@@ -126,17 +136,41 @@ def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int,
 
 def one_nan(state: State, world: World) -> list[bool]:
     """On every rank: whether a NaN of one tensor on any one rank stops the history of this tensor alone."""
-    fp8, is_right = state.fp8, True
+    precision, is_right = state.precision, True
     for bad in range(world.size):
-        before = fp8.history.clone()
-        for amax in fp8.amaxes:
+        before = precision.history.clone()
+        for amax in precision.amaxes:
             amax.fill_(7.0 + world.rank)
         if world.rank == bad:
-            fp8.amaxes[3].fill_(math.nan)
-        fp8.update()
-        moved = (fp8.history[:, 0] == 7.0 + world.size - 1).tolist()
-        is_right &= torch.equal(fp8.history[3], before[3]) and moved.count(False) == 1
+            precision.amaxes[3].fill_(math.nan)
+        precision.update()
+        moved = (precision.history[:, 0] == 7.0 + world.size - 1).tolist()
+        is_right &= torch.equal(precision.history[3], before[3]) and moved.count(False) == 1
     return rank_runs.of_all(is_right)
+
+
+BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "precision__preset": "mxfp6_fp4"}  # sizes of MX's blocks
+
+
+def rounding(world: World, micro: int) -> list[list[int]]:
+    """What two steps round with, over all ranks: [step, number, place of a sample's or weight's first element, crc]."""
+    cfg, drawn, plain = fp8_config(**BLOCKS, train__micro_batch=micro), set(), block_product.chances
+
+    def noted(place: Tensor, like: Tensor) -> Tensor:
+        found, (_, step, number, first) = plain(place, like), place.tolist()
+        parts = found.chunk(1 if number % 3 == block_product.WEIGHT else micro)
+        drawn.update(
+            (step, number, first + i * len(parts[0]) * found.shape[1], crc(part)) for i, part in enumerate(parts)
+        )
+        return found
+
+    with mock.patch.object(block_product, "chances", noted):
+        steps(lively_state(cfg, world), cfg, world, count=2)
+    return sorted(set(map(tuple, itertools.chain(*ranks.gather_objects(sorted(drawn))))))
+
+
+def crc(x: Tensor) -> int:
+    return zlib.crc32(x.contiguous().numpy().tobytes())
 
 
 def measure(world: World, folder: Path) -> dict:

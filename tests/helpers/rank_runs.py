@@ -355,6 +355,8 @@ def main(data: str, out: str) -> int:
         found["fp8 gathers"] = precision_ranks.gathers(precision_ranks.fp8_config(), world)
         found["flat summed"] = training(config_file.replace(cfg, **SUMMED), flat)
     found["optimizer"] = optimizer(cfg, world)
+    if world.size in (2, 3):
+        found["rounding"] = precision_ranks.rounding(world, micro=2)
     found["validation"] = validation(cfg, world)
     found["feeding"] = feeding(cfg, world)
     found["checkpoint"] = checkpoint_ranks.measure(world, out)

@@ -27,7 +27,7 @@ SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PROSE, flags=r
 COMMANDS = {line for block in BLOCKS for line in block.splitlines()}
 COMMANDS |= {span for span in SPANS if span.split()[0] in ("python", "pytest", "torchrun")}
 GOLDEN = (
-    r"(draws|batch|init|double_blocks|single_blocks|grad|step[16]|val|bf16|fp8|ranks|full|data)\.\*"
+    r"(draws|batch|init|double_blocks|single_blocks|grad|step[16]|val|bf16|fp8|formats|ranks|full|data)\.\*"
     r"|full\.(sample|drop|t)|schedule\.lr|clip\.coefficient|bf16\.(only|fed)\.\*|bf16\.rms_norm(\.input)?"
     r"|inputs|--golden FOLDER|latent|x_t|img|target|rope|time_waves|vec|prediction|loss|losses"
 )

@@ -111,7 +111,7 @@ def test_products_add_up_to_the_closed_form():
 
 
 def test_fp8_moves_the_linears_of_blocks():
-    cfg = wide(fp8__recipe="dynamic", model__text_tokens=32, model__latent_height=8, model__latent_width=8)
+    cfg = wide(precision__preset="fp8", model__text_tokens=32, model__latent_height=8, model__latent_width=8)
     for arch in ("sm90", "gfx942"):
         found = footprint.trace(cfg, arch, 2)
         for kind, linears in (("double 1", 8), ("single 1", 2)):
@@ -440,7 +440,7 @@ def test_command_refuses():
         ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
-        ([*schnell, "--fp8.recipe=dynamic"], "needs FP8 matrix units"),
+        ([*schnell, "--precision.preset=fp8"], "needs FP8 matrix units"),
     ]
     told = [(words, refusal(commands.run, args)) for args, words in cases]
     assert [(words, message) for words, message in told if words not in message] == []
@@ -483,6 +483,6 @@ def test_largest_micro_batch_is_the_last_that_fits():
     card = replace(GPU, memory_gb=total(21) / 1e9)
     largest, dividing = making.largest_rows(cfg, layout, found, Machine(card, ASSUMED, 4), 2)
     assert largest in (19, 20, 21) and dividing == 18
-    eight = config_file.replace(cfg, fp8__recipe="dynamic")  # on a CPU its linears take as much as those of bf16
+    eight = config_file.replace(cfg, precision__preset="fp8")  # on a CPU its linears take as much as those of bf16
     assert (eight.model.text_tokens, eight.model.image_tokens) == (24, 6)
     assert making.largest_rows(eight, layout, found, Machine(card, ASSUMED, 4), 2) == (16, 0), "16 divides rows x 6"

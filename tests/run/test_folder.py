@@ -166,7 +166,8 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
         *(
             key
             for key in config.TYPES
-            if key.split(".")[0] in ("model", "optim", "init", "fp8") and key != "fp8.gather"
+            if key.split(".")[0] in ("model", "optim", "init", "precision")
+            and key not in ("precision.gather", "precision.native")
         ),
         *("train.seed", "train.global_batch", "train.caption_drop"),
         *("eval.every_samples", "eval.at_start", "eval.noise"),

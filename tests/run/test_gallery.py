@@ -18,7 +18,7 @@ from flux_ref.sampling import grid
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
 OFTEN = ["--checkpoint.every_samples=24", "--checkpoint.keep=9"]
 SHEETS = ["000000024.png", "000000048.png", "000000060.png"]
-FP8 = ["--fp8.recipe=delayed", "--fp8.dynamic_steps=1", "--parallel.dtype=bf16", "--model.hidden=48"]
+FP8 = ["--precision.preset=fp8_delayed", "--precision.dynamic_steps=1", "--parallel.dtype=bf16", "--model.hidden=48"]
 FP8 += ["--model.rope_axes=[8, 4, 4]", "--train.global_batch=32", "--train.max_samples=96", "--eval.batch=16"]
 FP8 += ["--parallel.reshard_after_forward=false"]
 

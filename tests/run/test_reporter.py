@@ -65,6 +65,7 @@ def trained(micro, tmp_path, monkeypatch):
 
         zeros = torch.zeros(3).unbind()
         state = SimpleNamespace(step=0, samples=0, opt=SimpleNamespace(lr=zeros[0]))
+        state.precision = SimpleNamespace(begin=lambda step: None, stage=lambda step: SimpleNamespace(first=0))
         own = {"loss": zeros[1], "norm": zeros[2], "warm_s": 0.0, "health": Health(torch.device("cpu"))}
         steps = MadeUpSteps(state=state, events=events, broken=broken, bad=bad, **own)
         feed = SimpleNamespace(wait_s=0.0, close=lambda: None)

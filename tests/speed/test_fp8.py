@@ -6,14 +6,16 @@ On a CPU the decoded values are multiplied (test_fp8_arithmetic.py). Nothing her
 import json
 import math
 import random
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import fp8_net
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import called, require_identical, trained
+from fp8_net import low
 from precision_ranks import FACTS, STEPS, fp8_config, lively_state, steps
 from rank_runs import plain_net, whole
 from torch import Tensor, nn
@@ -21,15 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, sharding
-from flux_ref.config import Config, Fp8Config
+from flux_ref.config import Config, PrecisionConfig
 from flux_ref.data import TrainSet, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux, JoinLinear, SplitLinear, parameter_table
 from flux_ref.run import resuming
-from flux_ref.speed import fp8, fp8_product
-from flux_ref.speed.fp8 import Fp8Linear, Fp8State
+from flux_ref.speed import fp8_product
 from flux_ref.speed.fp8_product import arithmetic, scaled_mm
+from flux_ref.speed.linear import PolicyLinear, convert
+from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
 CPU = torch.device("cpu")
@@ -44,10 +47,10 @@ def world():
     ranks.stop()
 
 
-def linear_of(arch: str = "cpu", inputs: int = 96, outputs: int = 64, bias: bool = True, recipe: str = "dynamic"):
+def linear_of(arch: str = "cpu", inputs: int = 96, outputs: int = 64, bias: bool = True, preset: str = "fp8"):
     """A converted linear in bf16, always with the same weights."""
     torch.manual_seed(1)
-    return Fp8Linear(nn.Linear(inputs, outputs, bias=bias).bfloat16(), Fp8Config(recipe=recipe), arithmetic(arch))
+    return low(nn.Linear(inputs, outputs, bias=bias).bfloat16(), preset, arch)
 
 
 def randn(*shape: int, seed: int = 2) -> Tensor:
@@ -89,7 +92,7 @@ def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a
     """sm89 wants row times column, sm100 takes all."""
     x, grad, results = randn(32, 96), randn(32, 64), []
     for arch, is_delayed in (("sm89", False), ("sm100", False), ("cpu", True)):
-        linear = linear_of(arch, recipe="delayed")
+        linear = linear_of(arch, preset="fp8_delayed")
         linear.input_scale.copy_(448 / x.abs().max().float())
         linear.input_inverse.copy_(1 / linear.input_scale)
         linear.grad_scale.copy_(57344 / grad.abs().max().float())
@@ -103,25 +106,25 @@ def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a
 def test_a_linear_with_parts_gives_the_bits_of_one_without():
     """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed, both layouts."""
     wrong = []
-    for arch, recipe, seed in product(ARCHS, ("dynamic", "delayed"), range(3)):
+    for arch, preset, seed in product(ARCHS, ("fp8", "fp8_delayed"), range(3)):
         x, grad = (randn(32, 96, seed=seed + offset) * torch.arange(1, 97).roll(seed * 40) for offset in (2, 5))
         found = []
         for parts in (False, True):
             torch.manual_seed(1)
             plain = SplitLinear(96, (16, 16, 16, 48)).bfloat16() if parts else nn.Linear(96, 96).bfloat16()
-            first = Fp8Linear(plain, Fp8Config(recipe=recipe), arithmetic(arch))
+            first = low(plain, preset, arch)
             second = JoinLinear(96, 32).bfloat16() if parts else nn.Linear(96, 32).bfloat16()
-            second = Fp8Linear(second, Fp8Config(recipe=recipe), arithmetic(arch))
+            second = low(second, preset, arch)
             leaf = x.bfloat16().requires_grad_()
             outs = first(leaf)
             out = second(*outs) if parts else second(outs)
             out.backward(grad[:, :32].bfloat16())
             joined = torch.cat(outs, dim=-1) if parts else outs
-            amaxes = [linear.grad_amax for linear in (first, second) if recipe == "delayed"]
-            inputs = [linear.input_amax.max() for linear in (first, second) if recipe == "delayed"]
+            amaxes = [linear.grad_amax for linear in (first, second) if preset == "fp8_delayed"]
+            inputs = [linear.input_amax.max() for linear in (first, second) if preset == "fp8_delayed"]
             weights = [p.grad for p in (*first.parameters(), *second.parameters())]
             found.append([joined.detach(), out.detach(), leaf.grad, *weights, *amaxes, *inputs])
-        wrong += [(arch, recipe, seed)] * (not all(map(torch.equal, *found)))
+        wrong += [(arch, preset, seed)] * (not all(map(torch.equal, *found)))
     assert wrong == []
 
 
@@ -165,7 +168,7 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
     want |= {arch: (E4M3, E5M2, False) for arch in ("sm100", "sm103", "gfx950", "gfx1201")}
     assert {arch: tuple(arithmetic(arch)) for arch in want} == want
     for arch in ("sm80", "sm86", "gfx90a", "gfx1100", "sm75"):
-        with pytest.raises(Refusal, match=f"{arch} does not; set fp8.recipe=off"):
+        with pytest.raises(Refusal, match=f"{arch} does not; set precision.preset=bf16"):
             arithmetic(arch)
     devices = {
         "sm103": (None, {"major": 10, "minor": 3}),
@@ -182,16 +185,16 @@ def test_every_device_with_fp8_has_its_formats_and_layouts(monkeypatch):
 def converted_on_meta(cfg: Config) -> nn.Module:
     with torch.device("meta"):
         net = Flux(cfg.model)
-        fp8.convert(net, cfg, "cpu")
+        convert(net, cfg, "cpu")
     return net
 
 
-def fp8_linears(net: nn.Module) -> dict[str, Fp8Linear]:
-    return {name: module for name, module in net.named_modules() if isinstance(module, Fp8Linear)}
+def fp8_linears(net: nn.Module) -> dict[str, PolicyLinear]:
+    return {name: module for name, module in net.named_modules() if isinstance(module, PolicyLinear)}
 
 
 def test_the_228_token_linears_of_schnell_and_nothing_else():
-    net = converted_on_meta(Config(fp8=Fp8Config(recipe="dynamic")))
+    net = converted_on_meta(fp8_net.config("fp8"))
     want = {f"single_blocks.{i}.linear{k}" for i in range(38) for k in (1, 2)}
     for stream in ("img", "txt"):
         for part in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2"):
@@ -199,15 +202,13 @@ def test_the_228_token_linears_of_schnell_and_nothing_else():
     assert fp8_linears(net).keys() == want and len(want) == 228
     names_and_shapes = [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
     assert names_and_shapes == list(parameter_table(net.cfg).items()), "names, shapes and order are BFL's"
-    assert not fp8_linears(converted_on_meta(fp8_config(fp8__recipe="off")))
-    with pytest.raises(AssertionError, match="0 linears, want 22"):
-        fp8.convert(nn.Linear(3, 4), fp8_config(), "cpu")
+    assert not fp8_linears(converted_on_meta(fp8_config(precision__preset="bf16")))
 
 
 class PlainScale:
     """One tensor's delayed scale in plain Python."""
 
-    def __init__(self, cfg: Fp8Config, largest: float):
+    def __init__(self, cfg: PrecisionConfig, largest: float):
         self.cfg, self.largest, self.past, self.scale = cfg, largest, [], 1.0
 
     def update(self, amax: float) -> None:
@@ -226,8 +227,9 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def state_of_two_linears(cfg: Fp8Config, arch: str = "cpu") -> Fp8State:
-    return Fp8State(nn.ModuleList(Fp8Linear(nn.Linear(16, 16), cfg, arithmetic(arch)) for _ in range(2)), cfg, CPU)
+def state_of_two_linears(cfg: Config, arch: str = "cpu") -> Precision:
+    linears = (PolicyLinear(nn.Linear(16, 16), "single.0.linear1", cfg, arch) for _ in range(2))
+    return Precision(nn.ModuleList(linears), cfg, CPU)
 
 
 def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(world):
@@ -240,9 +242,9 @@ def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(w
         ("cpu", {"history": 4, "algorithm": "most_recent"}),
         ("gfx942", {"history": 3, "margin": 2, "max_scale_exponent": 20}),
     ):
-        cfg = Fp8Config(recipe="delayed", **values)
+        cfg = fp8_net.config("fp8_delayed", **values)
         state = state_of_two_linears(cfg, arch)
-        plain = [PlainScale(cfg, torch.finfo(dtype).max) for dtype in arithmetic(arch)[:2] * 2]
+        plain = [PlainScale(cfg.precision, torch.finfo(dtype).max) for dtype in arithmetic(arch)[:2] * 2]
         tensors = (*state.amaxes, *state.scales, *state.inverses, state.history)
         places = [tensor.data_ptr() for tensor in tensors]
         assert len(set(places)) == 13
@@ -265,26 +267,26 @@ def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(w
 
 def test_the_first_steps_of_delayed_scaling_are_dynamic():
     def delayed_steps(**values: object) -> tuple[list[bool], tuple[int, ...]]:
-        state, seen = state_of_two_linears(Fp8Config(**values)), []
+        state, seen = state_of_two_linears(fp8_net.config(**values)), []
         for step in range(5):
             state.begin(step)
             seen.append({linear.is_delayed for linear in state.linears})
         assert all(len(of_both) == 1 for of_both in seen)
         return [of_both.pop() for of_both in seen], state.phases
 
-    assert delayed_steps(recipe="delayed", dynamic_steps=3) == ([False] * 3 + [True] * 2, (0, 3))
-    assert delayed_steps(recipe="delayed", dynamic_steps=0) == ([True] * 5, (0,))
-    assert delayed_steps(recipe="dynamic", dynamic_steps=3) == ([False] * 5, (0,))
-    assert state_of_two_linears(Fp8Config(recipe="dynamic")).update() is None
+    assert delayed_steps(preset="fp8_delayed", dynamic_steps=3) == ([False] * 3 + [True] * 2, (0, 3))
+    assert delayed_steps(preset="fp8_delayed", dynamic_steps=0) == ([True] * 5, (0,))
+    assert delayed_steps(preset="fp8", dynamic_steps=3) == ([False] * 5, (0,))
+    assert state_of_two_linears(fp8_net.config("fp8")).update() is None
 
 
-def converted_net(**values: object) -> tuple[Flux, Fp8State]:
+def converted_net(**values: object) -> tuple[Flux, Precision]:
     """An unsharded net in bf16 with lively weights, and its state, at the first step."""
     cfg = fp8_config(**values)
     net = plain_net(cfg).bfloat16()
     net.rope = net.make_rope()
-    fp8.convert(net, cfg, "cpu")
-    return net, Fp8State(net, cfg.fp8, CPU)
+    convert(net, cfg, "cpu")
+    return net, Precision(net, cfg, CPU)
 
 
 def inputs_of(net: Flux) -> tuple[Tensor, ...]:
@@ -292,7 +294,7 @@ def inputs_of(net: Flux) -> tuple[Tensor, ...]:
     return randn(2, cfg.image_tokens, cfg.packed_channels), batch["t5"].bfloat16(), batch["clip"].bfloat16(), batch["t"]
 
 
-def gradients(net: Flux, state: Fp8State) -> dict[str, Tensor]:
+def gradients(net: Flux, state: Precision) -> dict[str, Tensor]:
     """Output, gradients and noted magnitudes of a forward and a backward."""
     out = net(*inputs_of(net))
     out.float().square().mean().backward()
@@ -319,11 +321,11 @@ def test_without_gradients_scales_are_dynamic_and_nothing_is_noted_and_bf16_may_
     state.scales[0].fill_(1e-3)  # would turn the input into zeros
     with torch.no_grad():
         in_fp8 = net(*inputs)
-        in_bf16 = converted_net(fp8__recipe="off")[0](*inputs)
-        plain_validation = converted_net(fp8__eval=False, fp8__gather=False)[0]
+        in_bf16 = converted_net(precision__preset="bf16")[0](*inputs)
+        plain_validation = converted_net(precision__eval=False, precision__gather=False)[0]
         assert torch.equal(plain_validation(*inputs), in_bf16) and not torch.equal(in_fp8, in_bf16)
     assert not torch.cat(state.amaxes).any()
-    assert torch.equal(in_fp8, converted_net(fp8__recipe="dynamic")[0](*inputs).detach())
+    assert torch.equal(in_fp8, converted_net(precision__preset="fp8")[0](*inputs).detach())
     assert not torch.equal(plain_validation(*inputs).detach(), in_bf16), "training is in FP8"
 
 
@@ -333,7 +335,7 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
     state, weights, norms = lively_state(cfg, world), [], []
     for step in range(3):
         if step == 1:
-            amaxes = state.fp8.history[0::2, 0].clone()  # of inputs
+            amaxes = state.precision.history[0::2, 0].clone()  # of inputs
             linear = next(iter(fp8_linears(state.net).values()))
             linear.register_forward_pre_hook(lambda _, args: (args[0].index_fill(-1, torch.tensor([0]), math.inf),))
         steps(state, cfg, world, count=1, norms=norms)
@@ -343,13 +345,13 @@ def test_infinity_that_a_remembered_scale_hides_stops_the_step(world):
     other = lively_state(fp8_config(), world)
     steps(other, fp8_config(), world, count=1)
     assert amaxes.all()
-    torch.testing.assert_close(amaxes, other.fp8.history[0::2, 0], rtol=0.02, atol=0)
+    torch.testing.assert_close(amaxes, other.precision.history[0::2, 0], rtol=0.02, atol=0)
 
 
 def test_a_warm_up_and_a_validation_leave_no_trace(world):
-    cfg = fp8_config(fp8__dynamic_steps=1, train__synthetic_steps=1)
+    cfg = fp8_config(precision__dynamic_steps=1, train__synthetic_steps=1)
     disturbed, undisturbed = lively_state(cfg, world), lively_state(cfg, world)
-    memory, begun = disturbed.fp8, []
+    memory, begun = disturbed.precision, []
     memory.begin = lambda step, begin=memory.begin: (begun.append(step), begin(step))
     warm_up(disturbed, allocate(cfg.model, 12, world.device), allocate(cfg.model, 5, world.device), cfg)
     assert begun[:2] == [0, 1], "both ways of scaling have been compiled"
@@ -362,12 +364,12 @@ def test_a_warm_up_and_a_validation_leave_no_trace(world):
     assert sums[1].any()
     losses += steps(disturbed, cfg, world, count=2)
     assert losses == steps(undisturbed, cfg, world, count=4)
-    assert torch.equal(memory.history, undisturbed.fp8.history)
+    assert torch.equal(memory.history, undisturbed.precision.history)
     require_identical(whole(disturbed.net), whole(undisturbed.net))
 
 
 def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
-    cfg = fp8_config(run__dir=str(tmp_path), fp8__dynamic_steps=1)
+    cfg = fp8_config(run__dir=str(tmp_path), precision__dynamic_steps=1)
     state, other = lively_state(cfg, world), lively_state(cfg, world)
     steps(state, cfg, world, count=2)
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
@@ -376,11 +378,11 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
     steps(other, cfg, world, count=1)
     saved = resuming.load_weights(checkpoint_files.found(tmp_path)[0], other, FACTS)
     resuming.load_progress(saved, other)
-    assert [float(scale) for scale in other.fp8.scales] == [float(scale) for scale in state.fp8.scales]
+    assert [float(scale) for scale in other.precision.scales] == [float(scale) for scale in state.precision.scales]
     assert steps(other, cfg, world, count=2) == steps(state, cfg, world, count=2)
-    assert torch.equal(other.fp8.history, state.fp8.history)
+    assert torch.equal(other.precision.history, state.precision.history)
     require_identical(whole(other.net), whole(state.net))
-    off = config_file.replace(cfg, fp8__recipe="dynamic")
+    off = config_file.replace(cfg, precision__preset="fp8")
     with pytest.raises(Refusal, match=r"1 unexpected: fp8\.history"):
         resuming.open_for(checkpoint_files.found(tmp_path)[0], lively_state(off, world), FACTS)
 
@@ -397,14 +399,14 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
     assert losses[0] == pytest.approx(base["losses"][0], rel=1e-6)
-    assert torch.equal(state.fp8.history[0::2], base["first history"][0::2])  # of inputs
+    assert torch.equal(state.precision.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(base["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
     saved = resuming.open_for(checkpoint_files.found(Path(found["run"]))[0], state, FACTS)
-    state.fp8.reset()
+    state.precision.reset()
     resuming.load_progress(saved, state)
-    assert torch.equal(state.fp8.history, base["histories"][0])
-    assert torch.equal(torch.stack(state.fp8.scales), base["scales"][0])
+    assert torch.equal(state.precision.history, base["histories"][0])
+    assert torch.equal(torch.stack(state.precision.scales), base["scales"][0])
     assert saved.tensors["fp8.history"].shape == [2 * 22, 3]
     assert len(saved.tensors["fp8.history"].chunks) == 1, "written once"
 
@@ -420,17 +422,30 @@ def test_weights_gathered_in_fp8_give_the_same_bits_with_fewer_bytes(measured):
 
 
 def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tmp_path, capsys, monkeypatch):
-    begin, begun = Fp8State.begin, []
-    monkeypatch.setattr(Fp8State, "begin", lambda state, step: (begun.append(step), begin(state, step)))
+    begin, begun = Precision.begin, []
+    monkeypatch.setattr(Precision, "begin", lambda state, step: (begun.append(step), begin(state, step)))
     sizes = ["--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--parallel.dtype=bf16", "--train.global_batch=16"]
-    recipe = ["--fp8.recipe=delayed", "--fp8.dynamic_steps=1", "--fp8.history=2", "--train.synthetic_steps=1"]
+    recipe = [
+        "--precision.preset=fp8_delayed",
+        "--precision.dynamic_steps=1",
+        "--precision.history=2",
+        "--train.synthetic_steps=1",
+        '--precision.switch=[[32, "nvfp4"]]',
+    ]
     ends = ["--train.max_samples=48", "--eval.every_samples=48", f"--run.dir={tmp_path / 'run'}"]
     data = [f"--data.train={shapes_dir}/train", f"--data.val={shapes_dir}/val"]
     assert called("train.py", "tests/micro.toml", *sizes, *recipe, *ends, *data) == 0
     shown = capsys.readouterr().out
-    assert begun[-3:] == [0, 1, 2]
-    line = "compute bf16, 22 linears in FP8 with delayed scales (max of 2, the first 1 steps dynamic);"
-    assert shown.count(line) == 1 and shown.count("validation FP8 with dynamic scales") == 1
+    assert [step for step, _ in groupby(begun)][-4:] == [0, 1, 2, 3]
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for line in (
+        "compute fp8_delayed; validation as in training, with dynamic scales; attention kernel: chosen by torch",
+        "samples 32 precision switches to nvfp4",
+        "from step 2: nvfp4",
+        "delayed scales: max of 2, the first 1 steps dynamic",
+    ):
+        assert lines.count(line) == 1, line
+    assert sum(line.startswith("22 e4m3_delayed x e4m3 e5m2_delayed x e4m3 e5m2_delayed x") for line in lines) == 1
     (logged,) = map(json.loads, (tmp_path / "run" / "eval.jsonl").read_text().splitlines())
     assert called("eval.py", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["val_loss"] == logged["val_loss"]
@@ -440,13 +455,21 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
 
 def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
     for key, value, message in (
-        ("parallel__dtype", "fp32", "fp8.recipe=delayed needs parallel.dtype=bf16, not fp32"),
-        ("model__hidden", 24, "model.hidden=24 is not divisible by 16"),
-        ("fp8__history", 0, "fp8.history=0 must be greater than 0"),
-        ("fp8__recipe", "current", "fp8.recipe='current' is not one of off, dynamic, delayed"),
-        ("fp8__algorithm", "mean", "fp8.algorithm='mean' is not one of max, most_recent"),
-        ("fp8__margin", 9, "fp8.margin=9 leaves"),
-        ("fp8__max_scale_exponent", 127, "fp8.max_scale_exponent=127 is beyond fp32"),
+        ("parallel__dtype", "fp32", "precision.preset=fp8_delayed needs parallel.dtype=bf16, not fp32"),
+        (
+            "model__hidden",
+            24,
+            "precision: double.0.img.qkv forward: e4m3_delayed x e4m3: e4m3_delayed cannot sum over 24",
+        ),
+        ("precision__history", 0, "precision.history=0 must be greater than 0"),
+        (
+            "precision__preset",
+            "current",
+            "precision.preset names the preset 'current'; give one of bf16, fp8, fp8_delayed",
+        ),
+        ("precision__algorithm", "mean", "precision.algorithm='mean' is not one of max, most_recent"),
+        ("precision__margin", 9, "precision.margin=9 leaves"),
+        ("precision__max_scale_exponent", 127, "precision.max_scale_exponent=127 is beyond fp32"),
     ):
         sizes = {"model__rope_axes": (4, 2, 2)} if key == "model__hidden" else {}
         with pytest.raises(Refusal) as refused:
@@ -454,7 +477,7 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
         assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
     cfg = fp8_config(model__text_tokens=10, model__latent_width=4, train__global_batch=16)
     config_rules.validate_world(cfg, 2)
-    with pytest.raises(Refusal, match=r"a micro-batch of 4 has 40 and 16; set train.micro_batch to another"):
+    with pytest.raises(Refusal, match=r"needs tokens of a micro-batch that 16 divides, not 40; set train\.micro_batch"):
         config_rules.validate_world(cfg, 4)
 
 
@@ -467,7 +490,7 @@ def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
         torch._dynamo.reset()
         results = []
         for compiles in (False, True):
-            linear = linear_of(arch, recipe="delayed")
+            linear = linear_of(arch, preset="fp8_delayed")
             linear.is_delayed = True
             for name, scale in (("input", 100.0), ("grad", 9000.0)):
                 getattr(linear, f"{name}_scale").fill_(scale)
@@ -482,14 +505,14 @@ def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
 @pytest.mark.slow
 def test_compiled_regions_train_as_eager_ones(world):
     """There is one graph per kind of block, mode and way of scaling, at any depth, and one per shape of a weight."""
-    cfg = fp8_config(fp8__dynamic_steps=2)
+    cfg = fp8_config(precision__dynamic_steps=2)
     eager = steps(lively_state(cfg, world), cfg, world)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = config_file.replace(cfg, parallel__compile=True)
     state = lively_state(compiled, world)
     assert steps(state, compiled, world) == pytest.approx(eager, rel=1e-2)
-    assert state.fp8.history.all()
+    assert state.precision.history.all()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 6
     assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
@@ -497,10 +520,10 @@ def test_compiled_regions_train_as_eager_ones(world):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
-@pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
-def test_a_device_trains_as_the_cpu_does(recipe, monkeypatch):
+@pytest.mark.parametrize("preset", ["fp8", "fp8_delayed"])
+def test_a_device_trains_as_the_cpu_does(preset, monkeypatch):
     """A device's kernels take every product of the net; bf16 rounds otherwise on the way."""
-    cfg, losses = fp8_config(fp8__recipe=recipe), []
+    cfg, losses = fp8_config(precision__preset=preset), []
     for is_available in (True, False):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda is_available=is_available: is_available)
         world = ranks.start(cfg.parallel)
@@ -520,7 +543,7 @@ def mean_last_loss(cfg: Config, world, count: int = 250) -> float:
     for _ in range(count):
         feed.copy_into(batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, 20))
-        state.fp8.begin(state.step)
+        state.precision.begin(state.step)
         losses.append(float(train_step(state, batch, health, cfg)[0]))
         state.advance(cfg.train.global_batch)
     feed.close()
@@ -532,8 +555,8 @@ def test_250_steps_reach_the_loss_of_bf16(shapes_dir, world):
     """This finds bugs. Seeds differ more than FP8 and bf16 do here, so it certifies no convergence."""
     data = {"data__train": f"{shapes_dir}/train", "data__val": f"{shapes_dir}/val", "model__text_tokens": 9}
     sizes = {"model__latent_width": 6, "train__global_batch": 16}
-    cfg = fp8_config(**data, **sizes, fp8__history=1024, fp8__dynamic_steps=16)
-    want = mean_last_loss(config_file.replace(cfg, fp8__recipe="off"), world)
-    most_recent = {"fp8__algorithm": "most_recent", "fp8__history": 4}
-    for values in ({"fp8__recipe": "dynamic"}, {}, {"fp8__dynamic_steps": 0}, most_recent):
+    cfg = fp8_config(**data, **sizes, precision__history=1024, precision__dynamic_steps=16)
+    want = mean_last_loss(config_file.replace(cfg, precision__preset="bf16"), world)
+    most_recent = {"precision__algorithm": "most_recent", "precision__history": 4}
+    for values in ({"precision__preset": "fp8"}, {}, {"precision__dynamic_steps": 0}, most_recent):
         assert mean_last_loss(config_file.replace(cfg, **values), world) == pytest.approx(want, rel=0.03), values

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from fp8_net import low
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flux_ref.config import Fp8Config
 from flux_ref.speed import fp8_product
-from flux_ref.speed.fp8 import Fp8Linear
-from flux_ref.speed.fp8_product import arithmetic, cast, scaled_mm
+from flux_ref.speed.fp8_product import cast, scaled_mm
+from flux_ref.speed.linear import PolicyLinear
 
 ONE = torch.tensor(1.0)
 EPS = 2.0**-24  # half a unit in the last place of fp32, relative
@@ -191,8 +191,8 @@ def forward_and_backward(call) -> list[torch.Tensor]:
     return [out, x.grad]
 
 
-def linear_of(arch: str) -> Fp8Linear:
-    return Fp8Linear(nn.Linear(96, 64).bfloat16(), Fp8Config(recipe="dynamic"), arithmetic(arch))
+def linear_of(arch: str) -> PolicyLinear:
+    return low(nn.Linear(96, 64).bfloat16(), arch=arch)
 
 
 class Operations(TorchDispatchMode):

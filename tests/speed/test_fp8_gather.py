@@ -7,14 +7,12 @@ import math
 
 import pytest
 import torch
+from fp8_net import low
 from precision_ranks import fp8_config, fp8_linears, lively_state, steps
 from torch import nn
 
 from flux_ref import config, ranks
-from flux_ref.config import Fp8Config
 from flux_ref.errors import Refusal
-from flux_ref.speed.fp8 import Fp8Linear
-from flux_ref.speed.fp8_product import arithmetic
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def world():
 
 def test_backward_keeps_no_copy_of_a_weight():
     """FSDP2 frees the gathered codes after a region, but no copy of them."""
-    linear = Fp8Linear(nn.Linear(64, 96).bfloat16(), Fp8Config(recipe="dynamic"), arithmetic("sm90"))
+    linear = low(nn.Linear(64, 96).bfloat16(), arch="sm90")
     linear.encode()
     for call in (linear, torch.compile(linear, backend="aot_eager_decomp_partition", fullgraph=True)):
         kept = []
@@ -43,7 +41,7 @@ def test_backward_keeps_no_copy_of_a_weight():
 def test_codes_give_the_bits_of_a_weight_that_is_cast_in_each_pass():
     base, x = nn.Linear(64, 96).bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
     for arch in ("sm90", "gfx942"):
-        plain, coded = (Fp8Linear(base, Fp8Config(recipe="dynamic"), arithmetic(arch)) for _ in range(2))
+        plain, coded = (low(base, arch=arch) for _ in range(2))
         coded.encode()
         found = []
         for linear in (plain, coded):
@@ -76,6 +74,6 @@ def test_a_shard_that_lost_its_hooks_is_found(world):
 
 
 def test_validation_in_bf16_needs_weights_gathered_in_bf16():
-    with pytest.raises(Refusal, match=r"fp8\.eval=false validates in bf16.*set fp8\.gather=false"):
-        fp8_config(fp8__eval=False)
-    assert not fp8_config(fp8__eval=False, fp8__gather=False).fp8.gather
+    with pytest.raises(Refusal, match=r"precision\.eval=false validates in bf16.*set precision\.gather=false"):
+        fp8_config(precision__eval=False)
+    assert not fp8_config(precision__eval=False, precision__gather=False).precision.gather

@@ -28,17 +28,17 @@ def test_a_compiler_hands_a_device_the_layouts_that_it_takes(monkeypatch):
     x, layouts = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(), []
     monkeypatch.setattr(fp8_product, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", on_a_device(layouts))
-    for arch, recipe in (("sm90", "dynamic"), ("sm90", "delayed"), ("sm100", "delayed")):
+    for arch, preset in (("sm90", "fp8"), ("sm90", "fp8_delayed"), ("sm100", "fp8_delayed")):
         found = []
         for compiles in (False, True):
             torch._dynamo.reset()
             layouts.clear()
-            net, leaf = Net(arch, recipe), x.clone().requires_grad_()
+            net, leaf = Net(arch, preset), x.clone().requires_grad_()
             out = torch.compile(net, fullgraph=True, dynamic=False)(leaf) if compiles else net(leaf)
             out.square().sum().backward()
             found.append([out.detach(), leaf.grad, *(parameter.grad for parameter in net.parameters())])
             assert len(layouts) == 9
             rows_by_columns = [left[1] == 1 and right[0] == 1 for left, right in layouts]
             assert all(rows_by_columns) if arch == "sm90" else sum(rows_by_columns) == 3, (arch, compiles, layouts)
-        assert all(map(torch.equal, *found)), (arch, recipe)
+        assert all(map(torch.equal, *found)), (arch, preset)
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import fp8_net
 import pytest
 import torch
 from conftest import MICRO
@@ -9,12 +10,12 @@ from fp8_net import Net
 
 from flux_ref import checkpoint, config_file, ranks
 from flux_ref.checkpoint import Saver
-from flux_ref.config import Fp8Config
 from flux_ref.data import allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import resuming
-from flux_ref.speed import fp8, fp8_product
+from flux_ref.speed import fp8_product
+from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
@@ -94,7 +95,7 @@ def test_compiled_fp8_linears_equal_eager_ones_on_a_device():
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16)
     for compiles in (False, True):
         net, leaf = Net(arch, "delayed", device), x.clone().requires_grad_()
-        fp8.Fp8State(net, Fp8Config(recipe="delayed", dynamic_steps=0), device)
+        Precision(net, fp8_net.config("fp8_delayed", dynamic_steps=0), device)
         out = (torch.compile(net, fullgraph=True) if compiles else net)(leaf)
         out.backward(torch.ones_like(out).index_fill(1, torch.tensor([7], device=device), float("nan")))
         found.append([out.detach(), *(linear.input_amax for linear in (net.one, net.split, net.join))])

@@ -7,14 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fp8_net import decode
 from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
 from torchao.prototype.mx_formats.kernels import unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 from flux_ref import rng
-from flux_ref.speed import chances
-from flux_ref.speed import number_formats as nf
+from flux_ref.speed import casts, chances
 from flux_ref.speed.number_formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format, Scaling
 
 THEIRS = {  # ml_dtypes'
@@ -49,7 +49,7 @@ def test_codes_mean_what_ml_dtypes_and_torch_say():
     wrong = []
     for name, form in FORMATS.items():
         codes = np.arange(2 * form.sign, dtype=np.uint8)
-        ours, theirs = form.decode(torch.from_numpy(codes)), codes.view(THEIRS[name]).astype(np.float32)
+        ours, theirs = decode(form, torch.from_numpy(codes)), codes.view(THEIRS[name]).astype(np.float32)
         nan = ours.isnan()
         wrong += [name] * (not np.array_equal(nan, np.isnan(theirs)))
         wrong += [name] * (not torch.equal(bits(ours)[~nan], bits(torch.from_numpy(theirs))[~nan]))
@@ -65,15 +65,15 @@ def test_every_value_is_rounded_as_ml_dtypes_rounds():
     wrong = []
     for name, form in FORMATS.items():
         x = torch.cat((every_bf16(), around(form)))
-        ours = nf.rounded(x, form)
-        nan, codes = x.isnan(), form.encode(ours)
+        ours = casts.rounded(x, form)
+        nan, codes = x.isnan(), casts.encode(form, ours)
         inside = x.clamp(-form.largest, form.largest)[~nan].numpy()
         theirs = inside.astype(THEIRS[name])
         wrong += [f"{name} value"] * (not np.array_equal(ours[~nan], theirs.astype(np.float32)))
         wrong += [f"{name} code"] * (not np.array_equal(codes[~nan], theirs.view(np.uint8)))
         wrong += [f"{name} NaN"] * (not ours[nan].isnan().all() or not (codes[nan] == (form.nan or 0)).all())
-        wrong += [f"{name} back"] * (not torch.equal(bits(form.decode(codes))[~nan], bits(ours)[~nan]))
-        wrong += [f"{name} again"] * (not torch.equal(bits(nf.rounded(ours, form))[~nan], bits(ours)[~nan]))
+        wrong += [f"{name} back"] * (not torch.equal(bits(decode(form, codes))[~nan], bits(ours)[~nan]))
+        wrong += [f"{name} again"] * (not torch.equal(bits(casts.rounded(ours, form))[~nan], bits(ours)[~nan]))
     assert not wrong
 
 
@@ -83,7 +83,7 @@ def test_rounding_takes_the_nearest_value_and_of_two_the_even_code():
         codes = [code for code in range(form.sign) if math.isfinite(form.value(code))]
         grid = np.array([form.value(code) for code in codes])
         x = around(form)
-        for value, ours in zip(x.tolist(), nf.rounded(x, form).tolist()):
+        for value, ours in zip(x.tolist(), casts.rounded(x, form).tolist()):
             distance = np.abs(grid - min(abs(value), form.largest))
             best = [code for code, gap in zip(codes, distance) if gap == distance.min()]
             want = next(code for code in best if len(best) == 1 or code % 2 == 0)
@@ -112,13 +112,15 @@ def test_mx_scales_and_codes_are_those_of_torchao(dtype):
             scales, codes = to_mx(x, theirs, 32, ScaleCalculationMode[rule.upper()])
             codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
             codes = unpack_uint4(codes).view(x.shape) if form is E2M1 else codes
-            values, own, whole = nf.scaled(x.float(), form, Scaling(rule, 1, 32))
+            values, own, whole = casts.scaled(x.float(), form, Scaling(rule, 1, 32))
             is_least = (scales == LEAST_SCALE).repeat_interleave(32, 1)
-            wrong += [(form.name, rule, "scales")] * (not torch.equal(nf.scale_codes(own), scales))
-            wrong += [(form.name, rule, "codes")] * (not torch.equal(form.encode(values)[~is_least], codes[~is_least]))
+            wrong += [(form.name, rule, "scales")] * (not torch.equal(casts.scale_codes(own), scales))
+            wrong += [(form.name, rule, "codes")] * (
+                not torch.equal(casts.encode(form, values)[~is_least], codes[~is_least])
+            )
             least += int(is_least.sum())
             exact = (x.double() * 2.0**127).float() if dtype == torch.float32 else x.float() * 2.0**64 * 2.0**63
-            want = nf.rounded(exact, form)[is_least]
+            want = casts.rounded(exact, form)[is_least]
             wrong += [(form.name, rule, "least")] * (not torch.equal(values[is_least], want))
             assert whole == 1
     assert not wrong and least
@@ -131,9 +133,9 @@ def test_nvfp4_scales_and_codes_are_those_of_torchao():
         x[0] *= 1e-6
         whole = per_tensor_amax_to_scale(x.float().abs().amax())
         scales, codes = nvfp4_quantize(x, 16, whole)
-        values, own, own_whole = nf.scaled(x.float(), E2M1, Scaling("two-level", 1, 16))
-        assert torch.equal(own_whole, whole) and torch.equal(E4M3.encode(own), scales.view(torch.uint8))
-        assert torch.equal(E2M1.encode(values), unpack_uint4(codes).view(x.shape))
+        values, own, own_whole = casts.scaled(x.float(), E2M1, Scaling("two-level", 1, 16))
+        assert torch.equal(own_whole, whole) and torch.equal(casts.encode(E4M3, own), scales.view(torch.uint8))
+        assert torch.equal(casts.encode(E2M1, values), unpack_uint4(codes).view(x.shape))
 
 
 def test_scales_follow_their_formulas():
@@ -142,7 +144,7 @@ def test_scales_follow_their_formulas():
     for rows, columns in ((1, 32), (1, 16), (16, 16), (32, 32), (1, 0), (0, 0)):
         height, width = rows or 64, columns or 128
         for form in (E4M3, E5M2, E2M1):
-            found = {rule: nf.scaled(x, form, Scaling(rule, rows, columns))[1] for rule in rules}
+            found = {rule: casts.scaled(x, form, Scaling(rule, rows, columns))[1] for rule in rules}
             for i in range(64 // height):
                 for k in range(128 // width):
                     m = x[i * height :][:height, k * width :][:, :width].abs().max().item()
@@ -161,8 +163,8 @@ def test_scales_follow_their_formulas():
 def test_square_blocks_serve_both_directions():
     x = mixed()
     for scaling in (Scaling("floor", 32, 32), Scaling("rceil", 16, 16), Scaling("two-level", 16, 16)):
-        values, scales, _ = nf.scaled(x, E2M1, scaling)
-        turned, turned_scales, _ = nf.scaled(x.t(), E2M1, scaling)
+        values, scales, _ = casts.scaled(x, E2M1, scaling)
+        turned, turned_scales, _ = casts.scaled(x.t(), E2M1, scaling)
         assert torch.equal(values, turned.t()) and torch.equal(scales, turned_scales.t())
 
 
@@ -170,12 +172,12 @@ def test_what_is_not_finite_spoils_its_block_alone():
     x = torch.ones(4, 64)
     x[0, 3], x[1, 40] = math.nan, -math.inf
     for rule in ("floor", "ceil", "rceil", "linear"):
-        values, scales, _ = nf.scaled(x, E4M3, Scaling(rule, 1, 32))
+        values, scales, _ = casts.scaled(x, E4M3, Scaling(rule, 1, 32))
         decoded = values * scales.repeat_interleave(32, 1)
         want = torch.zeros(4, 2, dtype=torch.bool)
         want[0, 0] = want[1, 1] = True
         assert torch.equal(decoded.isnan(), want.repeat_interleave(32, 1)), rule
-        assert rule == "linear" or torch.equal(nf.scale_codes(scales) == nf.SCALE_NAN, want)
+        assert rule == "linear" or torch.equal(casts.scale_codes(scales) == casts.SCALE_NAN, want)
 
 
 def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only():
@@ -183,7 +185,7 @@ def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only():
     for name, form in FORMATS.items():
         least = form.value(1)
         for value in (least * 0.3, -1.37, form.largest * 0.99):
-            found = nf.rounded(torch.full((count,), value), form, torch.rand(count, generator=generator)).double()
+            found = casts.rounded(torch.full((count,), value), form, torch.rand(count, generator=generator)).double()
             grid = sorted(v for v in form.table() if math.isfinite(v))
             below, above = max(v for v in grid if v <= value), min(v for v in grid if v >= value)
             p = (np.float32(value) - below) / (above - below) if above > below else 0.0
@@ -197,35 +199,37 @@ def test_hadamard_is_orthogonal_and_changes_no_product():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(64, 96, generator=generator), torch.randn(32, 96, generator=generator)
     for size in (16, 32):
-        h = nf.hadamard(torch.eye(size), size)
+        h = casts.hadamard(torch.eye(size), size)
         torch.testing.assert_close(h @ h.t(), torch.eye(size), rtol=0, atol=1e-6)
         assert torch.equal(h.abs(), torch.full((size, size), 1 / math.sqrt(size)))
-        torch.testing.assert_close(nf.hadamard(a, size) @ nf.hadamard(b, size).t(), a @ b.t(), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(nf.hadamard(nf.hadamard(a, size), size), a, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            casts.hadamard(a, size) @ casts.hadamard(b, size).t(), a @ b.t(), rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(casts.hadamard(casts.hadamard(a, size), size), a, rtol=0, atol=1e-5)
 
 
 def test_chances_are_the_words_of_the_stream_on_every_device_and_in_every_part():
     """The device's arithmetic runs on a CPU here, too. A part of a batch gets the part of the numbers."""
     whole = torch.empty(48, 40)
     for seed, step, product in ((0, 0, 0), (7, 5, 2**63 - 1), (2**63 - 1, 2**40, 3)):
-        found = chances.chances(seed, torch.tensor(step), product, 0, whole)
+        found = chances.chances(torch.tensor([seed, step, product, 0]), whole)
         words = rng.words(seed, rng.ROUNDING, whole.numel() // 4, sample=product, epoch=step)
         want = [(int(word) >> shift & 0xFFFF) * 2.0**-16 for word in words for shift in range(0, 64, 16)]
         assert found.flatten().tolist() == want
-        assert torch.equal(chances.by_torch(seed, torch.tensor(step), product, 0, whole), found)
+        assert torch.equal(chances.by_torch(torch.tensor([seed, step, product, 0]), whole), found)
         for ranks in (2, 3):
             for draw in (chances.chances, chances.by_torch):
                 rows = 48 // ranks
-                parts = [draw(seed, torch.tensor(step), product, rows * 40 * i, whole[:rows]) for i in range(ranks)]
+                parts = [draw(torch.tensor([seed, step, product, rows * 40 * i]), whole[:rows]) for i in range(ranks)]
                 assert torch.equal(torch.cat(parts), found)
     with pytest.raises(AssertionError):
-        chances.chances(0, torch.tensor(0), 0, 17, whole)  # would give the numbers of element 16
+        chances.chances(torch.tensor([0, 0, 0, 17]), whole)  # would give the numbers of element 16
 
 
 def test_chances_differ_between_steps_products_and_seeds():
     like = torch.empty(4096)
     keys = [(seed, step, product) for seed in range(2) for step in range(3) for product in range(3)]
-    drawn = torch.stack([chances.chances(seed, torch.tensor(step), product, 0, like) for seed, step, product in keys])
+    drawn = torch.stack([chances.chances(torch.tensor([seed, step, product, 0]), like) for seed, step, product in keys])
     correlation = torch.corrcoef(drawn) - torch.eye(len(keys))
     assert correlation.abs().max() < 5 / math.sqrt(4096)
     assert abs(drawn.mean() - 0.5) < 4 / math.sqrt(12 * drawn.numel())

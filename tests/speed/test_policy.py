@@ -1,29 +1,32 @@
 """Rules and presets of precision: which product takes what."""
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
-from conftest import MICRO
+from conftest import ROOT
 
-from flux_ref import config_file
-from flux_ref.config import FP8_LINEAR, ModelConfig
+from flux_ref import config_file, config_rules
+from flux_ref.config import ModelConfig, flat
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.speed import policy
 from flux_ref.speed.number_formats import E2M1, E2M3, E4M3, Scaling
 
-SCHNELL, SMALL = ModelConfig(), config_file.load(MICRO).model
+TINY = config_file.load(ROOT / "configs/tiny.toml")
+SCHNELL, SMALL = ModelConfig(), TINY.model
+LINEAR = re.compile(r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.[02])|single_blocks\.\d+\.linear[12]")
 
 
-def found(model: ModelConfig, *rules: str) -> dict:
+def found_in(model: ModelConfig, *rules: str) -> dict:
     return policy.pairs([policy.parse(rule) for rule in rules], model)
 
 
 def test_rules_name_the_linears_of_the_blocks_that_see_tokens():
     for model in (SCHNELL, SMALL):
         names = {name.removesuffix(".weight") for name in parameter_table(model) if name.endswith(".weight")}
-        assert policy.layers(model).keys() == {name for name in names if FP8_LINEAR.fullmatch(name)}
+        assert policy.layers(model).keys() == {name for name in names if LINEAR.fullmatch(name)}
     assert len(set(policy.layers(SCHNELL).values())) == 228
 
 
@@ -33,7 +36,7 @@ def test_the_last_rule_that_matches_decides():
     rules += ["double.1.img.qkv grad_weight: e5m2 x e4m3", "last.* *: nvfp4 x nvfp4"]
     for shift in range(len(rules)):
         order = rules[shift:] + rules[:shift]
-        for layer, products in found(SCHNELL, *order).items():
+        for layer, products in found_in(SCHNELL, *order).items():
             is_last = layer.startswith("single.") and int(layer.split(".")[1]) >= 38 - round(0.15 * 57)
             for product, pair in products.items():
                 want = "bf16 x bf16"
@@ -45,13 +48,13 @@ def test_the_last_rule_that_matches_decides():
 
 
 def test_presets_hold_what_their_sources_say():
-    presets = {name: found(SCHNELL, *rules) for name, rules in policy.PRESETS.items()}
+    presets = {name: found_in(SCHNELL, *rules) for name, rules in policy.PRESETS.items()}
     counts = {
         name: sum(pair != (None, None) for products in layers.values() for pair in products.values())
         for name, layers in presets.items()
     }
     assert counts == {
-        **{"bf16": 0, "fp8": 3 * 228, "mxfp8": 3 * 228, "mxfp4_backward": 2 * 228 + 76},
+        **{"bf16": 0, "fp8": 3 * 228, "fp8_delayed": 3 * 228, "mxfp8": 3 * 228, "mxfp4_backward": 2 * 228 + 76},
         **{"mxfp6_fp4": 3 * 228, "nvfp4": 3 * (228 - 2 * 9)},
     }
     left, right = presets["mxfp6_fp4"]["single.0.linear2"]["forward"]
@@ -61,9 +64,20 @@ def test_presets_hold_what_their_sources_say():
     assert left.stochastic and left.hadamard == right.hadamard == 16 and not right.stochastic
     assert presets["mxfp4_backward"]["single.3.linear1"]["forward"][0].form is E4M3
     assert presets["nvfp4"]["single.28.linear1"] != presets["nvfp4"]["single.29.linear1"]
-    small = found(SMALL, *policy.PRESETS["nvfp4"])  # "last" is one block at least
+    small = found_in(SMALL, *policy.PRESETS["nvfp4"])  # "last" is one block at least
     plain = {layer for layer, products in small.items() if products["forward"] == (None, None)}
     assert plain == {f"single.{SMALL.single_blocks - 1}.linear{i}" for i in (1, 2)}
+
+
+def refused(**precision: object) -> str:
+    """What refuses tiny in bf16 with these keys of precision; "" if nothing does."""
+    keys = {f"precision__{key}": value for key, value in precision.items()}
+    try:
+        cfg = config_file.replace(TINY, parallel__dtype="bf16", **keys)
+        config_rules.validate_world(cfg, 2)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
 
 
 def test_rules_that_mean_nothing_are_refused_with_the_rule_and_the_remedy():
@@ -77,23 +91,101 @@ def test_rules_that_mean_nothing_are_refused_with_the_rule_and_the_remedy():
         "* *: mxfp4+h16+h32 x mxfp4": "names the side mxfp4+h16+h32",
         "single.*.qkv *: e4m3 x e4m3": "matches no product of this model; it has double.*.img.qkv",
         "double.7.* *: e4m3 x e4m3": "matches no product",
+        "last.double.* *: e4m3 x e4m3": "matches no product",
     }
-    for rule, words in cases.items():
-        with pytest.raises(Refusal, match=r"precision\.rules") as refused:
-            found(SMALL, rule)
-        assert words in str(refused.value) and repr(rule) in str(refused.value)
+    found = {rule: refused(rules=(rule,)) for rule in cases}
+    assert [
+        (rule, words)
+        for rule, words in found.items()
+        if cases[rule] not in words or f"precision.rules: {rule!r}" not in words
+    ] == []
+
+
+def test_what_sides_or_sizes_forbid_is_refused_with_the_product_and_the_remedy():
+    cases = {
+        "* forward: mxfp4_2d x mxfp4": "mxfp4_2d has 2-D blocks, which only a weight can have",
+        "* grad_weight: nvfp4 x nvfp4_2d": "nvfp4_2d has 2-D blocks",
+        "* forward: e4m3_delayed x e4m3": "e4m3_delayed needs a layer with the three products",
+        "* grad_input: e5m2_delayed x mxfp8": "e5m2_delayed needs a layer",
+        "* grad_weight: mxfp4+h16 x mxfp4": "mxfp4+h16 needs the same Hadamard transform on both sides; give both +h16",
+        "* forward: bf16 x mxfp8+h32": "mxfp8+h32 needs the same Hadamard transform",
+        "* grad_weight: mxfp8 x mxfp8": "txt.qkv grad_weight: mxfp8 x mxfp8: mxfp8 cannot sum over 300 tokens, which"
+        " 32 does not divide; set train.micro_batch",
+    }
+    found = {rule: refused(rules=(rule,)) for rule in cases}
+    assert [(rule, words) for rule, words in found.items() if cases[rule] not in words] == []
+    assert refused(rules=("*.img.* *: mxfp8 x mxfp8",), preset="bf16") == ""
+    half = ("* grad_input: e5m2 x e4m3", "* grad_weight: e5m2 x e4m3_delayed")  # the gradient alone is not delayed
+    assert "e4m3_delayed needs a layer" in refused(preset="fp8_delayed", rules=half)
+    plain = ("* grad_weight: bf16 x bf16",)
+    assert "needs tokens of a micro-batch that 16 divides, not 300" in refused(preset="fp8_delayed", rules=plain)
+    assert refused(preset="fp8", rules=plain) == ""
+    for hidden, ratio, rule, words in (
+        (
+            80,
+            4,
+            "* forward: mxfp8 x bf16",
+            "mxfp8 cannot sum over 80 features, which 32 does not divide; set model.hidden",
+        ),
+        (80, 3, "* forward: bf16 x mxfp4_2d", "mxfp4_2d has 32 rows, which do not divide a weight of (80, 240)"),
+        (48, 2, "*.mlp_out forward: bf16 x mxfp4_2d", "mxfp4_2d has 32 rows, which do not divide a weight of (96, 48)"),
+    ):
+        with pytest.raises(Refusal) as found_out:
+            found_in(replace(TINY.model, hidden=hidden, mlp_ratio=ratio), rule)
+        assert words in str(found_out.value)
+
+
+def test_presets_and_switches_that_cannot_be_are_refused():
+    cases = [
+        ({"preset": "fp9"}, "precision.preset names the preset 'fp9'; give one of bf16, fp8"),
+        ({"switch": ((600, "fp9"),)}, "precision.switch names the preset 'fp9'"),
+        (
+            {"switch": ((0, "bf16"),)},
+            "precision.switch: [0, 'bf16'] begins at step 0, not after step 0; give more samples",
+        ),
+        ({"preset": "mxfp8", "switch": ((600, "fp8"), (540, "bf16"))}, "give more samples"),
+        ({"preset": "mxfp8", "switch": ((-600, "bf16"),)}, "give more samples"),
+        ({"switch": ((600,),)}, "is not a list of [integer, string]"),
+        ({"rules": ("a", 3)}, "is not a list of strings"),
+    ]
+    found = [refused(**keys) for keys, _ in cases]
+    assert [words for words, (_, want) in zip(found, cases) if want not in words] == []
+    with pytest.raises(Refusal, match=r"precision\.preset=fp8 needs parallel\.dtype=bf16, not fp32"):
+        config_file.replace(TINY, precision__preset="fp8")
+
+
+def test_stages_begin_at_the_step_that_reaches_their_samples():
+    values = {"precision__preset": "nvfp4", "precision__rules": ("*.txt.* *: bf16 x bf16",), "parallel__dtype": "bf16"}
+    cfg = config_file.replace(TINY, **values, precision__switch=((601, "fp8_delayed"), (1200, "bf16")))
+    assert config_file.from_flat("x", flat(cfg)).precision == cfg.precision == config_file.override(cfg, []).precision
+    first, second, last = stages = policy.stages(cfg)
+    assert [stage[:2] for stage in stages] == [
+        (0, "nvfp4"),
+        (11, "fp8_delayed"),
+        (20, "bf16"),
+    ]
+    assert first.way("double.0.txt.qkv") == first.way("single.1.linear1") == "plain"
+    assert first.way("single.0.linear1") == "blocks" and {second.way(layer) for layer in second.pairs} == {"tensor"}
+    assert not policy.is_low(last)
+    assert policy.delayed(cfg) == set(second.pairs) and not policy.coded(cfg)
+    assert (policy.narrowest(cfg), policy.narrowest(config_file.replace(TINY, parallel__dtype="bf16"))) == (
+        "nvfp4",
+        None,
+    )
+    eight = config_file.replace(TINY, precision__preset="fp8", parallel__dtype="bf16", train__micro_batch=4)
+    assert policy.coded(eight) == policy.layers(TINY.model)
+    mixed = config_file.replace(eight, precision__rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
+    assert len(policy.coded(mixed)) == 8 + 2 and policy.narrowest(mixed, "forward") == "fp8"
 
 
 def test_the_table_counts_every_linear_once_and_names_ranges_of_blocks():
     rules = ("* *: mxfp8 x mxfp8", "double.[1-2].* forward: bf16 x bf16", "single.1.linear1 *: bf16 x bf16")
     model = replace(SMALL, double_blocks=4, single_blocks=3)
-    head, *lines = policy.table(found(model, *rules))
+    head, *lines = policy.table(found_in(model, *rules))
     assert head.split() == ["linears", *policy.PRODUCTS, "layers"]
     assert sum(int(line.split()[0]) for line in lines) == 8 * 4 + 2 * 3
-    every = "img.qkv, img.proj, img.mlp_in, img.mlp_out, txt.qkv, txt.proj, txt.mlp_in, txt.mlp_out"
-    both = "linear1, linear2"
     assert [line.split("  ")[-1].strip() for line in lines] == [
-        f"double 0 ({every}); double 3 ({every}); single 0 ({both}); single 1 (linear2); single 2 ({both})",
-        f"double 1 to 2 ({every})",
+        "double 0; double 3; single 0; single 1 (linear2); single 2",
+        "double 1 to 2",
         "single 1 (linear1)",
     ]

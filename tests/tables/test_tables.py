@@ -13,7 +13,7 @@ from torch import nn
 from flux_ref import config_file, optim, ranks, sharding
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
-from flux_ref.speed import fp8
+from flux_ref.speed.linear import PolicyLinear
 from flux_ref.tables import commands as tables
 
 
@@ -69,11 +69,11 @@ def test_parameters_are_built_as_the_table_says(page, micro):
     world = ranks.start(micro.parallel)
     try:
         wide = {"model__hidden": 32, "model__heads": 2, "model__rope_axes": (4, 6, 6)}
-        cfg = config_file.replace(micro, fp8__recipe="dynamic", parallel__dtype="bf16", **wide)
+        cfg = config_file.replace(micro, precision__preset="fp8", parallel__dtype="bf16", **wide)
         net = sharding.build(cfg, world, seed=3)
         opt = optim.Optimizer(net, cfg.optim, world)
         assert {group["weight_decay"] for group in opt.adamw.param_groups} == {tables.BENCHMARK.optim.weight_decay}
-        converted = {id(module.weight) for module in net.modules() if isinstance(module, fp8.Fp8Linear)}
+        converted = {id(module.weight) for module in net.modules() if isinstance(module, PolicyLinear)}
         for name, parameter in sharding.named_parameters(net).items():
             _, _, _, start, is_fp8, _ = rows_by_name[tables._fold(name)]
             values, kind = parameter.to_local().detach(), start.split()[0]

@@ -1,34 +1,31 @@
 """A linear under a policy against plain products of the decoded sides."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from fp8_net import config, decode
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from flux_ref.model import JoinLinear, SplitLinear
-from flux_ref.speed import number_formats, policy
+from flux_ref.speed import casts, policy
+from flux_ref.speed.block_product import Draws, decoded
 from flux_ref.speed.chances import chances
-from flux_ref.speed.emulation import Draws, EmulatedLinear, decoded
+from flux_ref.speed.linear import PolicyLinear
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
 SEED, STEP, NUMBER = 5, 9, 3
 
 
-def pairs(rule: str) -> dict[str, policy.Pair]:
-    found = dict.fromkeys(policy.PRODUCTS, (None, None))
-    for one in rule.split("; "):
-        parsed = policy.parse(one)
-        found |= {
-            product: parsed.pair for product in policy.PRODUCTS if parsed.decides("single.0.linear1", product, False)
-        }
-    return found
-
-
-def made(rule: str, linear: nn.Linear | None = None, first_sample: int = 0) -> EmulatedLinear:
+def made(rule: str, linear: nn.Linear | None = None, first_sample: int = 0) -> PolicyLinear:
     torch.manual_seed(0)
-    draws = Draws(SEED, torch.tensor(STEP), first_sample)
-    return EmulatedLinear(linear or nn.Linear(K, N).bfloat16(), NUMBER, pairs(rule), draws)
+    cfg = config("bf16", rules=tuple(rule.split("; ")))
+    found = PolicyLinear(linear or nn.Linear(K, N).bfloat16(), "single.0.linear1", cfg, "cpu")
+    found.draws = Draws(*map(torch.tensor, (SEED, STEP, first_sample, NUMBER)))
+    return found
 
 
 def inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -47,8 +44,9 @@ def run(linear: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     return [out.detach(), x.grad, linear.weight.grad, linear.bias.grad]
 
 
+WHOLE = ("fp8", "fp8_delayed")  # fp8_product.py multiplies their sides
 RULES = {
-    **{name: "; ".join(rules) for name, rules in policy.PRESETS.items() if name not in ("bf16", "nvfp4")},
+    **{name: "; ".join(rules) for name, rules in policy.PRESETS.items() if name not in ("bf16", "nvfp4", *WHOLE)},
     "nvfp4": "; ".join(policy.PRESETS["nvfp4"][:-1]),
     "one product": "* grad_input: mxfp8 x bf16",
 }
@@ -64,7 +62,7 @@ def test_products_are_those_of_the_decoded_sides(name):
     def side(product: int, place: int, tensor: Tensor, kind: int, turned: bool) -> Tensor:
         how, chance = linear.pairs[policy.PRODUCTS[product]][place], None
         if how and how.stochastic:
-            chance = chances(SEED, torch.tensor(STEP), 9 * NUMBER + 3 * product + kind, 0, tensor)
+            chance = chances(torch.tensor([SEED, STEP, 9 * NUMBER + 3 * product + kind, 0]), tensor)
         if turned:
             tensor, chance = tensor.t(), None if chance is None else chance.t()
         return decoded(tensor, how, chance)
@@ -74,7 +72,8 @@ def test_products_are_those_of_the_decoded_sides(name):
     grad_w = side(2, 0, g_MN, 2, True) @ side(2, 1, x_MK, 0, True).t()
     wants = [out.unflatten(0, (BATCH, ROWS)), grad_x.unflatten(0, (BATCH, ROWS)), grad_w, g_MN.sum(0)]
     for found, want in zip(run(linear, x, grad), wants):
-        assert torch.equal(found, want.bfloat16())
+        # The order of sums is the device's. Roundings to bf16 may then differ by one step.
+        torch.testing.assert_close(found.float(), want.float(), rtol=2**-8, atol=2**-8 * want.abs().mean().item())
 
 
 def test_every_preset_comes_near_the_exact_products():
@@ -82,7 +81,7 @@ def test_every_preset_comes_near_the_exact_products():
     x, grad = inputs()
     exact = run(made("* *: bf16 x bf16").float(), x.float(), grad.float())
     wrong = []
-    for name, bound in {"fp8": 0.07, "mxfp8": 0.06, "mxfp4_backward": 0.25, "mxfp6_fp4": 0.3, "nvfp4": 0.25}.items():
+    for name, bound in {"mxfp8": 0.06, "mxfp4_backward": 0.25, "mxfp6_fp4": 0.3, "nvfp4": 0.25}.items():
         for product, found, want in zip(policy.PRODUCTS, run(made(RULES[name]), x, grad), exact):
             error = ((found.float() - want).norm() / want.norm()).item()
             plain = made(RULES[name]).pairs[product] == (None, None)
@@ -95,8 +94,8 @@ def test_a_side_is_what_its_codes_and_scales_say():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 64, generator=generator)
     for name, side in policy.SIDES.items():
-        values, scales, whole = number_formats.scaled(x, side.form, side.scaling)
-        codes = side.form.decode(side.form.encode(values))
+        values, scales, whole = casts.scaled(x, side.form, side.scaling)
+        codes = decode(side.form, casts.encode(side.form, values))
         rows, columns = side.scaling.rows or 64, side.scaling.columns or 64
         want = codes * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1) * whole
         assert torch.equal(decoded(x, side), want), name
@@ -116,7 +115,7 @@ def test_stochastic_rounding_is_the_same_at_1_2_and_3_ranks():
         for i in range(2):
             assert torch.equal(torch.cat([part[i] for part in parts]), whole[i]), ranks
     again, later = made(rule), made(rule)
-    later.draws.step += 1
+    later.draws.step.add_(1)
     assert torch.equal(run(again, x, grad)[0], whole[0]) and not torch.equal(run(later, x, grad)[0], whole[0])
 
 
@@ -147,3 +146,26 @@ def test_a_hadamard_transform_spreads_an_outlier():
     assert all(a > 0 for a in errors.values()) and errors["mxfp4+h32"] < errors["mxfp4"], errors
     for a, b in itertools.pairwise(errors.values()):
         assert abs(a - b) > 1e-4
+
+
+def test_equal_layers_share_one_compiled_graph_that_draws_for_each_layer_and_step():
+    """A new graph for each block would take hours to compile. The graph must not keep the numbers of its first call."""
+    rule = "* forward: nvfp4 x nvfp4_2d; * grad_*: mxfp4+h32+sr x mxfp4+h32+sr"
+    (x, grad), graphs = inputs(), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda linear, x: linear(x), backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for seed, number, step in ((5, 3, 9), (5, 4, 9), (5, 4, 10), (6, 4, 10)):
+        linear = made(rule)
+        linear.draws = Draws(*map(torch.tensor, (seed, step, 0, number)))
+        found = []
+        for call in (linear, partial(compiled, linear)):
+            leaf = x.clone().requires_grad_()
+            out = call(leaf)
+            found.append((out, *torch.autograd.grad(out, (leaf, linear.weight, linear.bias), grad)))
+        assert all(map(torch.equal, *found)), (seed, number, step)
+    assert len(graphs) == 2, "one forward, one backward"

@@ -1,0 +1,120 @@
+"""Casts to the formats of number_formats.py, in blocks that share scales.
+
+All arithmetic is fp32 by powers of two. So codes and scales are equal on every device, bit for bit. Only the rules
+linear and two-level divide by other numbers.
+
+port: `rounded`, `encode` and `Format.table` define a format; `scaled` defines the scales of a tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from flux_ref.speed.fp8_product import scale_of_magnitude
+from flux_ref.speed.number_formats import E4M3, Format, Scaling
+
+FP32_BIAS, FP32_MANTISSA = 127, 23
+FP32_EXPONENT, FP32_FRACTION = 0xFF << 23, (1 << 23) - 1  # the bits of a number
+SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
+
+
+def encode(form: Format, values: Tensor) -> Tensor:
+    """fp32 values that `rounded` gave to uint8 codes of the same shape. A NaN needs a format that has one."""
+    exponent = exponent_of(values).clamp(min=1 - form.bias)
+    steps = (values.abs() / power_of_two(exponent - form.mantissa)).nan_to_num(nan=0.0).int()
+    codes = steps + ((exponent + form.bias - 1) << form.mantissa)
+    negative = values.signbit() if form.has_negative_zero else values < 0
+    codes = codes + negative * form.sign
+    return codes.where(~values.isnan(), form.nan or 0).to(torch.uint8)
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """floor(log2 |x|) of fp32 as int32; -127 for zero and subnormal numbers, 128 for what is not finite."""
+    return ((x.view(torch.int32) >> FP32_MANTISSA) & 0xFF) - FP32_BIAS
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as fp32, exact, for int32 exponents from -127 to 127."""
+    normal = ((exponent + FP32_BIAS) << FP32_MANTISSA).view(torch.float32)
+    return normal.where(exponent > -FP32_BIAS, 2.0**-FP32_BIAS)
+
+
+def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
+    """fp32 to the values of a format, in fp32. NaN stays NaN; what is too large becomes the largest value.
+
+    chance: None rounds to the nearest value, of two equally near ones to that with an even code. Else uniform numbers
+    in [0, 1) of the shape of x: a value in steps of the format becomes floor(value + chance). So it is rounded up with
+    the probability of its distance from the value below.
+    """
+    # In place: on a CPU, memory that a step touches for the first time costs more than the arithmetic.
+    step = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # 2**floor(log2 |x|)
+    step.clamp_(2.0 ** (1 - form.bias), 2.0**form.top).mul_(2.0**-form.mantissa)
+    steps = x / step  # exact
+    if chance is None:
+        steps.round_()
+    else:
+        steps.add_(chance).floor_()
+    steps.mul_(step).clamp_(-form.largest, form.largest)
+    return steps if form.has_negative_zero else steps.add_(0.0)  # numerics: turns a negative zero into zero
+
+
+def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
+    """A view as (M / rows, rows, K / columns, columns)."""
+    rows, columns = scaling.rows or x_MK.shape[0], scaling.columns or x_MK.shape[1]
+    return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 -> (values on the format's grid, fp32 of x's shape; block scales (M / rows, K / columns); tensor scale ()).
+
+    A value times both scales is what the tensor has become. chance: as for `rounded`, of x's shape.
+    A block that holds a NaN or an infinity gets a scale of NaN. (MX leaves this case to the implementation.)
+    """
+    parts = blocks(x_MK, scaling)
+    amax = parts.abs().amax((1, 3), keepdim=True)
+    whole = torch.ones((), device=x_MK.device)
+    if scaling.rule == "two-level":
+        whole = amax.amax() / (E4M3.largest * form.largest)
+        # numerics: lower bounds keep 1 / whole and 1 / scale finite.
+        whole = whole.where(whole > 0, 1.0).clamp(min=2.0**-120)
+        scale = rounded((amax / form.largest / whole).clamp(min=2.0 ** (1 - E4M3.bias)), E4M3)
+        factor = (1 / whole) / scale
+    elif scaling.rule == "linear":
+        factor = scale_of_magnitude(amax, form.largest, scaling.max_exponent)
+        scale = factor.reciprocal()
+    else:
+        exponent = scale_exponent(amax, form, scaling.rule)
+        scale, factor = power_of_two(exponent), power_of_two(-exponent)
+    scale = scale.where(amax.isfinite(), torch.nan)
+    values = rounded(parts * factor, form, None if chance is None else blocks(chance, scaling))
+    return values.flatten(2).flatten(0, 1), scale[:, 0, :, 0], whole
+
+
+def scale_exponent(amax: Tensor, form: Format, rule: str) -> Tensor:
+    """log2 of the E8M0 scale of blocks with these largest magnitudes (fp32), int32 from -127 to 127.
+
+    No division is needed: a fraction above that of a bound raises the exponent by one.
+    """
+    bound = {"floor": 1.0, "ceil": 0.0, "rceil": form.largest / 2.0**form.top - 1}[rule]
+    is_above = (amax.view(torch.int32) & FP32_FRACTION) > int(bound * 2**FP32_MANTISSA)
+    return (exponent_of(amax) + is_above.int() - form.top).clamp(-FP32_BIAS, FP32_BIAS)
+
+
+def scale_codes(scales: Tensor) -> Tensor:
+    """Scales that are powers of two as E8M0, uint8: exponent + 127; 255 for NaN."""
+    return (exponent_of(scales) + FP32_BIAS).where(~scales.isnan(), SCALE_NAN).to(torch.uint8)
+
+
+def hadamard(x_MK: Tensor, size: int) -> Tensor:
+    """Each `size` neighbours along K times the orthogonal Hadamard matrix of Sylvester. size: 16 or 32, divides K.
+
+    A product does not change where both sides are transformed along the dimension that is summed over.
+    numerics: sums of 32 bf16 values whose exponents lie within 11 are exact. Other sums may depend on their order.
+    """
+    return (x_MK.unflatten(-1, (-1, size)) @ _signs(size, x_MK.device)).flatten(-2) * size**-0.5
+
+
+def _signs(size: int, device: torch.device) -> Tensor:
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix

@@ -1,0 +1,126 @@
+"""The linears of the blocks under a policy (policy.py): which products are cast, and where their scales come from.
+
+Modulation, embedders, head and attention stay in parallel.dtype.
+A linear multiplies in one of three ways.
+
+    plain    no product is cast
+    tensor   each tensor is cast once, with one scale, for both of its products (fp8_product.py)
+    blocks   each side of each product is cast by itself (block_product.py)
+
+Without gradients (validation, pictures) every scale comes from the tensor itself, and every side is rounded to nearest.
+The loss then depends on weights and data alone.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flux_ref.config import Config
+from flux_ref.speed import fp8_product, native, policy
+from flux_ref.speed.block_product import BlockMatmul
+from flux_ref.speed.fp8_product import Fp8Matmul, cast, magnitudes, scales_of
+from flux_ref.speed.number_formats import E4M3
+from flux_ref.speed.policy import Pair
+
+SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
+
+
+class PolicyLinear(nn.Linear):
+    """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
+
+    layer: its name in rules.
+    pairs: the sides of its products. precision.py sets them, is_delayed and draws between steps.
+    is_delayed: whether training takes the delayed scales.
+    input_* and grad_*: fp32, of the input and of the output's gradient; None where no stage has delayed sides. They are
+    the largest magnitudes over the micro-batches of a step (amax), the delayed scale and its inverse, 1 / scale.
+    input_amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
+    grad_amax: (N,), of the columns.
+    codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
+    weight itself is gathered.
+    """
+
+    def __init__(self, linear: nn.Linear, layer: str, cfg: Config, arch: str):
+        """Takes over the parameters of a linear. Raises: Refusal if the architecture cannot do what a stage asks."""
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias, self.widths = linear.weight, linear.bias, getattr(linear, "widths", None)
+        stages = policy.stages(cfg)
+        is_fp8 = any(stage.way(layer) == "tensor" for stage in stages)
+        self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
+        self.arch = arch if cfg.precision.native else ""
+        self.layer, self.max_exponent, self.in_validation = layer, cfg.precision.max_scale_exponent, cfg.precision.eval
+        self.pairs, self.is_delayed, self.draws = stages[0].pairs[layer], False, None
+        self.codes = self.weight_scale = self.weight_inverse = None
+        is_delayed = layer in policy.delayed(cfg)
+        for side, length in (("input", SLICES), ("grad", linear.out_features)):
+            for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
+                # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
+                buffer = torch.zeros(shape, device=linear.weight.device) if is_delayed else None
+                self.register_buffer(f"{side}_{name}", buffer, persistent=False)
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        return self._pairs
+
+    @pairs.setter
+    def pairs(self, pairs: dict[str, Pair]) -> None:
+        self._pairs, self.way = pairs, policy.way(pairs)
+
+    @torch.no_grad()
+    def encode(self) -> None:
+        """Make the codes of the weight as it is now, as a gather would. For nets that are not sharded."""
+        self.weight_scale, self.weight_inverse = scales_of(
+            magnitudes(self.weight), self.arith.forward, self.max_exponent
+        )
+        self.codes = cast(self.weight, self.weight_scale, self.arith.forward)
+
+    def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """(..., S, K) bf16 -> (..., S, N) bf16, from parts and in parts as the linear that was taken over."""
+        widths = self.widths or (self.out_features,)
+        is_cast = torch.is_grad_enabled() or self.in_validation
+        if is_cast and self.way == "tensor":
+            results = self._in_fp8(parts, widths)
+        else:
+            joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+            is_cast = is_cast and self.way == "blocks"
+            out = self._in_blocks(joined) if is_cast else F.linear(joined, self.weight, self.bias)
+            results = out.split(widths, dim=-1)
+        return results if self.widths else results[0]
+
+    def _in_blocks(self, joined: Tensor) -> Tensor:
+        draws = self.draws if torch.is_grad_enabled() else None
+        rows = joined.shape[-2] if joined.dim() > 1 else 1
+        out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, self.pairs, self.arch, draws, rows)
+        return out.unflatten(0, joined.shape[:-1])
+
+    def _in_fp8(self, parts: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Tensor]:
+        gradient, of_weight = self.pairs["grad_input"][0], self.pairs["grad_weight"][0]
+        arith = self.arith._replace(gradient=self.arith.forward) if gradient.form == E4M3 else self.arith
+        weight = (self.weight, self.bias, self.codes, self.weight_inverse, arith, self.max_exponent)
+        # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
+        groups = [list(group) for _, group in itertools.groupby(widths)]
+        sums, flat = [sum(group) for group in groups], [part.flatten(0, -2) for part in parts]
+        results = Fp8Matmul.apply(*weight, of_weight is not None, sums, *self._scaling(), *flat)
+        results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
+        return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
+
+    def _scaling(self) -> tuple[Tensor | None, ...]:
+        """Where training notes magnitudes, and what it remembers; of the input, then of the gradient."""
+        if not torch.is_grad_enabled():
+            return (None,) * 6
+        inputs = (self.input_scale, self.input_inverse) if self.is_delayed else (None, None)
+        grads = (self.grad_scale, self.grad_inverse) if self.is_delayed else (None, None)
+        return self.input_amax, *inputs, self.grad_amax, *grads
+
+
+def convert(net: nn.Module, cfg: Config, arch: str, rows: int = 0) -> None:
+    """Make the linears of a net's blocks compute as cfg.precision says, before the net is sharded.
+
+    arch: of the device (fp8_product.architecture). rows: samples of a micro-batch, 0 if unknown. Linears that no stage
+    casts stay as they are. Raises: Refusal.
+    """
+    native.counted(cfg, arch, rows)
+    for module, layer in policy.layers(cfg.model).items():
+        if any(stage.way(layer) != "plain" for stage in policy.stages(cfg)):
+            net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer, cfg, arch))

@@ -1,0 +1,122 @@
+"""What a run's precision does between steps: the policy of the present stage, delayed scales, and rounding's draws.
+
+Delayed scaling: a side's scale comes from the largest magnitudes of earlier steps, so a cast need not wait for a
+reduction. Weights are always scaled by their own magnitude. Every rank holds the same gathered weight, so the scale is
+exact and needs neither state nor communication.
+
+Source: delayed scaling as NVIDIA's Transformer Engine documents it.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flux_ref.config import Config
+from flux_ref.speed import policy
+from flux_ref.speed.block_product import Draws
+from flux_ref.speed.fp8_product import scale_of_magnitude
+from flux_ref.speed.linear import PolicyLinear
+
+
+class Precision:
+    """The stages of a converted net, and what delayed scaling remembers, the same on all ranks.
+
+    phases: the first step of each way of computing. Each way compiles and captures graphs of its own. A stage with
+    delayed scales has two: its first steps take dynamic scales and fill the history. (Gradients grow by orders of
+    magnitude in the first steps of a run, while every gate is nearly zero.)
+    history: (2 * linears with delayed sides, precision.history) fp32, the largest magnitudes of past steps, newest
+    first, 0 where there is none. Its rows are in the order of the model; each linear has one row for its input, then
+    one for the output's gradient. A checkpoint needs nothing else: scales follow from the history.
+    """
+
+    def __init__(self, net: nn.Module, cfg: Config, device: torch.device, first_sample: int = 0):
+        """first_sample: of this rank, in the global batch."""
+        self.precision, self.stages = cfg.precision, policy.stages(cfg)
+        fills = [any(map(policy.is_delayed, stage.pairs.values())) for stage in self.stages]
+        self.remembers = [stage.first + fill * self.precision.dynamic_steps for stage, fill in zip(self.stages, fills)]
+        ends = [*(stage.first for stage in self.stages[1:]), math.inf]
+        later = {step for step, end in zip(self.remembers, ends) if step < end}
+        self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
+        self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
+        remembering = policy.delayed(cfg)
+        delayed = [linear for linear in self.linears if linear.layer in remembering]
+        self.amaxes = [amax for linear in delayed for amax in (linear.input_amax, linear.grad_amax)]
+        self.scales = [scale for linear in delayed for scale in (linear.input_scale, linear.grad_scale)]
+        self.inverses = [inverse for linear in delayed for inverse in (linear.input_inverse, linear.grad_inverse)]
+        largest = [torch.finfo(dtype).max for linear in delayed for dtype in linear.arith[:2]]
+        self.largest = torch.tensor(largest, device=device) / 2**self.precision.margin
+        self.history = torch.zeros(len(largest), self.precision.history, device=device)
+        self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+        self.first_sample, names = first_sample, list(policy.layers(cfg.model).values())
+        seed = torch.tensor(cfg.train.seed, device=device)
+        for linear in self.linears:
+            number = torch.tensor(names.index(linear.layer), device=device)
+            linear.draws = Draws(seed, self.step, self.sample, number)
+        self.reset()
+
+    def phase(self, step: int) -> int:
+        """The phase that a training step belongs to."""
+        return max(first for first in self.phases if first <= step)
+
+    def stage(self, step: int) -> policy.Stage:
+        """The stage that a training step belongs to."""
+        return [stage for stage in self.stages if stage.first <= step][-1]
+
+    def begin(self, step: int) -> None:
+        """Choose how the next step computes, and what is done before it. step: its number, from 0.
+
+        Works on the host, but for one number that it writes to the device.
+        """
+        self.step.fill_(step)
+        if (phase := self.phase(step)) == self.chosen:
+            return
+        stage, self.chosen = self.stage(step), phase
+        remembers = step >= self.remembers[self.stages.index(stage)]
+        for linear in self.linears:
+            linear.pairs = stage.pairs[linear.layer]
+            linear.is_delayed = remembers and policy.is_delayed(linear.pairs)
+
+    def micro_batch(self, start: int) -> None:
+        """start: the first row of the next micro-batch, among this rank's rows."""
+        self.sample.fill_(self.first_sample + start)
+
+    def update(self) -> Tensor | None:
+        """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
+
+        Returns norm_factor: 1.0, or NaN if any rank saw a non-finite magnitude; None if nothing is remembered.
+        NaN is needed because a cast with a remembered scale clamps infinity, which hides it from the loss.
+
+        Collective. Works on the device alone and in place, so a captured graph may hold it. A tensor keeps its history
+        and scale if its magnitude was 0 on all ranks, or not finite on any rank.
+        """
+        if not self.amaxes:
+            return None
+        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf))
+        amax = amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may overlook NaN
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        usable = ((amax > 0) & amax.isfinite())[:, None]
+        rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
+        self.history.copy_(torch.where(usable, rolled, self.history))
+        torch._foreach_zero_(self.amaxes)
+        self.set_scales()
+        return torch.where(amax.isfinite().all(), 1.0, torch.nan)
+
+    def set_scales(self) -> None:
+        """Set the delayed scales from the history; 1 for a tensor without history."""
+        if not self.amaxes:
+            return
+        amax = self.history.amax(1) if self.precision.algorithm == "max" else self.history[:, 0]
+        scale = scale_of_magnitude(amax, self.largest, self.precision.max_scale_exponent)
+        scale = torch.where(amax > 0, scale, 1.0)
+        torch._foreach_copy_(self.scales + self.inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self.history.zero_()
+        for amax in self.amaxes:
+            amax.zero_()
+        self.set_scales()
+        self.chosen = None  # phase
+        self.begin(0)
