@@ -1,0 +1,286 @@
+"""Paired comparisons: the statistics against closed forms and simulation, and real runs of the micro model."""
+
+import json
+import math
+import os
+import random
+import signal
+from pathlib import Path
+
+import killing
+import pytest
+from conftest import MICRO, data_overrides, refusal
+from in_process import InProcess
+from run_files import count, lines
+
+from flux_ref import config_file
+from flux_ref.compare import commands
+from flux_ref.errors import Refusal
+
+SHORT = ("--train.max_samples=48", "--eval.every_samples=24", "--eval.at_start=true", "--run.hang_s=0")
+SHORT += ("--checkpoint.save=false", "--train.synthetic_steps=0")
+# Two-sided 95 % and 99 % points of Student's t, from the tables of any textbook.
+POINTS = {
+    **{1: (12.7062, 63.6567), 2: (4.3027, 9.9248), 3: (3.1824, 5.8409), 4: (2.7764, 4.6041), 5: (2.5706, 4.0321)},
+    **{6: (2.4469, 3.7074), 10: (2.2281, 3.1693), 30: (2.0423, 2.7500), 120: (1.9799, 2.6174), 10**4: (1.9602, 2.5763)},
+}
+
+
+def test_chances_of_t_are_those_of_the_tables_and_of_the_closed_forms():
+    wrong = []
+    for freedom, points in POINTS.items():
+        for t, chance in zip(points, (0.95, 0.99)):
+            if abs(commands.within(t, freedom) - chance) > 2e-5:
+                wrong.append((freedom, t, commands.within(t, freedom)))
+    for t in (0.0, 1e-3, 0.5, 1.0, 4.0, 1e3, 1e300):
+        closed = {1: 2 / math.pi * math.atan(t), 2: t / math.hypot(t, math.sqrt(2))}
+        angle = math.atan(t / math.sqrt(3))
+        closed[3] = 2 / math.pi * (angle + math.sin(angle) * math.cos(angle))
+        wrong += [(f, t) for f, want in closed.items() if abs(commands.within(t, f) - want) > 1e-7]
+    assert not wrong
+
+
+def test_figures_of_three_pairs_are_those_by_hand():
+    """Differences 0.5, 0.5 and 1.5: mean 5/6, variance 1/3. The variances of a and b are 7/3 and 13/3."""
+    found = commands.paired([1.0, 2.0, 4.0], [1.5, 2.5, 5.5])
+    assert found["each"] == [0.5, 0.5, 1.5]
+    want = {"a": 7 / 3, "b": 19 / 6, "b - a": 5 / 6, "stderr": 1 / 3, "unpaired stderr": (20 / 9) ** 0.5}
+    want |= {"p": 1 - 2.5 / math.sqrt(2 + 2.5**2), "seeds": 6}  # 3 * (2.8 / 2.5) ** 2 + 1.92 = 5.68
+    assert {name: found[name] for name in want} == pytest.approx(want, rel=1e-5)
+
+
+def test_figures_of_one_pair_equal_pairs_and_constant_differences():
+    one = commands.paired([1.0], [1.25])
+    assert (one["b - a"], one["stderr"], one["unpaired stderr"], one["p"], one["seeds"]) == (0.25, *[None] * 4)
+    equal = commands.paired([1.0, 3.0], [1.0, 3.0])
+    assert (equal["b - a"], equal["stderr"], equal["p"], equal["seeds"]) == (0.0, 0.0, 1.0, None)
+    assert equal["unpaired stderr"] == pytest.approx(math.sqrt(2))
+    constant = commands.paired([1.0, 3.0, 9.0], [1.5, 3.5, 9.5])
+    assert (constant["stderr"], constant["seeds"]) == (0.0, 2) and constant["p"] == pytest.approx(0, abs=1e-9)
+
+
+def share_called_different(seeds: int, shift: float, trials: int) -> float:
+    """The share of simulated comparisons with p below 0.05. Seeds differ by 10, pairs by 1, B by shift."""
+    draw, hits = random.Random(17), 0
+    for _ in range(trials):
+        a = [draw.gauss(0, 10) for _ in range(seeds)]
+        hits += commands.paired(a, [value + draw.gauss(shift, 1) for value in a])["p"] < 0.05
+    return hits / trials
+
+
+def test_equal_configs_are_called_different_once_in_twenty(monkeypatch):
+    """Limits: 4 standard errors. The normal quantile 1.96 would give 19 % with 3 seeds and 30 % with 2."""
+    monkeypatch.setattr(commands, "PARTS", 64)  # enough here, and fast
+    for seeds in (2, 3, 5):
+        assert share_called_different(seeds, 0.0, 2000) == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / 2000) ** 0.5)
+
+
+def test_a_planted_difference_is_found_as_often_as_said(monkeypatch):
+    """A difference of one spread needs 10 seeds for 4 of 5: (2.8 / 1) ** 2 + 1.92 = 9.76."""
+    monkeypatch.setattr(commands, "PARTS", 64)
+    each = [1 + (-1) ** i * (9 / 10) ** 0.5 for i in range(10)]  # mean 1, standard deviation 1
+    assert commands.paired([0.0] * 10, each)["seeds"] == 10
+    assert share_called_different(10, 1.0, 2000) == pytest.approx(0.8, abs=0.04)
+    assert share_called_different(3, 10.0, 500) > 0.95
+
+
+# Real runs
+
+
+@pytest.fixture
+def compared(monkeypatch, one_thread, shapes_dir, tmp_path):
+    """compared(overrides of B, *options) compares the micro model with a changed one; returns compare.json."""
+    monkeypatch.setattr(commands, "Popen", InProcess)
+    InProcess.started = ()
+
+    def run(change: dict[str, str], *options: str, out: str = "out") -> dict:
+        (tmp_path / "a.toml").write_text(MICRO.read_text())
+        values = config_file.dump(config_file.load(MICRO, [f"--{key}={value}" for key, value in change.items()]))
+        (tmp_path / "b.toml").write_text(values)
+        paths = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
+        own = (*SHORT, *data_overrides(shapes_dir), f"--out={tmp_path / out}")
+        assert commands.main([*paths, *own, *options]) == 0
+        return json.loads((tmp_path / out / "compare.json").read_text())
+
+    return run
+
+
+@pytest.mark.slow  # runs of a second each
+def test_equal_configs_give_differences_of_exactly_zero(compared, capsys):
+    found = compared({}, "--seeds=1")
+    figures = [figure for kind in ("training", "validation", "time") for figure in found[kind].values()]
+    assert len(figures) == 2 + 3 + 8 and all(figure["each"] == [0.0] for figure in figures)
+    assert found["differ"] == {} and "no verdict: one seed has no standard error" in capsys.readouterr().out
+
+
+def test_a_lower_rate_is_worse_and_finished_runs_are_taken_as_they_are(compared, tmp_path, capsys):
+    """The figures are those of the runs' own records: of the last step pair for training at 48 samples."""
+    found, out = compared({"optim.lr": "1e-5"}, "--seeds=2"), tmp_path / "out"
+    assert InProcess.started == ("a_0", "b_0", "a_1", "b_1") and found["differ"] == {
+        "optim.lr": "0.002 in A, 1e-05 in B"
+    }
+    each = {"training": [], "validation": []}
+    for i in (0, 1):
+        a, b = out / f"a_{i}", out / f"b_{i}"
+        assert config_file.of_run(b).train.seed == i and config_file.of_run(b).optim.lr == 1e-5
+        each["validation"].append(lines(b, "eval.jsonl")[-1]["val_loss"] - lines(a, "eval.jsonl")[-1]["val_loss"])
+        each["training"].append(sum(lines(b)[k]["loss"] - lines(a)[k]["loss"] for k in (2, 3)) / 2)
+    for kind, want in each.items():
+        assert found[kind]["48"]["each"] == pytest.approx(want, rel=1e-9) and min(want) > 0, kind
+    last = found["validation"]["48"]
+    assert sum(figure["b - a"] for figure in found["time"].values()) / 8 == pytest.approx(last["b - a"], rel=1e-6)
+    before = found["validation"]["24"]
+    assert 0 < before["stderr"] < before["unpaired stderr"] / 5 and found["validation"]["0"]["each"] == [0.0, 0.0]
+    said = capsys.readouterr().out
+    assert "optim.lr is 0.002 in A, 1e-05 in B\n" in said and f"\n{found['verdict']}\n" in said
+    assert found["verdict"].startswith("B is worse than A by " if last["p"] < 0.05 else "B and A are not disting")
+    assert (out / "compare.png").read_bytes()[1:4] == b"PNG"
+    before = {path: path.stat().st_mtime_ns for path in out.glob("[ab]_?/*")}
+    assert compared({"optim.lr": "1e-5"}, "--seeds=2") == found and len(InProcess.started) == 4
+    assert {path: path.stat().st_mtime_ns for path in out.glob("[ab]_?/*")} == before
+
+
+@pytest.mark.slow  # runs of a second each
+def test_a_run_that_fails_ends_the_comparison_with_its_name_and_log(compared, tmp_path):
+    with pytest.raises(SystemExit) as caught:  # a text: the exit code is 1
+        compared({"optim.lr": "1e6"}, "--seeds=1")
+    log = tmp_path / "out" / "b_0.log"
+    assert f"{tmp_path}/out/b_0 failed: train.py: " in caught.value.code and "not finite" in caught.value.code
+    assert caught.value.code.endswith(f"; see {log}") and "train.py: " in log.read_text()
+
+
+@pytest.mark.slow  # runs of a second each
+def test_a_folder_of_other_runs_is_refused(compared, tmp_path):
+    """train.py itself refuses to go on with another config."""
+    compared({"optim.lr": "1e-5"}, "--seeds=1")
+    line = refusal(lambda: compared({"optim.lr": "1e-4"}, "--seeds=1"))
+    assert "b_0 failed" in line and "optim.lr=0.0001, there 1e-05" in line
+
+
+def test_several_ranks_run_under_torchrun_whose_words_tell_a_refusal_from_a_failure(monkeypatch, tmp_path):
+    """torchrun itself ends with 1 in both cases. One rank that a signal has killed left no words."""
+    seen, cases = [], [(2, 1, 2, Refusal), (2, 1, 3, SystemExit), (1, 2, 0, Refusal), (1, -9, 0, SystemExit)]
+    for ranks, code, of_rank, kind in cases:
+
+        class Fake(InProcess):
+            def __init__(self, command: list, stdout, code=code, of_rank=of_rank, **_):
+                seen.append([str(word) for word in command[1:-2]])
+                self.code = code
+                if code > 0:
+                    stdout.write(f"train.py: as it happens\n  exitcode  : {of_rank} (pid: 22)\n" + "=" * 60)
+
+        monkeypatch.setattr(commands, "Popen", Fake)
+        with pytest.raises(kind) as caught:
+            commands.train({"a": config_file.load(MICRO)}, 1, tmp_path, ranks)
+        said = "train.py: as it happens" if code > 0 else "exit code -9"
+        assert str(caught.value) == f"run {tmp_path}/a_0 failed: {said}; see {tmp_path}/a_0.log"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert seen == [launcher, launcher, [], []]
+
+
+REFUSED = {  # what differs or is wrong in B, and the words that the line must hold
+    "train.global_batch=24": "train.global_batch is 12 in A, 24 in B; pairs share data.*, ",
+    "train.max_samples=120": "train.max_samples is 60 in A, 120 in B",
+    "train.seed=1": "train.seed is 0 in A, 1 in B",
+    "train.log_every_samples=24": "train.log_every_samples is 12 in A, 24 in B",
+    "eval.every_samples=12": "eval.every_samples is 36 in A, 12 in B",
+    "eval.noise=fixed": "eval.noise is 'fresh' in A, 'fixed' in B",
+    "data.train_count=60": "data.train_count is 50 in A, 60 in B",
+    "model.text_tokens=10": "model.text_tokens is 9 in A, 10 in B",
+    "model.latent_width=8": "model.latent_width is 6 in A, 8 in B; ",
+    "model.t5_dim=32": "give --model.t5_dim=VALUE for both",
+}
+OF_BOTH = {
+    "eval.target=0.5": "eval.target=0.5, data.val='data/mlperf/val': compared",
+    "data.val=": "eval.target=0.0, data.val='': compared runs evaluate to the end; set eval.target=0",
+    "optim.lr=fast": "optim.lr='fast' is not a number",
+    "optim.rate=1": "optim.rate",
+}
+
+
+def test_configs_that_make_no_pairs_are_refused_before_anything_is_written(tmp_path):
+    wrong, b, out = {}, tmp_path / "b.toml", tmp_path / "out"
+    for text, words in (REFUSED | OF_BOTH).items():
+        b.write_text(MICRO.read_text())
+        if text in REFUSED:
+            b.write_text(config_file.dump(config_file.load(MICRO, [f"--{text}"])))
+        overrides = [f"--{text}"] if text in OF_BOTH else []
+        line = refusal(commands.main, [str(MICRO), str(b), f"--out={out}", *overrides])
+        if words not in line:
+            wrong[text] = line
+    assert not wrong and not out.exists()
+    for argv in ([str(MICRO)], [str(MICRO)] * 3, [str(MICRO)] * 2 + ["--seeds=0"], [str(MICRO)] * 2 + ["--speed=1"]):
+        refusal(commands.main, [*argv, f"--out={out}"])
+    assert not out.exists()
+
+
+def written(folder: Path, losses: dict[int, float], rate: float = 1.0) -> Path:
+    """The records of a run with these validation losses by samples; each timestep has the loss of all."""
+    folder.mkdir()
+    tests = [{"samples": at, "val_loss": loss, "val_loss_per_timestep": [loss] * 8} for at, loss in losses.items()]
+    steps = [{"samples": at, "loss": at / 10, "samples_per_s": rate * (1 + (at > 12))} for at in (12, 24, 36)]
+    for name, records in (("eval.jsonl", tests), ("metrics.jsonl", steps)):
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+VERDICTS = {  # the last losses of A and of B: the sentence
+    (
+        (1.0, 2.0, 3.0),
+        (1.1, 2.1, 3.11),
+    ): "B is worse than A by 0.1033 +- 0.0033 in validation loss after 36 samples (p = 0.001)",
+    (
+        (1.1, 2.1, 3.11),
+        (1.0, 2.0, 3.0),
+    ): "B is better than A by 0.1033 +- 0.0033 in validation loss after 36 samples (p = 0.001)",
+    ((1.0, 2.0, 3.0), (1.1, 1.9, 3.11)): "B and A are not distinguishable: 0.03667 +- 0.068 in validation loss after 36"
+    " samples; it would take about 84 seeds to see a difference of this size",
+    (
+        (1.0, 2.0),
+        (1.0, 2.0),
+    ): "B and A are not distinguishable: 0 +- 0 in validation loss after 36 samples; it would take"
+    " no number of seeds to see a difference of this size",
+    ((1.0,), (2.0,)): "no verdict: one seed has no standard error; give --seeds=2 or more",
+}
+
+
+def test_the_sentence_follows_from_the_last_losses_that_all_runs_have(tmp_path):
+    """One run of A has gone further. The rate is the median of the steps."""
+    wrong = []
+    for number, (sides, sentence) in enumerate(VERDICTS.items()):
+        a, b = (
+            [written(tmp_path / f"{number}{side}{i}", {24: 5.0, 36: loss}, rate) for i, loss in enumerate(losses)]
+            for side, rate, losses in zip("ab", (4.0, 3.0), sides)
+        )
+        with (a[0] / "eval.jsonl").open("a") as file:
+            file.write(json.dumps({"samples": 48, "val_loss": 9.0}) + "\n")
+        found, verdict = commands.compare(a, b)
+        assert list(found["validation"]) == [24, 36] and found["samples/s"]["median"]["b"] == 6.0
+        assert found["training"][36]["a"] == 3.6 and found["training"][24]["a"] == pytest.approx(1.8)
+        assert list(found["time"]) == [f"{k}/8" for k in range(8)]
+        wrong += [verdict] if verdict != sentence else []
+    assert not wrong
+
+
+def test_runs_without_a_common_evaluation_are_refused(tmp_path):
+    runs = [[written(tmp_path / side, {at: 1.0})] for side, at in (("a", 24), ("b", 36))]
+    assert "share no evaluation" in refusal(commands.compare, *runs)
+
+
+@pytest.mark.slow  # three starts of torch
+def test_a_comparison_that_is_stopped_goes_on_where_it_stopped(shapes_dir, tmp_path):
+    """Ctrl-C reaches it and its first run, which saves and ends. With equal configs all differences are zero."""
+    out, argv = tmp_path / "out", [str(MICRO), str(MICRO), "--seeds=1", *data_overrides(shapes_dir), *killing.LONG]
+    program, records = "flux_ref/compare/__main__.py", out / "a_0" / "metrics.jsonl"
+    with killing.Job(tmp_path / "first", program, *argv, f"--out={out}", ranks=0) as job:
+        assert job.until(lambda: count(records) >= 3)
+        os.killpg(job.process.pid, signal.SIGINT)
+        assert job.gone(30)
+    assert 3 <= count(records) < 24 and not (out / "a_0" / "outcome.json").exists()
+    with killing.Job(tmp_path / "second", program, *argv, f"--out={out}", ranks=0) as job:
+        assert job.wait() == 0, job.said
+    assert "resume  the run in this folder" in (out / "a_0.log").read_text()
+    assert "resume" not in (out / "b_0.log").read_text() and count(records) == 24
+    found = json.loads((out / "compare.json").read_text())
+    figures = [figure for kind in ("training", "validation", "time") for figure in found[kind].values()]
+    assert len(figures) == 3 + 3 + 8 and all(figure["each"] == [0.0] for figure in figures)
