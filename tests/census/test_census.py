@@ -193,6 +193,7 @@ def test_one_culprit_is_found_at_every_place():
             wrong += [(count, bad, found, calls)] * (found != [bad] or calls > 2 * math.log2(count) + 10)
     assert not wrong
     assert searched(684, lambda active: False) == ([], 1)
+    assert searched(5, lambda active: True)[0] == [0, 1, 2, 3, 4], "also without all of them the samples go wrong"
 
 
 def test_several_culprits_are_found_and_no_more_than_needed():

@@ -92,6 +92,8 @@ def test_a_string_with_a_null_byte_or_that_utf8_cannot_hold_is_refused(tmp_path)
     """Python makes such a string of a command-line byte that is not UTF-8."""
     assert [key for key in PATHS if key not in reply(tmp_path, f'{key} = "a\\u0000b"')] == []
     assert "run.dir" in refusal(tmp_path, "", "--run.dir=a\udcff")
+    for text in ('precision.rules = ["* *: bf16 x bf16", "a\\u0000b"]', 'precision.switch = [[16, "a\\u0000b"]]'):
+        assert re.search(r"^precision\.\w+=.* holds a null byte", refusal(tmp_path, text)), text
 
 
 def test_overrides_win_over_the_file_and_are_read_in_the_type_of_their_key(tmp_path):
