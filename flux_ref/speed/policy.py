@@ -31,7 +31,7 @@ LAST = 0.15  # share of the blocks that "last" means; at least one
 WIDTH = 28  # columns of a product in the table
 LAYERS = {"double": 8, "single": 2}  # of a block
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
-NARROWEST = ("nvfp4", "mxfp4", "mxfp6", "fp8")  # formats as the benchmark's log names them
+NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats as the benchmark's log names them, narrowest first; the others are fp8
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,6 @@ class Side:
     def is_whole(self) -> bool:
         """Whether a product of FP8 matrix units can take the side: one scale, rounded to nearest."""
         return not (self.scaling.rows or self.scaling.columns or self.stochastic or self.hadamard)
-
-    @property
-    def divides(self) -> int:
-        """What divides the dimension that is summed over."""
-        return max(self.scaling.columns or MULTIPLE, self.hadamard)
-
-    @property
-    def logged(self) -> str:
-        """The format's name in the benchmark's log."""
-        return next((name for name in NARROWEST if self.name.startswith(name)), "fp8")
 
 
 Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
@@ -237,8 +227,8 @@ def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, i
                 why = "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
             if side.delayed and sizes[2] % MULTIPLE:
                 why = f"needs tokens of a micro-batch that {MULTIPLE} divides, not {sizes[2]}; set train.micro_batch"
-            if summed % side.divides:
-                why = f"cannot sum over {summed} {what}, which {side.divides} does not divide; set {key}"
+            if summed % (divisor := max(side.scaling.columns or MULTIPLE, side.hadamard)):
+                why = f"cannot sum over {summed} {what}, which {divisor} does not divide; set {key}"
             if is_weight and side.scaling.rows and sizes[product == "forward"] % side.scaling.rows:
                 why = f"has {side.scaling.rows} rows, which do not divide a weight of {sizes[:2]}; set {key}"
             if why:
@@ -290,13 +280,15 @@ def is_delayed(products: dict[str, Pair]) -> bool:
     return any(side and side.delayed for pair in products.values() for side in pair)
 
 
-def narrowest(cfg: Config, product: str = "*") -> str | None:
-    """The narrowest format of any side, as the benchmark's log names it; None if all are in bf16."""
-    found = [
-        (name, pair) for stage in stages(cfg) for products in stage.pairs.values() for name, pair in products.items()
-    ]
-    names = {side.logged for name, pair in found for side in pair if side and fnmatchcase(name, product)}
-    return next((name for name in NARROWEST if name in names), None)
+def narrowest(cfg: Config, *products: str) -> str | None:
+    """The narrowest format of any side, as the benchmark's log names it; None if all are in bf16.
+
+    products: which of PRODUCTS to look at; all if none is given.
+    """
+    found = [pairs for stage in stages(cfg) for pairs in stage.pairs.values()]
+    names = {side.name for pairs in found for product in products or PRODUCTS for side in pairs[product] if side}
+    narrow = (known for known in NARROW if any(name.startswith(known) for name in names))
+    return next(narrow, "fp8") if names else None
 
 
 def described(cfg: Config) -> list[str]:
