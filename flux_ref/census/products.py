@@ -123,7 +123,7 @@ def blame(net: Flux, batch: data.Batch, cfg: Config, found: dict, records: list,
     def run(active: Sequence[dict]) -> tuple[float, list[Tensor]]:
         cast = {(record["layer"], record["product"]) for record in active}
         for one in linears:
-            one.pairs = {name: pair if (one.layer, name) in cast else BF16 for name, pair in found[one.layer].items()}
+            one.take({name: pair if (one.layer, name) in cast else BF16 for name, pair in found[one.layer].items()})
             # Earlier steps' scales are not known here. A part of what "blocks" casts may look like "tensor".
             one.is_delayed, one.way = False, "blocks" if one.way == "tensor" and not one.arith else one.way
         return gradients(net, batch)

@@ -31,7 +31,8 @@ class PolicyLinear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
 
     layer: its name in rules.
-    pairs: the sides of its products. precision.py sets them, is_delayed and draws between steps.
+    pairs: the sides of its products. way: how they make it multiply. precision.py sets both, is_delayed and draws
+    between steps.
     is_delayed: whether training takes the delayed scales.
     input_* and grad_*: fp32, of the input and of the output's gradient; None where no stage has delayed sides. They are
     the largest magnitudes over the micro-batches of a step (amax), the delayed scale and its inverse, 1 / scale.
@@ -50,7 +51,8 @@ class PolicyLinear(nn.Linear):
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
         self.layer, self.max_exponent, self.in_validation = layer, cfg.precision.max_scale_exponent, cfg.precision.eval
-        self.pairs, self.is_delayed, self.draws = stages[0].pairs[layer], False, None
+        self.is_delayed, self.draws = False, None
+        self.take(stages[0].pairs[layer])
         self.codes = self.weight_scale = self.weight_inverse = None
         is_delayed = layer in policy.delayed(cfg)
         for side, length in (("input", SLICES), ("grad", linear.out_features)):
@@ -59,32 +61,26 @@ class PolicyLinear(nn.Linear):
                 buffer = torch.zeros(shape, device=linear.weight.device) if is_delayed else None
                 self.register_buffer(f"{side}_{name}", buffer, persistent=False)
 
-    @property
-    def pairs(self) -> dict[str, Pair]:
-        return self._pairs
-
-    @pairs.setter
-    def pairs(self, pairs: dict[str, Pair]) -> None:
-        self._pairs, self.way = pairs, policy.way(pairs)
+    def take(self, pairs: dict[str, Pair]) -> None:
+        """Multiply with these sides from now on."""
+        self.pairs, self.way = pairs, policy.way(pairs)
 
     @torch.no_grad()
     def encode(self) -> None:
         """Make the codes of the weight as it is now, as a gather would. For nets that are not sharded."""
-        self.weight_scale, self.weight_inverse = scales_of(
-            magnitudes(self.weight), self.arith.forward, self.max_exponent
-        )
-        self.codes = cast(self.weight, self.weight_scale, self.arith.forward)
+        dtype = self.arith.forward
+        self.weight_scale, self.weight_inverse = scales_of(magnitudes(self.weight), dtype, self.max_exponent)
+        self.codes = cast(self.weight, self.weight_scale, dtype)
 
     def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, ...]:
         """(..., S, K) bf16 -> (..., S, N) bf16, from parts and in parts as the linear that was taken over."""
         widths = self.widths or (self.out_features,)
-        is_cast = torch.is_grad_enabled() or self.in_validation
-        if is_cast and self.way == "tensor":
+        way = self.way if torch.is_grad_enabled() or self.in_validation else "plain"
+        if way == "tensor":
             results = self._in_fp8(parts, widths)
         else:
             joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-            is_cast = is_cast and self.way == "blocks"
-            out = self._in_blocks(joined) if is_cast else F.linear(joined, self.weight, self.bias)
+            out = self._in_blocks(joined) if way == "blocks" else F.linear(joined, self.weight, self.bias)
             results = out.split(widths, dim=-1)
         return results if self.widths else results[0]
 

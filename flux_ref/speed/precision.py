@@ -33,15 +33,12 @@ class Precision:
 
     def __init__(self, net: nn.Module, cfg: Config, device: torch.device, first_sample: int = 0):
         """first_sample: of this rank, in the global batch."""
-        self.precision, self.stages = cfg.precision, policy.stages(cfg)
-        fills = [any(map(policy.is_delayed, stage.pairs.values())) for stage in self.stages]
-        self.remembers = [stage.first + fill * self.precision.dynamic_steps for stage, fill in zip(self.stages, fills)]
-        ends = [*(stage.first for stage in self.stages[1:]), math.inf]
-        later = {step for step, end in zip(self.remembers, ends) if step < end}
+        self.precision, self.stages, filling = cfg.precision, policy.stages(cfg), cfg.precision.dynamic_steps
+        fills = [stage for stage in self.stages if any(map(policy.is_delayed, stage.pairs.values()))]
+        later = {stage.first + filling for stage in fills if self.stage(stage.first + filling) is stage}
         self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        remembering = policy.delayed(cfg)
-        delayed = [linear for linear in self.linears if linear.layer in remembering]
+        delayed = [linear for linear in self.linears if linear.input_amax is not None]
         self.amaxes = [amax for linear in delayed for amax in (linear.input_amax, linear.grad_amax)]
         self.scales = [scale for linear in delayed for scale in (linear.input_scale, linear.grad_scale)]
         self.inverses = [inverse for linear in delayed for inverse in (linear.input_inverse, linear.grad_inverse)]
@@ -73,9 +70,9 @@ class Precision:
         if (phase := self.phase(step)) == self.chosen:
             return
         stage, self.chosen = self.stage(step), phase
-        remembers = step >= self.remembers[self.stages.index(stage)]
+        remembers = step >= stage.first + self.precision.dynamic_steps
         for linear in self.linears:
-            linear.pairs = stage.pairs[linear.layer]
+            linear.take(stage.pairs[linear.layer])
             linear.is_delayed = remembers and policy.is_delayed(linear.pairs)
 
     def micro_batch(self, start: int) -> None:
