@@ -150,10 +150,10 @@ class Fp8Matmul(torch.autograd.Function):
         rest: (amax, scale, inverse) of the input, of the gradient; then x's parts.
         amax: where to note the largest magnitudes, or None. scale: a delayed scale, or None for a dynamic one.
         """
-        input_scaling, (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
+        (input_amax, *input_scales), (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
         rule, weight_scale, kept_NK = arith.row_times_column, None, codes_NK
         amax_M = torch.cat([magnitudes(part) for part in parts])
-        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, *input_scaling)
+        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, input_amax, input_scales)
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
         if codes_NK is None:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
@@ -172,7 +172,7 @@ class Fp8Matmul(torch.autograd.Function):
         grad_scales, kept = rest[:2], rest[2:]
         rule, kind, dtype = ctx.arith.row_times_column, ctx.arith.gradient, grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
-        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, *grad_scales)
+        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, grad_scales)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
         w8_NK = kept_NK if kept_NK.itemsize == 1 else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
@@ -205,20 +205,16 @@ def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
 
 
 def scales_of(
-    found: Tensor,
-    dtype: torch.dtype,
-    max_exponent: int,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    inverse: Tensor | None = None,
+    found: Tensor, dtype: torch.dtype, max_exponent: int, amax: Tensor | None = None, delayed: Sequence = (None, None)
 ) -> tuple[Tensor, Tensor]:
     """The scale to cast a tensor with, and 1 / scale: those given, else those of the tensor's own magnitude.
 
     found: the tensor's `magnitudes`. amax: fp32; each of its values is raised to the largest of an equal share of
-    `found`. None: nothing is noted.
+    `found`. None: nothing is noted. delayed: a delayed scale and 1 / scale; None and None for a dynamic one.
     """
     if amax is not None:
         amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
+    scale, inverse = delayed
     if scale is None:
         scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max, max_exponent)
         inverse = scale.reciprocal()
