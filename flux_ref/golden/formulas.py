@@ -18,6 +18,7 @@ from flux_ref import config_file, rng
 from flux_ref.config import Config
 from flux_ref.golden import places
 from flux_ref.golden.files import CONFIG, Golden
+from flux_ref.speed import number_formats
 
 RIGHT = "right"
 TABLE = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text(encoding="utf-8"))
@@ -247,16 +248,15 @@ def merged(x: np.ndarray, axes: tuple[int, ...] = (0, 2, 1, 3)) -> np.ndarray:
 
 
 class Format:
-    """A format: a sign, bits of exponent, bits of fraction. has_zero: the code of the sign alone is -0.
+    """A format by its values that are not negative, in the order of their codes.
 
-    Source: arXiv 2209.05433; arXiv 2206.02915 for the fnuz formats; OCP Microscaling Formats 1.0 for 6 and 4 bits.
+    sign: the code of the sign alone. has_zero: this code is -0. normal: the least normal value.
     """
 
-    def __init__(self, exponent: int, mantissa: int, bias: int, top: float, has_zero: bool = True):
-        field, fraction = np.divmod(np.arange(2 ** (exponent + mantissa)), 2**mantissa)
-        values = (fraction / 2**mantissa + (field > 0)) * 2.0 ** (np.maximum(field, 1) - bias)
-        self.values, self.top, self.normal, self.has_zero = values[values <= top], top, 2.0 ** (1 - bias), has_zero
-        self.sign = len(values)
+    def __init__(self, form: number_formats.Format):
+        self.sign, self.top, self.normal = form.sign, form.largest, 2.0 ** (1 - form.bias)
+        self.values, self.has_zero = np.array(form.table()[: form.sign]), form.has_negative_zero
+        self.values = self.values[np.isfinite(self.values)]
 
     def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False, chance=None) -> np.ndarray:
         """Codes of x, rounded to nearest even and clamped. zero: -0 has a code. down: towards zero.
@@ -278,16 +278,7 @@ class Format:
         return np.where(codes >= self.sign, -1.0, 1.0) * known[codes % self.sign]
 
 
-FORMATS = {
-    "e4m3": Format(4, 3, 7, 448.0),
-    "e5m2": Format(5, 2, 15, 57344.0),
-    "e4m3fnuz": Format(4, 3, 8, 240.0, False),
-    "e5m2fnuz": Format(5, 2, 16, 57344.0, False),
-    "e3m2": Format(3, 2, 3, 28.0),
-    "e2m3": Format(2, 3, 1, 7.5),
-    "e2m1": Format(2, 1, 1, 6.0),
-}
-
+FORMATS = {name: Format(form) for name, form in number_formats.FORMATS.items()}
 PRODUCTS = {  # operands, product
     "y": ("x", "weight", lambda x, w: x @ w.T),
     "grad_x": ("grad", "weight", lambda grad, w: grad @ w),

@@ -1,7 +1,6 @@
 """The golden values of bf16 and FP8: one step, single operations, casts, scales and their order."""
 
 import re
-from dataclasses import fields
 from unittest.mock import patch
 
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref import config_file, flow, latents, model, step
-from flux_ref.config import Config, PrecisionConfig
+from flux_ref.config import TYPES, Config, PrecisionConfig
 from flux_ref.golden import places
 from flux_ref.golden.hooks import recording, wrapped
 from flux_ref.golden.inputs import FED, FP8_FORMATS
@@ -95,11 +94,12 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
     values.update({f"bf16.only.{name}": value for name, value in results.items()})
 
 
-def delayed(name: str) -> Config:
-    """A config with delayed scales and the keys that places.toml gives for a value."""
-    keys = {field.name for field in fields(PrecisionConfig)}
-    given = {key: x for key, x in places.inputs_of(name).items() if key in keys}
-    return Config(precision=PrecisionConfig(preset="fp8_delayed", **given))
+def delayed(linear: nn.Linear, name: str) -> tuple[nn.Module, Precision]:
+    """A linear with delayed scales and the keys that places.toml gives for a value, and what it remembers."""
+    given = {key: x for key, x in places.inputs_of(name).items() if f"precision.{key}" in TYPES}
+    cfg = Config(precision=PrecisionConfig(preset="fp8_delayed", **given))
+    in_fp8 = PolicyLinear(linear, LAYER, cfg, "cpu")
+    return in_fp8, Precision(in_fp8, cfg, CPU)
 
 
 def fp8_linear(values: dict, given: dict) -> None:
@@ -129,9 +129,7 @@ def fp8_linear(values: dict, given: dict) -> None:
 
     amax = torch.from_numpy(given["fp8.delayed.amax"])
     for name, magnitudes in (("delayed", amax), ("recent", amax * torch.eye(2)[0])):
-        cfg = delayed(f"fp8.{name}.scale")
-        net = nn.Sequential(PolicyLinear(linear, LAYER, cfg, "cpu"))
-        state = Precision(net, cfg, CPU)
+        _, state = delayed(linear, f"fp8.{name}.scale")
         scales, histories = [torch.stack(state.scales)], []
         for row in magnitudes:
             for noted, value in zip(state.amaxes, row):
@@ -163,18 +161,16 @@ def fp8_order(values: dict, given: dict) -> None:
     x, weight, grad = (torch.from_numpy(given[f"fp8.{name}"]).bfloat16() for name in ("x", "weight", "grad"))
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
     linear.weight, linear.bias = nn.Parameter(weight.clone()), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
-    cfg = delayed("fp8.order.scale")
-    net = nn.Sequential(PolicyLinear(linear, LAYER, cfg, "cpu"))
-    state, scales = Precision(net, cfg, CPU), []
+    (in_fp8, state), scales = delayed(linear, "fp8.order.scale"), []
     with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
         for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
             state.begin(number)
             for factor in factors:
-                net(x * factor).backward(grad * factor)
+                in_fp8(x * factor).backward(grad * factor)
             state.update()
             with torch.no_grad():
-                net[0].weight.mul_(2)
+                in_fp8.weight.mul_(2)
         with torch.no_grad():
-            net(x)
+            in_fp8(x)
     casts = torch.stack(scales[:-2]).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
     values["fp8.order.scale"], values["fp8.order.val_scale"] = casts[..., :3], torch.stack(scales[-2:])
