@@ -65,11 +65,8 @@ def region_lengths(cfg: Config) -> dict[str, list[int]]:
 
 def gathered_bytes(cfg: Config, name: str) -> int:
     """Bytes of a parameter's element in a gather. name: Black Forest Labs'."""
-    return (
-        1
-        if name.endswith(".weight") and name.removesuffix(".weight") in policy.coded(cfg)
-        else ITEM_BYTES[cfg.parallel.dtype]
-    )
+    module, _, leaf = name.rpartition(".")
+    return 1 if leaf == "weight" and module in policy.coded(cfg) else ITEM_BYTES[cfg.parallel.dtype]
 
 
 def freed(cfg: ParallelConfig, regions: int) -> int:

@@ -43,9 +43,8 @@ def paired(a: list[float], b: list[float]) -> dict[str, object]:
         return found | dict.fromkeys(("stderr", "unpaired stderr", "p", "seeds"))
     error, unpaired = stdev(each) / n**0.5, ((variance(a) + variance(b)) / n) ** 0.5
     t = abs(found["b - a"]) / (error or 1e-300)
-    seeds = (
-        math.ceil(n * (2.8 / t) ** 2 + 1.92) if t else None
-    )  # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
+    # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
+    seeds = math.ceil(n * (2.8 / t) ** 2 + 1.92) if t else None
     return found | {"stderr": error, "unpaired stderr": unpaired, "p": 1 - within(t, n - 1), "seeds": seeds}
 
 

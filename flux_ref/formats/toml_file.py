@@ -61,10 +61,9 @@ def leaves(value: object) -> Iterator[object]:
 
 
 def _is(value: object, kind: type) -> bool:
-    if not (kinds := get_args(kind)):
+    kinds = get_args(kind)
+    if not kinds or not isinstance(value, (list, tuple)):
         return type(value) is kind
-    if not isinstance(value, (list, tuple)):
-        return False
     kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
     return len(kinds) == len(value) and all(map(_is, value, kinds))
 

@@ -109,11 +109,8 @@ def purpose(cfg: config.Config, world: ranks.World) -> dict[str, str]:
         lines = sorted(set(re.findall(r"^(?:model name|flags|Features)\s*:.*", known, re.M)))
         use["device"] += f" {hashlib.sha256(''.join(lines).encode()).hexdigest()[:12]}"
     use |= {"samples per forward": config.micro_batch(cfg, world.size), "eval.batch": cfg.eval.batch}
-    use |= {
-        k: v
-        for k, v in config.flat(cfg).items()
-        if k.startswith(("model.", "parallel.", "precision.")) and k not in FREE
-    }
+    sections = ("model.", "parallel.", "precision.")
+    use |= {key: value for key, value in config.flat(cfg).items() if key.startswith(sections) and key not in FREE}
     use["parallel.attention"] = attention_kernel(cfg, world.device)  # torch's own name of a graph leaves it out
     return {name: str(value) for name, value in use.items()}
 

@@ -37,9 +37,7 @@ def chances(place: Tensor, like: Tensor) -> Tensor:
     return numbers[: like.numel()].view(like.shape)
 
 
-@chances.register_fake
-def _(place, like):
-    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+chances.register_fake(lambda place, like: torch.empty(like.shape, dtype=torch.float32, device=like.device))
 
 
 def by_torch(place: Tensor, like: Tensor) -> Tensor:
@@ -71,6 +69,5 @@ def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit number, modulo 2**64, as the signed one with the same bits."""
-    word &= 2**64 - 1
+    """An unsigned 64-bit number as the signed one with the same bits."""
     return word - (word >> 63 << 64)
