@@ -22,7 +22,6 @@ from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.block_product import BlockMatmul
 from flux_ref.speed.fp8_product import Fp8Matmul, cast, magnitudes, scales_of
 from flux_ref.speed.number_formats import E4M3
-from flux_ref.speed.policy import Pair
 
 SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
 
@@ -47,7 +46,7 @@ class PolicyLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias, self.widths = linear.weight, linear.bias, getattr(linear, "widths", None)
         stages = policy.stages(cfg)
-        is_fp8 = any(stage.way(layer) == "tensor" for stage in stages)
+        is_fp8 = any(policy.way(stage.pairs[layer]) == "tensor" for stage in stages)
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
         self.layer, self.max_exponent, self.in_validation = layer, cfg.precision.max_scale_exponent, cfg.precision.eval
@@ -61,7 +60,7 @@ class PolicyLinear(nn.Linear):
                 buffer = torch.zeros(shape, device=linear.weight.device) if is_delayed else None
                 self.register_buffer(f"{side}_{name}", buffer, persistent=False)
 
-    def take(self, pairs: dict[str, Pair]) -> None:
+    def take(self, pairs: dict[str, policy.Pair]) -> None:
         """Multiply with these sides from now on."""
         self.pairs, self.way = pairs, policy.way(pairs)
 
@@ -118,5 +117,5 @@ def convert(net: nn.Module, cfg: Config, arch: str, rows: int = 0) -> None:
     """
     native.counted(cfg, arch, rows)
     for module, layer in policy.layers(cfg.model).items():
-        if any(stage.way(layer) != "plain" for stage in policy.stages(cfg)):
+        if any(policy.way(stage.pairs[layer]) != "plain" for stage in policy.stages(cfg)):
             net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer, cfg, arch))

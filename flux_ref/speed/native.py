@@ -11,7 +11,7 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.speed.casts import encode, scale_codes
 from flux_ref.speed.number_formats import E2M1, E4M3, E4M3FNUZ, Format
-from flux_ref.speed.policy import Side, layer_sizes, stages
+from flux_ref.speed.policy import Side, layer_sizes, stages, way
 
 # Shapes: M tokens, K inputs and N outputs; R rows and S columns of a side, which are summed over.
 DTYPES = {E4M3.name: torch.float8_e4m3fn, E4M3FNUZ.name: torch.float8_e4m3fnuz, E2M1.name: torch.float4_e2m1fn_x2}
@@ -75,8 +75,8 @@ def counted(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
     """
     counts = [0, 0]
     for stage in stages(cfg):
-        for (layer, products), (k, n, m) in zip(stage.pairs.items(), layer_sizes(cfg.model, rows)):
-            if stage.way(layer) == "blocks":
+        for products, (k, n, m) in zip(stage.pairs.values(), layer_sizes(cfg.model, rows)):
+            if way(products) == "blocks":
                 for pair, sizes in zip(products.values(), ((m, n, k), (m, k, n), (n, k, m))):
                     found = product(arch, *pair) if cfg.precision.native else None
                     if found:

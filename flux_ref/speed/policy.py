@@ -154,10 +154,6 @@ class Stage(NamedTuple):
     preset: str
     pairs: dict[str, dict[str, Pair]]  # of each product, by the layer's name in rules
 
-    def way(self, layer: str) -> str:
-        """How a layer multiplies."""
-        return way(self.pairs[layer])
-
 
 @cache
 def stages(cfg: Config) -> tuple[Stage, ...]:
@@ -203,10 +199,9 @@ def way(products: dict[str, Pair]) -> str:
     (x, w), (gradient, again) = products["forward"], products["grad_input"]
     if not any(side for pair in products.values() for side in pair):
         return "plain"
-    if not (x and w and gradient and w == again and x.form == w.form == E4M3):
-        return "blocks"
-    shares = products["grad_weight"] in ((gradient, x), (None, None))
-    return "tensor" if shares and x.is_whole and w.is_whole and gradient.is_whole else "blocks"
+    is_whole = all(side and side.is_whole for side in (x, w, gradient))
+    shares = w == again and products["grad_weight"] in ((gradient, x), (None, None))
+    return "tensor" if is_whole and shares and x.form == w.form == E4M3 else "blocks"
 
 
 def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, int, int]) -> None:
@@ -261,14 +256,14 @@ def require_rows(cfg: Config, rows: int) -> None:
 
 def is_low(stage: Stage) -> bool:
     """Whether any product is not in bf16."""
-    return any(stage.way(layer) != "plain" for layer in stage.pairs)
+    return any(way(products) != "plain" for products in stage.pairs.values())
 
 
 def coded(cfg: Config) -> dict[str, str]:
     """The `layers` whose weights are gathered as codes (fp8_gather.py): those with e4m3 weights in all stages."""
     found = stages(cfg) if cfg.precision.gather else ()
     names = layers(cfg.model).items() if found else ()
-    return {module: layer for module, layer in names if all(stage.way(layer) == "tensor" for stage in found)}
+    return {module: layer for module, layer in names if all(way(stage.pairs[layer]) == "tensor" for stage in found)}
 
 
 def delayed(cfg: Config) -> set[str]:

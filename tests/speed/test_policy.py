@@ -164,8 +164,9 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
         (11, "fp8_delayed"),
         (20, "bf16"),
     ]
-    assert first.way("double.0.txt.qkv") == first.way("single.1.linear1") == "plain"
-    assert first.way("single.0.linear1") == "blocks" and {second.way(layer) for layer in second.pairs} == {"tensor"}
+    ways = {layer: policy.way(products) for layer, products in first.pairs.items()}
+    assert ways["double.0.txt.qkv"] == ways["single.1.linear1"] == "plain" and ways["single.0.linear1"] == "blocks"
+    assert {policy.way(products) for products in second.pairs.values()} == {"tensor"}
     assert not policy.is_low(last)
     assert policy.delayed(cfg) == set(second.pairs) and not policy.coded(cfg)
     assert (policy.narrowest(cfg), policy.narrowest(config_file.replace(TINY, parallel__dtype="bf16"))) == (
