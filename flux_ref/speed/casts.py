@@ -110,11 +110,7 @@ def hadamard(x_MK: Tensor, size: int) -> Tensor:
     A product does not change where both sides are transformed along the dimension that is summed over.
     numerics: sums of 32 bf16 values whose exponents lie within 11 are exact. Other sums may depend on their order.
     """
-    return (x_MK.unflatten(-1, (-1, size)) @ _signs(size, x_MK.device)).flatten(-2) * size**-0.5
-
-
-def _signs(size: int, device: torch.device) -> Tensor:
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix
+    signs = torch.ones(1, 1, device=x_MK.device)
+    while len(signs) < size:
+        signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
+    return (x_MK.unflatten(-1, (-1, size)) @ signs).flatten(-2) * size**-0.5

@@ -90,8 +90,8 @@ class Precision:
         """
         if not self.amaxes:
             return None
-        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf))
-        amax = amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may overlook NaN
+        # A maximum over ranks may overlook NaN.
+        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         usable = ((amax > 0) & amax.isfinite())[:, None]
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
@@ -105,15 +105,13 @@ class Precision:
         if not self.amaxes:
             return
         amax = self.history.amax(1) if self.precision.algorithm == "max" else self.history[:, 0]
-        scale = scale_of_magnitude(amax, self.largest, self.precision.max_scale_exponent)
-        scale = torch.where(amax > 0, scale, 1.0)
+        scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest, self.precision.max_scale_exponent), 1.0)
         torch._foreach_copy_(self.scales + self.inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
 
     def reset(self) -> None:
         """Forget all steps."""
-        self.history.zero_()
-        for amax in self.amaxes:
-            amax.zero_()
+        for tensor in (self.history, *self.amaxes):
+            tensor.zero_()
         self.set_scales()
         self.chosen = None  # phase
         self.begin(0)
