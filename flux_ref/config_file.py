@@ -5,7 +5,6 @@ Nothing edits a config after `load`.
 """
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
@@ -58,10 +57,7 @@ def dump(cfg: Config) -> str:
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Raises: Refusal."""
-    values = dict(itertools.starmap(_renamed, values.items()))
-    for key in values:
-        _check_key(key)
-    return _build(name, values)
+    return _build(name, dict(_renamed(key, value) for key, value in values.items()))
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -76,10 +72,7 @@ def _read(path: Path) -> dict[str, object]:
         if not isinstance(content, dict):
             _check_key(section)
             raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
-        for name, value in content.items():
-            key, value = _renamed(f"{section}.{name}", value)
-            _check_key(key)
-            values[key] = value
+        values.update(_renamed(f"{section}.{name}", value) for name, value in content.items())
     return values
 
 
@@ -104,6 +97,7 @@ def _check_key(key: str) -> None:
 def _build(name: str, values: dict[str, object]) -> Config:
     sections = {section: {} for section in SECTIONS}
     for key, value in values.items():
+        _check_key(key)
         section, field_name = key.split(".")
         sections[section][field_name] = toml_file.typed(key, value, TYPES[key])
     cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})

@@ -1,9 +1,8 @@
 """TOML that people write: read, checked for types and unknown names, refused in one line."""
 
 import difflib
-import itertools
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -55,9 +54,9 @@ def typed(key: str, value: object, kind: type) -> object:
     return _tuple(value)
 
 
-def leaves(value: object) -> Iterator[object]:
+def leaves(value: object) -> list[object]:
     """What lists in lists hold."""
-    return itertools.chain(*map(leaves, value)) if isinstance(value, (list, tuple)) else iter((value,))
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _is(value: object, kind: type) -> bool:
