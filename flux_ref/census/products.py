@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,10 +108,7 @@ def culprits(items: Sequence, goes_wrong: Callable[[Sequence], bool]) -> list:
     """
     rest, found, low = list(items), [], 0  # rest[:low] goes well
     while rest and goes_wrong(rest):
-        high = len(rest)  # rest[:high] goes wrong
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if goes_wrong(rest[:middle]) else (middle, high)
+        low = bisect_left(range(1, len(rest)), True, low, key=lambda count: goes_wrong(rest[:count]))
         found.append(rest.pop(low))
     return found
 
