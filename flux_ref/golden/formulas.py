@@ -254,9 +254,9 @@ class Format:
     """
 
     def __init__(self, form: number_formats.Format):
-        self.sign, self.top, self.normal = form.sign, form.largest, 2.0 ** (1 - form.bias)
-        self.values, self.has_zero = np.array(form.table()[: form.sign]), form.has_negative_zero
-        self.values = self.values[np.isfinite(self.values)]
+        self.sign, self.has_zero = form.sign, form.has_negative_zero
+        self.top, self.normal = form.largest, 2.0 ** (1 - form.bias)
+        self.values = np.array([value for value in form.table()[: form.sign] if np.isfinite(value)])
 
     def encode(self, x: np.ndarray, zero: bool | None = None, down: bool = False, chance=None) -> np.ndarray:
         """Codes of x, rounded to nearest even and clamped. zero: -0 has a code. down: towards zero.

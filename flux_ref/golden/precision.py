@@ -143,12 +143,11 @@ def fp8_linear(values: dict, given: dict) -> None:
 
 def fp8_edges(values: dict, given: dict) -> None:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
+    amax, exponent = torch.from_numpy(given["fp8.scales.amax"]), PrecisionConfig().max_scale_exponent
     for kind in FP8_FORMATS:
         dtype = getattr(torch, f"float8_{kind}")
         bits = fp8_product.cast(torch.from_numpy(given[f"fp8.edge.{kind}.x"]), torch.tensor(1.0), dtype)
         values[f"fp8.edge.{kind}.bits"], values[f"fp8.edge.{kind}.decoded"] = bits.view(torch.uint8), bits.float()
-        amax = torch.from_numpy(given["fp8.scales.amax"])
-        exponent = PrecisionConfig().max_scale_exponent
         values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(amax, torch.finfo(dtype).max, exponent)
 
 
