@@ -56,8 +56,7 @@ def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
 
 def values(cfg: Config, train_count: int, val_count: int) -> dict[str, object]:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
-    own = cfg.precision.eval and policy.narrowest(cfg, "forward")
-    precision = own or DTYPE_NAMES[cfg.parallel.dtype]
+    precision = (cfg.precision.eval and policy.narrowest(cfg, "forward")) or DTYPE_NAMES[cfg.parallel.dtype]
     return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
 
 

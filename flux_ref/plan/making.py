@@ -106,9 +106,8 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
         moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
         return needed(moment, machine.assumed) <= gpu.memory_gb * GB
 
-    gpu, step = machine.gpu, 1
-    if policy.narrowest(cfg):  # see policy.require_rows
-        step = 16 // gcd(cfg.model.text_tokens, cfg.model.image_tokens, 16)
+    gpu, tokens = machine.gpu, (cfg.model.text_tokens, cfg.model.image_tokens)
+    step = policy.MULTIPLE // gcd(*tokens, policy.MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
     steps = bisect_left(range(step, LARGEST + 1, step), True, key=lambda candidate: not fits(candidate))
     while steps and not fits(steps * step, exact=True):
         steps -= max(1, steps // 32)

@@ -204,8 +204,7 @@ def load_everywhere(net: nn.Module, given: Path, model: ModelConfig) -> None:
     path = None
     with ranks.agreed():
         path = find(given)
-    path = Path(
-        ranks.gather_objects(str(path))[0]
-    )  # a run may still be saving, so ranks may find different checkpoints
+    # A run may still be saving, so ranks may find different checkpoints.
+    path = Path(ranks.gather_objects(str(path))[0])
     with ranks.agreed():
         load(net, open_source(path, model))

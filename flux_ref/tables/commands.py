@@ -23,7 +23,6 @@ from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
-from flux_ref.sharding import DTYPES
 from flux_ref.speed import policy
 
 BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
@@ -31,7 +30,7 @@ NODE = 8  # ranks
 MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 DTYPE, REDUCE = BENCHMARK.parallel.dtype, BENCHMARK.parallel.reduce_dtype
-ITEM, REDUCED_ITEM = DTYPES[DTYPE].itemsize, DTYPES[REDUCE].itemsize  # bytes
+ITEM, REDUCED_ITEM = closed_forms.ITEM_BYTES[DTYPE], closed_forms.ITEM_BYTES[REDUCE]
 MB, GB, GFLOP = 1e6, 1e9, 1e9
 
 
