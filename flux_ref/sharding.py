@@ -109,9 +109,8 @@ def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, s
     for begin in range(0, flat.numel(), piece):
         count = min(piece, flat.numel() - begin)
         lead = (start + begin) % 4  # words come in blocks of four
-        words = rng.words(
-            seed, rng.INIT, lead + count + (lead + count) % 2, sample=rng.name_key(name), start=start + begin - lead
-        )
+        drawn = lead + count + (lead + count) % 2  # normal numbers take words in pairs
+        words = rng.words(seed, rng.INIT, drawn, sample=rng.name_key(name), start=start + begin - lead)
         values = rng.normal(words) * width if kind == "normal" else (rng.uniform(words) * 2 - 1) * width
         flat[begin : begin + count] = torch.from_numpy(values[lead : lead + count].astype(np.float32)).to(flat.device)
 
