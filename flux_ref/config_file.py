@@ -79,7 +79,7 @@ def _read(path: Path) -> dict[str, object]:
 def _renamed(key: str, value: object) -> tuple[str, object]:
     """What a key of an earlier version is today, so that old runs and checkpoints can be read."""
     if key == "fp8.recipe":
-        return "precision.preset", {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.get(value, value)
+        return "precision.preset", {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.get(str(value), value)
     return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
 
 

@@ -290,6 +290,7 @@ REFUSED = {  # TOML: words of the refusal
     "checkpoint.keep_every = 2": ["checkpoint.keep_every", "checkpoint.every_samples"],
     SHAPES + 'data.kind = "shapes"\nsample.vae = "x"': ["sample.vae=x", "shapes"],
     "sample.every_samples = 600": ["sample.every_samples=600", "set sample.count above 0"],
+    "fp8.recipe = [1]": ["precision.preset=[1] is not a string"],  # a key of earlier versions
 }
 
 
