@@ -2,7 +2,8 @@
 
 port: `Format.table` gives the values of all codes. casts.py rounds and scales tensors.
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0, called MX below; NVFP4:
-arXiv 2509.25149, appendix C. The fnuz formats are those of AMD's MI300: without infinity and without negative zero.
+arXiv 2509.25149, appendix C; E4M3 and E5M2 also arXiv 2209.05433. The fnuz formats are those of AMD's MI300 (arXiv
+2206.02915): without infinity and without negative zero.
 """
 
 import math

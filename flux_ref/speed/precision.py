@@ -34,8 +34,8 @@ class Precision:
     def __init__(self, net: nn.Module, cfg: Config, device: torch.device, first_sample: int = 0):
         """first_sample: of this rank, in the global batch."""
         self.precision, self.stages, filling = cfg.precision, policy.stages(cfg), cfg.precision.dynamic_steps
-        fills = [stage for stage in self.stages if any(map(policy.is_delayed, stage.pairs.values()))]
-        later = {stage.first + filling for stage in fills if self.stage(stage.first + filling) is stage}
+        remembering = [stage for stage in self.stages if any(map(policy.is_delayed, stage.pairs.values()))]
+        later = {stage.first + filling for stage in remembering if self.stage(stage.first + filling) is stage}
         self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
         delayed = [linear for linear in self.linears if linear.input_amax is not None]
