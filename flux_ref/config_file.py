@@ -44,8 +44,6 @@ def _parse_all(overrides: list[str]) -> dict[str, object]:
         if not text.startswith("--") or not eq:
             raise Refusal(f"argument {text!r} is not of the form --section.key=value, as in --optim.lr=1e-4")
         _check_key(key)
-        if key in SECTIONS:
-            raise Refusal(f"{text}: {key} is a section; give a key, as in --{key}.{_first(key)}=...")
         values[key] = toml_file.parse(key, value, TYPES[key])
     return values
 
@@ -66,13 +64,13 @@ def replace(cfg: Config, **values: object) -> Config:
 
 
 def _read(path: Path) -> dict[str, object]:
-    tree = toml_file.read(path, "config")
     values = {}
-    for section, content in tree.items():
-        if not isinstance(content, dict):
-            _check_key(section)
-            raise Refusal(f"{section} in {path} is a section; give its keys, as in {section}.{_first(section)}")
-        values.update(_renamed(f"{section}.{name}", value) for name, value in content.items())
+    for section, content in toml_file.read(path, "config").items():
+        for name, value in (content if isinstance(content, dict) else {"": content}).items():
+            key, value = _renamed(f"{section}.{name}".rstrip("."), value)
+            if key in values:
+                raise Refusal(f"config {path} gives {key} twice; keep one line of the two")
+            values[key] = value
     return values
 
 
@@ -83,14 +81,11 @@ def _renamed(key: str, value: object) -> tuple[str, object]:
     return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
 
 
-def _first(section: str) -> str:
-    return dataclasses.fields(SECTIONS[section])[0].name
-
-
 def _check_key(key: str) -> None:
-    if key not in TYPES and key not in SECTIONS:
-        section = key.split(".")[0]
-        keys = [name for name in TYPES if name.startswith(f"{section}.")] or SECTIONS
+    if key not in TYPES:
+        keys = [name for name in TYPES if name.startswith(f"{key.split('.')[0]}.")] or SECTIONS
+        if key in SECTIONS:
+            raise Refusal(f"{key} is a section; give one of its keys, as in {keys[0]}")
         raise toml_file.unknown("key", key, TYPES, f"there are {', '.join(keys)}")
 
 

@@ -148,8 +148,15 @@ def test_a_value_for_a_whole_section_is_refused_and_a_key_of_it_named(tmp_path):
     for section in SECTIONS:
         keys = "|".join(key for key in TYPES if key.startswith(section + "."))
         for message in both_ways(tmp_path, section, "3"):
-            assert f"{section} is a section" in message or f"{section} in " in message
-            assert re.search(rf"as in (--)?({keys})", message), message
+            assert re.search(rf"^{section} is a section; give one of its keys, as in ({keys})$", message), message
+        assert f"{section} is a section" in conftest.refusal(config_file.from_flat, "name", {section: 3})
+
+
+def test_a_key_that_a_file_gives_twice_is_refused(tmp_path):
+    """TOML itself refuses a name that is written twice, but not a quoted one, nor an earlier name of the key."""
+    for toml in ("train.seed = 1\n'train.seed' = 2", "fp8.margin = 0\nprecision.margin = 1"):
+        assert re.search(r"gives (train\.seed|precision\.margin) twice; keep one", refusal(tmp_path, toml)), toml
+    assert loaded(tmp_path, "'train.seed' = 2").train.seed == 2
 
 
 def test_the_tables_of_rules_name_only_keys_that_exist():
