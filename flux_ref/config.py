@@ -149,7 +149,7 @@ class PrecisionConfig:
     switch: tuple[tuple[int, str], ...] = ()  # [[samples, preset], ...]: then another preset, without rules
     eval: bool = True  # as in training also in validation and for pictures, with dynamic scales; false: bf16
     native: bool = True  # blocks and rows take torch's kernels where it has them; false: emulate them everywhere
-    gather: bool = True  # gather weights in FP8 where e4m3 is their side: half the traffic, equal bits
+    gather: bool = True  # gather weights in FP8 where e4m3 is their side: half of their bytes, equal results
     history: int = 1024  # delayed sides: number of steps whose largest values are remembered
     algorithm: str = "max"  # delayed sides: the scale follows the "max" or the "most_recent" value of the history
     margin: int = 0  # delayed sides: powers of two left free above that value

@@ -8,8 +8,9 @@ the worst block of a class of layers. The table shows the product's error relati
 --preset it shows also, for the left / right side, the shares of values that become zero and that overflow, and
 magnitudes. FILE.json gets all products. FILE.svg beside it has a row for each preset, class of layers and product, and
 a column for each block, double blocks first. Delayed scales are unknown here, so fp8 stands for fp8_delayed, too.
---blame finds the fewest products whose return to bf16 mends the samples, under a preset or the run's own precision.
-Samples go wrong if loss or gradient is not finite, or if the gradient's error relative to bf16 is above --bound.
+--blame finds a small set of products whose return to bf16 mends the samples, under a preset or the run's own precision.
+None of the set can be left out; another set may mend the samples, too. Samples go wrong if loss or gradient is not
+finite, or if the gradient's error relative to bf16 is above --bound. Without --bound no finite error is too large.
 Exit codes: 0 done, 2 refused.
 """
 
@@ -95,19 +96,20 @@ def run(argv: list[str]) -> int:
             policy.require_rows(own, args.samples)
             found[name] = [one for one in policy.stages(own) if one.first <= int(source.info.get("step", 0))][-1]
         except Refusal as refusal:
+            misfits[name] = f"--samples={args.samples}: {refusal}"
             if args.preset or args.blame:
-                raise Refusal(f"--samples={args.samples}: {refusal}") from None
-            misfits[name] = str(refusal)
+                raise Refusal(misfits[name]) from None
     if not any(map(policy.is_low, found.values())):
-        raise Refusal("; ".join(misfits.values()) or f"{path} trains in bf16; give --preset=NAME")
+        raise Refusal("; ".join(misfits.values()) or f"{path} casts no product; give --preset=NAME")
     net, batch = products.prepared(source, cfg, args.samples)
     sides, seed = products.sides(net, batch), cfg.train.seed
     records = [record for name in found for record in products.census(sides, found[name].pairs, seed, name)]
     if args.blame:
         sides.clear()  # memory for gradients
         bad, calls = products.blame(net, batch, own, found[name].pairs, records, args.bound)
-        text = f"{len(bad)} of {len(records)} products must return to bf16; evaluations: {calls}"
-        text += "".join(f"\n  {record['layer']} {record['product']}: {record['cast']}" for record in bad)
+        rules = "".join(f'  "{one["layer"]} {one["product"]}: bf16 x bf16",  # was {one["cast"]}\n' for one in bad)
+        text = f"{len(bad)} of {len(records)} products return to bf16; evaluations: {calls}"
+        text += f"\nprecision.rules = [\n{rules}]"
         json_option.show(text, {"products": bad, "evaluations": calls}, args.json)
         return 0
     rows = rows_of(records, cfg.model.double_blocks)

@@ -101,7 +101,7 @@ def norm(tensors: Sequence[Tensor]) -> float:
 
 
 def culprits(items: Sequence, goes_wrong: Callable[[Sequence], bool]) -> list:
-    """The items without which the others go well. Whatever goes wrong must go wrong with more items, too.
+    """Items without which the others go well, none of them too many. What goes wrong goes wrong with more items, too.
 
     A culprit ends the shortest beginning that goes wrong. So a list from mild to bad items gives the fewest culprits.
     n culprits take at most n * (ceil(log2(items)) + 1) + 1 calls.
@@ -132,7 +132,7 @@ def blame(net: Flux, batch: data.Batch, cfg: Config, found: dict, records: list,
         error = norm([cast - own for cast, own in zip(grads, plain)]) / size
         is_wrong = not (math.isfinite(loss) and error <= bound)
         seconds.append(time.perf_counter() - begin)
-        said = f"{len(active)} products cast: loss {loss:.4g}, gradient error {error:.3g}"
+        said = f"{len(active)} products cast: loss {loss:.5g}, gradient error {error:.5g}"
         print(f"{len(seconds):>4}  {said}, {'wrong' if is_wrong else 'well'}, {seconds[-1]:.1f} s", file=sys.stderr)
         return is_wrong
 

@@ -1,9 +1,10 @@
 """Compare configs A and B by runs in pairs: one seed, so equal samples, noise, times and dropped captions.
 
-    python -m flux_ref.compare A.toml B.toml --seeds=3 [--out=FOLDER] [--ranks=N] [--section.key=value ...]
+    python -m flux_ref.compare A.toml B.toml [--seeds=3] [--out=runs/compare] [--ranks=1] [--section.key=value ...]
 
 Trains FOLDER/a_0, b_0, a_1 and so on, from train.seed on; overrides hold for both. The same command goes on after a
-stop. FOLDER/compare.json and compare.png hold B - A. Exit codes: 0 done, 1 a run failed or diverged, 2 refused.
+stop. Other configs need another --out. FOLDER/compare.json and compare.png hold B - A.
+Exit codes: 0 done, 1 a run failed or diverged, 2 refused.
 """
 
 import math
@@ -14,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev, variance
 from subprocess import Popen
 
-from flux_ref import config, config_file
+from flux_ref import config, config_file, config_rules
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.formats.jsonl import outcome, records
@@ -55,8 +56,8 @@ def compare(a: list[Path], b: list[Path]) -> tuple[dict[str, dict], str]:
     ends = sorted(set.intersection(*({test["samples"] for test in run} for run in tests)))
     if not ends or not all(steps):
         raise Refusal(f"{a[0]}, {b[0]} and the others share no evaluation; train all to one train.max_samples")
-    found = {"samples/s": {"median": [median(step["samples_per_s"] for step in run) for run in steps]}}
-    found |= {"training": {}, "validation": {}}
+    rates = [median(step["samples_per_s"] for step in run) for run in steps]
+    found = {"samples/s": {"median": rates}, "training": {}, "validation": {}}
     for before, end in zip([0, *ends], ends):
         last = [next(test for test in run if test["samples"] == end) for run in tests]
         losses = [[step["loss"] for step in run if before < step["samples"] <= end] for run in steps]
@@ -70,8 +71,8 @@ def compare(a: list[Path], b: list[Path]) -> tuple[dict[str, dict], str]:
     size = f"{abs(last['b - a']):.4g} +- {last['stderr']:.2g} in validation loss after {ends[-1]:,} samples"
     if last["p"] < 0.05:
         return found, f"B is {'worse' if last['b - a'] > 0 else 'better'} than A by {size} (p = {last['p']:.2g})"
-    seeds = f"about {last['seeds']:,} seeds" if last["seeds"] else "no number of seeds"
-    return found, f"B and A are not distinguishable: {size}; it would take {seeds} to see a difference of this size"
+    need = f"it would take about {last['seeds']:,} seeds to see a difference of this size" if last["seeds"] else ""
+    return found, f"B and A are not distinguishable: {size}; {need or 'their means are equal'}"
 
 
 def train(configs: dict[str, config.Config], seeds: int, out: Path, ranks: int = 1) -> list[list[Path]]:
@@ -86,10 +87,11 @@ def train(configs: dict[str, config.Config], seeds: int, out: Path, ranks: int =
         log, toml = Path(f"{folder}.log"), Path(f"{folder}.toml")
         write_whole(toml, text)
         command = [sys.executable, *launcher, Path(__file__).parents[2] / "train.py", toml]
-        with log.open("w") as to, Popen(command, stdout=to, stderr=to) as run:
+        begin = log.stat().st_size if log.exists() else 0  # a log keeps what earlier calls wrote
+        with log.open("a") as to, Popen(command, stdout=to, stderr=to) as run:
             code = run.wait()
         if code:
-            text = log.read_text(errors="replace")  # torchrun gives the exit code of a rank in words
+            text = log.read_bytes()[begin:].decode(errors="replace")  # torchrun gives the exit code of a rank in words
             said = (re.findall(r"train\.py: .*", text) or [f"exit code {code}"])[-1]
             is_refused = code == 2 or re.search(r"exitcode +: 2\b", text)
             raise (Refusal if is_refused else SystemExit)(f"run {folder} failed: {said}; see {log}")
@@ -112,14 +114,17 @@ def main(argv: list[str]) -> int:
     differ = {key: f"{a[key]!r} in A, {b[key]!r} in B" for key in a if a[key] != b[key]}
     for key in (key for key in differ if any(fnmatch(key, name) for name in SHARED)):
         raise Refusal(f"{key} is {differ[key]}; pairs share {', '.join(SHARED)}; give --{key}=VALUE for both")
-    if a["eval.target"] or not a["data.val"]:
-        values = f"eval.target={a['eval.target']}, data.val={a['data.val']!r}"
-        raise Refusal(f"{values}: compared runs evaluate to the end; set eval.target=0 and data.val to a folder")
+    for key, is_wrong, want in (("eval.target", a["eval.target"], "0"), ("data.val", not a["data.val"], "a folder")):
+        if is_wrong:
+            raise Refusal(f"{key}={a[key]!r}: compared runs evaluate to the end; set {key} to {want}")
+    for cfg in configs.values():
+        config_rules.validate_world(cfg, args.ranks)
     print("\n".join(f"{key} is {values}" for key, values in differ.items()) or "no key differs", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     found, verdict = compare(*train(configs, args.seeds, args.out, args.ranks))
     figure = Figure((8.6, 4.4), layout="constrained")
     axes = figure.add_subplot(xlabel="training samples", ylabel="loss of B - loss of A, standard error")
+    axes.set_title(f"A: {args.configs[0]}, B: {args.configs[1]}")
     for kind, rows in found.items():
         for at, row in rows.items():
             shown = (f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, int | float))

@@ -19,8 +19,7 @@ def formats(values: dict, given: dict) -> None:
     for name, table in tables.items():
         values[f"formats.table.{name}.finite"] = table.isfinite()
         values[f"formats.table.{name}.values"] = table[table.isfinite()]
-    for name in ("e3m2", "e2m3", "e2m1"):
-        values[f"formats.edge.{name}.bits"] = coded(FORMATS[name], x[f"edge.{name}.x"])
+    values |= {f"formats.edge.{n}.bits": coded(FORMATS[n], x[f"edge.{n}.x"]) for n in ("e3m2", "e2m3", "e2m1")}
     about, blocks, broken = places.inputs_of("formats.scales.floor"), x["blocks.x"], x["blocks.x"].clone()
     broken[tuple(about["nan"])], broken[tuple(about["infinity"])] = torch.nan, torch.inf
     forms = {name: FORMATS[name] for name in about["formats"]}

@@ -84,7 +84,7 @@ class Reporter:
         compute, *sides = policy.described(cfg)
         taken, emulated = native.counted(cfg, arch := fp8_product.architecture(world.device), micro)
         if taken + emulated:
-            sides.append(f"  products of blocks on {arch}: {taken} native (unproven), {emulated} emulated")
+            sides.append(f"  products of blocks on {arch}, all stages: {taken} native (unproven), {emulated} emulated")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
         left = ", eval.jsonl" * bool(cfg.data.val) + ", samples/" * bool(cfg.sample.count)

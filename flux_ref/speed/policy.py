@@ -30,6 +30,7 @@ PLAIN = "bf16"  # the name of a side that is not cast
 LAST = 0.15  # share of the blocks that "last" means; at least one
 WIDTH = 28  # columns of a product in the table
 LAYERS = {"double": 8, "single": 2}  # of a block
+TOKENS = ("tokens of a micro-batch", "train.micro_batch, train.global_batch or model.text_tokens")
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 NARROW = ("nvfp4", "mxfp4", "mxfp6")  # formats as the benchmark's log names them, narrowest first; the others are fp8
 
@@ -126,7 +127,7 @@ def _side(name: str, text: str, max_exponent: int) -> Side | None:
     base, *options = name.split("+")
     if name == PLAIN:
         return None
-    if base not in SIDES or not set(options) <= {"sr", "h16", "h32"} or {"h16", "h32"} <= set(options):
+    if base not in SIDES or len({*options} & {"sr", "h16", "h32"}) < len(options) or {"h16", "h32"} <= {*options}:
         known = f"{PLAIN}, {', '.join(SIDES)}"
         raise Refusal(f"precision.rules: {text!r} names the side {name}; give one of {known}, with +sr, +h16 or +h32")
     size = next((int(option[1:]) for option in options if option != "sr"), 0)
@@ -158,7 +159,7 @@ class Stage(NamedTuple):
 @cache
 def stages(cfg: Config) -> tuple[Stage, ...]:
     """The stages of a run in their order. precision.rules belong to the first. Raises: Refusal."""
-    own = cfg.precision
+    own, last = cfg.precision, steps_for(cfg.train.max_samples, cfg.train.global_batch)
     named = [(0, own.preset, own.rules), *((samples, preset, ()) for samples, preset in own.switch)]
     found = []
     for samples, preset, rules in named:
@@ -166,15 +167,15 @@ def stages(cfg: Config) -> tuple[Stage, ...]:
         if preset not in PRESETS:
             raise Refusal(f"precision.{key} names the preset {preset!r}; give one of {', '.join(PRESETS)}")
         first = steps_for(samples, cfg.train.global_batch)
-        if found and first <= found[-1].first:
-            text = f"precision.switch: [{samples}, {preset!r}]"
-            raise Refusal(f"{text} begins at step {first}, not after step {found[-1].first}; give more samples")
+        if found and not found[-1].first < first < last:
+            ends = f"give samples after step {found[-1].first} and before {last}, the end by train.max_samples"
+            raise Refusal(f"precision.switch: [{samples}, {preset!r}] begins at step {first}; {ends}")
         every = [parse(rule, own.max_scale_exponent) for rule in (*PRESETS[preset], *rules)]
         found.append(Stage(first, preset, pairs(every, cfg.model)))
         _require_all_match(every[len(PRESETS[preset]) :], cfg.model)
-    if cfg.parallel.dtype != "bf16" and any(is_low(stage) for stage in found):
-        given = f"precision.preset={own.preset}" + " with precision.rules" * bool(own.rules or own.switch)
-        raise Refusal(f"{given} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set parallel.dtype=bf16")
+        if is_low(found[-1]) and cfg.parallel.dtype != "bf16":
+            given = f"precision.{key}={preset}" + " with precision.rules" * bool(rules)
+            raise Refusal(f"{given} needs parallel.dtype=bf16, not {cfg.parallel.dtype}; set parallel.dtype=bf16")
     return tuple(found)
 
 
@@ -208,7 +209,7 @@ def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, i
     """sizes: inputs K and outputs N of the layer, and tokens M of a micro-batch, 0 if unknown. Raises: Refusal."""
     (x, _), (gradient, _) = products["forward"], products["grad_input"]
     for (product, pair), summed in zip(products.items(), sizes):
-        what, key = ("tokens", "train.micro_batch") if product == "grad_weight" else ("features", "model.hidden")
+        what, key = TOKENS if product == "grad_weight" else ("features", "model.hidden")
         for place, side in ((place, side) for place, side in enumerate(pair) if side):
             is_weight = place == 1 and product != "grad_weight"
             why = ""
@@ -221,7 +222,7 @@ def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, i
             if len({one.hadamard if one else 0 for one in pair}) > 1:
                 why = "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
             if side.delayed and sizes[2] % MULTIPLE:
-                why = f"needs tokens of a micro-batch that {MULTIPLE} divides, not {sizes[2]}; set train.micro_batch"
+                why = f"needs tokens of a micro-batch that {MULTIPLE} divides, not {sizes[2]}; set {TOKENS[1]}"
             if summed % (divisor := max(side.scaling.columns or MULTIPLE, side.hadamard)):
                 why = f"cannot sum over {summed} {what}, which {divisor} does not divide; set {key}"
             if is_weight and side.scaling.rows and sizes[product == "forward"] % side.scaling.rows:
@@ -261,9 +262,8 @@ def is_low(stage: Stage) -> bool:
 
 def coded(cfg: Config) -> dict[str, str]:
     """The `layers` whose weights are gathered as codes (fp8_gather.py): those with e4m3 weights in all stages."""
-    found = stages(cfg) if cfg.precision.gather else ()
-    names = layers(cfg.model).items() if found else ()
-    return {module: layer for module, layer in names if all(way(stage.pairs[layer]) == "tensor" for stage in found)}
+    names = layers(cfg.model).items() if cfg.precision.gather else ()
+    return {name: layer for name, layer in names if all(way(one.pairs[layer]) == "tensor" for one in stages(cfg))}
 
 
 def delayed(cfg: Config) -> set[str]:
@@ -291,10 +291,10 @@ def described(cfg: Config) -> list[str]:
     found, plain, own = stages(cfg), cfg.parallel.dtype, cfg.precision
     if not any(map(is_low, found)):
         return [f"{plain} in training and validation"]
-    words = f"{own.preset} and precision.rules" if own.rules else own.preset
+    words = own.preset + " and precision.rules" * bool(own.rules) + "".join(f", then {one}" for _, one in own.switch)
     lines = [f"{words}; validation {'as in training, with dynamic scales' if own.eval else plain}"]
     for stage in found:
-        head = f"from step {stage.first}: {stage.preset}" if stage.first else "the sides of the products"
+        head = f"from {stage.first * cfg.train.global_batch:,} samples on: {stage.preset}"
         lines += [f"  {head}", *(f"    {line}" for line in table(stage.pairs))]
     if delayed(cfg):
         lines.append(f"  delayed scales: {own.algorithm} of {own.history}, the first {own.dynamic_steps} steps dynamic")

@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused_in_one_line(checkpoint, capsys):
         ): "grad_weight: mxfp8 x mxfp8: mxfp8 cannot sum over 186 tokens",
         ("--samples=31",): "cannot sum over 186 tokens",
         ("--blame",): "give --preset=NAME",
-        ("--blame", "--precision.switch=[[12, 'fp8']]"): "trains in bf16",  # at step 0
+        ("--blame", "--precision.switch=[[12, 'fp8']]"): "casts no product",  # at step 0
         ("--preset=fp8", "--bound=0.5"): "is for --blame",
         ("--preset=fp9",): "'fp9'",
         ("--data.train=nowhere",): "nowhere",

@@ -174,6 +174,7 @@ def test_several_ranks_run_under_torchrun_whose_words_tell_a_refusal_from_a_fail
             commands.train({"a": config_file.load(MICRO)}, 1, tmp_path, ranks)
         said = "train.py: as it happens" if code > 0 else "exit code -9"
         assert str(caught.value) == f"run {tmp_path}/a_0 failed: {said}; see {tmp_path}/a_0.log"
+    assert (tmp_path / "a_0.log").read_text().count("as it happens") == 3, "a log keeps what was written before"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert seen == [launcher, launcher, [], []]
 
@@ -191,8 +192,8 @@ REFUSED = {  # what differs or is wrong in B, and the words that the line must h
     "model.t5_dim=32": "give --model.t5_dim=VALUE for both",
 }
 OF_BOTH = {
-    "eval.target=0.5": "eval.target=0.5, data.val='data/mlperf/val': compared",
-    "data.val=": "eval.target=0.0, data.val='': compared runs evaluate to the end; set eval.target=0",
+    "eval.target=0.5": "eval.target=0.5: compared runs evaluate to the end; set eval.target to 0",
+    "data.val=": "data.val='': compared runs evaluate to the end; set data.val to a folder",
     "optim.lr=fast": "optim.lr='fast' is not a number",
     "optim.rate=1": "optim.rate",
 }
@@ -238,8 +239,7 @@ VERDICTS = {  # the last losses of A and of B: the sentence
     (
         (1.0, 2.0),
         (1.0, 2.0),
-    ): "B and A are not distinguishable: 0 +- 0 in validation loss after 36 samples; it would take"
-    " no number of seeds to see a difference of this size",
+    ): "B and A are not distinguishable: 0 +- 0 in validation loss after 36 samples; their means are equal",
     ((1.0,), (2.0,)): "no verdict: one seed has no standard error; give --seeds=2 or more",
 }
 

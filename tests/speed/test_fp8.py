@@ -439,9 +439,11 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
     assert [step for step, _ in groupby(begun)][-4:] == [0, 1, 2, 3]
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for line in (
-        "compute fp8_delayed; validation as in training, with dynamic scales; attention kernel: chosen by torch",
+        "compute fp8_delayed, then nvfp4; validation as in training, with dynamic scales; attention kernel: chosen by"
+        " torch",
         "samples 32 precision switches to nvfp4",
-        "from step 2: nvfp4",
+        "from 0 samples on: fp8_delayed",
+        "from 32 samples on: nvfp4",
         "delayed scales: max of 2, the first 1 steps dynamic",
     ):
         assert lines.count(line) == 1, line

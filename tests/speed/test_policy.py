@@ -109,8 +109,8 @@ def test_what_sides_or_sizes_forbid_is_refused_with_the_product_and_the_remedy()
         "* grad_input: e5m2_delayed x mxfp8": "e5m2_delayed needs a layer",
         "* grad_weight: mxfp4+h16 x mxfp4": "mxfp4+h16 needs the same Hadamard transform on both sides; give both +h16",
         "* forward: bf16 x mxfp8+h32": "mxfp8+h32 needs the same Hadamard transform",
-        "* grad_weight: mxfp8 x mxfp8": "txt.qkv grad_weight: mxfp8 x mxfp8: mxfp8 cannot sum over 300 tokens, which"
-        " 32 does not divide; set train.micro_batch",
+        "* grad_weight: mxfp8 x mxfp8": "txt.qkv grad_weight: mxfp8 x mxfp8: mxfp8 cannot sum over 300 tokens"
+        " of a micro-batch, which 32 does not divide; set train.micro_batch, train.global_batch or model.text_tokens",
     }
     found = {rule: refused(rules=(rule,)) for rule in cases}
     assert [(rule, words) for rule, words in found.items() if cases[rule] not in words] == []
@@ -141,10 +141,14 @@ def test_presets_and_switches_that_cannot_be_are_refused():
         ({"switch": ((600, "fp9"),)}, "precision.switch names the preset 'fp9'"),
         (
             {"switch": ((0, "bf16"),)},
-            "precision.switch: [0, 'bf16'] begins at step 0, not after step 0; give more samples",
+            "precision.switch: [0, 'bf16'] begins at step 0; give samples after step 0 and before 1000, the end by",
         ),
-        ({"preset": "mxfp8", "switch": ((600, "fp8"), (540, "bf16"))}, "give more samples"),
-        ({"preset": "mxfp8", "switch": ((-600, "bf16"),)}, "give more samples"),
+        (
+            {"preset": "mxfp8", "switch": ((600, "fp8"), (540, "bf16"))},
+            "begins at step 9; give samples after step 10 and",
+        ),
+        ({"preset": "mxfp8", "switch": ((-600, "bf16"),)}, "give samples after step 0 and before 1000"),
+        ({"preset": "mxfp8", "switch": ((60_000, "bf16"),)}, "begins at step 1000; give samples after"),
         ({"switch": ((600,),)}, "is not a list of [integer, string]"),
         ({"rules": ("a", 3)}, "is not a list of strings"),
     ]

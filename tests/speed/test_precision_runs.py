@@ -46,7 +46,8 @@ def test_a_healing_run_that_stops_before_at_or_after_its_switch_goes_on_bit_for_
         resuming.load_progress(resuming.load_weights(path, other, FACTS), other)
         assert steps(other, cfg, world, count=8 - step) == losses[step:], step
         require_identical(whole(other.net), whole(state.net))
-    early = fp8_config(precision__dynamic_steps=16, precision__switch=((4 * ROWS, "bf16"), (9 * ROWS, "fp8_delayed")))
+    switch = ((4 * ROWS, "bf16"), (9 * ROWS, "fp8_delayed"))
+    early = fp8_config(precision__dynamic_steps=16, precision__switch=switch, train__max_samples=50 * ROWS)
     assert lively_state(early, world).precision.phases == (0, 4, 9, 25), "no phase lies beyond its stage"
     never = config_file.replace(cfg, precision__switch=())
     assert steps(lively_state(never, world), never, world, count=8)[5:] != losses[5:]
