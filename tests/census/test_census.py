@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -231,6 +232,20 @@ def test_blame_names_a_layer_whose_scale_is_broken(low, prepared, monkeypatch, c
     assert calls <= 2 * math.log2(66) + 10
     lines = capsys.readouterr().err.splitlines()
     assert any("66 products cast" in line and "gradient error nan, wrong" in line for line in lines), lines
+
+
+def test_the_rules_that_blame_prints_keep_the_products_in_bf16(cfg, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(products, "blame", lambda *args: (args[4][3:5], 7))
+    argv = [str(checkpoint), f"--samples={SAMPLES}", "--blame", "--preset=mxfp8"]
+    assert commands.main(argv) == 0
+    head, _, toml = capsys.readouterr().out.partition("\n")
+    assert head == "2 of 66 products return to bf16; evaluations: 7"
+    rules = tomllib.loads(toml)["precision"]["rules"]
+    own = config_file.replace(cfg, parallel__dtype="bf16", precision__preset="mxfp8", precision__rules=rules)
+    found = [
+        (layer, name) for layer, pairs in policy.stages(own)[0].pairs.items() for name in pairs if not any(pairs[name])
+    ]
+    assert [" ".join(names) for names in found] == [rule.partition(":")[0] for rule in rules] and len(rules) == 2
 
 
 def test_blame_tries_products_from_mild_to_bad(low, prepared, monkeypatch):

@@ -210,7 +210,13 @@ def test_configs_that_make_no_pairs_are_refused_before_anything_is_written(tmp_p
         if words not in line:
             wrong[text] = line
     assert not wrong and not out.exists()
-    for argv in ([str(MICRO)], [str(MICRO)] * 3, [str(MICRO)] * 2 + ["--seeds=0"], [str(MICRO)] * 2 + ["--speed=1"]):
+    for argv in (
+        [str(MICRO)],
+        [str(MICRO)] * 3,
+        [str(MICRO)] * 2 + ["--seeds=0"],
+        [str(MICRO)] * 2 + ["--ranks=7"],
+        [str(MICRO)] * 2 + ["--speed=1"],
+    ):
         refusal(commands.main, [*argv, f"--out={out}"])
     assert not out.exists()
 

@@ -89,6 +89,7 @@ def test_rules_that_mean_nothing_are_refused_with_the_rule_and_the_remedy():
         "* *: e4m3 x bf16+sr": "names the side bf16+sr",
         "* *: e4m3 x e4m3+h8": "names the side e4m3+h8",
         "* *: mxfp4+h16+h32 x mxfp4": "names the side mxfp4+h16+h32",
+        "* *: mxfp4+sr+sr x mxfp4": "names the side mxfp4+sr+sr",
         "single.*.qkv *: e4m3 x e4m3": "matches no product of this model; it has double.*.img.qkv",
         "double.7.* *: e4m3 x e4m3": "matches no product",
         "last.double.* *: e4m3 x e4m3": "matches no product",
