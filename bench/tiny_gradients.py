@@ -57,8 +57,8 @@ A public report agrees: [one hipBLASLt solution](https://github.com/ROCm/rocm-li
 of 20 trials of this product on MI355X, and the default solution in 0 of 20. So a kernel is to blame there. QKV weight
 gradients in bf16 avoid this kernel. Nothing here ran on a GPU: a wrong kernel itself is not shown.
 
-The cap costs little down to 1e-16. Around 1e-18 and below it loses the gradient. MXFP8 and bf16 need no cap. NVFP4 as
-`casts.scaled` defines it divides by the tensor's scale, and overflows below 8e-36.
+The cap costs little down to 1e-16. Around 1e-18 and below it loses the gradient. MXFP8 and bf16 need no cap. The scale
+of a tensor in NVFP4 is 2**-120 at least. So NVFP4 overflows nowhere, and loses the gradient around 1e-38 only.
 
 ## Relative error against fp64, all tokens alike
 
