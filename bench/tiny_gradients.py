@@ -49,7 +49,7 @@ arithmetic. Three things gave non-finite values:
 
 - **the kernel**: sums in fp16 overflow without a cap at every magnitude, because codes always fill the format's range.
   With the cap they are finite from 1e-12 downwards, because the codes shrink. So the cap can hide such a kernel.
-- **the cast**: a delayed scale that is older than a growth of the gradient, if the cast does not clamp.
+- **the cast**: a delayed scale, if the gradient has grown since and the cast does not clamp.
 - **the scale**: without a cap it is infinite for a tensor of zeros, and below 1.7e-34. Zero times infinity is NaN.
   Gates that start at zero make such tensors, so a recipe without a cap must treat zero apart.
 

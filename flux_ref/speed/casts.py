@@ -45,7 +45,7 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     in [0, 1) of the shape of x: a value in steps of the format becomes floor(value + chance). So it is rounded up with
     the probability of its distance from the value below.
     """
-    # In place: on a CPU, memory that a step touches for the first time costs more than the arithmetic.
+    # All works in place. On a CPU new memory costs more than this arithmetic.
     step = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # 2**floor(log2 |x|)
     step.clamp_(2.0 ** (1 - form.bias), 2.0**form.top).mul_(2.0**-form.mantissa)
     steps = x / step  # exact
