@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     first = weight_files.find(options.path, options.step)
-    paths = checkpoint_files.found(options.path) if options.all else [first]
+    paths = checkpoint_files.list_checkpoints(options.path) if options.all else [first]
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)

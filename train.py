@@ -21,10 +21,12 @@ from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.ranks import World
-from flux_ref.run import cli, folder
+from flux_ref.run import cli, compile_cache, folder, resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
+from flux_ref.sampling.drawing import Gallery
 from flux_ref.step import State
+from flux_ref.toy import make
 
 
 def main(argv: list[str]) -> int:
@@ -47,8 +49,6 @@ def main(argv: list[str]) -> int:
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         gallery = None
         if cfg.sample.count:  # here: it refuses a wrong autoencoder
-            from flux_ref.sampling.drawing import Gallery
-
             gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
         if cfg.data.evict:
             train_set.shards.evict()
@@ -59,8 +59,6 @@ def main(argv: list[str]) -> int:
         state = initial_state(cfg, world, start.checkpoint)
         resumed = None
         if start.checkpoint:
-            from flux_ref.run import resuming
-
             resumed = resuming.load_weights(start.checkpoint, state, sizes)
         own_steps = steps.Steps(state, cfg, world)
         stack.callback(own_steps.close)
@@ -92,8 +90,6 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     """Both data sets, still closed. Makes the drawings of data.kind=shapes on first use. Collective."""
     with ranks.agreed():
         if cfg.data.kind == "shapes" and world.rank == 0:
-            from flux_ref.toy import make
-
             make.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
@@ -102,8 +98,6 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
 def own_compiler(cfg: Config, world: World, stack: contextlib.ExitStack) -> None:
     """Keep the compiler's files in a folder that the stack removes. Collective."""
     if cfg.parallel.compile:
-        from flux_ref.run import compile_cache
-
         compile_cache.own_folder(cfg, world, stack)
 
 
@@ -112,8 +106,6 @@ def initial_state(cfg: Config, world: World, start: Path | None) -> State:
     given = cfg.init.weights and not start
     state = State.build(cfg, world, None if start or given else cfg.train.seed)
     if given:
-        from flux_ref.run import weight_files
-
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
@@ -122,8 +114,6 @@ def warm_up(own_steps: steps.Steps, cfg: Config, world: World, report: Reporter)
     """The steps on synthetic data, which compile what parallel.compile_cache does not hold. Collective."""
     if not cfg.parallel.compile_cache:
         return own_steps.warm_up()
-    from flux_ref.run import compile_cache
-
     report.say(compile_cache.warm_up(own_steps, cfg, world))
 
 
@@ -160,8 +150,13 @@ class Run:
 
     def train(self) -> bool:
         """Train until the target or train.max_samples. Returns whether the target was reached."""
-        cfg, state, steps, report = self.cfg, self.state, self.steps, self.report
-        batch, log_every, most = cfg.train.global_batch, cfg.train.log_every_samples, cfg.train.max_samples
+        cfg = self.cfg
+        state = self.state
+        steps = self.steps
+        report = self.report
+        batch = cfg.train.global_batch
+        log_every = cfg.train.log_every_samples
+        most = cfg.train.max_samples
         steps.health.restart(state.step)
         self.alive.watch.captured = bool(steps.graphs)
         feed = self.train_set.feed(state.samples)
@@ -199,7 +194,8 @@ class Run:
 
     def evaluate_on_the_clock(self) -> float:
         """The validation loss now, logged and recorded. A resumed run does not repeat a recorded evaluation."""
-        samples, begin = self.state.samples, time.perf_counter()
+        samples = self.state.samples
+        begin = time.perf_counter()
         if (recorded := self.report.val_loss_at(samples)) is not None:
             return recorded
         self.log.eval_start(samples)

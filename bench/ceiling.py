@@ -19,13 +19,13 @@ from torch import Tensor
 from bench import common
 from bench.common import Clock
 from flux_ref import sharding
-from flux_ref.benchmark import flops
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import between, listed
 from flux_ref.speed.fp8_product import architecture, arithmetic, has_kernel
+from tools.shared import flops
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}

@@ -1,9 +1,11 @@
 """What the benchmarks share: their options, their reports, a clock, figures of this process."""
 
+import ctypes
 import os
 import platform
 import re
 import shlex
+import signal
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -16,19 +18,33 @@ from statistics import median, quantiles
 
 import torch
 
+from bench.sources import sources
 from flux_ref import config, config_file, ranks, steps
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import compile_cache, json_option
+from flux_ref.run import compile_cache
 from flux_ref.run.environment import commit, device_name
 from flux_ref.run.options import Options, between
+from flux_ref.speed.fp8_product import architecture
+from tools.shared import json_option
 
-ROOT = Path(__file__).parent.parent
+ALONE = "one rank: no gathers, no reductions and none of FSDP2's copies for them"  # what its figures leave out
 END = "end"
+PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 MOST = 10**9
 LINE = 140  # characters on the terminal
 STATM, CPUINFO = Path("/proc/self/statm"), Path("/proc/cpuinfo")  # Linux
+
+
+def machine() -> str:
+    """The CPU's model and the number of accelerators. Asks no accelerator for anything that would start it."""
+    return f"{cpu_name()}, {torch.accelerator.device_count()} accelerators"
+
+
+def end_with_parent() -> None:
+    """In a child: end when the parent is killed, or what comes next would be measured beside this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def options(name: str, text: str, **defaults: int) -> Options:
@@ -47,6 +63,7 @@ def head(name: str, argv: list[str], device: torch.device | None = None) -> dict
     return {
         "command": f"{launcher} -m {name} {shlex.join(argv)}".strip(),
         "commit": commit(),
+        "sources": sources(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(device) if device and device.type != "cpu" else cpu_name(),
@@ -69,11 +86,13 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
         compile_cache.own_folder(cfg, world, stack)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
+            "arch": architecture(world.device),
             "steps_run": steps.mode(cfg, world.device),
             "ranks": world.size,
             "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
             "config": config.flat(cfg),
         }
+        report |= {"left_out": ALONE} if world.size == 1 else {}
         report |= measure(cfg, world, args)
     if world.rank == 0:
         give(report, args.json)

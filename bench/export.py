@@ -4,7 +4,7 @@
     python -m bench.export --gigabytes 24 --folder /scratch --json bench/results/NAME.json
 
 Blocks of schnell's width are added up to --gigabytes G (4) of fp32 weights. A checkpoint of them is exported, and what
-came out is imported, each by python -m flux_ref.weights in a process of its own. --folder DIR (the system's folder for
+came out is imported, each by python -m tools.weights in a process of its own. --folder DIR (the system's folder for
 temporary files) needs room for three times G. Linux only.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
@@ -22,14 +22,15 @@ from pathlib import Path
 import torch
 
 from bench import common
-from bench.common import ROOT
+from bench.sources import ROOT
 from flux_ref import config_file
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Fault
 from flux_ref.formats import safetensors_io
 from flux_ref.model import parameter_table
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.options import Options, between
+from tools.shared import json_option
 
 PIECE_BYTES = 64 << 20  # of random values at a time
 EXPORTS = (("bfl", "fp32"), ("bfl", "bf16"), ("diffusers", "bf16"))
@@ -42,7 +43,7 @@ seconds = time.perf_counter() - begin
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 print(json.dumps({"seconds": seconds, "peak_memory_gb": peak * 1024 / 1e9}))
 """
-IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from flux_ref.weights import commands"
+IMPORT_TORCH, IMPORT_WEIGHTS = "import torch", "from tools.weights import commands"
 COMMAND = f"{IMPORT_WEIGHTS}; begin = time.perf_counter(); assert commands.main(sys.argv[1:]) == 0"
 
 

@@ -33,8 +33,9 @@ from flux_ref.config import Config
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.options import Options, between, listed
+from tools.shared import json_option
 
 BATCH = 32
 PER_SHARD = 40

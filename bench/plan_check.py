@@ -7,7 +7,8 @@ Each system is planned as flux_ref would run on its cards at its batch: FSDP2 ov
 compiled, gathered weights kept, gradients reduced in bf16. The systems themselves ran other software: on NVIDIA's cards
 Megatron's distributed optimizer, MXFP8 and captured graphs. Where a system is tensor-parallel or recomputes blocks, the
 time for these is added. One parameter is fitted for each architecture and precision: the gemm_share of hardware.toml.
---write puts the planned steps into public_systems.csv, where flux_ref.plan finds them, and this table into
+A system in a precision without a known rate is named, and has no plan.
+--write puts the planned steps into public_systems.csv, where tools.plan finds them, and this table into
 bench/results/plan_check.md.
 Exit codes: 0 done, 2 refused.
 """
@@ -23,17 +24,18 @@ from types import SimpleNamespace
 
 from bench.common import commit
 from flux_ref import config, config_file
-from flux_ref.benchmark import hardware, public_systems
-from flux_ref.benchmark.communication import Layout
 from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
-from flux_ref.benchmark.hardware import Assumed, Gpu
 from flux_ref.config import Config
-from flux_ref.plan import footprint, step_time
-from flux_ref.plan.footprint import Footprint
-from flux_ref.plan.step_time import Machine
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from flux_ref.speed import fp8_product
+from tools.plan import footprint, step_time
+from tools.plan.commands import PLANNED
+from tools.plan.footprint import Footprint
+from tools.plan.step_time import Machine
+from tools.shared import hardware, public_systems
+from tools.shared.communication import Layout
+from tools.shared.hardware import Assumed, Gpu
 
 RESULT = Path(__file__).with_name("results") / "plan_check.md"
 
@@ -76,10 +78,15 @@ class Case:
         )
 
 
+def known(public: SimpleNamespace) -> bool:
+    """Whether tools.plan has a rate for the precision of a system."""
+    return public.precision in PLANNED.values()
+
+
 def cases() -> list[Case]:
-    """All systems, traced; takes half a minute."""
+    """All known systems, traced; takes half a minute."""
     traced, found = {}, []
-    for public in public_systems.systems():
+    for public in filter(known, public_systems.systems()):
         gpu, assumed = hardware.load(public.gpu, precision=public.precision)
         cfg = config_file.replace(
             config.Config(name="public"),
@@ -152,6 +159,8 @@ def table(found: list[Case]) -> str:
         "eval: error of one evaluation. run: error of the whole run, given its samples.",
         "TP: tensor parallelism, which flux_ref lacks. OUT: an outlier:",
         *(f"  {case.public.system}: {case.public.outlier}" for case in found if case.public.outlier),
+        "No plan, because no rate of the precision is known:",
+        *(f"  {public.system} in {public.precision}" for public in public_systems.systems() if not known(public)),
         "Every system runs other software than flux_ref. memory_share, link_share, hop_us,",
         "margin and outside_gb are assumed. flux_ref itself has not run on any of these.",
     ]
@@ -181,7 +190,9 @@ def write(found: list[Case], text: str) -> None:
     lines = public_systems.TABLE.read_text(encoding="utf-8").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("source,")) + 1
     column = lines[first - 1].split(",").index("planned_s")
-    for i, case in enumerate(found, first):
+    systems = public_systems.systems(public_systems.TABLE)
+    rows = [i for i, public in enumerate(systems, first) if known(public)]
+    for i, case in zip(rows, found, strict=True):
         cells = lines[i].split(",", column + 1)
         cells[column] = f"{case.step_s(case.assumed):.4f}"
         lines[i] = ",".join(cells)

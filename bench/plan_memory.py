@@ -1,4 +1,4 @@
-"""Memory that flux_ref.plan predicts against what a training step takes, on the CPU; bench/README.md explains it.
+"""Memory that tools.plan predicts against what a training step takes, on the CPU; bench/README.md explains it.
 
     python -m bench.plan_memory --json bench/results/plan_cpu.json
     python -m bench.plan_memory --only "eager, 1 rank"
@@ -21,16 +21,17 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench import common
-from bench.common import ROOT
+from bench.sources import ROOT
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault
-from flux_ref.plan import footprint, memory
-from flux_ref.plan.memory import Moment
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.options import Options
 from flux_ref.step import State
 from flux_ref.steps import Steps
+from tools.plan import footprint, memory
+from tools.plan.memory import Moment
+from tools.shared import json_option
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
 SMALL = (

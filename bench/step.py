@@ -20,7 +20,6 @@ from torch import Tensor
 from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import config_rules, ranks, sharding
-from flux_ref.benchmark import flops
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault
@@ -33,6 +32,7 @@ from flux_ref.speed import policy
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
+from tools.shared import flops
 
 SPLIT_STEPS = 5
 
@@ -58,7 +58,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     state = State.of(net, cfg, world)
     run = Steps(state, cfg, world)
     run.warm_up()
-    if policy.delayed(cfg):
+    if policy.layers_with_delayed_scales(cfg):
         state.step = cfg.precision.dynamic_steps  # all but the first steps are like those from here on
     feed = None
     try:

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 from bench import ceiling, common, kernels
 from bench.common import END, Clock
 from flux_ref import flow, schedule, sharding
-from flux_ref.benchmark import flops
 from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
@@ -38,6 +37,7 @@ from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.speed.precision import Precision
 from flux_ref.step import validation_step
+from tools.shared import flops
 
 WARMUP = 2
 LEFT_OUT = "communication, data, casts from fp32 master weights"
@@ -70,7 +70,7 @@ def build(cfg: Config, device: torch.device) -> Flux:
         for parameter in net.parameters():
             parameter.normal_(std=0.02)
     for module in net.modules():
-        if getattr(module, "layer", None) in policy.coded(cfg).values():
+        if getattr(module, "layer", None) in policy.layers_gathered_in_fp8(cfg).values():
             module.encode()  # as FSDP2 gathers it
     net.precision = Precision(net, cfg, device)
     net.precision.begin(cfg.precision.dynamic_steps)  # as in all but the first steps
@@ -96,7 +96,7 @@ def training(net: Flux, cfg: Config, rows: int, args: argparse.Namespace, clock:
         loss = flow.losses(net, batch, dtype).mean()
         clock.mark("backward")
         loss.backward()
-        net.precision.update()
+        net.precision.remember_magnitudes()
         clock.mark(END)
         net.zero_grad(set_to_none=True)
 

@@ -2,7 +2,7 @@
 //
 //     g++ -O2 -std=c++17 examples/cpp_port.cpp -o cpp_port
 //     ./cpp_port tests/golden dump.safetensors
-//     python -m flux_ref.golden check --from dump.safetensors
+//     python -m tools.golden check --from dump.safetensors
 //
 // It was written from PORTING.md and the pages that it links, without a look at the code. As first written it also
 // computed FP8, full.* and the log. They are left out for size; examples/jax_port.py computes FP8. Bad usage and

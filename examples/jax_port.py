@@ -2,7 +2,7 @@
 
     pip install jax safetensors
     python examples/jax_port.py tests/golden dump.safetensors blocks
-    python -m flux_ref.golden check --from dump.safetensors
+    python -m tools.golden check --from dump.safetensors
 
 It reads config.toml, the values that index.json calls given (start weights, data set, operands) and the input that
 bf16.rms_norm asks for. It computes all others but full.init.norms, which takes long: draws, initial weights, latents,

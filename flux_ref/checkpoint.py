@@ -20,7 +20,7 @@ from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files
-from flux_ref.formats.checkpoint_files import HEAD_BYTES, Rows
+from flux_ref.formats.checkpoint_files import HEAD_BYTES, TensorSlice
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
@@ -29,29 +29,30 @@ from flux_ref.step import State
 BUFFER_BYTES = 2**30  # a power of two, and small beside a rank's shards
 
 
-def rows_of(state: State) -> dict[str, Rows]:
+def rows_of(state: State) -> dict[str, TensorSlice]:
     """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
     rows = {}
     for name, parameter in sharding.named_parameters(state.net).items():
         first, local = sharding.local_rows(parameter)
-        rows[f"model.{name}"] = Rows(local.detach(), first, parameter.shape)
+        rows[f"model.{name}"] = TensorSlice(local.detach(), first, parameter.shape)
     for moment, tensors in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, tensors):
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
     history = state.precision.history
     if history.numel():  # every rank has all rows
-        rows["fp8.history"] = Rows(history, 0, history.shape)
+        rows["fp8.history"] = TensorSlice(history, 0, history.shape)
     return rows
 
 
-def rows_to_write(rows: dict[str, Rows], world: World) -> dict[str, Rows]:
+def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
     """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
 
     The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
     """
     replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
     shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
-    written, own = [0] * world.replicas, {}
+    written = [0] * world.replicas
+    own = {}
     for key, part in rows.items():
         writer = written.index(min(written))
         written[writer] += part.shape.numel()
@@ -61,19 +62,22 @@ def rows_to_write(rows: dict[str, Rows], world: World) -> dict[str, Rows]:
     return own
 
 
-def host_copies(rows: dict[str, Rows], pin: bool) -> dict[str, Rows]:
+def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
     """The same rows as undefined host tensors, in a few large buffers. pin: in pinned memory.
 
     torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
     """
     sizes = {key: -(-part.local.nbytes // 16) * 16 for key, part in rows.items()}  # any dtype may begin there
-    left, room, copies = sum(sizes.values()), torch.empty(0, dtype=torch.uint8), {}
+    left = sum(sizes.values())
+    room = torch.empty(0, dtype=torch.uint8)
+    copies = {}
     for key, part in rows.items():
         if sizes[key] > len(room):
             room = torch.empty(max(sizes[key], min(left, BUFFER_BYTES)), dtype=torch.uint8, pin_memory=pin)
         flat = room[: part.local.nbytes].view(part.local.dtype)
         copies[key] = replace(part, local=flat.view(part.local.shape))
-        room, left = room[sizes[key] :], left - sizes[key]
+        room = room[sizes[key] :]
+        left = left - sizes[key]
     return copies
 
 
@@ -91,11 +95,14 @@ class Saver:
         sizes: {"train_samples", "val_samples"}, for the manifest. saved: the step of the checkpoint that the
         run started from, which is not saved again.
         """
-        self.cfg, self.world, self.sizes, self.say = cfg, world, sizes, say
+        self.cfg = cfg
+        self.world = world
+        self.sizes = sizes
+        self.say = say
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
-        self.host: dict[str, Rows] = {}
+        self.host: dict[str, TensorSlice] = {}
         self.thread: threading.Thread | None = None
         self.step = saved  # of the newest save
         self.failure: str | None = None  # why the newest save failed
@@ -132,7 +139,8 @@ class Saver:
         try:
             copied = self._copy(state)
         except (MemoryError, RuntimeError) as error:  # perhaps on this rank alone; `_write` tells all ranks
-            self.host, copied = {}, OSError(f"the copy to host memory failed: {error}")
+            self.host = {}
+            copied = OSError(f"the copy to host memory failed: {error}")
         info = {
             "step": state.step,
             "samples": state.samples,
@@ -161,14 +169,15 @@ class Saver:
     def _copy(self, state: State) -> object:
         """Copy the state to host buffers that live as long as the run. Returns the mark of the copy's end."""
         own = rows_of(state)
-        self.host = self.host or host_copies(own, self.world.pin)
+        self.host = self.host or allocate_host_buffers(own, self.world.pin)
         for key, rows in own.items():
             self.host[key].local.copy_(rows.local, non_blocking=True)
-        return ranks.copied(self.world.device)
+        return ranks.record_copy_event(self.world.device)
 
     def _save(self, info: dict, copied: object) -> None:
         """In a thread of its own, on every rank."""
-        name, begin = f"step_{info['step']:09d}", time.perf_counter()
+        name = f"step_{info['step']:09d}"
+        begin = time.perf_counter()
         final = checkpoint_files.folder_of(self.run) / name
         partial = final.with_name(f".{name}.{self.nonce}")
         try:
@@ -211,7 +220,7 @@ class Saver:
         """Delete all checkpoints but the last checkpoint.keep and every checkpoint.keep_every-th."""
         cfg = self.cfg
         interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
-        for path in checkpoint_files.found(self.run)[: -cfg.checkpoint.keep]:
+        for path in checkpoint_files.list_checkpoints(self.run)[: -cfg.checkpoint.keep]:
             step = checkpoint_files.step_of(path)
             if not (interval and step and step % interval == 0):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))

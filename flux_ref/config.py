@@ -14,7 +14,7 @@ class RunConfig:
     overwrite: bool = False  # delete the run that the folder already holds
     resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
     tensorboard: bool = False  # write figures, pictures and the config for TensorBoard while training
-    hang_s: float = 600.0  # end the job after so many seconds without progress; 0: wait for ever
+    hang_s: float = 600.0  # end the job after so many seconds without progress; 0: only the backend's own timeout holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +206,14 @@ def flat(cfg: Config) -> dict[str, object]:
     return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in TYPES}
 
 
+def rank_batch(cfg: Config, world_size: int) -> int:
+    """Samples per step on one rank."""
+    return cfg.train.global_batch // world_size
+
+
 def micro_batch(cfg: Config, world_size: int) -> int:
     """Samples per forward on one rank."""
-    return cfg.train.micro_batch or cfg.train.global_batch // world_size
+    return cfg.train.micro_batch or rank_batch(cfg, world_size)
 
 
 def run_dir(cfg: Config) -> Path:

@@ -3,7 +3,7 @@
 Each refusal names the key, the value, the rule and the remedy. `cfg` is a config.Config.
 """
 
-from flux_ref.config import DTYPE_NAMES
+from flux_ref.config import DTYPE_NAMES, micro_batch
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 from flux_ref.speed import policy
@@ -74,7 +74,8 @@ def validate(cfg, values: dict[str, object]) -> None:
 
 
 def _validate_model(cfg) -> None:
-    model, rows = cfg.model, max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
+    model = cfg.model
+    rows = max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
     if model.hidden % model.heads:
         raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
@@ -114,14 +115,15 @@ def _validate_precision(cfg) -> None:
         raise Refusal(f"precision.margin={own.margin} leaves e4m3 too few binades; use 0 to 8")
     if own.max_scale_exponent > 126:
         raise Refusal(f"precision.max_scale_exponent={own.max_scale_exponent} is beyond fp32; use at most 126")
-    if policy.coded(cfg) and not own.eval:
+    if policy.layers_gathered_in_fp8(cfg) and not own.eval:
         rule = "validates in bf16, but precision.gather=true gathers in FP8"
         raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
 
 
 def validate_world(cfg, world_size: int) -> None:
     """Rules that tie the config to the number of ranks. Raises: Refusal."""
-    train, replicate = cfg.train, cfg.parallel.replicate
+    train = cfg.train
+    replicate = cfg.parallel.replicate
     chunk = world_size * max(1, train.micro_batch)
     if train.global_batch % chunk:
         low = train.global_batch // chunk * chunk
@@ -137,4 +139,4 @@ def validate_world(cfg, world_size: int) -> None:
         )
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
-    policy.require_rows(cfg, train.micro_batch or train.global_batch // world_size)
+    policy.require_rows(cfg, micro_batch(cfg, world_size))

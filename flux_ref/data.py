@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flux_ref import ranks, rng, schedule
-from flux_ref.config import Config, ModelConfig, empty_dir
+from flux_ref.config import Config, ModelConfig, empty_dir, rank_batch
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
 
@@ -100,7 +100,7 @@ class Feed:
             host = self.take(idle=work.query)
         for name, tensor in static.items():
             tensor.copy_(host.tensors[name], non_blocking=True)
-        host.in_use = ranks.copied(device)
+        host.in_use = ranks.record_copy_event(device)
         self.give_back(host)
 
     def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
@@ -154,18 +154,20 @@ class Feed:
 
 def rank_slice(step: int, rank: int, size: int, global_batch: int) -> range:
     """The positions of the run that a rank trains on in a step."""
-    rank_batch = global_batch // size
-    start = step * global_batch + rank * rank_batch
-    return range(start, start + rank_batch)
+    rows = global_batch // size
+    start = step * global_batch + rank * rows
+    return range(start, start + rows)
 
 
 class TrainSet:
     """The training samples of one rank, in the order of the run."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
-        self.cfg, self.rank, self.size = cfg, rank, size
+        self.cfg = cfg
+        self.rank = rank
+        self.size = size
         self.shards = open_set(cfg, "train")
-        self.buffers = [HostBatch(cfg.model, cfg.train.global_batch // size, pin) for _ in range(cfg.data.prefetch)]
+        self.buffers = [HostBatch(cfg.model, rank_batch(cfg, size), pin) for _ in range(cfg.data.prefetch)]
         self.skipped: dict[int, str] = {}  # damaged samples that this rank left out, with the reason
         self.may_skip = cfg.data.skip_bad > 0  # the same on every rank
         self._lock = threading.Lock()
@@ -237,7 +239,9 @@ class ValSet:
     """The validation samples of one rank. spec: all ranks together see each sample once; padding rows have weight 0."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
-        self.cfg, self.rank, self.size = cfg, rank, size
+        self.cfg = cfg
+        self.rank = rank
+        self.size = size
         self.shards = open_set(cfg, "val")
         self.buffers = [HostBatch(cfg.model, cfg.eval.batch, pin) for _ in range(cfg.data.prefetch)]
 
@@ -271,7 +275,8 @@ class ValSet:
                 values[i] = 0
             return
         rows["weight"][i] = 1.0
-        text, members = int(texts[sample]), {name: rows[name][i] for name in shards.MEMBERS}
+        text = int(texts[sample])
+        members = {name: rows[name][i] for name in shards.MEMBERS}
         try:
             if text != sample:
                 self.shards.read(text, members)
@@ -292,7 +297,8 @@ class ValSet:
 
 def open_set(cfg: Config, split: str) -> shards.ShardSet:
     """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""
-    folder, count = getattr(cfg.data, split), getattr(cfg.data, f"{split}_count")
+    folder = getattr(cfg.data, split)
+    count = getattr(cfg.data, f"{split}_count")
     opened = shards.ShardSet(folder, shards.layout(cfg.model), split)
     if folder and count not in (0, len(opened)):
         made = f"{len(opened)}, or remove {Path(folder).parent} and it is made again"

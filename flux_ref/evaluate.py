@@ -61,7 +61,8 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     sums: (3, 8). samples: training samples so far, for the message.
     Raises: Fault for a timestep without samples, or for a loss that is not finite.
     """
-    losses, variances = [], []
+    losses = []
+    variances = []
     for timestep, (count, total, squares) in enumerate(zip(*sums)):
         if count == 0:
             raise Fault(f"the validation set has no sample with timestep {timestep}; every one of 0 to 7 is needed")
@@ -72,5 +73,6 @@ def summarise(sums: list[list[float]], samples: int) -> Validation:
     loss = sum(losses) / len(losses)
     if loss != loss or loss in (float("inf"), float("-inf")):
         raise Fault(f"validation loss is not finite after {samples} training samples")
-    stderr, stderrs = sum(variances) ** 0.5 / len(variances), [variance**0.5 for variance in variances]
+    stderr = sum(variances) ** 0.5 / len(variances)
+    stderrs = [variance**0.5 for variance in variances]
     return Validation(loss, stderr, losses, stderrs, count=round(sum(sums[0])))

@@ -43,7 +43,8 @@ def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
 
     port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
-    x_BSHR2, rope_S1R2 = x_BSHK.unflatten(-1, (-1, 2)), rope_SR2[:, None]
+    x_BSHR2 = x_BSHK.unflatten(-1, (-1, 2))
+    rope_S1R2 = rope_SR2[:, None]
     if not torch.compiler.is_compiling():  # one kernel; a compiler fuses only real arithmetic
         return torch.view_as_real(torch.view_as_complex(x_BSHR2) * torch.view_as_complex(rope_S1R2)).flatten(-2)
     cos_S1R, sin_S1R = rope_S1R2.unbind(-1)

@@ -1,6 +1,6 @@
 """AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync.
 
-Another optimizer has the same interface; the benchmark's log (mllog.py) and `flux_ref.plan` know AdamW, too:
+Another optimizer has the same interface; the benchmark's log (mllog.py) and `tools.plan` know AdamW, too:
     lr                  device scalar, filled in place before each step
     step(norm_factor)   clips, updates, clears gradients, returns the gradient norm
     names, moments()    what a checkpoint holds beside the weights
@@ -30,7 +30,8 @@ class Optimizer:
     """
 
     def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
-        self.clip_norm, self.replicas = cfg.clip_norm, world.replicas
+        self.clip_norm = cfg.clip_norm
+        self.replicas = world.replicas
         self.names, self.parameters = zip(*named_parameters(net).items())
         self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)

@@ -63,9 +63,11 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) 
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
         raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
-    address, port = host_of_environment("MASTER_ADDR"), of_environment("MASTER_PORT", 0, 65535, 0)
+    address = host_of_environment("MASTER_ADDR")
+    port = of_environment("MASTER_PORT", 0, 65535, 0)
     size = of_environment("WORLD_SIZE", 1, MOST, 1)
-    rank, device = of_environment("RANK", 0, size - 1, 0), _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
+    rank = of_environment("RANK", 0, size - 1, 0)
+    device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
     if one_thread and "OMP_NUM_THREADS" not in os.environ:
@@ -274,7 +276,7 @@ def gather_later(tensor: Tensor) -> Callable[[], list[list[float]]]:
     dist.all_gather(list(parts), tensor)
     host = torch.empty(parts.shape, dtype=parts.dtype, pin_memory=tensor.device.type != "cpu")
     host.copy_(parts, non_blocking=True)
-    arrived = copied(tensor.device)
+    arrived = record_copy_event(tensor.device)
 
     def read() -> list[list[float]]:
         if arrived is not None:
@@ -305,7 +307,7 @@ def host_group(name: str, timeout_s: float = 0.0) -> dist.ProcessGroup:
     return dist.new_group(backend=BACKENDS["cpu"], timeout=timeout, group_desc=name)
 
 
-def copied(device: torch.device) -> _Copied | None:
+def record_copy_event(device: torch.device) -> _Copied | None:
     """A mark behind the copies that were just enqueued. None on the CPU, where a copy is done when it returns."""
     if device.type == "cpu":
         return None

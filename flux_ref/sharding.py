@@ -41,7 +41,7 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
         linear.convert(net, cfg, fp8_product.architecture(world.device), micro_batch(cfg, world.size))
     net = shard(net, cfg, world)
     materialise(net, world, seed)
-    if policy.coded(cfg):
+    if policy.layers_gathered_in_fp8(cfg):
         Fp8Gather(net, cfg)
     return net
 
@@ -58,7 +58,7 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
     net.double_blocks = regions.regions(net.double_blocks, parallel)
     net.single_blocks = regions.regions(net.single_blocks, parallel)
     units = [*net.double_blocks, *net.single_blocks]
-    policy = MixedPrecisionPolicy(
+    mixed_precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[parallel.dtype],
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
@@ -67,8 +67,8 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
         regions.compile_all(units, cfg, world.device)
     for i, unit in enumerate(units):
         is_freed = parallel.reshard_after_forward and i < len(units) - parallel.kept_regions
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy, reshard_after_forward=is_freed)
-    fully_shard(net, mesh=world.mesh, mp_policy=policy)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
+    fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
     if parallel.symmetric_memory:
         ranks.require_symmetric(world)
     regions.overlap(net, units, parallel)

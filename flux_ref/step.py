@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flux_ref import flow, schedule, sharding
-from flux_ref.config import Config
+from flux_ref.config import Config, rank_batch
 from flux_ref.data import Batch, synthetic
 from flux_ref.errors import Fault
 from flux_ref.optim import Optimizer
@@ -40,11 +40,12 @@ class State:
     def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
         """The state of a sharded net before its first step. trains: with an optimizer."""
         opt = Optimizer(net, cfg.optim, world) if trains else None
-        first = world.rank * (cfg.train.global_batch // world.size)
+        first = world.rank * rank_batch(cfg, world.size)
         return cls(net, opt, Precision(net, cfg, world.device, first))
 
     def advance(self, global_batch: int) -> None:
-        self.step, self.samples = self.step + 1, self.samples + global_batch
+        self.step = self.step + 1
+        self.samples = self.samples + global_batch
 
 
 class Health:
@@ -90,7 +91,8 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
         part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
-    grad_norm = state.opt.step(state.precision.update())
+    norm_factor = state.precision.remember_magnitudes()  # NaN where a magnitude was not finite
+    grad_norm = state.opt.step(norm_factor)
     health.update(loss, grad_norm)
     return loss, grad_norm
 
@@ -118,7 +120,8 @@ def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> 
             for part in tensor.split(8):
                 part.copy_(few[name][: len(part)])
     state.opt.lr.zero_()
-    health, seconds = Health(state.opt.lr.device), 0.0
+    health = Health(state.opt.lr.device)
+    seconds = 0.0
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=health.flags.device)
     for phase in state.precision.phases:
         state.precision.begin(phase)

@@ -12,16 +12,16 @@ import gc
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from flux_ref import ranks, schedule, sharding
-from flux_ref.config import Config
+from flux_ref.config import Config, rank_batch
 from flux_ref.data import Feed, allocate
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
 from flux_ref.speed import regions
 from flux_ref.speed.graphs import Recorder, obstacle
+from flux_ref.speed.settled import require_settled
 from flux_ref.step import Health, State, train_step, validation_step, warm_up
 
 CAPTURED = "captured"
@@ -33,7 +33,8 @@ def mode(cfg: Config, device: torch.device) -> str:
 
     Raises: Refusal if graph.enabled=on cannot be honoured.
     """
-    enabled, warm = cfg.graph.enabled, cfg.train.synthetic_steps
+    enabled = cfg.graph.enabled
+    warm = cfg.train.synthetic_steps
     if enabled == "off":
         return "eager (graph.enabled=off)"
     reason = obstacle(device, cfg)
@@ -51,11 +52,12 @@ class Steps:
     """
 
     def __init__(self, state: State, cfg: Config, world: World):
-        self.state, self.cfg = state, cfg
+        self.state = state
+        self.cfg = cfg
         captures = state.opt is not None and mode(cfg, world.device) == CAPTURED
         self.recorder = Recorder(world.device) if captures else None
         self.graphs = {}  # what the recorder returns, with `replay` and `reset`, by name
-        rows = cfg.train.global_batch // world.size if state.opt else 0
+        rows = rank_batch(cfg, world.size) if state.opt else 0
         self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
         self.health, self.warm_s = Health(world.device), 0.0  # warm_s: the time of a step and a validation batch
@@ -64,7 +66,8 @@ class Steps:
 
     def train_on(self, feed: Feed) -> tuple[Tensor, Tensor]:
         """The whole of one training step: next batch, learning rate, `train`, clock. Returns what `train` returns."""
-        cfg, state = self.cfg, self.state
+        cfg = self.cfg
+        state = self.state
         feed.copy_into(self.train_batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, grad_norm = self.train()
@@ -76,7 +79,8 @@ class Steps:
 
         Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
         """
-        state, precision = self.state, self.state.precision
+        state = self.state
+        precision = self.state.precision
         precision.begin(state.step)
         if self.graphs:
             self.graphs[f"train {precision.phase(state.step)}"].replay()
@@ -149,7 +153,8 @@ class Steps:
             regions.permit_compilation()
         if self.recorder is None:
             return
-        recorder, self.recorder = self.recorder, None
+        recorder = self.recorder
+        self.recorder = None
         try:
             recorder.synchronize()  # no graph is dropped while it runs
             for graph in self.graphs.values():
@@ -164,19 +169,3 @@ class Steps:
             self.graphs.clear()
         if agreed:
             ranks.gather_objects(None)
-
-
-def require_settled(net: nn.Module) -> None:
-    """Assert that the net is between two steps. A capture started in another state records a wrong step, or fails.
-
-    A graph would not gather weights that are gathered already, and would use these old weights for ever. It would add
-    to gradients that are left. It cannot wait for an event of an eager step.
-    """
-    for name, module in net.named_modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()  # torch has no public way to ask
-            group = state._fsdp_param_group
-            assert group is None or group.is_sharded, f"the weights of {name or 'the root'} are gathered"
-            assert getattr(state._comm_ctx, "all_gather_state", None) is None, "an all-gather is under way"
-    kept = [name for name, parameter in net.named_parameters() if parameter.grad is not None]
-    assert not kept, f"gradients are left: {kept[0]}, ..."

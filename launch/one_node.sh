@@ -30,14 +30,14 @@ mapfile -t seeds <"$results/seeds.txt"
 
 if [[ ${PREFLIGHT:-} != off ]]; then
   # shellcheck disable=SC2086 # several arguments
-  python -m flux_ref.preflight --gpus "$gpus" ${PREFLIGHT:-} || die "this machine is unfit"
+  python -m tools.preflight --gpus "$gpus" ${PREFLIGHT:-} || die "this machine is unfit"
 fi
 if [[ -n ${STAGE:-} ]]; then
   # shellcheck disable=SC2086 # two folders
-  python -m flux_ref.prepare stage $STAGE || die "staging failed"
+  python -m tools.prepare stage $STAGE || die "staging failed"
 fi
 if [[ -n ${VERIFY:-} ]]; then
-  python -m flux_ref.prepare verify "$VERIFY" --fast --config "$config" || die "the data set is damaged"
+  python -m tools.prepare verify "$VERIFY" --fast --config "$config" || die "the data set is damaged"
 fi
 
 for ((run = 0; run < ${NEXP:-1}; run++)); do
@@ -58,8 +58,8 @@ for ((run = 0; run < ${NEXP:-1}; run++)); do
 done
 if [[ ${SCORE:-} != off ]]; then
   # shellcheck disable=SC2086 # several arguments
-  python -m flux_ref.report "$results" ${SCORE:-} || (($? == 1)) # 1: the report says what is not valid
+  python -m tools.report "$results" ${SCORE:-} || (($? == 1)) # 1: the report says what is not valid
   # shellcheck disable=SC2086
-  python -m flux_ref.report "$results" --out "$results/report" ${SCORE:-} >/dev/null || (($? == 1)) ||
+  python -m tools.report "$results" --out "$results/report" ${SCORE:-} >/dev/null || (($? == 1)) ||
     say "the report's page is missing; the line above says why"
 fi

@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+pytest_plugins = ["gpu_marks"]
 ROOT = Path(__file__).parent.parent
 MICRO = ROOT / "tests" / "micro.toml"
 HELPERS = ROOT / "tests" / "helpers"
@@ -113,7 +114,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint, by name."""
-    saved = Checkpoint(checkpoint_files.found(run)[-1])
+    saved = Checkpoint(checkpoint_files.list_checkpoints(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 

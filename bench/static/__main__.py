@@ -24,8 +24,9 @@ from bench.static import measured, parts, report
 from bench.static.absent_gpu import GPUS, AbsentGpu
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
-from flux_ref.run import cli, json_option
+from flux_ref.run import cli
 from flux_ref.run.options import between, listed
+from tools.shared import json_option
 
 SLACK = 1.02  # a count above its limit times this fails
 

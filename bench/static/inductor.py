@@ -1,7 +1,7 @@
 """What Inductor makes of a module for a GPU that is not there: kernels as text, matrix products, attention, memory.
 
 The module is traced on the CPU with fake tensors, as autograd would ask a driver for "cuda". Then every tensor of the
-graph moves to "cuda:0", and Inductor writes its code. The code is read, not run.
+graph moves to "cuda:0", and Inductor writes its code. Here the code is read; tests interpret it.
 """
 
 import contextlib
@@ -71,22 +71,11 @@ def compile_for(
 
     def inner(graph: fx.GraphModule, example_inputs: list, **rest):
         passes.append(_read(graph, weights, outputs))
-        mode = next(value.fake_mode for value in example_inputs if isinstance(value, FakeTensor))
-        _move(graph, mode)
-        gpu.present = True
-        try:
-            return lower(graph, [_moved(value, mode) for value in example_inputs], **rest)
-        finally:
-            gpu.present = False
+        return lower(gpu, graph, example_inputs, **rest)
 
-    def backend(graph: fx.GraphModule, example_inputs: list):
-        return compile_fx.compile_fx(graph, example_inputs, inner_compile=inner, config_patches=options)
-
-    lower = compile_fx.compile_fx_inner
-    torch._dynamo.reset()  # it limits how often one function is compiled
-    with _collecting(codes.append, sources, budget):
+    with collecting(lambda lowering, code: codes.append(code), sources, budget):
         try:
-            torch.compile(module, fullgraph=True, dynamic=False, backend=backend)(*inputs)
+            compiled(module, inner, options)(*inputs)
         except Exception:  # the code is written; calling it fails at the absent driver
             if len(codes) < 2:
                 raise
@@ -98,26 +87,62 @@ def compile_for(
     return passes
 
 
+def compiled(module: nn.Module, inner: Callable, options: dict) -> Callable:
+    """torch.compile as training calls it, but for what makes code of the graph of a direction: `inner`."""
+
+    def backend(graph: fx.GraphModule, example_inputs: list):
+        return compile_fx.compile_fx(graph, example_inputs, inner_compile=inner, config_patches=options)
+
+    torch._dynamo.reset()  # it limits how often one function is compiled
+    return torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
+
+
+def lower(gpu: AbsentGpu, graph: fx.GraphModule, example_inputs: list, **rest):
+    """What Inductor makes of a direction's graph on an absent GPU. The graph changes."""
+    mode = next(value.fake_mode for value in example_inputs if isinstance(value, FakeTensor))
+    _move(graph, mode)
+    gpu.present = True
+    try:
+        return compile_fx.compile_fx_inner(graph, [_moved(value, mode) for value in example_inputs], **rest)
+    finally:
+        gpu.present = False
+
+
+def one_attention() -> contextlib.AbstractContextManager:
+    """While inside, attention is one call on every device."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
+
+    return mock.patch.object(F, "scaled_dot_product_attention", attention)
+
+
 @contextlib.contextmanager
-def _collecting(keep_code: Callable[[str], None], sources: dict[str, str], budget: float) -> Iterator[None]:
-    """While inside, Inductor keeps its kernels as text, and writes the backward with the forward."""
+def collecting(keep: Callable[[GraphLowering, str], None], sources: dict[str, str], budget: float) -> Iterator[None]:
+    """While inside, Inductor keeps its kernels as text, and writes the backward with the forward.
+
+    keep: is given each direction's graph of buffers and its code. sources: receives the texts of Triton kernels.
+    """
+    generate = GraphLowering.codegen
+
+    def codegen(self):
+        result = generate(self)
+        keep(self, result[0].value)
+        return result
 
     def keep_kernel(self, name: str, source: str, device_str: str = "cuda"):
         sources[name] = source
         return SimpleNamespace(run=lambda *_, **__: None)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # one call on every device
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
 
     with contextlib.ExitStack() as stack:
         for target, name, replacement in (
             (AsyncCompile, "triton", keep_kernel),
             (AsyncCompile, "warm_pool", classmethod(lambda cls: None)),
             (AsyncCompile, "use_process_pool", classmethod(lambda cls: False)),
-            (GraphLowering, "save_output_code", staticmethod(keep_code)),
-            (F, "scaled_dot_product_attention", attention),
+            (GraphLowering, "codegen", codegen),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
+        stack.enter_context(one_attention())
         stack.enter_context(torch._inductor.config.patch(force_disable_caches=True, compile_threads=1))
         later = {"activation_memory_budget": budget, "force_non_lazy_backward_lowering": True}
         stack.enter_context(torch._functorch.config.patch(later))

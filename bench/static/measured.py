@@ -14,14 +14,16 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
     sweep: the report of bench.sweep, whose variants of bench.whole were profiled. counted: that of bench.static.
     Raises: Refusal if no profiled run has a count.
     """
-    counts = {(run["precision"], run["micro_batch"]): run for run in counted["runs"] if run["arch"] == arch}
-    if len({run["budget"] for run in counts.values()}) > 1 or not all("times" in run for run in counts.values()):
-        raise Refusal("the counts have several activation budgets, or no times of classes; count anew in one call")
+    counts = {
+        (run["precision"], run["budget"], run["micro_batch"]): run
+        for run in counted["runs"]
+        if run["arch"] == arch and run["compile"]
+    }
     lines, missed = [], {}
-    for name, rows, precision, found in _profiled(sweep):
-        if (precision, rows) not in counts:
+    for name, rows, precision, budget, found in _profiled(sweep):
+        run = counts.get((precision, budget, rows))
+        if run is None:
             continue
-        run = counts[precision, rows]
         title, expected = f"{name}, micro-batch {rows}", _counted(run)
         lines += [f"{title} ({precision}; counted with activation budget {run['budget']})"]
         lines += [f"  {'class':<22}{'measured ms':>12}{'counted ms':>12}{'ratio':>8}"]
@@ -36,17 +38,20 @@ def compare(arch: str, sweep: dict, counted: dict) -> str:
     return "\n".join([*lines, f"largest disagreement: {worst}, {missed[worst]:+.2f} ms"])
 
 
-def _profiled(sweep: dict) -> Iterator[tuple[str, int, str, dict[str, float]]]:
-    """Name of the variant, micro-batch, precision and milliseconds by class of every profiled run."""
+def _profiled(sweep: dict) -> Iterator[tuple[str, int, str, float, dict[str, float]]]:
+    """Name of the variant, micro-batch, precision, activation budget and milliseconds by class of each profiled run."""
     for variant in sweep["runs"]:
+        keys = variant.get("report", {}).get("config", {})
         for run in variant.get("report", {}).get("runs", ()):
             if "kernels" not in run:
                 continue
             ms = {kind: one["ms"] for kind, one in run["kernels"]["classes"].items()}
             ms["elementwise and copy"] = ms.pop("elementwise") + ms.pop("copy")
             ms |= {"optimizer": run.get("optimizer", 0.0), "idle": run["kernels"]["idle"]["ms"]}
-            precision = variant["command"].partition("--precision.preset=")[2].split(" ")[0] or "bf16"
-            yield variant["name"], run["micro_batch"], precision, {kind: one for kind, one in ms.items() if one}
+            preset = keys["precision.preset"]
+            precision = keys["parallel.dtype"] if preset == "bf16" else preset
+            spent = {kind: one for kind, one in ms.items() if one}
+            yield variant["name"], run["micro_batch"], precision, keys["parallel.activation_budget"], spent
 
 
 def _counted(run: dict) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The parts of a training step of one rank, counted: compiled blocks, the eager rest, the optimizer, FSDP2's copies."""
+"""The parts of a training step of one rank, counted: blocks, ends, optimizer, FSDP2's copies."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,12 @@ from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
 from bench.static.inductor import Count, is_row_times_column, words
 from flux_ref import flow, sharding
-from flux_ref.benchmark.communication import ITEM_BYTES, gathered_bytes
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
 from flux_ref.model import Flux, parameter_table
 from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.precision import Precision
+from tools.shared.communication import ITEM_BYTES, gathered_bytes
 
 ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
 
@@ -34,12 +34,13 @@ def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count
         net = _net(small.model, dtype)
         linear.convert(net, small, gpu.arch)
         Precision(net, small, torch.device("cpu")).begin(cfg.precision.dynamic_steps)  # as in all but the first steps
-        for name in policy.coded(small):
+        for name in policy.layers_gathered_in_fp8(small):
             net.get_submodule(name).encode()
-        found = {
-            kind: _compiled(gpu, regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0], kind, cfg, rows)
-            for kind in ("double", "single")
-        }
+        found = {}
+        for kind in ("double", "single"):
+            region = regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0]
+            inputs = _inputs(kind, cfg, rows)
+            found[kind] = _compiled(gpu, region, inputs, cfg) if cfg.parallel.compile else _eager(region, inputs)
         found["ends"] = _ends(cfg, rows, dtype)
     return found | _sharded(cfg, ranks)
 
@@ -53,16 +54,20 @@ def _net(model: ModelConfig, dtype: torch.dtype) -> Flux:
         torch.set_default_dtype(torch.float32)
 
 
-def _compiled(gpu: AbsentGpu, region: nn.Module, kind: str, cfg: Config, rows: int) -> dict[str, Count]:
-    model, dtype = cfg.model, sharding.DTYPES[cfg.parallel.dtype]
-    tensor = partial(torch.empty, dtype=dtype, requires_grad=True)
+def _inputs(kind: str, cfg: Config, rows: int) -> tuple:
+    """What a region is called with."""
+    model = cfg.model
+    tensor = partial(torch.empty, dtype=sharding.DTYPES[cfg.parallel.dtype], requires_grad=True)
     lengths = (model.image_tokens, model.text_tokens)
     streams = tuple(tensor(rows, length, model.hidden) for length in lengths)
     if kind == "single":
         streams = tensor(rows, sum(lengths), model.hidden)
     rope = torch.empty(sum(lengths), model.head_dim // 2, 2)
-    inputs = (streams, tensor(rows, model.hidden), rope)
-    outputs, budget = 2 if kind == "double" else 1, cfg.parallel.activation_budget
+    return streams, tensor(rows, model.hidden), rope
+
+
+def _compiled(gpu: AbsentGpu, region: nn.Module, inputs: tuple, cfg: Config) -> dict[str, Count]:
+    outputs, budget = len(inputs[0]) if isinstance(inputs[0], tuple) else 1, cfg.parallel.activation_budget
     passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg, inductor.DEVICE), budget)
     if fp8_product.arithmetic(gpu.arch).row_times_column:
         wrong = [words(product) for one in passes for product in one.products if not is_row_times_column(product)]
@@ -84,9 +89,22 @@ class _Eager(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in inductor.PRODUCTS:
             self.count.products[inductor.product(name, given)] += 1
+        elif "scaled_dot_product" in name:
+            self.count.attentions[(name, tuple(given[0].shape))] += 1
         elif made and not func.is_view and name not in ("empty", "detach", "empty_like"):
             self.count.add(f"{name} {len(self.count.sizes)}", sum(tensor.nbytes for tensor in (*given, *made)))
         return result
+
+
+def _eager(region: nn.Module, inputs: tuple) -> dict[str, Count]:
+    """A region without a compiler."""
+    with inductor.one_attention():
+        with _Eager() as forward:
+            out = region(*inputs)
+        streams = out if isinstance(out, tuple) else (out,)
+        with _Eager() as backward:
+            torch.autograd.backward(streams, [torch.empty_like(stream) for stream in streams])
+    return {"forward": forward.count, "backward": backward.count}
 
 
 def _ends(cfg: Config, rows: int, dtype: torch.dtype) -> dict[str, Count]:

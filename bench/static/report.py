@@ -7,9 +7,9 @@ from math import prod
 from bench.static.absent_gpu import AbsentGpu
 from bench.static.binaries import binaries
 from bench.static.inductor import Count, words
-from flux_ref.benchmark import flops, hardware
 from flux_ref.config import Config
 from flux_ref.speed import policy
+from tools.shared import flops, hardware
 
 # What a large copy, product or attention reaches of the datasheet's rate. Assumed; bench.ceiling measures products.
 SHARES = {"memory_tb_s": 0.83, "bf16_tflops": 0.79, "fp8_tflops": 0.65, "attention_tflops": 0.5}
@@ -37,6 +37,7 @@ def run(arch: str, cfg: Config, found: dict[str, dict[str, Count]], known: dict[
         "precision": cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype,
         "micro_batch": micro_batch,
         "budget": cfg.parallel.activation_budget,
+        "compile": cfg.parallel.compile,
         "parts": rows,
         "times": times,
         "ms": ms,
@@ -84,6 +85,7 @@ def _ceiling(found: dict[str, dict[str, Count]], times: dict[str, int], known: d
 def table(run: dict) -> str:
     """One setting as a table."""
     lines = [f"{run['arch']}, {run['precision']}, micro-batch {run['micro_batch']}, budget {run['budget']}"]
+    lines[0] += "" if run["compile"] else ", eager"
     lines += [f"  {'part':<20} {'kernels':>8} {'GB':>9} {'products':>9} {'attention':>10} {'ms':>9}"]
     for label, figures in _rows(run):
         products = sum(product["calls"] for product in figures["products"])
@@ -135,7 +137,7 @@ def above(limits: list[dict], runs: list[dict], slack: float) -> list[str]:
 
 def _pairs(old: list[dict], new: list[dict]) -> Iterator[tuple[dict, dict]]:
     def key(run: dict) -> tuple:
-        return run["arch"], run["precision"], run["micro_batch"]
+        return run["arch"], run["precision"], run["micro_batch"], run.get("compile", True)
 
     known = {key(run): run for run in old}
     return ((known[key(run)], run) for run in new if key(run) in known)

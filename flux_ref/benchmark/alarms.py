@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from flux_ref.benchmark.convergence import CURVES, Band
 
 # Thresholds in units of (highest run - median): FAR in one, WIDE in two, ABOVE in four consecutive evaluations.
-FAR, WIDE, ABOVE = 6.0, 2.0, 1.25
-CONFIRM, LASTS = 2, 4
+FAR = 6.0
+WIDE = 2.0
+ABOVE = 1.25
+CONFIRM = 2
+LASTS = 4
 LEAST_REACH = 0.00075  # about the standard deviation of one evaluation's loss in the public runs
 BELOW, FAR_BELOW = 0.9, 0.75  # too low: below this share of the lowest run, in two evaluations in a row or in one
 RISE = 1.03  # of the best loss so far
 # A rate has fallen if 9 of 10 logged steps are below RATE_DROP of the median of the 20 to 50 logged steps before them.
-RATE_DROP, RATE_NOW, RATE_STRAYS, RATE_BEFORE_MIN, RATE_BEFORE = 0.9, 10, 1, 20, 50
+RATE_DROP = 0.9
+RATE_NOW = 10
+RATE_STRAYS = 1
+RATE_BEFORE_MIN = 20
+RATE_BEFORE = 50
 LOW_SHARE = 0.1  # of the steps before may be as slow as the median step now: scatter is no fall
 
 
@@ -97,7 +104,8 @@ class RateWatch:
     def add(self, record: dict) -> Alarm | None:
         """Take in the next record; returns an alarm where a lasting fall was noticed."""
         self.records.append(record)
-        before, now = list(self.records)[:-RATE_NOW], list(self.records)[-RATE_NOW:]
+        before = list(self.records)[:-RATE_NOW]
+        now = list(self.records)[-RATE_NOW:]
         if len(before) < RATE_BEFORE_MIN:
             return None
         usual, last = (sorted(record["samples_per_s"] for record in part) for part in (before, now))

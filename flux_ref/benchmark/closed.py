@@ -71,7 +71,7 @@ def departures(cfg: Config, train_count: int, val_count: int) -> list[str]:
     return [text.replace("the closed", "the open") for text in found if text.startswith("init.weights")]
 
 
-def told(cfg: Config, train_count: int, val_count: int) -> list[str]:
+def warnings(cfg: Config, train_count: int, val_count: int) -> list[str]:
     """Lines for the terminal: a warning for each departure, but one calm line if there are many, as in a toy."""
     found = departures(cfg, train_count, val_count)
     if len(found) > FEW and not cfg.mllog.rehearsal:

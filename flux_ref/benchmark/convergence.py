@@ -61,7 +61,8 @@ def band(path: Path, global_batch: int, source: str) -> Band | None:
         return None
     if below == above:
         return pooled(by_batch[below], f"{source} at batch {global_batch}")
-    low, high = pooled(by_batch[below], ""), pooled(by_batch[above], "")
+    low = pooled(by_batch[below], "")
+    high = pooled(by_batch[above], "")
     share = math.log(global_batch / below) / math.log(above / below)
     grid = [samples for samples in high.samples if samples >= low.samples[0]]
     if not grid:
@@ -116,7 +117,9 @@ def unlike_reference(cfg: Config) -> list[str]:
     """What in a config of the benchmark's model differs from all that is known to converge; one line each."""
     if not is_benchmark(cfg):
         return []
-    batch, lr, warmup_steps = cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps
+    batch = cfg.train.global_batch
+    lr = cfg.optim.lr
+    warmup_steps = cfg.optim.warmup_steps
     known = points(cfg.mllog.ruleset)
     batches = [point.global_batch for point in known]
     complaints = []
@@ -126,7 +129,8 @@ def unlike_reference(cfg: Config) -> list[str]:
             f" rate and warm-up are yours to find; above {batches[-1]} a closed submission needs points of its own"
         )
     reference_lr = float(np.interp(batch, batches, [point.lr for point in known]))
-    least, most = min(*PUBLIC_LR, reference_lr), max(*PUBLIC_LR, reference_lr)
+    least = min(*PUBLIC_LR, reference_lr)
+    most = max(*PUBLIC_LR, reference_lr)
     if not least / LEEWAY <= lr <= most * LEEWAY:
         complaints.append(f"optim.lr={lr:g}: runs are known to converge from {least:g} to {most:g} at this batch")
     warmups = [point.warmup_steps * point.global_batch for point in known]  # samples: comparable between batches

@@ -35,7 +35,8 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
         "opt_gradient_clip_norm": cfg.optim.clip_norm,
     }
     if cfg.mllog.ruleset != "5.1.0":  # precision and parallelism: optional in 6.0.0, required from 6.1.0 on
-        compute, reduce = closed.DTYPE_NAMES[cfg.parallel.dtype], closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
+        compute = closed.DTYPE_NAMES[cfg.parallel.dtype]
+        reduce = closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
         official |= {
             "lowest_numerical_precision_in_linear": policy.narrowest(cfg) or compute,
             "lowest_numerical_precision_in_attn": compute,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlperf_logging.mllog import constants, mllog
 
+from flux_ref.benchmark import closed, header
 from flux_ref.config import Config
 from flux_ref.formats import files
 
@@ -23,7 +24,8 @@ class LogFile(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.path, self.failure = path, None
+        self.path = path
+        self.failure = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -39,7 +41,8 @@ class BenchmarkLog:
     """Writes result_N.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
 
     def __init__(self, path: Path | None):
-        self.in_block, self.begin = False, (0.0, 0.0)
+        self.in_block = False
+        self.begin = (0.0, 0.0)
         self.flaws, self.rehearsal = [], ""  # why this is no benchmark result, in words
         self.logger = logging.getLogger(f"flux_ref.{path}")
         self.logger.propagate = False
@@ -60,8 +63,6 @@ class BenchmarkLog:
 
     def describe(self, cfg: Config, world_size: int, train_count: int, val_count: int) -> None:
         """Log what runs, and what the closed division forbids. train_count, val_count: samples in the data sets."""
-        from flux_ref.benchmark import closed, header  # only the start of a run needs them
-
         self.rehearsal = closed.REHEARSAL * cfg.mllog.rehearsal
         for key, value in header.entries(cfg, world_size, train_count, val_count).items():
             self.mllogger.event(key, value)
@@ -105,7 +106,8 @@ class BenchmarkLog:
 
     def run_stop(self, samples: int, success: bool, reason: str) -> None:
         """The clock stops. reason: why, in words."""
-        wall_s, true_s = time.time() - self.begin[0], steady_s() - self.begin[1]
+        wall_s = time.time() - self.begin[0]
+        true_s = steady_s() - self.begin[1]
         if abs(wall_s - true_s) > CLOCK_JUMP_S + CLOCK_DRIFT * true_s:  # the log's times are those of the wall clock
             self.disqualify(f"the clock was set by {wall_s - true_s:+.1f} s in the run")
         if self.flaw:  # spec: one run on one clock, as the closed division asks

@@ -25,7 +25,8 @@ def points(ruleset: str) -> list[Point]:
     path = Path(rcp_checker.__file__).parent / f"training_{ruleset}" / "rcps_flux1.json"
     found = []
     for entry in json.loads(path.read_text(encoding="utf-8")).values():
-        kept, knobs = sorted(entry["samples to converge"])[1:-1], entry["Hyperparams"]
+        kept = sorted(entry["samples to converge"])[1:-1]
+        knobs = entry["Hyperparams"]
         recipe = knobs["opt_base_learning_rate"], knobs["opt_learning_rate_warmup_steps"]
         found.append(Point(entry["BS"], *recipe, sum(kept) / len(kept)))
     return sorted(found, key=lambda point: point.global_batch)

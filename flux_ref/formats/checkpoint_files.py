@@ -33,7 +33,7 @@ def folder_of(run: Path) -> Path:
     return run / "checkpoints"
 
 
-def found(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     folder = folder_of(run)
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
@@ -50,7 +50,7 @@ def clean(run: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TensorSlice:
     """Rows first, first + 1, ... of a tensor of `shape`, as `local` on this rank."""
 
     local: Tensor
@@ -83,7 +83,8 @@ class Manifest:
             if len(file.crc32) != -(-file.bytes // BLOCK):
                 raise ValueError(f"it has {len(file.crc32)} checksums for the {file.bytes} bytes of {name}")
         for key, entry in self.tensors.items():
-            row_bytes, row = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:]), 0
+            row_bytes = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
+            row = 0
             for name, offset, first, rows in sorted(entry.chunks, key=lambda chunk: chunk[2]):
                 if first != row or rows < 0 or not 0 <= offset <= self.files[name].bytes - rows * row_bytes:
                     raise ValueError(f"rows of {key} are missing, doubled or outside {name}")
@@ -108,7 +109,7 @@ def require_space(folder: Path, size: int) -> None:
 Part = tuple[dict[str, dict], dict[str, dict]]
 
 
-def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
+def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Part:
     """Write the rows of one rank as one safetensors file, and wait until the file is on the disk. Raises: OSError.
 
     The file's metadata follow the convention of torch's HuggingFaceStorageReader.
@@ -117,7 +118,8 @@ def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
         raise OSError(f"{folder.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes")
     if not rows:
         return {}, {}
-    name, tensors = f"rank_{rank:05d}.safetensors", {}
+    name = f"rank_{rank:05d}.safetensors"
+    tensors = {}
     entries = {key: (DTYPE_NAMES[part.local.dtype], part.local.shape) for key, part in rows.items()}
     offsets = {key: {"saved_offsets": [part.first, *(0 for _ in part.shape[1:])]} for key, part in rows.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -133,7 +135,8 @@ def write_rank(folder: Path, rank: int, rows: dict[str, Rows]) -> Part:
 
 def manifest(info: dict, parts: list[Part]) -> Manifest:
     """The manifest of the files of all ranks. Raises: ValueError if rows of a tensor are missing or doubled."""
-    files, tensors = {}, {}
+    files = {}
+    tensors = {}
     for part_files, part_tensors in parts:
         files |= {name: FileEntry(**entry) for name, entry in part_files.items()}
         for key, entry in part_tensors.items():

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside
-from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry, folder_of, found, step_of
+from flux_ref.formats.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    NAME,
+    Manifest,
+    TensorEntry,
+    folder_of,
+    list_checkpoints,
+    step_of,
+)
 from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 
 MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
@@ -95,13 +104,13 @@ def instead_of(folder: Path) -> str:
     run = folder.parent.parent
     if not NAME.fullmatch(folder.name) or folder.parent != folder_of(run):
         return "use another checkpoint"
-    for older in reversed([path for path in found(run) if path.name < folder.name]):
+    for older in reversed([path for path in list_checkpoints(run) if path.name < folder.name]):
         with contextlib.suppress(ValueError, OSError, Refusal):
             whole_manifest(older)
             aside = shlex.join(("mv", str(folder), f"{folder}.damaged"))
             return (
                 f"the newest older checkpoint that is whole is that of step {step_of(older)}: `{aside}` lets the same"
-                f" command take it; eval.py and flux_ref.weights also take --checkpoint={step_of(older)}"
+                f" command take it; eval.py and tools.weights also take --checkpoint={step_of(older)}"
             )
     return "no older checkpoint of the run is whole; --run.overwrite=true begins the run again"
 
@@ -116,7 +125,9 @@ class Checkpoint:
             manifest = whole_manifest(folder)
         except ValueError as error:
             raise Refusal(f"{error}; {instead_of(folder)}") from None
-        self.info, self.files, self.tensors = manifest.info, manifest.files, manifest.tensors
+        self.info = manifest.info
+        self.files = manifest.files
+        self.tensors = manifest.tensors
         self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
@@ -127,7 +138,8 @@ class Checkpoint:
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         content = rows.reshape(-1).view(torch.uint8).numpy()
         for file, offset, start, length in entry.chunks:
-            low, high = max(first, start), min(first + count, start + length)
+            low = max(first, start)
+            high = min(first + count, start + length)
             if low < high:
                 part = content[(low - first) * width : (high - first) * width]
                 self._read(file, offset + (low - start) * width, part)
@@ -143,14 +155,16 @@ class Checkpoint:
         """Fill `content` with the bytes of a file from `start` on."""
         end = start + len(content)
         for number in range(start // BLOCK, -(-end // BLOCK)):
-            low, high = max(start, number * BLOCK), min(end, (number + 1) * BLOCK)
+            low = max(start, number * BLOCK)
+            high = min(end, (number + 1) * BLOCK)
             block = np.frombuffer(self._block(name, number), np.uint8)
             content[low - start : high - start] = block[low - number * BLOCK : high - number * BLOCK]
 
     def _block(self, name: str, number: int) -> bytes:
         if name in self._cache and self._cache[name][0] == number:
             return self._cache[name][1]
-        path, begin = self.folder / name, number * BLOCK
+        path = self.folder / name
+        begin = number * BLOCK
         try:
             with path.open("rb") as file:
                 file.seek(begin)

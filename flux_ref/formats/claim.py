@@ -30,7 +30,10 @@ class Claim:
 
     def __init__(self, path: Path):
         """`take` makes claims."""
-        pid, self.path, self.count, self.closed = os.getpid(), path, 0, threading.Event()
+        pid = os.getpid()
+        self.path = path
+        self.count = 0
+        self.closed = threading.Event()
         self.name = {"owner": f"process {pid} on {os.uname().nodename}", "nonce": secrets.token_hex(8)}
         self.name |= {"place": _place(), "pid": pid, "started": _started(pid)}
         self.thread = threading.Thread(target=self._keep, daemon=True)
@@ -108,11 +111,15 @@ def take(path: Path, wait_s: float = 0.0) -> Claim | None:
 
     It takes LEASE_S seconds longer to see that an owner on another host has ended without a word.
     """
-    own, begin = Claim(path), time.monotonic()
-    seen, since, moves = None, begin, False
+    own = Claim(path)
+    begin = time.monotonic()
+    seen = None
+    since = begin
+    moves = False
     while not own._make():
         asked = time.monotonic()
-        content, now = _content(path), time.monotonic()
+        content = _content(path)
+        now = time.monotonic()
         if content != seen:
             seen, since, moves = content, now, seen is not None
         elif now - asked > BEAT_S:

@@ -65,7 +65,8 @@ def diffusers_parts(model: ModelConfig) -> dict[str, list[Part]]:
 def _parts(name: str, rows: int, hidden: int) -> list[Part]:
     module, _, kind = name.rpartition(".")
     kind = "weight" if kind == "scale" else kind  # of an RMS norm
-    stem, names = "", OUTSIDE
+    stem = ""
+    names = OUTSIDE
     if module.startswith(("double_blocks.", "single_blocks.")):
         block, number, module = module.split(".", 2)
         stem = ("transformer_blocks." if block == "double_blocks" else "single_transformer_blocks.") + number + "."

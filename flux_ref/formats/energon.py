@@ -21,7 +21,8 @@ def shards_of(folder: Path, split: str) -> list[Path]:
     try:
         content = yaml.safe_load(text)
         parts = {name: _expanded(lines) for name, lines in content["split_parts"].items()}
-        names, excluded = parts[split], set(_expanded(content.get("exclude") or []))
+        names = parts[split]
+        excluded = set(_expanded(content.get("exclude") or []))
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = outside.printable(" ".join(str(error).split()))[:200]
         raise Refusal(f"{listing} lists no shards for {split!r} ({reason}); prepare the folder again") from None

@@ -72,7 +72,8 @@ def naming(path: Path) -> Iterator[None]:
 def append(path: Path, content: str | bytes, on_disk: bool = False) -> None:
     """Append text or bytes to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
     with naming(path), path.open("ab", buffering=0) as file:
-        size, rest = file.seek(0, os.SEEK_END), content.encode() if isinstance(content, str) else content
+        size = file.seek(0, os.SEEK_END)
+        rest = content.encode() if isinstance(content, str) else content
         try:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[file.write(rest) :]

@@ -9,7 +9,8 @@ from flux_ref.errors import Refusal
 
 def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Path) -> None:
     """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
-    missing, unexpected = sorted(want.keys() - found.keys()), sorted(found.keys() - want.keys())
+    missing = sorted(want.keys() - found.keys())
+    unexpected = sorted(found.keys() - want.keys())
     misshaped = [
         f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
     ]

@@ -17,7 +17,8 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
 
     A damaged line raises a Refusal unless it is the last line: a killed run may have left half a line.
     """
-    lines, kept = outside.read_bytes(path, "records", outside.OWN_BYTES).split(b"\n") if path.exists() else [], []
+    lines = outside.read_bytes(path, "records", outside.OWN_BYTES).split(b"\n") if path.exists() else []
+    kept = []
     for number, line in enumerate(lines, 1):
         record = parsed(line) or {}
         lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]

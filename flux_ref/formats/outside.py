@@ -40,7 +40,8 @@ def opened(path: Path, what: str) -> Iterator[BinaryIO]:
 def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
     with opened(path, what) as file:
-        content, size = bytearray(), os.fstat(file.fileno()).st_size
+        content = bytearray()
+        size = os.fstat(file.fileno()).st_size
         while max(size, len(content)) <= most and (part := file.read(2**20)):  # a file may grow, or tell no size
             content += part
     if max(size, len(content)) > most:

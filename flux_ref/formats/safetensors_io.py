@@ -34,7 +34,8 @@ class CheckedFile:
 
     def __init__(self, path: Path):
         self.file = path.open("xb", buffering=0)  # nothing is left to be flushed when a write has failed
-        self.bytes, self.crc32 = 0, []
+        self.bytes = 0
+        self.crc32 = []
 
     def write(self, content: memoryview | bytes) -> None:
         rest = memoryview(content).cast("B")
@@ -63,7 +64,9 @@ def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, st
 
     Format: 8 bytes little-endian length, then JSON (github.com/huggingface/safetensors).
     """
-    table, begins, offset = {"__metadata__": metadata}, {}, 0
+    table = {"__metadata__": metadata}
+    begins = {}
+    offset = 0
     for name, (dtype, shape) in entries.items():
         begins[name] = offset
         offset += DTYPES[dtype].itemsize * torch.Size(shape).numel()

@@ -90,7 +90,8 @@ def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int =
     Each shard is whole, but the folder is whole only when this returns: give it its name then.
     """
     folder.mkdir(parents=True)
-    samples, count = iter(samples), 0
+    samples = iter(samples)
+    count = 0
     for first in samples:
         with new_shard(shard_path(folder, count // per_shard)) as shard:
             for sample in chain([first], islice(samples, per_shard - 1)):

@@ -101,9 +101,11 @@ class Shard:
         An archive ends where its last sample's end marker does, or at the next full record, as tar pads it.
         Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
         """
-        self.path, self.layout = path, layout
+        self.path = path
+        self.layout = layout
         self.stamp = _stamp(path.stat())
-        size, stride = self.stamp[0], layout.stride
+        size = self.stamp[0]
+        stride = layout.stride
         most = max(0, size - END_BYTES) // stride
         ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
         exact = [n for n, end in ends.items() if size == end]
@@ -148,7 +150,8 @@ class Shard:
 
         Raises: BadSample; the rows then hold anything.
         """
-        json_part, heads = bytearray(2 * BLOCK), {}
+        json_part = bytearray(2 * BLOCK)
+        heads = {}
         parts: list = [json_part]
         for name in MEMBERS:
             size = self.layout.payload_bytes[name]
@@ -178,7 +181,8 @@ class Shard:
 
     def _fill(self, parts: list, position: int) -> None:
         """Fill the parts with the bytes of a sample. Network file systems may take more than one call."""
-        views, offset = [memoryview(part).cast("B") for part in parts], position * self.layout.stride
+        views = [memoryview(part).cast("B") for part in parts]
+        offset = position * self.layout.stride
         while views:
             try:
                 count = os.preadv(self.descriptor, views, offset)
@@ -205,7 +209,8 @@ class ShardSet:
         The folder "" of "val" holds no samples.
         Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
         """
-        self.layout, self.paths = layout, paths_of(Path(folder), split) if folder or split == "train" else []
+        self.layout = layout
+        self.paths = paths_of(Path(folder), split) if folder or split == "train" else []
         self.shards = [Shard(path, layout) for path in self.paths]
         # The index of each shard's first sample, and at the end the number of samples.
         self.first = np.cumsum([0, *(shard.count for shard in self.shards)])
@@ -261,7 +266,7 @@ def paths_of(folder: Path, split: str) -> list[Path]:
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
     if (folder / ".nv-meta").is_dir():
-        from flux_ref.formats import energon  # few folders need it, and yaml
+        from flux_ref.formats import energon  # brings yaml, which few folders need
 
         return energon.shards_of(folder, split)
     if not (paths := sorted(folder.glob("*.tar"))):
@@ -286,7 +291,8 @@ def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
 
 def _first_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the first sample of a shard, whatever they are; {} if there is none."""
-    found, offset = {}, 2 * BLOCK
+    found = {}
+    offset = 2 * BLOCK
     with contextlib.suppress(Exception), outside.opened(path, "shard") as file:  # numpy's parser raises a dozen kinds
         for name in MEMBERS:
             file.seek(offset)
@@ -300,7 +306,8 @@ def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
     try:
         content = outside.parse_json(text)
-        timestep, caption = content.get("timestep"), content.get("caption") or ""
+        timestep = content.get("timestep")
+        caption = content.get("caption") or ""
     except (ValueError, AttributeError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
     if timestep is not None and type(timestep) is not int:
@@ -334,7 +341,8 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
     """
     encodings = {}
     for name in ("t5", "clip"):
-        path, shape = Path(folder) / f"{name}_empty.npy", layout.shapes[name]
+        path = Path(folder) / f"{name}_empty.npy"
+        shape = layout.shapes[name]
         content = outside.read_bytes(path, "empty encoding", NPY_MOST + 4 * prod(shape))
         try:
             npy = _npy(content, (shape, (1, *shape)))

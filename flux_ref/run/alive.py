@@ -30,7 +30,9 @@ class Alive:
 
     def __init__(self, name: str, cfg: Config, world: World):
         """Collective. name: of the script, for messages."""
-        self.signal, self.since, self.speaks = 0, 0.0, world.rank == 0
+        self.signal = 0
+        self.since = 0.0
+        self.speaks = world.rank == 0
         self.group = ranks.host_group("stop", 2 * cfg.run.hang_s)  # twice: the hang watch reports first
         self.sent: tuple[torch.Tensor, dist.Work] | None = None
         for number in SIGNALS[:2]:
@@ -39,7 +41,8 @@ class Alive:
 
     def _take(self, number: int, frame: object) -> None:
         if self.signal != signal.SIGINT:
-            self.signal, self.since = number, time.monotonic()
+            self.signal = number
+            self.since = time.monotonic()
             if number == signal.SIGINT and self.speaks:
                 with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
                     os.write(2, NOTICE)  # print() might interrupt itself

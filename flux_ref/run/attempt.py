@@ -10,6 +10,7 @@ from typing import TextIO
 
 from flux_ref.errors import Fault, Interrupted, Refusal, Stop
 from flux_ref.formats.outside import one_line
+from flux_ref.run import launcher
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -75,8 +76,6 @@ def complain(name: str, error: Stop | OSError | str) -> None:
     line = one_line(f"{name}: {error}")
     print(line, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from flux_ref.run import launcher
-
         launcher.tell(line)
 
 

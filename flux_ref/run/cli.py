@@ -14,6 +14,7 @@ from typing import NoReturn
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
+from flux_ref.run import key_list, launcher
 from flux_ref.run.alive import SIGNALS, received
 from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
 
@@ -25,14 +26,10 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     make_terminal_patient()
     if "-h" in argv or "--help" in argv:
         if "flux_ref/config.py" in usage:  # its options are keys
-            from flux_ref.run import key_list
-
             usage += key_list.text()
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from flux_ref.run import launcher
-
         threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
     with lasting_terminal():
         code = _attempt(name, task, argv)
@@ -43,7 +40,8 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
-    caught, before = 0, {number: signal.getsignal(number) for number in SIGNALS}
+    caught = 0
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         try:
             return task(argv)

@@ -36,7 +36,8 @@ from flux_ref.speed.fp8_product import architecture
 from flux_ref.steps import Steps
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder of torch's compiler
-KEY, REMEDY = "parallel.compile_cache", "delete it or name another file"
+KEY = "parallel.compile_cache"
+REMEDY = "delete it or name another file"
 # These keys decide no graph by themselves. Equal regions share one graph, whatever their number.
 FREE = (KEY, "parallel.replicate", "model.double_blocks", "model.single_blocks")
 # Triton's files name their folder, so they fit no other. Each graph holds a copy of its kernels, which torch unpacks.
@@ -81,7 +82,9 @@ def warm_up(steps: Steps, cfg: config.Config, world: ranks.World) -> str:
 
     Call `own_folder` before. Returns one line for the log. Collective. Raises: Refusal, Fault.
     """
-    path, use, folder = Path(cfg.parallel.compile_cache), purpose(cfg, world), Path(os.environ[PLACE])
+    path = Path(cfg.parallel.compile_cache)
+    use = purpose(cfg, world)
+    folder = Path(os.environ[PLACE])
     leads = world.rank == world.nodes.index(world.nodes[world.rank])  # the first rank of a node reads and writes
     with ranks.agreed():
         if leads:
@@ -130,7 +133,8 @@ def read(path: Path, use: dict[str, str], folder: Path) -> None:
             raise Refusal(f"{KEY}={path} {owner}; it is code: only you may own and write it; {REMEDY}")
         try:
             header = outside.parse_json(file.readline(HEADER_BYTES))
-            made_for, checksum = dict(header["made for"]), header["sha256"]
+            made_for = dict(header["made for"])
+            checksum = header["sha256"]
         except (ValueError, KeyError, TypeError):
             raise Refusal(f"{KEY}={path} is no compile cache; {REMEDY}") from None
         archive = file.read()

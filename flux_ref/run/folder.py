@@ -14,8 +14,10 @@ from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
+from flux_ref.formats.claim import owner, take
 from flux_ref.formats.files import write_whole
 from flux_ref.ranks import World
+from flux_ref.run import resuming
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
 RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "outcome.json")
@@ -52,9 +54,8 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
 @contextmanager
 def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     """`claimed` on rank 0. restarted: torchrun repeats its command after a failure."""
-    from flux_ref.formats.claim import owner, take  # no other rank needs it
-
-    folder, is_new = config.run_dir(cfg), False
+    folder = config.run_dir(cfg)
+    is_new = False
     is_made = not folder.exists()
     with ExitStack() as stack:
         with _writing(folder):
@@ -113,11 +114,9 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
         return None
     if cfg.run.resume == "never" and not restarted:
         raise Refusal(f"{folder} already holds a run; set run.dir to another folder or run.overwrite=true")
-    saved = checkpoint_files.found(folder)
+    saved = checkpoint_files.list_checkpoints(folder)
     if cfg.run.resume == "must" and not saved:
         raise Refusal(f"{folder} holds no checkpoint to continue from; run.resume=auto begins again")
-    from flux_ref.run import resuming  # a new run needs none of it
-
     resuming.require_continues(cfg, folder, saved)
     return saved[-1] if saved else None
 

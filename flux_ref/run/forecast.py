@@ -12,7 +12,8 @@ def forecast(
     samples:      trained so far. is_evaluated: a resumed run has this evaluation already.
     warm_s:       seconds of a training step and a validation batch together.
     """
-    batch, rows = cfg.train.global_batch, cfg.train.global_batch / ranks
+    batch = cfg.train.global_batch
+    rows = cfg.train.global_batch / ranks
     left = range(samples, cfg.train.max_samples, batch)
     step_s = warm_s * 3 * rows / (3 * rows + cfg.eval.batch)  # a backward takes about as long as two forwards
     val_s = (warm_s - step_s) * schedule.steps_for(val_count, ranks * cfg.eval.batch)

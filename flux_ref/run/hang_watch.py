@@ -30,19 +30,26 @@ class HangWatch:
 
     def __init__(self, name: str, world: World, groups: list[dist.ProcessGroup], limit_s: float):
         """groups: whose collectives count as progress. limit_s: seconds without progress; 0 watches nothing."""
-        self.name, self.world, self.limit_s = name, world, limit_s
+        self.name = name
+        self.world = world
+        self.limit_s = limit_s
         self.period = min(5.0, limit_s / 20)
         self.linger_s = max(LINGER_S, 2 * self.period)  # two ranks judge at most so far apart
         self.store = dist.PrefixStore("watch", ranks.store_clone())
         self.groups, self.captured = groups, False  # whether steps are replayed; the flight recorder misses replays
-        self.place, self.marks, self.beat = "start-up", 0, 0
-        self.moved, self.since, self.closed = None, time.monotonic(), threading.Event()
+        self.place = "start-up"
+        self.marks = 0
+        self.beat = 0
+        self.moved = None
+        self.since = time.monotonic()
+        self.closed = threading.Event()
         if limit_s:
             threading.Thread(target=self._run, daemon=True).start()
 
     def at(self, place: str) -> None:
         """Note the place of this rank. Each call counts as progress."""
-        self.place, self.marks = place, self.marks + 1
+        self.place = place
+        self.marks = self.marks + 1
 
     def close(self) -> None:
         self.closed.set()
@@ -65,8 +72,10 @@ class HangWatch:
         collectives = sum(ranks.collectives(group) for group in self.groups)
         moved = (self.marks, collectives, safetensors_io.Moved.total)
         if moved != self.moved:
-            self.moved, self.since = moved, time.monotonic()
-        self.beat, still = self.beat + 1, time.monotonic() - self.since
+            self.moved = moved
+            self.since = time.monotonic()
+        self.beat = self.beat + 1
+        still = time.monotonic() - self.since
         # A call of the flight recorder may disturb a capture, so it is made only when nothing moves.
         last = ranks.last_collective() if still > self.limit_s / 2 else ""
         record = {"beat": self.beat, "still": still, "collectives": collectives, "last": last, "place": self.place}

@@ -7,7 +7,8 @@ import textwrap
 from flux_ref import config, config_file
 
 FIELD = re.compile(r"^ {4}(\w+): [^=\n]+ = .*  # (.*)$", re.M)
-COLUMNS, COMMENT_AT = 100, 44
+COLUMNS = 100
+COMMENT_AT = 44
 
 
 def text() -> str:
@@ -16,7 +17,8 @@ def text() -> str:
     lines = ["", "Every key, with the default for configs that do not set it:"]
     for section, default in config.SECTIONS.items():
         source = inspect.getsource(type(default))
-        comments, about = dict(FIELD.findall(source)), inspect.getdoc(default) if '"""' in source else ""
+        comments = dict(FIELD.findall(source))
+        about = inspect.getdoc(default) if '"""' in source else ""
         lines += ["", *textwrap.wrap(f"{section}: {about}".removesuffix(": "), COLUMNS)]
         for name in vars(default):
             option = f"  --{section}.{name}={defaults[f'{section}.{name}']}"

@@ -13,7 +13,8 @@ from flux_ref.errors import Fault
 
 def follow(name: str) -> None:
     """End this rank when torchrun dies. A rank that goes on would keep memory, devices and the run's folder."""
-    launcher, program = os.getppid(), b"python"
+    launcher = os.getppid()
+    program = b"python"
     with contextlib.suppress(OSError):
         program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
     # A rank that lost torchrun while it started has process 1 as parent. In a container torchrun may be process 1.

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from flux_ref.formats.files import whole
 
-INK, PALE, TRAIN, VAL = (40, 40, 40), (215, 215, 215), (110, 150, 205), (200, 70, 40)
+INK = (40, 40, 40)
+PALE = (215, 215, 215)
+TRAIN = (110, 150, 205)
+VAL = (200, 70, 40)
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
 Curve = list[tuple[float, float]]  # training samples, loss
@@ -33,9 +36,15 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     """Save losses over training samples as a PNG. An arrow with a number is a validation loss above the chart."""
     from PIL import Image, ImageDraw, ImageFont
 
-    width, height, left, right, bottom, top = 900, 520, 80, 860, 460, 50
+    width = 900
+    height = 520
+    left = 80
+    right = 860
+    bottom = 460
+    top = 50
     image = Image.new("RGB", (width, height), "white")
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=15)
+    pen = ImageDraw.Draw(image)
+    font = ImageFont.load_default(size=15)
     most_x = max([x for x, _ in train + val] + [1])
     low, high = span([curve for curve in (train, val) if curve], target)
 

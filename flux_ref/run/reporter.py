@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, steps
-from flux_ref.benchmark import alarms, convergence
+from flux_ref.benchmark import alarms, closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
@@ -24,8 +24,9 @@ from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
-from flux_ref.run import folder
+from flux_ref.run import folder, loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
+from flux_ref.run.forecast import forecast
 from flux_ref.run.progress import progress
 from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.attention import attention_kernel
@@ -37,10 +38,14 @@ class Reporter:
 
     def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
         """Collective. Raises: Refusal for a wrong eval.band, and for run.tensorboard without the package."""
-        self.cfg, self.world, self.log, self.folder = cfg, world, log, config.run_dir(cfg)
+        self.cfg = cfg
+        self.world = world
+        self.log = log
+        self.folder = config.run_dir(cfg)
         self.speaks = world.rank == 0
         with ranks.agreed():
-            self.band, self.board = convergence.of_config(cfg), None
+            self.band = convergence.of_config(cfg)
+            self.board = None
             if cfg.run.tensorboard and self.speaks:
                 from flux_ref.run.tensorboard import Board
 
@@ -73,16 +78,15 @@ class Reporter:
         self.val_count = val_count
         if not self.speaks:
             return
-        from flux_ref.benchmark import closed  # no other rank needs it
-
-        cfg, world = self.cfg, self.world
+        cfg = self.cfg
+        world = self.world
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         micro = config.micro_batch(cfg, world.size)
         parts = cfg.train.global_batch // (world.size * micro)
         mesh = f"replicas x shards: {world.replicas} x {world.size // world.replicas}"
         facts = environment(world)
-        compute, *sides = policy.described(cfg)
-        taken, emulated = native.counted(cfg, arch := fp8_product.architecture(world.device), micro)
+        compute, *sides = policy.describe(cfg)
+        taken, emulated = native.require_native_sizes(cfg, arch := fp8_product.architecture(world.device), micro)
         if taken + emulated:
             sides.append(f"  products of blocks on {arch}, all stages: {taken} native (unproven), {emulated} emulated")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
@@ -102,7 +106,7 @@ class Reporter:
             f"  run     {self.folder}: loss.png, metrics.jsonl, result_0.txt{left}"
         )
         complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
-        for line in (*sides, *closed.told(cfg, train_count, val_count), *complaints):
+        for line in (*sides, *closed.warnings(cfg, train_count, val_count), *complaints):
             self.say(line)
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
@@ -131,8 +135,6 @@ class Reporter:
             folder.write_config(self.cfg)
             (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
         if warm_s and self.speaks:
-            from flux_ref.run.forecast import forecast  # no other rank tells
-
             captured = steps.mode(self.cfg, self.world.device) == steps.CAPTURED
             run = self.cfg, self.world.size, samples, self.val_loss_at(samples) is not None
             self.say(f"  time    {forecast(*run, self.val_count, warm_s, captured)}")
@@ -230,8 +232,6 @@ class Reporter:
     def _chart(self) -> None:
         with self.spare("loss.png"):
             if self.speaks:
-                from flux_ref.run import loss_chart  # no other rank draws
-
                 loss_chart.chart(self.train_curve, self.val_curve, self.cfg.eval.target, self.folder / "loss.png")
 
     def pause(self, seconds: float) -> None:
@@ -240,7 +240,8 @@ class Reporter:
 
     def conclude(self, state: State, reached: bool) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished."""
-        outcome, val_loss = REACHED if reached else ENDED, self.val_curve[-1][1] if self.val_curve else None
+        outcome = REACHED if reached else ENDED
+        val_loss = self.val_curve[-1][1] if self.val_curve else None
         if val_loss is None:  # no evaluation has drawn it
             self._chart()
         pictures = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""

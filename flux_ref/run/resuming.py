@@ -26,14 +26,16 @@ MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
-    own, ran = config.flat(cfg), config.flat(config_file.load(folder / "config.toml"))
+    own = config.flat(cfg)
+    ran = config.flat(config_file.load(folder / "config.toml"))
     keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
     if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
             f" run.overwrite=true; these keys may change, dtypes excepted: {', '.join(FREE)}"
         )
-    batch, most = cfg.train.global_batch, cfg.train.max_samples
+    batch = cfg.train.global_batch
+    most = cfg.train.max_samples
     samples = checkpoint_files.step_of(saved[-1]) * batch if saved else 0
     if samples > schedule.steps_for(most, batch) * batch:
         raise Refusal(f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less")
@@ -85,7 +87,8 @@ def load_progress(saved: Checkpoint, state: State) -> None:
         _load(saved, state, "optimizer.")
         _load(saved, state, "fp8.")
     state.precision.set_scales()
-    state.step, state.samples = saved.info["step"], saved.info["samples"]
+    state.step = saved.info["step"]
+    state.samples = saved.info["samples"]
     state.opt.set_steps(state.step)
 
 

@@ -29,7 +29,9 @@ class Board:
 
     def __init__(self, run: Path, spare: Callable = contextlib.nullcontext):
         """spare: a context that may swallow an OSError of its block. After an OSError nothing more is written."""
-        self.run, self.spare, self.path = run, spare, None
+        self.run = run
+        self.spare = spare
+        self.path = None
         self.samples, self.pictures = 0.0, set()  # of the newest record; that are shown
 
     def begin(self, samples: float = MOST_SAMPLES) -> str:
@@ -74,7 +76,8 @@ class Board:
                     self._write(step=count, summary=Summary(value=[Summary.Value(tag="pictures", image=image)]))
 
     def _write(self, **content: object) -> None:
-        path, self.path = self.path, None
+        path = self.path
+        self.path = None
         if path:
             buffer = io.BytesIO()
             RecordWriter(buffer).write(Event(wall_time=time.time(), **content).SerializeToString())

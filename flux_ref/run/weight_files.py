@@ -31,7 +31,9 @@ class Tensors:
 
         No two files may hold the same tensor.
         """
-        self.files, self.shapes, self.metadata = {}, {}, {}
+        self.files = {}
+        self.shapes = {}
+        self.metadata = {}
         for path in files:
             with _opened(path) as file:
                 self.metadata |= file.metadata() or {}
@@ -85,7 +87,8 @@ class Source:
         """
         pieces, row = [], 0  # row: the parameter's row with which the part begins
         for part in self.parts[name]:
-            low, high = max(first, row), min(first + count, row + part.rows)
+            low = max(first, row)
+            high = min(first + count, row + part.rows)
             if low < high:
                 pieces.append(self.tensors.read(part.name, part.first + low - row, high - low))
             row += part.rows
@@ -112,7 +115,7 @@ def find(path: Path, step: int | None = None) -> Path:
     step: the checkpoint of this step of a run. None: the run's newest.
     """
     if (path / "config.toml").is_file() or checkpoint_files.folder_of(path).is_dir():  # a run
-        checkpoints = {checkpoint_files.step_of(folder): folder for folder in checkpoint_files.found(path)}
+        checkpoints = {checkpoint_files.step_of(folder): folder for folder in checkpoint_files.list_checkpoints(path)}
         wanted = max(checkpoints, default=None) if step is None else step
         if wanted in checkpoints:
             return checkpoints[wanted]

@@ -30,8 +30,12 @@ class Gallery:
 
     def __init__(self, cfg: Config, world: World, report: Reporter, captions: ValSet | TrainSet, train_set: TrainSet):
         """captions: the data set whose first captions are drawn. Collective. Raises: Refusal for a bad autoencoder."""
-        self.cfg, self.world, self.report, self.artist = cfg, world, report, Artist(cfg, world)
-        self.captions, self.train_set = captions, train_set
+        self.cfg = cfg
+        self.world = world
+        self.report = report
+        self.artist = Artist(cfg, world)
+        self.captions = captions
+        self.train_set = train_set
         self.texts: list[Text] = []
         self.newest = -1  # training samples at the newest sheet
 
@@ -41,15 +45,18 @@ class Gallery:
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
         FP8 scales. A file that cannot be written does not end the run. at: as `report_place` of `Artist.paint`.
         """
-        samples, cfg = state.samples, self.cfg.sample
+        samples = state.samples
+        cfg = self.cfg.sample
         if self.newest == samples:
             return
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
-        self.newest, begin = samples, time.perf_counter()
+        self.newest = samples
+        begin = time.perf_counter()
         self.texts = self.texts or stored_captions(self.captions.shards, cfg.count)
         pictures = self.artist.paint(state.net, self.texts, self.train_set.empty, at)
-        path, names = self.report.folder / "samples" / f"{samples:09d}.png", [caption for caption, _ in self.texts]
+        path = self.report.folder / "samples" / f"{samples:09d}.png"
+        names = [caption for caption, _ in self.texts]
         with self.report.spare(path.name):
             if pictures:
                 grid.save(pictures, names, path)

@@ -46,7 +46,8 @@ class TextEncoder:
         """option: of KINDS. Raises: Refusal."""
         kind, self.output, types, public = KINDS[option]
         words = tokenizer_folder(folder)
-        self.tokens, self.device = tokens, device
+        self.tokens = tokens
+        self.device = device
         for path in (folder / "config.json", words / "tokenizer_config.json"):
             if not path.is_file():
                 raise Refusal(f"--{option} {folder}: {path} is missing; give FLUX.1-schnell's {public}; {FETCH}")
@@ -87,7 +88,8 @@ class Encoders:
         """vae_file: None for captions only. Raises: Refusal for files that do not fit the model or are no encoders."""
         if model.latent_channels != vae.FLUX.latent_channels:
             raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
-        self.device, self.autoencoder = device, vae_file and vae.load(vae_file, device)
+        self.device = device
+        self.autoencoder = vae_file and vae.load(vae_file, device)
         self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
         self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}

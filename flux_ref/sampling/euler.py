@@ -43,7 +43,9 @@ class Artist:
 
     def __init__(self, cfg: Config, world: World):
         """Collective. Raises: Refusal for a file of cfg.sample.vae that holds no autoencoder."""
-        self.cfg, self.world, self.autoencoder = cfg, world, None
+        self.cfg = cfg
+        self.world = world
+        self.autoencoder = None
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
                 if not cfg.sample.vae:
@@ -59,7 +61,9 @@ class Artist:
         empty:        the encodings of the empty caption; None if cfg.sample.guidance is 1.
         report_place: called before each sampling step with its name. It may raise, on all ranks alike.
         """
-        rows, pictures, batch = [rows for _, rows in texts], [], self.cfg.eval.batch
+        rows = [rows for _, rows in texts]
+        pictures = []
+        batch = self.cfg.eval.batch
         with regions.uncompiled(self.cfg.parallel):
             for first in range(0, len(rows), batch):
                 part = rows[first : first + batch]

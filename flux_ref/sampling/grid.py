@@ -24,11 +24,14 @@ def save(pictures: list[np.ndarray], captions: list[str], path: Path, columns: i
     height, width = pictures[0].shape[1:]
     scale = max(1.0, HEIGHT / height)
     size = round(width * scale), round(height * scale)
-    step_x, step_y, columns = size[0] + GAP, size[1] + CAPTION_HEIGHT + GAP, min(columns, len(pictures))
+    step_x = size[0] + GAP
+    step_y = size[1] + CAPTION_HEIGHT + GAP
+    columns = min(columns, len(pictures))
     rows = -(-len(pictures) // columns)
     sheet = Image.new("RGB", (GAP + columns * step_x, GAP + rows * step_y), "white")
     for i, (picture, caption) in enumerate(zip(pictures, captions)):
-        left, top = GAP + i % columns * step_x, GAP + i // columns * step_y
+        left = GAP + i % columns * step_x
+        top = GAP + i // columns * step_y
         pixels = ((picture.transpose(1, 2, 0) + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
         sheet.paste(Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST), (left, top))
         _write(sheet, caption, (left + 4, top + size[1] + 3), size[0])

@@ -23,7 +23,8 @@ from flux_ref.run.weight_files import Tensors
 
 # B batch  H, W pixel rows and columns (256)  C latent channels (16)  Y, X latent rows and columns (H / 8, W / 8)
 # K feature maps of the middle (512)  L = Y * X positions there; tensors of other layers go without a suffix
-GROUPS, NORM_EPS = 32, 1e-6
+GROUPS = 32
+NORM_EPS = 1e-6
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 FILES = 'ae.safetensors "text_encoder*/*" "tokenizer*/*"'
 FETCH = f"fetch it: hf download black-forest-labs/FLUX.1-schnell {FILES} --local-dir DIR"
@@ -235,7 +236,8 @@ def load(given: Path | str, device: torch.device | str = "cpu", sizes: Sizes = F
         net = Autoencoder(sizes).requires_grad_(False)
     want = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     path = find(Path(given))
-    tensors, where = Tensors([path]), f"autoencoder {path}"
+    tensors = Tensors([path])
+    where = f"autoencoder {path}"
     if any(".down_blocks." in name for name in tensors.shapes):
         require_config(path.with_name("config.json"), DIFFUSERS_CONFIG, "give FLUX.1-schnell's vae/")
         want = diffusers_table(net)

@@ -74,7 +74,10 @@ class BlockMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, pairs: dict[str, Pair], arch: str, draws: Draws | None, rows: int):
         ctx.save_for_backward(x_MK, weight_NK)
-        ctx.pairs, ctx.arch, ctx.draws, ctx.rows = pairs, arch, draws, rows
+        ctx.pairs = pairs
+        ctx.arch = arch
+        ctx.draws = draws
+        ctx.rows = rows
         return _product(ctx, "forward", (x_MK, INPUT), (weight_NK, WEIGHT), bias_N)
 
     @staticmethod
@@ -106,7 +109,8 @@ def _side(ctx, product: str, side: Side | None, tensor: Tensor, kind: int, turne
     if side and side.stochastic and ctx.draws:
         chance = _chance(ctx.draws, 3 * PRODUCTS.index(product) + kind, tensor, 0 if kind == WEIGHT else ctx.rows)
     if turned:
-        tensor, chance = tensor.t(), None if chance is None else chance.t().contiguous()
+        tensor = tensor.t()
+        chance = None if chance is None else chance.t().contiguous()
     return scaled(tensor, side, chance) if side else tensor
 
 

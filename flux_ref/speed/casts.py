@@ -1,7 +1,8 @@
 """Casts to the formats of number_formats.py, in blocks that share scales.
 
 All arithmetic is fp32 by powers of two. So codes and scales are equal on every device, bit for bit. Only the rules
-linear and two-level divide by other numbers.
+linear and two-level divide by other numbers, as their sources do. There a compiled scale may be off by an ulp: Inductor
+divides by div.full.f32 on NVIDIA, which does not round correctly. So what is exact here is written as a product.
 
 port: `rounded`, `encode` and `Format.table` define a format; `scaled` defines the scales of a tensor.
 """
@@ -12,7 +13,8 @@ from torch import Tensor
 from flux_ref.speed.fp8_product import scale_of_magnitude
 from flux_ref.speed.number_formats import E4M3, Format, Scaling
 
-FP32_BIAS, FP32_MANTISSA = 127, 23
+FP32_BIAS = 127
+FP32_MANTISSA = 23
 FP32_EXPONENT, FP32_FRACTION = 0xFF << 23, (1 << 23) - 1  # the bits of a number
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 
@@ -20,7 +22,7 @@ SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is n
 def encode(form: Format, values: Tensor) -> Tensor:
     """fp32 values that `rounded` gave to uint8 codes of the same shape. A NaN needs a format that has one."""
     exponent = exponent_of(values).clamp(min=1 - form.bias)
-    steps = (values.abs() / power_of_two(exponent - form.mantissa)).nan_to_num(nan=0.0).int()
+    steps = (values.abs() * power_of_two(form.mantissa - exponent)).nan_to_num(nan=0.0).int()
     codes = steps + ((exponent + form.bias - 1) << form.mantissa)
     negative = values.signbit() if form.has_negative_zero else values < 0
     codes = codes + negative * form.sign
@@ -48,7 +50,10 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     # All works in place. On a CPU new memory costs more than this arithmetic.
     step = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # 2**floor(log2 |x|)
     step.clamp_(2.0 ** (1 - form.bias), 2.0**form.top).mul_(2.0**-form.mantissa)
-    steps = x / step  # exact
+    if torch.compiler.is_compiling():  # numerics: see above. Eagerly a division is exact, and faster on a CPU
+        steps = x * ((2 * FP32_BIAS << FP32_MANTISSA) - step.view(torch.int32)).view(torch.float32)
+    else:
+        steps = x / step
     if chance is None:
         steps.round_()
     else:
@@ -59,7 +64,8 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
 
 def blocks(x_MK: Tensor, scaling: Scaling) -> Tensor:
     """A view as (M / rows, rows, K / columns, columns)."""
-    rows, columns = scaling.rows or x_MK.shape[0], scaling.columns or x_MK.shape[1]
+    rows = scaling.rows or x_MK.shape[0]
+    columns = scaling.columns or x_MK.shape[1]
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
@@ -83,7 +89,8 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         scale = factor.reciprocal()
     else:
         exponent = scale_exponent(amax, form, scaling.rule)
-        scale, factor = power_of_two(exponent), power_of_two(-exponent)
+        scale = power_of_two(exponent)
+        factor = power_of_two(-exponent)
     scale = scale.where(amax.isfinite(), torch.nan)
     values = rounded(parts * factor, form, None if chance is None else blocks(chance, scaling))
     return values.flatten(2).flatten(0, 1), scale[:, 0, :, 0], whole

@@ -52,7 +52,8 @@ def by_torch(place: Tensor, like: Tensor) -> Tensor:
 def philox(block: Tensor, sample: Tensor, epoch: Tensor, key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """The four words of each block of Philox4x64-10 as int64. Products and sums of int64 wrap, as 64 bits should."""
     zero = torch.zeros_like(block)
-    counter, keys = [block, zero + sample, zero + epoch, zero], list(key)
+    counter = [block, zero + sample, zero + epoch, zero]
+    keys = list(key)
     for _ in range(ROUNDS):
         (high0, low0), (high1, low1) = (_product(counter[2 * i], FACTORS[i]) for i in range(2))
         counter = [high1 ^ counter[1] ^ keys[0], low1, high0 ^ counter[3] ^ keys[1], low0]
@@ -62,7 +63,10 @@ def philox(block: Tensor, sample: Tensor, epoch: Tensor, key: tuple[Tensor, Tens
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The high and the low 64 bits of a product of unsigned 64-bit numbers, from halves of 32 bits."""
-    low, high, f_low, f_high = x & LOW, x >> 32 & LOW, factor & LOW, factor >> 32
+    low = x & LOW
+    high = x >> 32 & LOW
+    f_low = factor & LOW
+    f_high = factor >> 32
     carry = high * f_low + (low * f_low >> 32 & LOW)
     middle = low * f_high + (carry & LOW)
     return high * f_high + (carry >> 32 & LOW) + (middle >> 32 & LOW), x * _signed(factor)

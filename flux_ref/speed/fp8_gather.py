@@ -31,13 +31,15 @@ class Fp8Gather:
     """The gather of a net's linears whose weights are e4m3 in all stages. Make it once the net is materialised."""
 
     def __init__(self, net: nn.Module, cfg: Config):
-        names = policy.coded(cfg).values()
+        names = policy.layers_gathered_in_fp8(cfg).values()
         self.linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
         # FSDP2 keeps this very tensor; `to_local` returns another tensor object.
         self.shards = [linear.weight._local_tensor for linear in self.linears]
-        mesh, device = self.linears[0].weight.device_mesh, self.shards[0].device
+        mesh = self.linears[0].weight.device_mesh
+        device = self.shards[0].device
         self.group = mesh.get_group(mesh.ndim - 1)
-        self.arith, self.max_exponent = self.linears[0].arith, cfg.precision.max_scale_exponent
+        self.arith = self.linears[0].arith
+        self.max_exponent = cfg.precision.max_scale_exponent
         for linear in self.linears:  # one tensor each: compiled graphs copy inputs that are not aligned
             linear.weight_scale, linear.weight_inverse = (torch.ones((), device=device) for _ in range(2))
         handle = torch.full((max(linear.weight.numel() for linear in self.linears),), math.nan, device=device)

@@ -151,17 +151,23 @@ class Fp8Matmul(torch.autograd.Function):
         amax: where to note the largest magnitudes, or None. scale: a delayed scale, or None for a dynamic one.
         """
         (input_amax, *input_scales), (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
-        rule, weight_scale, kept_NK = arith.row_times_column, None, codes_NK
+        rule = arith.row_times_column
+        weight_scale = None
+        kept_NK = codes_NK
         amax_M = torch.cat([magnitudes(part) for part in parts])
         input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, input_amax, input_scales)
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
         if codes_NK is None:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
-            codes_NK, kept_NK = cast(weight_NK, weight_scale, arith.forward), weight_NK
+            codes_NK = cast(weight_NK, weight_scale, arith.forward)
+            kept_NK = weight_NK
         kept = (x8_KM,) if grad_in_fp8 else parts
         ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales, *kept)
         # grad_amax changes, so ctx cannot save it.
-        ctx.grad_amax, ctx.arith, ctx.max_exponent, ctx.grad_in_fp8 = grad_amax, arith, max_exponent, grad_in_fp8
+        ctx.grad_amax = grad_amax
+        ctx.arith = arith
+        ctx.max_exponent = max_exponent
+        ctx.grad_in_fp8 = grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
         out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
         return out_MN.split(widths, dim=1)
@@ -169,8 +175,11 @@ class Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         kept_NK, input_inverse, weight_scale, weight_inverse, *rest = ctx.saved_tensors
-        grad_scales, kept = rest[:2], rest[2:]
-        rule, kind, dtype = ctx.arith.row_times_column, ctx.arith.gradient, grads[0].dtype
+        grad_scales = rest[:2]
+        kept = rest[2:]
+        rule = ctx.arith.row_times_column
+        kind = ctx.arith.gradient
+        dtype = grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, grad_scales)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)

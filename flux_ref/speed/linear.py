@@ -44,16 +44,21 @@ class PolicyLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, layer: str, cfg: Config, arch: str):
         """Takes over the parameters of a linear. Raises: Refusal if the architecture cannot do what a stage asks."""
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        self.weight, self.bias, self.widths = linear.weight, linear.bias, getattr(linear, "widths", None)
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.widths = getattr(linear, "widths", None)
         stages = policy.stages(cfg)
         is_fp8 = any(policy.way(stage.pairs[layer]) == "tensor" for stage in stages)
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
-        self.layer, self.max_exponent, self.in_validation = layer, cfg.precision.max_scale_exponent, cfg.precision.eval
-        self.is_delayed, self.draws = False, None
+        self.layer = layer
+        self.max_exponent = cfg.precision.max_scale_exponent
+        self.in_validation = cfg.precision.eval
+        self.is_delayed = False
+        self.draws = None
         self.take(stages[0].pairs[layer])
         self.codes = self.weight_scale = self.weight_inverse = None
-        is_delayed = layer in policy.delayed(cfg)
+        is_delayed = layer in policy.layers_with_delayed_scales(cfg)
         for side, length in (("input", SLICES), ("grad", linear.out_features)):
             for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
                 # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
@@ -62,7 +67,8 @@ class PolicyLinear(nn.Linear):
 
     def take(self, pairs: dict[str, policy.Pair]) -> None:
         """Multiply with these sides from now on."""
-        self.pairs, self.way = pairs, policy.way(pairs)
+        self.pairs = pairs
+        self.way = policy.way(pairs)
 
     @torch.no_grad()
     def encode(self) -> None:
@@ -90,12 +96,14 @@ class PolicyLinear(nn.Linear):
         return out.unflatten(0, joined.shape[:-1])
 
     def _in_fp8(self, parts: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Tensor]:
-        gradient, of_weight = self.pairs["grad_input"][0], self.pairs["grad_weight"][0]
+        gradient = self.pairs["grad_input"][0]
+        of_weight = self.pairs["grad_weight"][0]
         arith = self.arith._replace(gradient=self.arith.forward) if gradient.form == E4M3 else self.arith
         weight = (self.weight, self.bias, self.codes, self.weight_inverse, arith, self.max_exponent)
         # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
         groups = [list(group) for _, group in itertools.groupby(widths)]
-        sums, flat = [sum(group) for group in groups], [part.flatten(0, -2) for part in parts]
+        sums = [sum(group) for group in groups]
+        flat = [part.flatten(0, -2) for part in parts]
         results = Fp8Matmul.apply(*weight, of_weight is not None, sums, *self._scaling(), *flat)
         results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
         return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
@@ -115,7 +123,7 @@ def convert(net: nn.Module, cfg: Config, arch: str, rows: int = 0) -> None:
     arch: of the device (fp8_product.architecture). rows: samples of a micro-batch, 0 if unknown. Linears that no stage
     casts stay as they are. Raises: Refusal.
     """
-    native.counted(cfg, arch, rows)
+    native.require_native_sizes(cfg, arch, rows)
     for module, layer in policy.layers(cfg.model).items():
         if any(policy.way(stage.pairs[layer]) != "plain" for stage in policy.stages(cfg)):
             net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer, cfg, arch))

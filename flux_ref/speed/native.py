@@ -16,7 +16,8 @@ from flux_ref.speed.policy import Side, layer_sizes, stages, way
 # Shapes: M tokens, K inputs and N outputs; R rows and S columns of a side, which are summed over.
 DTYPES = {E4M3.name: torch.float8_e4m3fn, E4M3FNUZ.name: torch.float8_e4m3fnuz, E2M1.name: torch.float4_e2m1fn_x2}
 # Numbers of ScalingType, which itself the compilers of torch 2.11 and 2.12 cannot compare.
-ROWS, BLOCKS = (ScalingType.RowWise.value,), (ScalingType.BlockWise1x32.value,)
+ROWS = (ScalingType.RowWise.value,)
+BLOCKS = (ScalingType.BlockWise1x32.value,)
 TWO_LEVELS = (ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value)
 SCALES = {TWO_LEVELS[0]: torch.float8_e4m3fn, BLOCKS[0]: torch.float8_e8m0fnu}  # dtypes of scales that are codes
 
@@ -43,7 +44,8 @@ class Product(NamedTuple):
     def side(self, values_RS: Tensor, scales: Tensor, whole: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Codes, uint8 (R, S), or (R, S / 2) if two share a byte; scales: fp32 (R, 1), or uint8 codes and fp32 ()."""
         if self.form == E4M3FNUZ:  # a code means half of what it means in E4M3
-            values_RS, scales = values_RS / 2, scales * 2
+            values_RS = values_RS / 2
+            scales = scales * 2
         codes = encode(self.form, values_RS).contiguous()
         if self.form == E2M1:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
@@ -54,7 +56,9 @@ class Product(NamedTuple):
         return codes, [swizzled(found) if self.tiled else found.flatten(), whole][: len(self.recipe)]
 
 
-ROW, MX8, MX4 = Product(E4M3, ROWS, (1, 16, 16)), Product(E4M3, BLOCKS, tiled=True), Product(E2M1, BLOCKS, tiled=True)
+ROW = Product(E4M3, ROWS, (1, 16, 16))
+MX8 = Product(E4M3, BLOCKS, tiled=True)
+MX4 = Product(E2M1, BLOCKS, tiled=True)
 BLACKWELL = {"e4m3_row": ROW, "mxfp8": MX8, "mxfp4": MX4, "nvfp4": Product(E2M1, TWO_LEVELS, tiled=True)}
 UNTILED = {"multiples": (32, 32, 128), "tiled": False}  # of K 128: so torch's older call demands
 CDNA4 = {"e4m3_row": ROW, "mxfp8": MX8._replace(**UNTILED), "mxfp4": MX4._replace(**UNTILED)}
@@ -68,7 +72,7 @@ def product(arch: str, left: Side | None, right: Side | None) -> Product | None:
     return FOUND.get(arch, {}).get(first) if first == second else None
 
 
-def counted(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
+def require_native_sizes(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
     """How many products of blocks torch's kernels take on an architecture, and how many are emulated, in all stages.
 
     rows: samples of a micro-batch. Raises: Refusal for sizes that a kernel does not take.
@@ -102,7 +106,8 @@ def call(a: Tensor, a_s: list[Tensor], b: Tensor, b_s: list[Tensor], form: str, 
     swizzles = [SwizzleType.SWIZZLE_32_4_4 if tile else SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE][: len(recipe)]
     left, right = ([one.view(SCALES.get(kind, one.dtype)) for kind, one in zip(kinds, each)] for each in (a_s, b_s))
     right = [right[0].t()] if kinds == [*ROWS] else right
-    a, b = a.view(DTYPES[form]), b.view(DTYPES[form])
+    a = a.view(DTYPES[form])
+    b = b.view(DTYPES[form])
     return scaled_mm(a, b.t(), left, recipe, right, recipe, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 

@@ -159,7 +159,8 @@ class Stage(NamedTuple):
 @cache
 def stages(cfg: Config) -> tuple[Stage, ...]:
     """The stages of a run in their order. precision.rules belong to the first. Raises: Refusal."""
-    own, last = cfg.precision, steps_for(cfg.train.max_samples, cfg.train.global_batch)
+    own = cfg.precision
+    last = steps_for(cfg.train.max_samples, cfg.train.global_batch)
     named = [(0, own.preset, own.rules), *((samples, preset, ()) for samples, preset in own.switch)]
     found = []
     for samples, preset, rules in named:
@@ -228,12 +229,17 @@ def _require_possible(layer: str, products: dict[str, Pair], sizes: tuple[int, i
             if is_weight and side.scaling.rows and sizes[product == "forward"] % side.scaling.rows:
                 why = f"has {side.scaling.rows} rows, which do not divide a weight of {sizes[:2]}; set {key}"
             if why:
-                raise Refusal(f"precision: {layer} {product}: {said(pair)}: {side.name} {why}, or write another rule")
+                raise Refusal(
+                    f"precision: {layer} {product}: {format_pair(pair)}: {side.name} {why}, or write another rule"
+                )
 
 
 def layer_sizes(model: ModelConfig, rows: int = 0) -> list[tuple[int, int, int]]:
     """K, N and M of each of the `layers`; rows: samples of a micro-batch."""
-    h, inner, image, text = model.hidden, model.mlp_ratio * model.hidden, model.image_tokens, model.text_tokens
+    h = model.hidden
+    inner = model.mlp_ratio * model.hidden
+    image = model.image_tokens
+    text = model.text_tokens
     double = [(k, n, rows * m) for m in (image, text) for k, n in ((h, 3 * h), (h, h), (h, inner), (inner, h))]
     single = [(k, n, rows * (image + text)) for k, n in ((h, 3 * h + inner), (h + inner, h))]
     return model.double_blocks * double + model.single_blocks * single
@@ -260,13 +266,13 @@ def is_low(stage: Stage) -> bool:
     return any(way(products) != "plain" for products in stage.pairs.values())
 
 
-def coded(cfg: Config) -> dict[str, str]:
+def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
     """The `layers` whose weights are gathered as codes (fp8_gather.py): those with e4m3 weights in all stages."""
     names = layers(cfg.model).items() if cfg.precision.gather else ()
     return {name: layer for name, layer in names if all(way(one.pairs[layer]) == "tensor" for one in stages(cfg))}
 
 
-def delayed(cfg: Config) -> set[str]:
+def layers_with_delayed_scales(cfg: Config) -> set[str]:
     """The layers, by their names in rules, that take scales of earlier steps in any stage."""
     return {layer for stage in stages(cfg) for layer, found in stage.pairs.items() if is_delayed(found)}
 
@@ -286,9 +292,11 @@ def narrowest(cfg: Config, *products: str) -> str | None:
     return next(narrow, "fp8") if names else None
 
 
-def described(cfg: Config) -> list[str]:
+def describe(cfg: Config) -> list[str]:
     """What a run computes with, in words: one line, and more lines for a policy."""
-    found, plain, own = stages(cfg), cfg.parallel.dtype, cfg.precision
+    found = stages(cfg)
+    plain = cfg.parallel.dtype
+    own = cfg.precision
     if not any(map(is_low, found)):
         return [f"{plain} in training and validation"]
     words = own.preset + " and precision.rules" * bool(own.rules) + "".join(f", then {one}" for _, one in own.switch)
@@ -296,7 +304,7 @@ def described(cfg: Config) -> list[str]:
     for stage in found:
         head = f"from {stage.first * cfg.train.global_batch:,} samples on: {stage.preset}"
         lines += [f"  {head}", *(f"    {line}" for line in table(stage.pairs))]
-    if delayed(cfg):
+    if layers_with_delayed_scales(cfg):
         lines.append(f"  delayed scales: {own.algorithm} of {own.history}, the first {own.dynamic_steps} steps dynamic")
     return lines
 
@@ -305,7 +313,7 @@ def table(found: dict[str, dict[str, Pair]]) -> list[str]:
     """What `pairs` gives as text: a line for each set of layers whose three products are cast alike."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer, products in found.items():
-        alike.setdefault(tuple(said(products[product]) for product in PRODUCTS), []).append(layer)
+        alike.setdefault(tuple(format_pair(products[product]) for product in PRODUCTS), []).append(layer)
     lines = ["linears  " + "".join(f"{product:<{WIDTH}}" for product in PRODUCTS) + "layers"]
     for sides, members in alike.items():
         lines.append(f"{len(members):>7}  " + "".join(f"{side:<{WIDTH}}" for side in sides) + _where(members))
@@ -327,6 +335,6 @@ def _where(members: list[str]) -> str:
     return "; ".join(words)
 
 
-def said(pair: Pair) -> str:
+def format_pair(pair: Pair) -> str:
     """A pair as rules write it."""
     return " x ".join(side.name if side else PLAIN for side in pair)

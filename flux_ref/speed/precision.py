@@ -33,7 +33,9 @@ class Precision:
 
     def __init__(self, net: nn.Module, cfg: Config, device: torch.device, first_sample: int = 0):
         """first_sample: of this rank, in the global batch."""
-        self.precision, self.stages, filling = cfg.precision, policy.stages(cfg), cfg.precision.dynamic_steps
+        self.precision = cfg.precision
+        self.stages = policy.stages(cfg)
+        filling = cfg.precision.dynamic_steps
         remembering = [stage for stage in self.stages if any(map(policy.is_delayed, stage.pairs.values()))]
         later = {stage.first + filling for stage in remembering if self.stage(stage.first + filling) is stage}
         self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
@@ -46,7 +48,8 @@ class Precision:
         self.largest = torch.tensor(largest, device=device) / 2**self.precision.margin
         self.history = torch.zeros(len(largest), self.precision.history, device=device)
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-        self.first_sample, names = first_sample, list(policy.layers(cfg.model).values())
+        self.first_sample = first_sample
+        names = list(policy.layers(cfg.model).values())
         seed = torch.tensor(cfg.train.seed, device=device)
         for linear in self.linears:
             number = torch.tensor(names.index(linear.layer), device=device)
@@ -69,7 +72,8 @@ class Precision:
         self.step.fill_(step)
         if (phase := self.phase(step)) == self.chosen:
             return
-        stage, self.chosen = self.stage(step), phase
+        stage = self.stage(step)
+        self.chosen = phase
         remembers = step >= stage.first + self.precision.dynamic_steps
         for linear in self.linears:
             linear.take(stage.pairs[linear.layer])
@@ -79,7 +83,7 @@ class Precision:
         """start: the first row of the next micro-batch, among this rank's rows."""
         self.sample.fill_(self.first_sample + start)
 
-    def update(self) -> Tensor | None:
+    def remember_magnitudes(self) -> Tensor | None:
         """Add a step's magnitudes to the history and set the next step's scales; after the step's last backward.
 
         Returns norm_factor: 1.0, or NaN if any rank saw a non-finite magnitude; None if nothing is remembered.

@@ -81,8 +81,8 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device) -> None:
             "parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false"
         )
     torch.compiler.set_stance("default")
-    torch._dynamo.config.recompile_limit = GRAPHS
-    torch._functorch.config.activation_memory_budget = cfg.parallel.activation_budget
+    _set(torch._dynamo.config, "recompile_limit", GRAPHS)
+    _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)
     for region in units:
         region.compile(fullgraph=True, dynamic=False, options=options(cfg, device))
 
@@ -95,7 +95,17 @@ def forbid_recompilation() -> None:
 def permit_compilation() -> None:
     """Undo `compile_all` and `forbid_recompilation`."""
     torch.compiler.set_stance("default")
-    torch._functorch.config.activation_memory_budget = 1.0
+    _set(torch._functorch.config, "activation_memory_budget", 1.0)
+
+
+def _set(config, name: str, value: float) -> None:
+    """Change a setting of the compiler in all threads. config: a config module of torch.
+
+    From torch 2.12 on an assignment holds in its thread only (torch/utils/_config_module.py). Autograd calls FSDP2,
+    and so the casts of fp8_gather.py, in threads of its own. These read the default, which has no public setter.
+    """
+    setattr(config, name, value)
+    config._config[name].default = value
 
 
 def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:

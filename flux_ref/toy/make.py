@@ -52,7 +52,8 @@ def ensure(cfg: Config) -> None:
 
     The reader refuses any other missing folder.
     """
-    train, val = Path(cfg.data.train), Path(cfg.data.val)
+    train = Path(cfg.data.train)
+    val = Path(cfg.data.val)
     folder = train.parent
     if cfg.data.kind == "shapes" and (train, val) == (folder / "train", folder / "val") and not folder.exists():
         make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)

@@ -56,7 +56,8 @@ def all_drawings() -> list[Drawing]:
 
 def held_out() -> list[Drawing]:
     """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
-    places, sizes = list(PLACES), list(SIZES)
+    places = list(PLACES)
+    sizes = list(SIZES)
     return [
         Drawing(sizes[(row + column) % 2], colour, shape, places[(row + 2 * column) % len(places)])
         for row, colour in enumerate(COLOURS)
@@ -71,7 +72,8 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
     x = ((np.arange(width * fine) + 0.5) / (width * fine))[None, :]
     centre_x, centre_y = PLACES[drawing.place]
     half = SIZES[drawing.size]
-    u, v = (x - centre_x - dx) / half, (y - centre_y - dy) / half
+    u = (x - centre_x - dx) / half
+    v = (y - centre_y - dy) / half
     inside = {
         "circle": u**2 + v**2 <= 1,
         "square": np.maximum(abs(u), abs(v)) <= 0.9,
@@ -96,11 +98,13 @@ def _kept() -> list[tuple[int, int, int]]:
     return [(0, *uv) for uv in low[:8]] + [(channel, *uv) for channel in (1, 2) for uv in low[:4]]
 
 
-BASIS, KEPT = _basis(), _kept()
+BASIS = _basis()
+KEPT = _kept()
 # Luma and two colour differences, orthonormal.
 LUMA = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
 # With these, FLUX.1's latent scale (latents.SCALE) gives this set about zero mean and unit variance.
-LUMA_CENTRE, GAIN = 10.2, 2.1
+LUMA_CENTRE = 10.2
+GAIN = 2.1
 
 
 def encode(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

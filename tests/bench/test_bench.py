@@ -8,7 +8,7 @@ from conftest import MICRO, data_overrides
 
 from bench import feed, step
 from flux_ref import config_file
-from flux_ref.benchmark import flops
+from tools.shared import flops
 
 
 def test_report_is_whole_and_plausible(tmp_path, shapes_dir, capsys):

@@ -12,7 +12,7 @@ from bench.static import measured, report
 from bench.static.__main__ import read
 from bench.static.inductor import Count
 from bench.static.traffic import traffic
-from flux_ref import config_file
+from flux_ref import config, config_file
 from flux_ref.errors import Refusal
 
 HEAD = """
@@ -87,7 +87,9 @@ def test_a_report_adds_up_and_limits_hold_to_two_percent():
 
 
 def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement_is_named():
-    cfg = config_file.load("tests/micro.toml", ["--train.global_batch=32", "--parallel.dtype=bf16"])
+    cfg = config_file.load(
+        "tests/micro.toml", ["--train.global_batch=32", "--parallel.dtype=bf16", "--parallel.compile=true"]
+    )
     known = {"memory_tb_s": 1.0, "bf16_tflops": 2.0, "fp8_tflops": 4.0, "attention_tflops": 1.0}
     count = Count()
     count.add("norm and AdamW", 7e9)
@@ -95,14 +97,15 @@ def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement
     blocks = cfg.model.double_blocks + cfg.model.single_blocks
     classes = {"gemm": blocks * 1.0, "elementwise": blocks * 9.0, "copy": blocks * 3.0, "attention": 0.0}
     profile = {"classes": {kind: {"ms": ms} for kind, ms in classes.items()}, "idle": {"ms": 5.0}}
-    whole = {"runs": [{"micro_batch": 32, "optimizer": 8.0, "kernels": profile}, {"micro_batch": 64}]}
-    sweep = {"runs": [{"name": "whole", "command": "python -m bench.whole", "report": whole}, {"name": "refused"}]}
+    whole = {"config": config.flat(cfg)}
+    whole["runs"] = [{"micro_batch": 32, "optimizer": 8.0, "kernels": profile}, {"micro_batch": 64}]
+    sweep = {"runs": [{"name": "whole", "report": whole}, {"name": "refused"}]}
     shown = measured.compare("sm90", sweep, {"runs": [run]})
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert f"elementwise and copy {blocks * 12.0:.2f} {blocks * 10.0:.2f} 1.20" in lines
     assert f"largest disagreement: elementwise and copy of whole, micro-batch 32, {blocks * 2.0:+.2f} ms" in shown
     assert "optimizer 8.00 7.00 1.14" in lines and "idle 5.00" in lines
-    sweep["runs"][0]["command"] += " --precision.preset=fp8_delayed"
+    whole["config"]["precision.preset"] = "fp8_delayed"
     with pytest.raises(Refusal, match=r"no profiled run of bench\.whole has a count for sm90"):
         measured.compare("sm90", sweep, {"runs": [run]})
 

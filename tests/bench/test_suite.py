@@ -9,14 +9,15 @@ import torch
 from bench_report import report_of
 from conftest import MICRO, ROOT
 
-from bench import ceiling, common, feed, kernels, race, sweep, whole
+from bench import ceiling, common, feed, kernels, race, sweep, sweep_table, whole
 from bench.kernels import Span
+from bench.static.predicted import Counts
 from flux_ref import config_file, flow, sharding
-from flux_ref.benchmark import flops
 from flux_ref.config import ModelConfig
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
+from tools.shared import flops
 
 MODEL = ModelConfig()
 SMALL = config_file.load(MICRO)
@@ -189,7 +190,7 @@ def test_the_whole_models_report_is_whole_and_plausible(tmp_path):
         assert run["samples_per_s"] == pytest.approx(rows * 1e3 / run["ms"])
         assert run["tflop_per_s"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12 * run["samples_per_s"])
         assert 0 < run["share_of_ceiling"] < 1 and run["kernels"]["classes"]["gemm"]["ms"] > 0
-    assert "gemm" in sweep.whole_rows("whole", report)[0][-1]
+    assert "gemm" in sweep_table.whole_rows("whole", report, Counts({"runs": [], "rates": {}}))[0][-1]
     assert report["evaluation"][0]["whole_set_s"] == pytest.approx(29_696 / report["evaluation"][0]["samples_per_s"])
     assert "communication" in report["left_out"]
     with pytest.raises(Refusal, match="captures no graphs"):

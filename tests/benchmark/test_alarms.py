@@ -1,13 +1,10 @@
 """Alarms: none for runs that converged or ran steadily, one for each planted defect. Counts of real runs: README."""
 
 import csv
-import json
 import random
 
 from conftest import ROOT
-from made_logs import MadeLog
 
-from bench import alarms as bench_alarms
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.alarms import Alarm, of_losses, of_rates
 from flux_ref.benchmark.convergence import Band
@@ -142,24 +139,3 @@ def test_a_tiny_run_beside_other_load_gets_a_note():
     """A real run, whose rate fell from 427 to 290 samples/s as another program began."""
     real = records(ROOT / "tests/benchmark/beside_other_load.jsonl", figures=("samples_per_s", "data_wait"))
     assert len(real) == 90 and [alarm.level for alarm in of_rates(real, shared_cpu=True)] == ["note"]
-
-
-def test_public_logs_are_counted_by_system_against_all_and_against_the_others(tmp_path, capsys):
-    median = dict(public_curve(1024, "median"))
-    for system, lift in {"good": 0.0, "slow": 0.03}.items():
-        for run in range(2):
-            log = MadeLog(run, batch=1024)
-            for k, (samples, loss) in enumerate(list(median.items())[:32]):
-                log.change("eval_accuracy", loss + lift, which=k, samples_count=samples)
-            log.write(tmp_path / system / f"result_{run}.txt")
-    broken = MadeLog(5, batch=1024).change("run_stop", status="aborted")
-    broken.write(tmp_path / "good" / "result_2.txt")
-    MadeLog(batch=4096).write(tmp_path / "lone" / "result_0.txt")
-    assert bench_alarms.main([str(tmp_path), "--json"]) == 0
-    out, err = capsys.readouterr()
-    good, lone, slow = sorted(json.loads(out)["systems"], key=lambda system: system["system"])
-    assert lone["warned_by_others"] is None, "no other system has its batch"
-    known = {"global_batch": 1024, "runs": 2}
-    assert good.items() >= (known | {"system": "good", "warned": 0, "warned_by_others": 0}).items()
-    assert slow.items() >= (known | {"system": "slow", "warned": 2, "warned_by_others": 2}).items()
-    assert "2 of 4" in err.splitlines()[-1]

@@ -14,8 +14,8 @@ from flux_ref.benchmark import closed
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.report import charts, official, result_log, score
-from flux_ref.report import commands as report
+from tools.report import charts, official, result_log, score
+from tools.report import commands as report
 
 COUNTS = (TRAIN_SAMPLES, VAL_SAMPLES)
 CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.toml")}
@@ -87,7 +87,7 @@ def test_each_departure_alone_disqualifies(tmp_path):
     for key, (cfg, counts) in cases.items():
         path.unlink(missing_ok=True)
         words = f"{key}=[^;]+, the closed division fixes "
-        flaw, told = written(path, cfg, counts), " ".join(closed.told(cfg, *counts))
+        flaw, told = written(path, cfg, counts), " ".join(closed.warnings(cfg, *counts))
         found = " ".join(score.measure(result_log.read(path)).faults)
         stop = json.loads(path.read_text().splitlines()[-1].partition("MLLOG ")[2])["metadata"]
         texts = {"flaw": flaw, "told": told, "reason": stop["reason"], "report": found, "log": path.read_text()}
@@ -110,18 +110,18 @@ def test_each_departure_alone_disqualifies(tmp_path):
 def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_alone(tmp_path):
     for name, path in CONFIGS.items():
         if name.startswith(("schnell", "mi3")):
-            assert closed.told(load(path), *COUNTS) == closed.departures(load(path), *COUNTS) == [], name
+            assert closed.warnings(load(path), *COUNTS) == closed.departures(load(path), *COUNTS) == [], name
     free = ("train.seed=3", "optim.lr=1e-3", "optim.warmup_steps=9", "train.global_batch=1024", "precision.preset=fp8")
     free += ("eval.at_start=true", "data.skip_bad=9", "parallel.reduce_dtype=bf16", "sample.count=4")
     assert closed.departures(load(CONFIGS["schnell_gbs512"], *free), *COUNTS) == []
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", *F1)
-    assert written(tmp_path / "log", opened, (512, 8)) == "" and closed.told(opened, 512, 8) == []
+    assert written(tmp_path / "log", opened, (512, 8)) == "" and closed.warnings(opened, 512, 8) == []
     given = config_file.replace(opened, init__weights="some")
     assert closed.departures(given, 512, 8) == ["init.weights='some', the open division fixes ''"]
 
 
 def test_a_toy_gets_one_calm_line():
-    (line,) = closed.told(load(CONFIGS["tiny"], "train.caption_drop=0.5"), 2592, 576)
+    (line,) = closed.warnings(load(CONFIGS["tiny"], "train.caption_drop=0.5"), 2592, 576)
     assert re.fullmatch(
         r"  rules   no benchmark result: \d\d settings differ from .* \(train.caption_drop=0.5, .*, ...\)", line
     )
@@ -136,7 +136,7 @@ def ten(folder, log) -> None:
 def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys, monkeypatch):
     """Its model and its data may be smaller, and nothing else."""
     cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
-    assert closed.told(cfg, *counts) == ["  rules   rehearsal: no benchmark result"]
+    assert closed.warnings(cfg, *counts) == ["  rules   rehearsal: no benchmark result"]
     assert written(tmp_path / "log", cfg, counts, 0.34) == closed.REHEARSAL
     (tmp_path / "ten").mkdir()
     ten(tmp_path / "ten", tmp_path / "log")
@@ -162,7 +162,7 @@ def test_ten_copies_of_a_run_that_breaks_the_rules_are_no_result(tmp_path, capsy
     kept = []
     cfg = load(SMOKE, *F1)
     assert "train.caption_drop=0.5, the closed" in written(tmp_path / "log", cfg, counts, 0.57)
-    assert len(closed.told(cfg, *counts)) == 4
+    assert len(closed.warnings(cfg, *counts)) == 4
     for gone in ((), ("disqualified",), ("disqualified", *closed.OWN, "rehearsal")):
         if gone:
             stripped(tmp_path / "log", *gone)

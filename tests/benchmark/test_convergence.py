@@ -8,7 +8,7 @@ from conftest import ROOT, refusal
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
-from flux_ref.report import band
+from tools.report import band
 
 
 def test_bands_of_all_batches_are_ordered_and_fall():

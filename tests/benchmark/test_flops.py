@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flux_ref import config_file, model
-from flux_ref.benchmark import flops
 from flux_ref.config import Config, ModelConfig
 from flux_ref.model import Flux
-from flux_ref.plan import footprint
+from tools.plan import footprint
+from tools.shared import flops
 
 ODD = ModelConfig(hidden=48, heads=3, double_blocks=2, single_blocks=3, mlp_ratio=3, rope_axes=(4, 6, 6),
                   text_tokens=5, t5_dim=7, clip_dim=11, latent_channels=2, latent_height=6, latent_width=4)  # fmt: skip

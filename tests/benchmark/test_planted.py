@@ -15,7 +15,7 @@ from flux_ref import latents
 from flux_ref.benchmark import alarms, convergence
 from flux_ref.benchmark.convergence import Band
 from flux_ref.formats.jsonl import records
-from flux_ref.report import band
+from tools.report import band
 
 FOR_BAND = (1, 2, 3, 4)
 RECIPE = ("--model.double_blocks=2", "--model.single_blocks=4", "--optim.lr=2e-3", "--optim.warmup_steps=50")

@@ -4,8 +4,9 @@ import pytest
 from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 from flux_ref import config_file
-from flux_ref.benchmark import reference_points, reference_samples
+from flux_ref.benchmark import reference_points
 from flux_ref.config import Config
+from tools.shared import reference_samples
 
 
 def samples_at(ruleset: str, batch: int) -> float | None:

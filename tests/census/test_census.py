@@ -10,17 +10,17 @@ import tomllib
 
 import numpy as np
 import pytest
-import rank_runs
 import torch
+from lively_nets import lively
 from safetensors.torch import save_file
 
 from flux_ref import config_file, data, flow
-from flux_ref.census import commands, products
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
 from flux_ref.speed import casts, policy
 from flux_ref.speed.number_formats import E5M2, Format, Scaling
-from flux_ref.weights import exports
+from tools.census import commands, products
+from tools.weights import exports
 
 SAMPLES = 32  # so that all numbers of tokens are divisible by blocks
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -34,7 +34,7 @@ def cfg(micro):
 @pytest.fixture(scope="module")
 def checkpoint(cfg, tmp_path_factory):
     folder = tmp_path_factory.mktemp("census")
-    save_file({name: rank_runs.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}, folder / "w")
+    save_file({name: lively(name, shape) for name, shape in parameter_table(cfg.model).items()}, folder / "w")
     exports.import_(weight_files.open_source(folder / "w", cfg.model), cfg, folder / "checkpoint")
     return folder / "checkpoint"
 

@@ -14,8 +14,8 @@ from in_process import InProcess
 from run_files import count, lines
 
 from flux_ref import config_file
-from flux_ref.compare import commands
 from flux_ref.errors import Refusal
+from tools.compare import commands
 
 SHORT = ("--train.max_samples=48", "--eval.every_samples=24", "--eval.at_start=true", "--run.hang_s=0")
 SHORT += ("--checkpoint.save=false", "--train.synthetic_steps=0")
@@ -277,7 +277,7 @@ def test_runs_without_a_common_evaluation_are_refused(tmp_path):
 def test_a_comparison_that_is_stopped_goes_on_where_it_stopped(shapes_dir, tmp_path):
     """Ctrl-C reaches it and its first run, which saves and ends. With equal configs all differences are zero."""
     out, argv = tmp_path / "out", [str(MICRO), str(MICRO), "--seeds=1", *data_overrides(shapes_dir), *killing.LONG]
-    program, records = "flux_ref/compare/__main__.py", out / "a_0" / "metrics.jsonl"
+    program, records = "tools/compare/__main__.py", out / "a_0" / "metrics.jsonl"
     with killing.Job(tmp_path / "first", program, *argv, f"--out={out}", ranks=0) as job:
         assert job.until(lambda: count(records) >= 3)
         os.killpg(job.process.pid, signal.SIGINT)

@@ -2,12 +2,10 @@
 them; a save that fails, on whatever rank, costs nothing but itself; and what a run cannot go on from is refused.
 """
 
-import json
 import random
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ import rank_runs
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import FACTS, narrow_config
-from conftest import MICRO, ROOT, micro_run, refusal, require_identical
+from conftest import MICRO, micro_run, refusal, require_identical
 from run_files import column, saved_steps
 from safetensors import safe_open
 
@@ -30,14 +28,14 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import Rows
+from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.step import State
-from flux_ref.weights import exports
+from tools.weights import exports
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
 SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
@@ -143,7 +141,7 @@ def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_pat
     compiles = any(map(shutil.which, ("c++", "g++", "clang++")))
     cfg = narrow_config(tmp_path, parallel__region_blocks=3, parallel__compile=compiles)
     save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
-    (folder,) = checkpoint_files.found(tmp_path)
+    (folder,) = checkpoint_files.list_checkpoints(tmp_path)
     saved = Checkpoint(folder)
     require_identical({key: saved.read(key) for key in saved.tensors}, WANT)
     assert checkpoint_ranks.wrong(checkpoint_ranks.restored(narrow_config(tmp_path), world, folder)) == []
@@ -206,10 +204,10 @@ def test_training_may_go_on_as_soon_as_save_returns(world, tmp_path, gate):
     state = checkpoint_ranks.lively_state(cfg, world)
     saver.save(state, {})
     checkpoint_ranks.take_step(state, 1.0)
-    assert checkpoint_files.found(tmp_path) == [] and said == []
+    assert checkpoint_files.list_checkpoints(tmp_path) == [] and said == []
     gate.set()
     saver.finish()
-    (folder,) = checkpoint_files.found(tmp_path)
+    (folder,) = checkpoint_files.list_checkpoints(tmp_path)
     assert folder.name == "step_000000007" and Checkpoint(folder).info["samples"] == 84
     assert checkpoint_ranks.wrong(checkpoint_ranks.restored(cfg, world, folder)) == []
     assert len(checkpoint_ranks.wrong(state)) == len(WANT)
@@ -221,9 +219,11 @@ def test_pinned_copies_take_little_more_than_the_state(world):
     with torch.device("meta"):
         for name, (first, *rest) in parameter_table(config.ModelConfig()).items():
             for moment in ("", *optim.MOMENTS):
-                rows[f"{name}.{moment}"] = Rows(torch.empty(ceil(first / 8), *rest), 0, torch.Size((first, *rest)))
-        rows["odd"] = Rows(torch.empty(3, 5, dtype=torch.uint8), 0, torch.Size((3, 5)))
-        copies = checkpoint.host_copies(rows, pin=False)
+                rows[f"{name}.{moment}"] = TensorSlice(
+                    torch.empty(ceil(first / 8), *rest), 0, torch.Size((first, *rest))
+                )
+        rows["odd"] = TensorSlice(torch.empty(3, 5, dtype=torch.uint8), 0, torch.Size((3, 5)))
+        copies = checkpoint.allocate_host_buffers(rows, pin=False)
     assert {key: part.local.shape for key, part in copies.items()} == {k: part.local.shape for k, part in rows.items()}
     storages = [part.local.untyped_storage() for part in copies.values()]
     sizes = {storage._cdata: storage.nbytes() for storage in storages}.values()
@@ -231,8 +231,8 @@ def test_pinned_copies_take_little_more_than_the_state(world):
     assert 17.8e9 < needed < sum(1 << (size - 1).bit_length() for size in sizes) < 1.04 * needed
     apart = sum(1 << (part.local.nbytes - 1).bit_length() for part in rows.values())
     assert apart > 1.3 * needed, "what one buffer per tensor takes"
-    made = {str(size): Rows(torch.empty(size), 0, torch.Size((size,))) for size in (3, 5)}
-    real = checkpoint.host_copies(made, pin=False)
+    made = {str(size): TensorSlice(torch.empty(size), 0, torch.Size((size,))) for size in (3, 5)}
+    real = checkpoint.allocate_host_buffers(made, pin=False)
     for value, part in enumerate(real.values()):
         part.local.fill_(value)
     assert [part.local.tolist() for part in real.values()] == [[0] * 3, [1] * 5], "they overlap"
@@ -251,7 +251,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     saver.finish()
     assert gate.overlaps == [] and len(said) == 4
     assert saved_steps(tmp_path) == list(wants)
-    for path in checkpoint_files.found(tmp_path):
+    for path in checkpoint_files.list_checkpoints(tmp_path):
         found = checkpoint_ranks.restored(cfg, world, path)
         require_identical(checkpoint_ranks.contents(found), wants[checkpoint_files.step_of(path)])
 
@@ -266,11 +266,11 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
             save_now(saver, state)
     assert len(said) == 1 and list(checkpoint_files.folder_of(tmp_path).iterdir()) == []
     save_now(saver, state)
-    inode = checkpoint_files.found(tmp_path)[0].stat().st_ino
+    inode = checkpoint_files.list_checkpoints(tmp_path)[0].stat().st_ino
     save_now(saver, state)
     resumed = Saver(cfg, world, FACTS, said.append, state.step)
     save_now(resumed, state)  # nothing has been trained since
-    assert len(said) == 2 and checkpoint_files.found(tmp_path)[0].stat().st_ino == inode
+    assert len(said) == 2 and checkpoint_files.list_checkpoints(tmp_path)[0].stat().st_ino == inode
 
 
 def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     after = found["after"]
     assert found["finite"] and after["faults"] == [""] * writers and saved_steps(run) == [1, after["step"]]
     assert [len(lines) for lines in after["said"]] == [1] + [0] * (writers - 1)
-    for path in checkpoint_files.found(run):
+    for path in checkpoint_files.list_checkpoints(run):
         Checkpoint(path).verify()
 
 
@@ -455,7 +455,7 @@ def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
         state = checkpoint_ranks.lively_state(cfg, world)
         checkpoint.rows_of(state)[key].local[-1, -1] = value
         save_now(Saver(cfg, world, FACTS, print), state)
-        (folder,) = checkpoint_files.found(Path(cfg.run.dir))
+        (folder,) = checkpoint_files.list_checkpoints(Path(cfg.run.dir))
         text = refusal(checkpoint_ranks.restored, cfg, world, folder)
         assert text.startswith(f"{folder}: {key} holds NaN or infinite values")
 
@@ -465,7 +465,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
     cfg = narrow_config(tmp_path)
     state = checkpoint_ranks.lively_state(cfg, world)
     save_now(Saver(cfg, world, FACTS, print), state)
-    (saved,) = checkpoint_files.found(tmp_path)
+    (saved,) = checkpoint_files.list_checkpoints(tmp_path)
     for values, words in MISFITS:
         other = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
         text = refusal(resuming.open_for, saved, other, FACTS)
@@ -484,17 +484,3 @@ def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
         file.write(b"\xff\xff")
     text = refusal(checkpoint_ranks.restored, cfg, world, saved)
     assert f"checkpoint file {path} is damaged between bytes 0 and {path.stat().st_size}" in text
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_saving_reports_plausible_figures(tmp_path):
-    path = tmp_path / "report.json"
-    options = ["--every=1", "--steps=2", "--rounds=2", f"--folder={tmp_path}", f"--json={path}"]
-    command = [sys.executable, "-m", "bench.checkpoint", "--config", str(MICRO), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
-    assert report["race"]["step_ms"]["with"] > 0 and report["alone"]["s"] > 0
-    assert report["memory"]["buffer_mb"] == micro_bytes() / 1e6 and report["memory"]["share_of_state"] == 1
-    assert report["alone"]["threads"] == report["alone"]["open_files"] == 0
-    assert list(tmp_path.iterdir()) == [path]  # nothing is left

@@ -173,6 +173,8 @@ def keys_read(source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in of_class:
             names[node.arg] = of_class[node.annotation.id]
+        if isinstance(node, ast.Assign) and getattr(node.value, "attr", None) in SECTIONS:  # own = cfg.precision
+            names |= {target.id: node.value.attr for target in node.targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             base = node.value

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import rank_runs
 import torch
+from lively_nets import lively_net, plain_net
 
 from flux_ref import config, latents, ranks, rng, schedule, sharding
 from flux_ref.data import ValSet, synthetic
@@ -57,7 +58,7 @@ def sample_losses(cfg: config.Config, net, captions: np.ndarray | None = None) -
 @pytest.fixture(scope="module")
 def plain(shapes_dir) -> dict[int, list[float]]:
     cfg = rank_runs.micro_config(shapes_dir)
-    return sample_losses(cfg, rank_runs.plain_net(cfg))
+    return sample_losses(cfg, plain_net(cfg))
 
 
 def mean_of_means(losses: dict[int, list[float]]) -> float:
@@ -83,7 +84,7 @@ def test_loss_and_standard_errors_equal_the_plain_definition(measured, plain, si
 @pytest.mark.parametrize("size", SIZES)
 def test_permuted_captions_and_changed_weights_give_losses_of_their_own(measured, plain, shapes_dir, size):
     cfg, found = rank_runs.micro_config(shapes_dir), measured[size]["validation"]
-    exchanged = sample_losses(cfg, rank_runs.plain_net(cfg), captions=rng.order(cfg.train.seed, 0, 45))
+    exchanged = sample_losses(cfg, plain_net(cfg), captions=rng.order(cfg.train.seed, 0, 45))
     assert found["permuted"]["loss"] == pytest.approx(mean_of_means(exchanged), rel=1e-6)
     assert found["permuted"]["loss"] != pytest.approx(mean_of_means(plain), rel=1e-5)
     assert found["permuted"]["count"] == 45
@@ -95,7 +96,7 @@ def lone_loss(alone: World, shapes_dir, samples: int, **values: object) -> float
     cfg = rank_runs.micro_config(shapes_dir, **values)
     val_set = ValSet(cfg, 0, 1, False)
     val_set.open()
-    net = rank_runs.lively_net(cfg, alone)
+    net = lively_net(cfg, alone)
     return validation_loss(Steps(State.of(net, cfg, alone, trains=False), cfg, alone), val_set, samples).loss
 
 
@@ -106,7 +107,7 @@ def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(alone,
 
 
 def test_rows_of_weight_0_add_nothing(alone, micro):
-    net = rank_runs.lively_net(micro, alone)
+    net = lively_net(micro, alone)
     batch = synthetic(micro.model, 4)
     batch["timestep"][:] = torch.tensor([3, 3, 5, 5])
     batch["weight"][:] = torch.tensor([1.0, 0.0, 0.0, 1.0])

@@ -11,11 +11,11 @@ import pytest
 from conftest import ROOT, script
 from fake_step import NODE
 
-from flux_ref.benchmark import communication
-from flux_ref.benchmark.communication import ITEM_BYTES, Unit
 from flux_ref.config import DTYPE_NAMES, Config
-from flux_ref.plan import footprint
 from flux_ref.speed import policy
+from tools.plan import footprint
+from tools.shared import communication
+from tools.shared.communication import ITEM_BYTES, Unit
 
 SMALL = {  # blocks of full width, few tokens
     **{"train__micro_batch": 1, "train__synthetic_steps": 1, "eval__batch": 2},
@@ -86,7 +86,8 @@ def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
         return [["allreduce", "default_pg", gpus, "float32", 4 * scalars]]
 
     micros = cfg.train.global_batch // (gpus * cfg.train.micro_batch)
-    of_weights = [["allreduce", inside, n, "float32", 4 * len(policy.coded(cfg))]] if policy.coded(cfg) else []
+    coded = policy.layers_gathered_in_fp8(cfg)
+    of_weights = [["allreduce", inside, n, "float32", 4 * len(coded)]] if coded else []
     forward, step = of_weights + gathers(root, *regions), []
     for micro in range(micros):
         step += forward
@@ -95,7 +96,8 @@ def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
         for i, unit in enumerate(reversed(regions)):
             step += again[i + 1 : i + 2] + reductions(unit, micro == micros - 1)
         step += reductions(root, micro == micros - 1)
-    magnitudes = over_all(2 * len(policy.delayed(cfg))) if policy.delayed(cfg) else []
+    delayed = policy.layers_with_delayed_scales(cfg)
+    magnitudes = over_all(2 * len(delayed)) if delayed else []
     return step + magnitudes + over_all(1), forward
 
 
@@ -115,7 +117,7 @@ def require_sound(case: dict, found: dict) -> None:
     step, validation = of_a_step(cfg, gpus)
     planned = communication.sent(cfg, footprint.layout(cfg, gpus, NODE), case["micros"])
     *training, validating = found["captures"]
-    assert len(training) == 1 + bool(policy.delayed(cfg)), case
+    assert len(training) == 1 + bool(policy.layers_with_delayed_scales(cfg)), case
     for capture in training:
         # AdamW keeps the newest grad_scale and found_inf. Each replay writes them again.
         assert (capture["work"], capture["waits"], capture["left"]) == ("_train", [], [4, 4]), case

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from flux_ref import rng, schedule
-from flux_ref.golden import commands as golden
+from tools.golden import commands as golden
 
 SHAPE = (2, 4, 6)
 MASK = 2**64 - 1

@@ -7,6 +7,7 @@ import pytest
 import rank_runs
 import torch
 from conftest import require_identical
+from lively_nets import lively, plain_net
 from rank_runs import STEPS
 
 from flux_ref import config, flow, schedule
@@ -20,7 +21,7 @@ SIZES = (1, 3, HSDP)
 
 def plain_training(cfg: config.Config) -> dict:
     """The same steps by an unsharded net with torch's own AdamW and clipping; the reference of this file."""
-    net, optim = rank_runs.plain_net(cfg), cfg.optim
+    net, optim = plain_net(cfg), cfg.optim
     adamw = plain_adamw(net.parameters(), optim)
     train_set = TrainSet(cfg, 0, 1, False)
     train_set.open()
@@ -164,7 +165,7 @@ def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measu
     """The warm-up leaves weights as they are and moments zero."""
     found, want = measured[3]["disturbed"], measured[3]["base"]
     table = parameter_table(micro.model)
-    require_identical(found["warm"], {name: rank_runs.lively(name, shape) for name, shape in table.items()})
+    require_identical(found["warm"], {name: lively(name, shape) for name, shape in table.items()})
     assert found["states"] == 3 * len(table)  # two moments and a step count
     assert found["largest state"] == 0
     assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
@@ -177,11 +178,11 @@ def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measu
 @pytest.mark.parametrize("size", SIZES)
 def test_sharded_adamw_equals_torchs_adamw_with_clipping(measured, micro, shapes_dir, size):
     cfg = rank_runs.micro_config(shapes_dir)
-    parameters = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(micro.model).items()}
+    parameters = {name: lively(name, shape) for name, shape in parameter_table(micro.model).items()}
     adamw, norms = plain_adamw(parameters.values(), cfg.optim), []
     for scale in rank_runs.GRADIENT_SCALES:
         for name, parameter in parameters.items():
-            parameter.grad = rank_runs.lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
+            parameter.grad = lively(f"gradient {scale} {name}", tuple(parameter.shape)) * scale
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), cfg.optim.clip_norm)))
         adamw.step()
     found = measured[size]["optimizer"]

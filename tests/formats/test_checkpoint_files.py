@@ -360,15 +360,16 @@ def test_a_pickle_is_never_executed(tmp_path, micro):
 
 
 def test_only_whole_checkpoints_are_found_oldest_first(tmp_path):
-    assert checkpoint_files.found(tmp_path) == []
+    assert checkpoint_files.list_checkpoints(tmp_path) == []
     folder = checkpoint_files.folder_of(tmp_path)
     names = ["step_000000010", "step_000000009", "step_123456789", "step_000000000"]
     others = [".step_000000011.ab12cd34", ".step_000000001.deleted", "step_12", "step_0000000012", "step_00000001x"]
     others += ["step_000000012.partial", "x_step_000000012", "Step_000000012", "step_000000012 ", "step_-00000001"]
     for name in [*names, *others]:
         (folder / name).mkdir(parents=True)
-    assert [path.name for path in checkpoint_files.found(tmp_path)] == sorted(names)
-    assert [checkpoint_files.step_of(path) for path in checkpoint_files.found(tmp_path)] == [0, 9, 10, 123456789]
+    listed = checkpoint_files.list_checkpoints(tmp_path)
+    assert [path.name for path in listed] == sorted(names)
+    assert [checkpoint_files.step_of(path) for path in listed] == [0, 9, 10, 123456789]
 
 
 def test_cleaning_removes_what_broke_off_and_nothing_else(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
-from flux_ref.run import json_option
 from flux_ref.run.attempt import attempt
+from tools.shared import json_option
 
 FIGURES = {"loss": 0.5, "none": float("nan"), "list": [float("inf"), 1, "nan"]}
 PLAIN = {"loss": 0.5, "none": None, "list": [None, 1, "nan"]}

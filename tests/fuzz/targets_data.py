@@ -21,9 +21,9 @@ from fuzz import damage, damage_files
 from fuzz.engine import Said, Target, command
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import energon, manifest, shard_writer, shards
-from flux_ref.prepare import commands as prepare
-from flux_ref.prepare import stage
+from flux_ref.formats import energon, shard_writer, shards
+from tools.prepare import commands as prepare
+from tools.prepare import manifest, stage
 
 LAYOUT, COUNT, PER_SHARD = shard_damage.LAYOUT, 5, 3
 MICRO = Path(__file__).parents[1] / "micro.toml"

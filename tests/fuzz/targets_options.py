@@ -17,15 +17,15 @@ from fuzz import damage, targets_text
 from fuzz.engine import Said, Target, command
 
 from flux_ref import config, config_file, config_rules, ranks
-from flux_ref.benchmark import hardware
 from flux_ref.formats.outside import whole_number
-from flux_ref.plan import commands as plan
-from flux_ref.report import commands as report
 from flux_ref.run import cli, weight_files
 from flux_ref.run.attempt import attempt
 from flux_ref.sampling import drawing
-from flux_ref.watch import commands as watch
-from flux_ref.weights import commands as weights
+from tools.plan import commands as plan
+from tools.report import commands as report
+from tools.shared import hardware
+from tools.watch import commands as watch
+from tools.weights import commands as weights
 
 ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "tests" / "micro.toml"
@@ -227,7 +227,7 @@ def judge_ranks(folder: Path, said: Said) -> str:
 
 
 def preflight(argv: list[str]) -> int:
-    from flux_ref.preflight import commands
+    from tools.preflight import commands
 
     return attempt("preflight", lambda: print(commands.parse(argv).node) or 0)
 
@@ -255,8 +255,8 @@ def eval_parse(argv: list[str]) -> int:
 
 def prepare_parse(argv: list[str]) -> int:
     """prepare's parsers; no job is started."""
-    import flux_ref.prepare.commands as commands
-    from flux_ref.prepare import images, mlcommons, shapes, verify
+    import tools.prepare.commands as commands
+    from tools.prepare import images, mlcommons, shapes, verify
 
     kept = [(module, module.run) for module in (shapes, mlcommons, images, verify)]
     try:
@@ -269,7 +269,7 @@ def prepare_parse(argv: list[str]) -> int:
 
 
 def tables(argv: list[str]) -> int:
-    from flux_ref.tables import commands
+    from tools.tables import commands
 
     return cli.run("tables", "usage", commands.main, argv)
 
@@ -298,7 +298,7 @@ def weights_parse(argv: list[str]) -> int:
 
 def golden_parse(argv: list[str]) -> int:
     """golden's parser. Nothing is recorded or compared."""
-    from flux_ref.golden import commands
+    from tools.golden import commands
 
     stubbed = ("check", "write", "predict", "Golden")
     tasks = {name: getattr(commands, name) for name in stubbed if hasattr(commands, name)}

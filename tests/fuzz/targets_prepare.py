@@ -21,7 +21,7 @@ from fuzz.targets_data import LAYOUT, PLACES, crc, on, places, refuses_os_errors
 from PIL import Image
 
 from flux_ref.formats import shard_writer
-from flux_ref.prepare import images, jobs, mlcommons, raw_images
+from tools.prepare import images, jobs, mlcommons, raw_images
 
 COUNT, SIDE = 4, 16
 

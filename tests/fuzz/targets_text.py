@@ -14,13 +14,14 @@ from fuzz.engine import Said, Target, command
 from made_logs import MadeLog
 
 from flux_ref import config, config_file
-from flux_ref.benchmark import convergence, hardware
+from flux_ref.benchmark import convergence
 from flux_ref.formats import jsonl
-from flux_ref.plan import commands as plan
-from flux_ref.report import band, result_log, score
-from flux_ref.report import commands as report
 from flux_ref.run import folder as run_folder
-from flux_ref.watch import commands as watch
+from tools.plan import commands as plan
+from tools.report import band, result_log, score
+from tools.report import commands as report
+from tools.shared import hardware
+from tools.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
 MICRO = config_file.load(ROOT / "tests" / "micro.toml")

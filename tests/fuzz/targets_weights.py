@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from flux_ref import config_file
 from flux_ref.formats import checkpoint_files, diffusers_names
-from flux_ref.formats.checkpoint_files import Rows
+from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import compile_cache, weight_files
@@ -60,7 +60,10 @@ def make_checkpoints(folder: Path) -> None:
         partial.mkdir(parents=True)
         for rank, (low, high) in enumerate(((0, 3), (3, 9))):
             tensors = drawn(TABLE, number)
-            rows = {key: Rows(tensor[low:high], min(low, len(tensor)), tensor.shape) for key, tensor in tensors.items()}
+            rows = {
+                key: TensorSlice(tensor[low:high], min(low, len(tensor)), tensor.shape)
+                for key, tensor in tensors.items()
+            }
             kept = {key: part for key, part in rows.items() if len(part.local)}
             parts.append(checkpoint_files.write_rank(partial, rank, kept))
         info = {"step": step, "samples": 12 * step, **INFO}
@@ -74,7 +77,7 @@ def make_checkpoints(folder: Path) -> None:
 def run_checkpoints(folder: Path) -> list[tuple]:
     """All that the two hold."""
     found = []
-    for path in checkpoint_files.found(Path("run")):
+    for path in checkpoint_files.list_checkpoints(Path("run")):
         saved = Checkpoint(path)
         tensors = {key: (entry.dtype, entry.shape, crc_of(saved.read(key))) for key, entry in saved.tensors.items()}
         found.append((checkpoint_files.step_of(path), saved.info, tensors))

@@ -10,12 +10,12 @@ import pytest
 import safetensors.numpy
 from conftest import ROOT
 
-from flux_ref.formats.tensor_file import TensorFile
-from flux_ref.golden import commands as golden
-from flux_ref.golden import formulas
-from flux_ref.golden.commands import FOLDER
-from flux_ref.golden.compare import compare
-from flux_ref.golden.files import VALUES, Golden
+from tools.golden import commands as golden
+from tools.golden import formulas
+from tools.golden.commands import FOLDER
+from tools.golden.compare import compare
+from tools.golden.files import VALUES, Golden
+from tools.golden.tensor_file import TensorFile
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_all_lists_all(kept, tmp_path, capsys):
 def test_a_dump_is_compared_without_torch():
     """A port's machine needs Python and numpy only."""
     program = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'safetensors', 'yaml'))); from flux_ref.golden import"
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'safetensors', 'yaml'))); from tools.golden import"
         f" commands; sys.exit(commands.main(['check', '--from', {str(FOLDER / VALUES)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from flux_ref.formats.tensor_file import TensorFile
-from flux_ref.golden.files import Golden
+from tools.golden.files import Golden
+from tools.golden.tensor_file import TensorFile
 
 pytestmark = [
     pytest.mark.slow,  # g++ needs 15 seconds or more for the port
@@ -30,7 +30,7 @@ def port(tmp_path_factory):
 def test_the_port_makes_the_golden_values(port, tmp_path):
     dump = tmp_path / "dump.safetensors"
     subprocess.run([port, GOLDEN, dump], check=True, timeout=120)
-    check = [sys.executable, "-m", "flux_ref.golden", "check", "--from", str(dump)]
+    check = [sys.executable, "-m", "tools.golden", "check", "--from", str(dump)]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and " 0 differ," in done.stdout and " 0 unknown" in done.stdout, done.stdout
     made = TensorFile(dump).entries

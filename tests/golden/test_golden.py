@@ -15,11 +15,11 @@ from conftest import script
 
 from flux_ref import config_file, data, model, sharding
 from flux_ref.formats import shards
-from flux_ref.golden import commands as golden
-from flux_ref.golden import full_size, inputs, places, record, training
-from flux_ref.golden.commands import FOLDER
-from flux_ref.golden.files import CONFIG, DATA, INDEX, VALUES, Golden
-from flux_ref.tables import commands as tables
+from tools.golden import commands as golden
+from tools.golden import full_size, inputs, places, record, training
+from tools.golden.commands import FOLDER
+from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden
+from tools.tables import commands as tables
 
 CFG = config_file.load(FOLDER / CONFIG)
 
@@ -55,7 +55,7 @@ def checked(dump: dict[str, np.ndarray], tmp_path, capsys) -> SimpleNamespace:
 def test_replay_agrees_in_every_place(kept, ours, tmp_path, capsys):
     others = (*places.LONG, "full.double.", "full.single.")
     names = [value.name for value in kept.values if not value.name.startswith(others)]
-    assert list(ours) == names, "record them anew: python -m flux_ref.golden write"
+    assert list(ours) == names, "record them anew: python -m tools.golden write"
     result = checked(ours, tmp_path, capsys)
     assert result.code == 0
     assert re.match(r"\d+ places compared, 0 differ, \d+ missing, 0 unknown\n", result.text)

@@ -8,10 +8,10 @@ import safetensors.numpy
 from planted import Mistake, mistakes
 
 from flux_ref import config_file
-from flux_ref.golden import commands as golden
-from flux_ref.golden import record, training
-from flux_ref.golden.commands import FOLDER
-from flux_ref.golden.files import CONFIG, Golden
+from tools.golden import commands as golden
+from tools.golden import record, training
+from tools.golden.commands import FOLDER
+from tools.golden.files import CONFIG, Golden
 
 CFG = config_file.load(FOLDER / CONFIG)
 CAUSES_READ = 2  # whoever looks for a mistake reads the first causes

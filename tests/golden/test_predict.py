@@ -7,9 +7,9 @@ import torch
 from conftest import ROOT
 
 from flux_ref import config_file, rng
-from flux_ref.golden import commands as golden
-from flux_ref.golden import inputs, predict
 from flux_ref.model import Flux
+from tools.golden import commands as golden
+from tools.golden import inputs, predict
 
 CONFIG = ROOT / "tests" / "golden" / "config.toml"
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MICRO
+from lively_nets import lively
 from rank_runs import of_all
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -23,7 +24,7 @@ from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
 from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import Rows
+from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.optim import MOMENTS
@@ -55,7 +56,7 @@ def narrow_config(run: Path, **values: object) -> Config:
 @functools.cache
 def value(key: str, shape: tuple[int, ...]) -> Tensor:
     """What a tensor of the written state holds, by its key in a checkpoint."""
-    tensor = rank_runs.lively(key, tuple(shape))
+    tensor = lively(key, tuple(shape))
     return tensor.square() if key.endswith("_sq") else tensor
 
 
@@ -84,7 +85,7 @@ def other_state(cfg: Config, world: World) -> State:
     return State.of(net, cfg, world)
 
 
-def wanted(key: str, rows: Rows) -> Tensor:
+def wanted(key: str, rows: TensorSlice) -> Tensor:
     """What these rows of the written state hold."""
     return value(key, rows.shape)[rows.first : rows.first + len(rows.local)]
 
@@ -115,7 +116,7 @@ def wrong(state: State) -> list[str]:
 def take_step(state: State, scale: float) -> None:
     """One step of AdamW on made-up gradients."""
     for name, p in sharding.named_parameters(state.net).items():
-        gradient = rank_runs.lively(f"gradient {name}", tuple(p.shape)) * scale
+        gradient = lively(f"gradient {name}", tuple(p.shape)) * scale
         p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
     state.opt.lr.fill_(1e-2)
     state.opt.step()
@@ -201,7 +202,7 @@ def breaking(cfg: Config, world: World) -> dict:
     state, said, found = other_state(cfg, world), [], {}
     saver = Saver(cfg, world, FACTS, said.append)
     found["before"] = attempts(saver, state)
-    before = Checkpoint(checkpoint_files.found(saver.run)[-1])
+    before = Checkpoint(checkpoint_files.list_checkpoints(saver.run)[-1])
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size

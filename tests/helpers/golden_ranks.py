@@ -8,10 +8,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from flux_ref import config_file, data, ranks, step
-from flux_ref.golden import training
-from flux_ref.golden.files import CONFIG, DATA, Golden
 from flux_ref.run import cli
 from flux_ref.step import Health
+from tools.golden import training
+from tools.golden.files import CONFIG, DATA, Golden
 
 
 def main(golden: str, out: str) -> int:

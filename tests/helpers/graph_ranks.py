@@ -46,17 +46,20 @@ class StandInGraph:
 
     def __init__(self, work: Callable[[], None], log: Log):
         self.work, self.log, self.kind = work, log, work.__name__.strip("_")
-        self.places = places(work.__self__)
+        self.steps = getattr(work, "__self__", None)  # None: any work, not a step's
+        self.places = places(self.steps) if self.steps else []
 
     def replay(self) -> None:
         if self.log.broken_at == self.log.count("replay train") and self.kind == "train":
             raise RuntimeError("an error of the device")
         self.log.append(f"replay {self.kind}")
-        steps = self.work.__self__
-        assert places(steps) == self.places, "a graph would still use the former tensors"
-        sharding.reshard(steps.state.net)  # a graph gathers the weights, whatever the net believes
+        if self.steps is None:
+            self.work()
+            return
+        assert places(self.steps) == self.places, "a graph would still use the former tensors"
+        sharding.reshard(self.steps.state.net)  # a graph gathers the weights, whatever the net believes
         self.work()
-        sharding.reshard(steps.state.net)
+        sharding.reshard(self.steps.state.net)
 
     def reset(self) -> None:
         self.log.append("reset")
@@ -81,11 +84,12 @@ class StandInRecorder:
 
 def places(steps: Steps) -> list[int]:
     """The addresses of all that a step reads and writes."""
-    opt = steps.state.opt
+    opt, precision = steps.state.opt, steps.state.precision
     own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
     kept = (steps.health.flags, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
     moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
-    return [tensor.data_ptr() for tensor in (*own, *kept, *moments)]
+    remembered = (precision.history, *precision.amaxes, *precision.scales, *precision.inverses)
+    return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
 
 
 def everything(state: State) -> dict[str, Tensor]:

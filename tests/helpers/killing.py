@@ -151,7 +151,7 @@ def send(pid: int, number: int) -> bool:
 def verified(run: Path) -> list[int]:
     """Steps of the checkpoints of a run, after reading all of each; one that is deleted meanwhile does not count."""
     steps = []
-    for path in checkpoint_files.found(run):
+    for path in checkpoint_files.list_checkpoints(run):
         try:
             Checkpoint(path).verify()
             steps.append(checkpoint_files.step_of(path))

@@ -6,10 +6,10 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
-import rank_runs
 import torch
 import torch.distributed as dist
 from conftest import MICRO
+from lively_nets import lively_net, of_all, whole
 from torch import Tensor, nn
 
 from flux_ref import checkpoint, config_file, ranks, schedule
@@ -39,7 +39,7 @@ def fp8_config(**values: object) -> Config:
 
 
 def lively_state(cfg: Config, world: World) -> State:
-    net = rank_runs.lively_net(cfg, world)
+    net = lively_net(cfg, world)
     return State.of(net, cfg, world)
 
 
@@ -69,8 +69,8 @@ def training(cfg: Config, world: World, state: State) -> dict:
     return {
         "losses": losses,
         "first history": first,
-        "histories": rank_runs.of_all(precision.history),
-        "scales": rank_runs.of_all(torch.stack(precision.scales)),
+        "histories": of_all(precision.history),
+        "scales": of_all(torch.stack(precision.scales)),
         "buffers": {(type(b), b.dtype) for linear in linears for b in linear.buffers()},
     }
 
@@ -103,8 +103,8 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
         sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
         validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
     reshard(state.net)
-    weights, found = rank_runs.whole(state.net), []
-    for name, linear in fp8_linears(state.net).items() if policy.coded(cfg) else ():
+    weights, found = whole(state.net), []
+    for name, linear in fp8_linears(state.net).items() if policy.layers_gathered_in_fp8(cfg) else ():
         weight = weights[f"{name}.weight"].bfloat16()
         scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max, 44)
         found.append((linear, cast(weight, scale, linear.arith.forward), scale))
@@ -115,7 +115,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
         for linear, codes, scale in found
     ]
     figures = {"sums": sums, "losses": torch.tensor(losses), "history": state.precision.history}
-    return figures | weights, sum(sent), rank_runs.of_all(are_right)
+    return figures | weights, sum(sent), of_all(are_right)
 
 
 def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int], list]]:
@@ -130,7 +130,7 @@ def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int,
             gathered(config_file.replace(cfg, **values, precision__gather=choice), world) for choice in (True, False)
         ]
         same = all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[1][0])
-        found[name] = (rank_runs.of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
+        found[name] = (of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
     return found
 
 
@@ -143,10 +143,10 @@ def one_nan(state: State, world: World) -> list[bool]:
             amax.fill_(7.0 + world.rank)
         if world.rank == bad:
             precision.amaxes[3].fill_(math.nan)
-        precision.update()
+        precision.remember_magnitudes()
         moved = (precision.history[:, 0] == 7.0 + world.size - 1).tolist()
         is_right &= torch.equal(precision.history[3], before[3]) and moved.count(False) == 1
-    return rank_runs.of_all(is_right)
+    return of_all(is_right)
 
 
 BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "precision__preset": "mxfp6_fp4"}  # sizes of MX's blocks

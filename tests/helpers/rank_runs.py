@@ -7,14 +7,15 @@ findings. With 4 ranks the world is HSDP, 2 replicas x 2 shards.
 import math
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import precision_ranks
 import torch
 import torch.distributed as dist
 from conftest import MICRO, data_overrides, script
+from lively_nets import lively, lively_net, of_all, whole
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,48 +85,13 @@ class Measured(dict):
 
 
 def checkpoint_of(run: Path) -> Path:
-    (path,) = checkpoint_files.found(run)
+    (path,) = checkpoint_files.list_checkpoints(run)
     return path
 
 
 def micro_config(data: Path, **values: object) -> Config:
     """The micro config with clipping in effect and half of the captions dropped."""
     return config_file.replace(config_file.load(MICRO, data_overrides(data)), **(BASE | values))
-
-
-def lively(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Weights with which every part of a net has a say; in the initial ones, the zeros silence most of it."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator) * 0.15 + name.endswith(".scale")
-
-
-def plain_net(cfg: Config) -> Flux:
-    """An unsharded net with lively weights."""
-    net = Flux(cfg.model)
-    net.load_state_dict({name: lively(name, tuple(p.shape)) for name, p in net.named_parameters()})
-    return net
-
-
-def lively_net(cfg: Config, world: World) -> Flux:
-    """A sharded net with lively weights."""
-    net = sharding.build(cfg, world, seed=None)
-    with torch.no_grad():
-        for name, parameter in sharding.named_parameters(net).items():
-            start, local = sharding.local_rows(parameter)
-            local.copy_(lively(name, tuple(parameter.shape))[start : start + len(local)])
-    return net
-
-
-def whole(net: Flux) -> dict[str, Tensor]:
-    """The gathered weights of a sharded net by BFL's names."""
-    return {name: p.detach().full_tensor().clone() for name, p in sharding.named_parameters(net).items()}
-
-
-def of_all(value: object) -> list:
-    """The value of every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def open_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
@@ -328,8 +294,7 @@ def main(data: str, out: str) -> int:
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
     world = ranks.start(cfg.parallel)
-    import checkpoint_ranks  # these import this file, too
-    import precision_ranks
+    import checkpoint_ranks  # it imports this file, too
 
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)

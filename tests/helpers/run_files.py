@@ -38,12 +38,12 @@ def event(folder: Path, key: str) -> dict:
 
 
 def newest(run: Path) -> Checkpoint:
-    return Checkpoint(checkpoint_files.found(run)[-1])
+    return Checkpoint(checkpoint_files.list_checkpoints(run)[-1])
 
 
 def saved_steps(run: Path) -> list[int]:
     """The steps of a run's checkpoints."""
-    return [checkpoint_files.step_of(path) for path in checkpoint_files.found(run)]
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(run)]
 
 
 def what_counts(run: Path) -> dict[str, list]:

@@ -10,9 +10,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from flux_ref.prepare import commands as prepare
 from flux_ref.run import cli
 from flux_ref.sampling import vae
+from tools.prepare import commands as prepare
 
 
 def run(script: str, argv: list[str]) -> int:

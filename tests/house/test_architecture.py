@@ -7,14 +7,14 @@ import ast
 import re
 
 from conftest import ROOT
-from test_layering import COMMANDS, COMPUTED, FILES, SCRIPTS, TRAINING, TREES, own_imports, room
+from test_layering import COMMANDS, COMPUTED, FILES, SCRIPTS, SHARED, TRAINING, TREES, own_imports, room
 
 PATH = ROOT / "docs" / "architecture.md"
 PAGE = PATH.read_text()
 PICTURE = re.compile(r"(?<=```mermaid\n).*?(?=\n```)", re.S)
 SUBGRAPHS = {
     "Scripts": {"train", "eval"},
-    "Commands": COMMANDS,
+    "Commands in tools/": COMMANDS | {SHARED},
     "Training folders": TRAINING,
     "Core: how it runs": {module for module in FILES if not room(module)} - COMPUTED,
     "Core: what is computed": COMPUTED,
@@ -40,8 +40,8 @@ def picture() -> str:
     imports = arrows()
     lines = ["flowchart TD"]
     for number, (title, names) in enumerate(SUBGRAPHS.items()):
-        ends = {name: "/" if name in TRAINING | COMMANDS else ".py" for name in sorted(names)}
-        shown = (f'        {name}["{name}{end}"]' for name, end in ends.items())
+        ends = {name: "/" if name in TRAINING | COMMANDS | {SHARED} else ".py" for name in sorted(names)}
+        shown = (f'        {name}["{name.removeprefix("tools.")}{end}"]' for name, end in ends.items())
         lines += [f'    subgraph room{number}["{title}"]', *shown, "    end"]
     for name, others in sorted(imports.items()):
         direct = others - set().union(*(below(imports, other) for other in others))

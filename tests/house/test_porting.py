@@ -7,10 +7,10 @@ import re
 import shlex
 
 from conftest import ROOT
-from test_layering import FILES, WITHOUT_TORCH, named
+from test_layering import FILES, TREES, WITHOUT_TORCH, named, own_imports
 
 from flux_ref import config, config_file
-from flux_ref.tables import commands as tables
+from tools.tables import commands as tables
 
 PAGES = (
     "PORTING.md",
@@ -39,7 +39,8 @@ def is_there(name: str) -> bool:
     module, *path = name.split(".")
     if module not in MODULES:
         return False
-    owner = importlib.import_module(f"flux_ref.{MODULES[module]}")
+    path_of = MODULES[module]
+    owner = importlib.import_module(path_of if path_of.startswith("tools.") else f"flux_ref.{path_of}")
     for part in path:
         if not hasattr(owner, part):
             return inspect.isclass(owner) and f"self.{part}" in inspect.getsource(owner)
@@ -58,14 +59,14 @@ def complaint(command: str) -> str:
         config_file.load(ROOT / files[0], [arg for arg in args[1:] if arg[0] == "-"])
         return ""
     assert program == "python" and args[0] == "-m"
-    if args[1] == "flux_ref.tables":
+    if args[1] == "tools.tables":
         return "" if set(args[2:]) <= tables.TABLES.keys() else args[2]
     return "" if importlib.util.find_spec(args[1]) else args[1]
 
 
 def test_commands_are_accepted():
     assert {command: text for command in COMMANDS if (text := complaint(command))} == {}
-    bad = ("pytest tests/test_none.py", "python -m flux_ref.tables speed", "python -m flux_ref.x")
+    bad = ("pytest tests/test_none.py", "python -m tools.tables speed", "python -m flux_ref.x")
     assert all(map(complaint, bad)), "the check finds a bad command"
 
 
@@ -73,7 +74,7 @@ def test_named_files_exist():
     missing = []
     for page in PAGES:
         text = (ROOT / page).read_text()
-        paths = re.findall(r"\b(?:flux_ref|tests|docs|configs|bench)/[\w/]+\.\w+|\b(?:train|eval)\.py", text)
+        paths = re.findall(r"\b(?:flux_ref|tools|tests|docs|configs|bench)/[\w/]+\.\w+|\b(?:train|eval)\.py", text)
         links = [(ROOT / page).parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
         missing += [(page, path) for path in (*(ROOT / path for path in paths), *links) if not path.exists()]
     assert not missing
@@ -91,7 +92,9 @@ def test_named_functions_and_keys_exist_and_values_are_accepted():
     assert [span for span in SPANS - COMMANDS if not re.fullmatch(known, span)] == []
 
 
-def test_what_needs_no_torch_needs_none():
+def test_what_a_port_takes_needs_no_torch_and_nothing_else_of_ours():
     section = PROSE.split("## Files to take as they are")[1].split("##")[0]
-    listed = {path.replace("/", ".") for path in re.findall(r"`flux_ref/([\w/]+)\.py`", section)}
+    paths = re.findall(r"`((?:flux_ref|tools)/[\w/]+)\.py`", section)
+    listed = {path.replace("/", ".").removeprefix("flux_ref.") for path in paths}
     assert listed <= WITHOUT_TORCH and len(listed) > 10
+    assert {module: lacks for module in listed if (lacks := own_imports(TREES[module]) - listed)} == {}

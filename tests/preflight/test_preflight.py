@@ -15,10 +15,10 @@ import pytest
 from conftest import ROOT, refusal
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.preflight import commands
-from flux_ref.preflight import nodes as preflight
-from flux_ref.preflight.verdict import NodeReport, Verdict, judge
 from flux_ref.run.attempt import attempt
+from tools.preflight import commands
+from tools.preflight import nodes as preflight
+from tools.preflight.verdict import NodeReport, Verdict, judge
 
 ARGS = argparse.Namespace(nodes=["a", "b", "c", "d"], slow=0.8)
 DEVICE = {"device": "X1", "free_gb": 99.0, "total_gb": 100.0, "tflops": 700.0, "gb_per_s": 400.0}
@@ -202,7 +202,7 @@ class Nodes:
             one.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{one.getsockname()[1]}"
         names = ",".join(f"n{number}" for number in range(count))
-        command = [sys.executable, "-m", "flux_ref.preflight", f"--nodes={names}", f"--address={address}", *argv]
+        command = [sys.executable, "-m", "tools.preflight", f"--nodes={names}", f"--address={address}", *argv]
         options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         commands = {number: [*command, f"--node={number}"] for number in set(range(count)) - set(absent)}
         self.processes = {number: subprocess.Popen(argv, **options) for number, argv in commands.items()}
@@ -235,7 +235,7 @@ def test_a_listener_that_is_no_store_is_not_waited_for_longer_than_asked():
     """In a process of its own, as c10d goes on waiting in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        command = [sys.executable, "-m", "flux_ref.preflight", "--nodes=n0,n1", "--wait=1", "--node=1"]
+        command = [sys.executable, "-m", "tools.preflight", "--nodes=n0,n1", "--wait=1", "--node=1"]
         done = subprocess.run([*command, f"--address={address}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     silent = f"preflight: n0: {address} listens but does not answer within 1 s; has another program that port?"
     assert (done.returncode, done.stdout) == (3, "")

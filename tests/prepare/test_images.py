@@ -34,12 +34,12 @@ from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shard_writer, shards
-from flux_ref.prepare import commands as prepare
-from flux_ref.prepare import images, raw_images
-from flux_ref.prepare.raw_images import Rejected
 from flux_ref.sampling import vae
 from flux_ref.sampling.encoders import Encoders
 from flux_ref.sampling.vae import FLUX
+from tools.prepare import commands as prepare
+from tools.prepare import images, raw_images
+from tools.prepare.raw_images import Rejected
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 MODEL = config_file.load(MICRO).model
@@ -579,7 +579,7 @@ def test_two_ranks_make_the_same_bytes_as_one(made, nets, tmp_path, monkeypatch)
     monkeypatch.setattr(vae, "load", vae.load.func)
     alone, both = (split_of_own(make(nets, source, tmp_path / out, *flux), 0.72) for out in ("alone", "both"))
     assert prepare.main(alone) == 0
-    done = script("flux_ref/prepare/__main__.py", *both, ranks=2)
+    done = script("tools/prepare/__main__.py", *both, ranks=2)
     assert done.returncode == 0, done.stderr
     assert sum(map(int, re.findall(r"(\d+) rejected", done.stdout))) == len(reasons)
     assert all((tmp_path / "both" / split).is_dir() for split in ("train", "val"))

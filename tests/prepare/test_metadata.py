@@ -9,8 +9,8 @@ from conftest import refusal
 from PIL import Image
 
 from flux_ref.errors import Refusal
-from flux_ref.prepare import raw_images
-from flux_ref.prepare.raw_images import Rejected
+from tools.prepare import raw_images
+from tools.prepare.raw_images import Rejected
 
 
 def put(folder: Path, texts: dict[str, str], pictures: tuple[str, ...] = ("a.png", "b.png", "sub/c.png")) -> Path:

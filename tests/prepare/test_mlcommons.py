@@ -29,8 +29,8 @@ from flux_ref import config
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import MEMBERS, Layout
-from flux_ref.prepare import commands as prepare
-from flux_ref.prepare import mlcommons
+from tools.prepare import commands as prepare
+from tools.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")
 
@@ -267,7 +267,7 @@ def test_the_benchmarks_counts_and_sizes_are_the_defaults(train, public, output)
 PROGRAM = """
 import sys, time
 from flux_ref.formats.shard_writer import ShardWriter
-from flux_ref.prepare import commands
+from tools.prepare import commands
 
 def add_slowly(*args):
     time.sleep(0.02)
@@ -523,7 +523,7 @@ def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, ou
     args = ("--input", tmp_path / "public" / "source", "--output", output, "--split", "train")
     args = (*args, "--expect-samples", len(want), "--per-shard", 70)
     peak = 0.0
-    with Job(tmp_path / "log", "flux_ref/prepare/__main__.py", "mlcommons", *args, ranks=0) as job:
+    with Job(tmp_path / "log", "tools/prepare/__main__.py", "mlcommons", *args, ranks=0) as job:
         while job.process.poll() is None:
             peak = max(peak, anonymous_mb(job.process.pid))
             time.sleep(0.02)

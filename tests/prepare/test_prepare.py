@@ -1,4 +1,4 @@
-"""Making the shapes data set, as `python -m flux_ref.prepare shapes` does."""
+"""Making the shapes data set, as `python -m tools.prepare shapes` does."""
 
 import resource
 import time
@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from flux_ref import config_file
 from flux_ref.formats import shards
-from flux_ref.prepare import commands as prepare
-from flux_ref.prepare import pool
 from flux_ref.toy import shapes
+from tools.prepare import commands as prepare
+from tools.prepare import pool
 
 ARGS = ["shapes", "--config", str(MICRO)]
 TRAIN, VAL = 50, 45  # samples of MICRO

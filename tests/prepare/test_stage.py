@@ -1,4 +1,4 @@
-"""Staging a data set, as `python -m flux_ref.prepare stage SRC DST` does.
+"""Staging a data set, as `python -m tools.prepare stage SRC DST` does.
 
 Nodes are forked processes here, each with a DST of its own; they write down what they read, sync and rename. The
 last test launches the command itself.
@@ -24,14 +24,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flux_ref.prepare import stage
 from flux_ref.run import cli
+from tools.prepare import stage
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 4 << 10
 ALONE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 FORKS = multiprocessing.get_context("forkserver")  # which has imported torch once
-FORKS.set_forkserver_preload(["flux_ref.prepare.stage", "pytest"])
+FORKS.set_forkserver_preload(["tools.prepare.stage", "pytest"])
 
 
 # The data set
@@ -518,7 +518,7 @@ def test_two_launchers_stage_as_one_job(src, tmp_path):
     for rank in range(2):
         launch = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
         command = [sys.executable, "-m", "torch.distributed.run", *launch, f"--master-port={port}"]
-        command += ["-m", "flux_ref.prepare", "stage", str(src), str(tmp_path / str(rank))]
+        command += ["-m", "tools.prepare", "stage", str(src), str(tmp_path / str(rank))]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         jobs.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
     (said, errors), (silent, _) = (job.communicate(timeout=90) for job in jobs)

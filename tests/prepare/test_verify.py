@@ -26,7 +26,7 @@ from flux_ref import config_file
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, Layout
-from flux_ref.prepare import verify
+from tools.prepare import verify
 
 WIDE = {"text_tokens": 20, "t5_dim": 300}  # a sample is longer than a tar record, as real ones are
 TRAIN, VAL, PER_SHARD = 8, 16, 3
@@ -508,7 +508,7 @@ def test_ctrl_c_ends_all_threads_and_writes_nothing(root, micro):
         with (root / f"huge_{i}").open("wb") as file:
             file.truncate(1 << 36)  # takes no space, but a while to read
     before = sorted(root.parent.rglob("*"))
-    command = [sys.executable, "-m", "flux_ref.prepare", "verify", str(root), "--config", str(micro), "--workers", "2"]
+    command = [sys.executable, "-m", "tools.prepare", "verify", str(root), "--config", str(micro), "--workers", "2"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and opened_files(process.pid, root) < 2:

@@ -20,10 +20,11 @@ from conftest import MICRO, ROOT
 from made_logs import MadeLog
 
 from flux_ref import config_file
-from flux_ref.benchmark import convergence, public_systems
+from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
-from flux_ref.report import charts, official, result_files, result_log, score
-from flux_ref.report import commands as report
+from tools.report import charts, official, result_files, result_log, score
+from tools.report import commands as report
+from tools.shared import public_systems
 
 
 @pytest.fixture(autouse=True)
@@ -576,7 +577,7 @@ def test_charts_show_the_figures_at_their_places(results):
 def test_command_needs_neither_torch_nor_matplotlib(tmp_path):
     """A laptop with the logs is enough for scores, table and JSON."""
     code = (
-        "import sys; from flux_ref.report import commands; code = commands.main(sys.argv[1:]);"
+        "import sys; from tools.report import commands; code = commands.main(sys.argv[1:]);"
         " assert not {'torch', 'torchvision', 'matplotlib'} & set(sys.modules); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, str(MadeLog().write(tmp_path / "result_0.txt"))]

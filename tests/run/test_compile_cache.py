@@ -194,7 +194,7 @@ def test_a_run_compiles_nothing_that_prepare_cache_has_compiled(shapes_dir, tmp_
     (tmp_path / "tmp").mkdir()
     own = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": ""}
     switches = ("--parallel.compile=true", f"--parallel.compile_cache={tmp_path}/cache", "--eval.batch=6")
-    made = script("flux_ref/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600, **own)
+    made = script("tools/prepare/__main__.py", "cache", "--ranks=2", MICRO, *switches, ranks=0, timeout=600, **own)
     assert made.returncode == 0, made.stderr[-2000:]
     ran = script("train.py", *micro_run(shapes_dir, tmp_path / "run", *switches), ranks=2, timeout=600, **own)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -18,7 +18,7 @@ import eval as eval_script
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import loss_chart
 from flux_ref.sampling import euler, grid, vae
-from flux_ref.weights import commands as weights
+from tools.weights import commands as weights
 
 STEPS = (2, 4, 5)  # of the checkpoints
 OFTEN = ["--eval.every_samples=24", "--checkpoint.every_samples=24", "--checkpoint.keep=9"]  # a loss for each of them
@@ -80,7 +80,7 @@ def test_each_checkpoint_gives_what_training_logged_then_and_all_give_the_curve(
 def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate, tmp_path, monkeypatch):
     """Fault F7: a run that keeps one checkpoint showed a curve of one point."""
     copy, curves = Path(shutil.copytree(run, tmp_path / "run")), []
-    for folder in checkpoint_files.found(copy)[:2]:
+    for folder in checkpoint_files.list_checkpoints(copy)[:2]:
         shutil.rmtree(folder)
     monkeypatch.setattr(loss_chart, "chart", lambda train, val, target, path: curves.append(val))
     evaluate(copy, "--all")
@@ -283,7 +283,7 @@ def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate):
 
 def test_a_checkpoint_damaged_among_others_is_refused_by_its_name(run, evaluate, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    damaged = checkpoint_files.found(copy)[1]
+    damaged = checkpoint_files.list_checkpoints(copy)[1]
     content = bytearray((damaged / "rank_00000.safetensors").read_bytes())
     content[-1] ^= 1
     content[len(content) // 6] ^= 1

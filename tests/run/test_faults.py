@@ -307,7 +307,7 @@ def test_a_lack_of_memory_ends_the_run_with_one_line_or_costs_a_checkpoint(train
 
 
 def test_a_copy_for_a_checkpoint_that_finds_no_memory_costs_this_checkpoint(trains, calm, tmp_path, monkeypatch):
-    copies, calls = checkpoint.host_copies, []
+    copies, calls = checkpoint.allocate_host_buffers, []
 
     def short_at_first(*args: object) -> dict:
         calls.append(args)
@@ -315,7 +315,7 @@ def test_a_copy_for_a_checkpoint_that_finds_no_memory_costs_this_checkpoint(trai
             raise MemoryError("cannot pin")
         return copies(*args)
 
-    monkeypatch.setattr(checkpoint, "host_copies", short_at_first)
+    monkeypatch.setattr(checkpoint, "allocate_host_buffers", short_at_first)
     code, out, _ = trains(tmp_path / "run")
     assert code == 0 and out.count("step_000000002 NOT saved: the copy to host memory failed: cannot pin") == 1
     assert saved_steps(tmp_path / "run") == [4, 6]

@@ -72,7 +72,7 @@ def trained(micro, tmp_path, monkeypatch):
         train_set = SimpleNamespace(feed=lambda samples: feed, skipped_everywhere=dict)
         saver = SimpleNamespace(save=lambda *_: events.append(f"save {state.step}"), finish=lambda: None)
         mark = None if kind == "cpu" else SimpleNamespace(synchronize=lambda: events.append("read"))
-        monkeypatch.setattr(ranks, "copied", lambda device: mark)
+        monkeypatch.setattr(ranks, "record_copy_event", lambda device: mark)
         found = Validation(0.5, 0.0, [0.5] * 8, [0.0] * 8, 45)
         monkeypatch.setattr(train, "validation_loss", lambda *_: events.append(f"evaluate {state.step}") or found)
         log = BenchmarkLog(None)

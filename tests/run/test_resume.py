@@ -62,7 +62,7 @@ def broken_off(whole, tmp_path) -> Callable:
     def make(step: int, name: str = "run") -> Path:
         folder = Path(shutil.copytree(whole, tmp_path / name))
         (folder / "outcome.json").unlink()
-        for path in checkpoint_files.found(folder):
+        for path in checkpoint_files.list_checkpoints(folder):
             if checkpoint_files.step_of(path) > step:
                 shutil.rmtree(path)
         return folder
@@ -193,7 +193,7 @@ def test_a_run_that_broke_off_ends_like_one_that_did_not(broken_off, whole, shap
         assert called(folder, shapes_dir) == 0, where
         assert f"resume  the run in this folder, from step {step} " in capsys.readouterr().out
         require_equal_runs(folder, whole)
-        for path in checkpoint_files.found(whole):
+        for path in checkpoint_files.list_checkpoints(whole):
             pair = [Checkpoint(run / path.relative_to(whole)) for run in (folder, whole)]
             require_identical(*({key: saved.read(key) for key in saved.tensors} for saved in pair))
         assert json.loads((folder / "outcome.json").read_text())["step"] == 12

@@ -19,7 +19,7 @@ from flux_ref.model import parameter_table
 from flux_ref.run.forecast import forecast
 from flux_ref.sampling import euler
 from flux_ref.toy import make, shapes
-from flux_ref.watch import commands as watch
+from tools.watch import commands as watch
 
 FILES = [
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),

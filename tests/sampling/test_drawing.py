@@ -19,9 +19,9 @@ from small_encoders import SMALL, save_clip, save_t5
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from flux_ref import config_file, latents, rng
-from flux_ref.prepare import commands as prepare
 from flux_ref.sampling import euler, grid, vae
-from flux_ref.weights import commands as weights
+from tools.prepare import commands as prepare
+from tools.weights import commands as weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 MODEL = config_file.load(MICRO).model

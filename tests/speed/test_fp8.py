@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from conftest import called, require_identical, trained
 from fp8_net import low
+from lively_nets import plain_net, whole
 from precision_ranks import FACTS, STEPS, fp8_config, lively_state, steps
-from rank_runs import plain_net, whole
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
@@ -255,7 +255,7 @@ def test_history_and_scales_follow_the_plain_ones_in_place_and_without_waiting(w
                 want.update(float(torch.tensor(value)))
             is_sound = all(amax.isfinite().all() for amax in state.amaxes)
             with NoReads():
-                norm_factor = state.update()
+                norm_factor = state.remember_magnitudes()
                 state.begin(step)
             assert (norm_factor == 1) if is_sound else norm_factor.isnan()
             assert [float(scale) for scale in state.scales] == pytest.approx([want.scale for want in plain], rel=1e-6)
@@ -277,7 +277,7 @@ def test_the_first_steps_of_delayed_scaling_are_dynamic():
     assert delayed_steps(preset="fp8_delayed", dynamic_steps=3) == ([False] * 3 + [True] * 2, (0, 3))
     assert delayed_steps(preset="fp8_delayed", dynamic_steps=0) == ([True] * 5, (0,))
     assert delayed_steps(preset="fp8", dynamic_steps=3) == ([False] * 5, (0,))
-    assert state_of_two_linears(fp8_net.config("fp8")).update() is None
+    assert state_of_two_linears(fp8_net.config("fp8")).remember_magnitudes() is None
 
 
 def converted_net(**values: object) -> tuple[Flux, Precision]:
@@ -376,7 +376,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
     saver.save(state, {})
     saver.finish()
     steps(other, cfg, world, count=1)
-    saved = resuming.load_weights(checkpoint_files.found(tmp_path)[0], other, FACTS)
+    saved = resuming.load_weights(checkpoint_files.list_checkpoints(tmp_path)[0], other, FACTS)
     resuming.load_progress(saved, other)
     assert [float(scale) for scale in other.precision.scales] == [float(scale) for scale in state.precision.scales]
     assert steps(other, cfg, world, count=2) == steps(state, cfg, world, count=2)
@@ -384,7 +384,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, tmp_path):
     require_identical(whole(other.net), whole(state.net))
     off = config_file.replace(cfg, precision__preset="fp8")
     with pytest.raises(Refusal, match=r"1 unexpected: fp8\.history"):
-        resuming.open_for(checkpoint_files.found(tmp_path)[0], lively_state(off, world), FACTS)
+        resuming.open_for(checkpoint_files.list_checkpoints(tmp_path)[0], lively_state(off, world), FACTS)
 
 
 def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
@@ -402,7 +402,7 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     assert torch.equal(state.precision.history[0::2], base["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(base["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
-    saved = resuming.open_for(checkpoint_files.found(Path(found["run"]))[0], state, FACTS)
+    saved = resuming.open_for(checkpoint_files.list_checkpoints(Path(found["run"]))[0], state, FACTS)
     state.precision.reset()
     resuming.load_progress(saved, state)
     assert torch.equal(state.precision.history, base["histories"][0])
@@ -521,19 +521,21 @@ def test_compiled_regions_train_as_eager_ones(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("preset", ["fp8", "fp8_delayed"])
 def test_a_device_trains_as_the_cpu_does(preset, monkeypatch):
     """A device's kernels take every product of the net; bf16 rounds otherwise on the way."""
-    cfg, losses = fp8_config(precision__preset=preset), []
-    for is_available in (True, False):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_available=is_available: is_available)
+    cfg = fp8_config(precision__preset=preset)
+
+    def losses() -> list[float]:
         world = ranks.start(cfg.parallel)
         try:
-            losses.append(steps(lively_state(cfg, world), cfg, world))
+            return steps(lively_state(cfg, world), cfg, world)
         finally:
             ranks.stop()
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+    on_device = losses()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert on_device == pytest.approx(losses(), rel=2e-2)
 
 
 def mean_last_loss(cfg: Config, world, count: int = 250) -> float:

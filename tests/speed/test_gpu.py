@@ -18,17 +18,18 @@ from flux_ref.speed import fp8_product
 from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
+pytestmark = pytest.mark.gpu
 
 
-def has_fp8() -> bool:
-    if not torch.accelerator.is_available():
-        return False
+@pytest.fixture
+def arch(device) -> str:
+    """The name of a device's kind that computes in FP8."""
+    name = fp8_product.architecture(device)
     try:
-        fp8_product.arithmetic(fp8_product.architecture(torch.device(torch.accelerator.current_accelerator().type, 0)))
-    except Refusal:
-        return False
-    return True
+        fp8_product.arithmetic(name)
+    except Refusal as error:
+        pytest.skip(str(error))
+    return name
 
 
 def losses_of(cfg, steps, sync_debug=False):
@@ -68,11 +69,10 @@ def test_training_step_never_waits_for_the_device(micro_batch):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.skipif(not has_fp8(), reason="no FP8")
-def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
+def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names(device, arch):
     """Datacenter Blackwell and AMD: right sides row by row; AMD also a gradient in e5m2 by a weight in e4m3."""
-    device = torch.device(torch.accelerator.current_accelerator().type, 0)
-    arith, one = fp8_product.arithmetic(fp8_product.architecture(device)), torch.ones((), device=device)
+    arith = fp8_product.arithmetic(arch)
+    one = torch.ones((), device=device)
     wrong = []
     for left in (arith.forward, arith.gradient):
         a = torch.randn(64, 96, device=device).to(left)
@@ -87,14 +87,12 @@ def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names():
     assert wrong == []
 
 
-@pytest.mark.skipif(not has_fp8(), reason="no FP8")
-def test_compiled_fp8_linears_equal_eager_ones_on_a_device():
+def test_compiled_fp8_linears_equal_eager_ones_on_a_device(device, arch):
     """In parts and whole. Delayed scales are 1, and a NaN of one column shows in the magnitudes."""
-    device = torch.device(torch.accelerator.current_accelerator().type, 0)
-    arch, found = fp8_product.architecture(device), []
+    found = []
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16)
     for compiles in (False, True):
-        net, leaf = Net(arch, "delayed", device), x.clone().requires_grad_()
+        net, leaf = Net(arch, "fp8_delayed", device), x.clone().requires_grad_()
         Precision(net, fp8_net.config("fp8_delayed", dynamic_steps=0), device)
         out = (torch.compile(net, fullgraph=True) if compiles else net)(leaf)
         out.backward(torch.ones_like(out).index_fill(1, torch.tensor([7], device=device), float("nan")))
@@ -133,7 +131,7 @@ def test_a_saved_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
         want = train(first, 3)
         saver.finish()
         second = state_with(seed=4)
-        saved = resuming.load_weights(checkpoint_files.found(tmp_path)[-1], second, {})
+        saved = resuming.load_weights(checkpoint_files.list_checkpoints(tmp_path)[-1], second, {})
         resuming.load_progress(saved, second)
         found = train(second, 3)
     finally:

@@ -1,43 +1,20 @@
 """Captured steps on a device that captures: bit for bit the eager ones, without growth, and with a clean end."""
 
-import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import MICRO, PYTHONPATH, data_overrides, micro_run, require_identical, script
+from conftest import MICRO, micro_run, require_identical, script
 from graph_ranks import STEPS, everything, history, require_same_history
 
-from flux_ref import config, config_file, ranks, sharding
-from flux_ref.speed.graphs import Recorder
+from flux_ref import config, config_file, ranks, sharding, steps
 from flux_ref.step import State
 from flux_ref.steps import CAPTURED, Steps, mode
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
+pytestmark = pytest.mark.gpu
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
 EXIT_S = 20.0  # a process group that waits for a graph never ends
-BREAKING = """
-import sys, time
-import train
-from flux_ref.run import cli
-from flux_ref.steps import Steps
-
-run_step = Steps.train
-
-
-def breaking(steps):
-    if steps.state.step == 3:
-        print(f"broken at {time.time()}", flush=True)
-        raise RuntimeError("an error amid training")
-    return run_step(steps)
-
-
-Steps.train = breaking
-cli.leave(cli.run("train.py", "", train.main, sys.argv[1:]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -152,10 +129,11 @@ def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_devi
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs
 
 
-def test_a_capture_may_end_while_a_stream_waits_without_work():
-    """So end FSDP2's gathering streams after a validation; test_graphs.py shows that all their work is joined."""
-    one, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
-    recorder = Recorder(one.device)
+def test_a_capture_may_end_while_a_stream_waits_without_work(device):
+    """So end FSDP2's gathering streams after a validation; test_capture_streams.py shows that their work is joined."""
+    one = torch.ones(4, device=device)
+    recorder = steps.Recorder(device)
+    side = torch.cuda.Stream()
 
     def work() -> None:
         side.wait_stream(torch.cuda.current_stream())
@@ -171,10 +149,11 @@ def test_a_capture_may_end_while_a_stream_waits_without_work():
     assert one.tolist() == [4.0] * 4
 
 
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir, tmp_path, replicate):
     """With two replicas a graph holds several communicators: of all ranks, for the norm, and of the mesh."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("one device")
     ranks = min(4, torch.accelerator.device_count() // 2 * 2)
     split = f"--parallel.replicate={replicate}"
     process = script("tests/helpers/graph_ranks.py", shapes_dir, tmp_path, split, ranks=ranks, timeout=300)
@@ -184,24 +163,23 @@ def test_replays_are_bit_identical_to_eager_steps_on_several_devices(shapes_dir,
         require_same_history(found["captured"], found["eager"])
 
 
+CAPTURED_TRAIN = "tests/helpers/captured_train.py"
+
+
 @pytest.mark.parametrize("ranks", [0, 1], ids=["python", "torchrun"])
-def test_a_run_ends_soon_after_its_last_line(shapes_dir, tmp_path, ranks):
+def test_a_run_ends_soon_after_its_last_line(train_py, shapes_dir, tmp_path, ranks):
     assert mode(config_file.replace(config_file.load(MICRO), **ON), torch.device("cuda", 0)) == CAPTURED
-    options = (MICRO, f"--run.dir={tmp_path / 'run'}", *data_overrides(shapes_dir), "--graph.enabled=on")
-    process = script("train.py", *options, ranks=ranks, timeout=300)
+    argv = micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")
+    program = "train.py" if torch.accelerator.is_available() else CAPTURED_TRAIN
+    process = script(program, *argv, ranks=ranks, timeout=300)
     assert process.returncode == 0, process.stderr[-4000:]
     assert "  steps   captured" in process.stdout
     assert time.time() - (tmp_path / "run" / "outcome.json").stat().st_mtime < EXIT_S
 
 
-def test_a_run_that_breaks_amid_training_ends_soon(shapes_dir, tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-c", BREAKING, *micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_run_that_breaks_amid_training_ends_soon(train_py, shapes_dir, tmp_path):
+    argv = micro_run(shapes_dir, tmp_path / "run", "--graph.enabled=on")
+    process = script(CAPTURED_TRAIN, *argv, ranks=0, timeout=120, BREAKS_AT="3")
     left = time.time()
     assert process.returncode == 3 and "an error amid training" in process.stderr
     assert left - float(re.search(r"broken at ([\d.]+)", process.stdout).group(1)) < EXIT_S

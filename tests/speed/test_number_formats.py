@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fp8_net import decode
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
 from torchao.prototype.mx_formats.kernels import unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
@@ -178,6 +180,29 @@ def test_what_is_not_finite_spoils_its_block_alone():
         want[0, 0] = want[1, 1] = True
         assert torch.equal(decoded.isnan(), want.repeat_interleave(32, 1)), rule
         assert rule == "linear" or torch.equal(casts.scale_codes(scales) == casts.SCALE_NAN, want)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_compiler_divides_by_nothing_and_keeps_every_bit(form):
+    """Triton's division is not correctly rounded, and `encode` would cut off a code."""
+    numbers = torch.cat((every_bf16(), around(form)))
+    chance = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(4))
+    targets = set()
+
+    def backend(graph: torch.fx.GraphModule, _):
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def both(x: torch.Tensor, chance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        values = casts.rounded(x, form, chance)
+        return values, casts.encode(form, values)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for drawn in (None, chance):
+        (values, codes), (want, want_codes) = compiled(numbers, drawn), both(numbers, drawn)
+        assert torch.equal(values.view(torch.int32), want.view(torch.int32)) and torch.equal(codes, want_codes)
+    assert "aten.mul.Tensor" in targets and not {name for name in targets if "div" in name or "reciprocal" in name}
 
 
 def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only():

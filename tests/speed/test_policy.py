@@ -44,7 +44,7 @@ def test_the_last_rule_that_matches_decides():
                     where, what, sides = rule.replace(":", "").split(" ", 2)
                     if fnmatchcase(layer, where) or (where == "last.*" and is_last):
                         want = sides if fnmatchcase(product, what) else want
-                assert policy.said(pair) == want, (layer, product, order)
+                assert policy.format_pair(pair) == want, (layer, product, order)
 
 
 def test_presets_hold_what_their_sources_say():
@@ -173,15 +173,15 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     assert ways["double.0.txt.qkv"] == ways["single.1.linear1"] == "plain" and ways["single.0.linear1"] == "blocks"
     assert {policy.way(products) for products in second.pairs.values()} == {"tensor"}
     assert not policy.is_low(last)
-    assert policy.delayed(cfg) == set(second.pairs) and not policy.coded(cfg)
+    assert policy.layers_with_delayed_scales(cfg) == set(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
     assert (policy.narrowest(cfg), policy.narrowest(config_file.replace(TINY, parallel__dtype="bf16"))) == (
         "nvfp4",
         None,
     )
     eight = config_file.replace(TINY, precision__preset="fp8", parallel__dtype="bf16", train__micro_batch=4)
-    assert policy.coded(eight) == policy.layers(TINY.model)
+    assert policy.layers_gathered_in_fp8(eight) == policy.layers(TINY.model)
     mixed = config_file.replace(eight, precision__rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
-    assert len(policy.coded(mixed)) == 8 + 2 and policy.narrowest(mixed, "forward") == "fp8"
+    assert len(policy.layers_gathered_in_fp8(mixed)) == 8 + 2 and policy.narrowest(mixed, "forward") == "fp8"
 
 
 def test_the_table_counts_every_linear_once_and_names_ranges_of_blocks():

@@ -2,8 +2,8 @@
 
 import pytest
 from conftest import require_identical
+from lively_nets import whole
 from precision_ranks import FACTS, ROWS, fp8_config, lively_state, rounding, steps
-from rank_runs import whole
 
 from flux_ref import checkpoint, config, config_file, ranks
 from flux_ref.formats import checkpoint_files
@@ -40,7 +40,7 @@ def test_a_healing_run_that_stops_before_at_or_after_its_switch_goes_on_bit_for_
             saver.finish()
     assert ways == 4 * [{"blocks"}] + 4 * [{"plain"}] and state.precision.phases == (0, 4)
     assert [state.precision.stage(step).preset for step in (0, 3, 4, 9)] == ["nvfp4", "nvfp4", "bf16", "bf16"]
-    for path, step in zip(checkpoint_files.found(tmp_path), (2, 4, 6), strict=True):
+    for path, step in zip(checkpoint_files.list_checkpoints(tmp_path), (2, 4, 6), strict=True):
         other = lively_state(cfg, world)
         steps(other, cfg, world, count=8 - step)
         resuming.load_progress(resuming.load_weights(path, other, FACTS), other)

@@ -1,5 +1,8 @@
 """Regions: recomputing, prefetching and compiling change no number; what cannot be is refused."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import MICRO
@@ -187,6 +190,26 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):
         validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
+
+
+def elsewhere(function: Callable[[], object]) -> object:
+    """What a function returns in a new thread. To the settings, autograd's threads of devices are new ones, too."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def settings() -> tuple[int, float]:
+    return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
+
+
+def test_settings_of_the_compiler_hold_in_every_thread(world):
+    """torch 2.12 and later keep what is assigned in one thread only."""
+    regions.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device)
+    assert elsewhere(settings) == settings() == (regions.GRAPHS, 0.5)
+    compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
+    assert elsewhere(lambda: [len(compiled(torch.ones(size))) for size in range(2, 14)]) == list(range(2, 14))
+    regions.permit_compilation()
+    assert elsewhere(settings) == settings() == (regions.GRAPHS, 1.0)
 
 
 @pytest.mark.slow

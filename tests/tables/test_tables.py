@@ -14,7 +14,7 @@ from flux_ref import config_file, optim, ranks, sharding
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.speed.linear import PolicyLinear
-from flux_ref.tables import commands as tables
+from tools.tables import commands as tables
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def rows(text, columns):
 
 
 def test_the_committed_page_is_what_the_command_prints(printed):
-    assert printed == (ROOT / "docs" / "tables.md").read_text(), "run python -m flux_ref.tables > docs/tables.md"
+    assert printed == (ROOT / "docs" / "tables.md").read_text(), "run python -m tools.tables > docs/tables.md"
 
 
 def test_one_table_by_its_name_and_nothing_else(capsys):

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 from flux_ref import config, config_file
 from flux_ref.run.tensorboard import Board
 from flux_ref.sampling import euler
-from flux_ref.watch import commands as watch
+from tools.watch import commands as watch
 
 STEPS = [{"step": n, "samples": 12 * n, "loss": 1 / n, "lr": 1e-3, "data_wait": "?"} for n in range(1, 6)]
 EVALUATION = {"samples": 36, "val_loss": 0.25, "stderr": 0.5, "val_loss_per_timestep": [k / 8 for k in range(8)]}

@@ -15,9 +15,9 @@ from conftest import ROOT
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
-from flux_ref.report.band import quartile_rows
 from flux_ref.run import loss_chart
-from flux_ref.watch import commands as watch
+from tools.report.band import quartile_rows
+from tools.watch import commands as watch
 
 BATCH = 1024
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
@@ -221,7 +221,7 @@ def test_a_clock_that_is_set_does_not_silence_a_run(put, monkeypatch):
 
 
 def test_a_stdout_that_cannot_take_the_panel(put):
-    command = [sys.executable, "-m", "flux_ref.watch", str(put("run", 1_000_000))]
+    command = [sys.executable, "-m", "tools.watch", str(put("run", 1_000_000))]
     env = os.environ | {"PYTHONUNBUFFERED": ""}  # Python buffers, as it usually does
     with open("/dev/full", "w") as file:
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, env=env, text=True)
@@ -242,7 +242,7 @@ def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
     """Under a pseudo-terminal of 40 columns: coloured, drawn again in place, left when outcome.json comes."""
     folder = put("run", 1_000_000)
     main, side = pty.openpty()
-    command = [sys.executable, "-m", "flux_ref.watch", str(folder), "--every", "0.1"]
+    command = [sys.executable, "-m", "tools.watch", str(folder), "--every", "0.1"]
     panel = subprocess.Popen(
         command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40", "NO_COLOR": ""}
     )

@@ -8,8 +8,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import lively_nets
 import pytest
-import rank_runs
 import torch
 from conftest import MICRO, ROOT, require_identical
 from diffusers import FluxTransformer2DModel
@@ -25,8 +25,8 @@ from flux_ref.formats.checkpoint_files import MANIFEST, Manifest
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
-from flux_ref.weights import commands as weights
-from flux_ref.weights import exports
+from tools.weights import commands as weights
+from tools.weights import exports
 
 CFG = config_file.load(MICRO)
 MODEL = CFG.model
@@ -38,7 +38,7 @@ COMMANDS = {"bfl": ["export"], "diffusers": ["export", "--format=diffusers"], "c
 
 @pytest.fixture
 def lively() -> dict[str, Tensor]:
-    return {name: rank_runs.lively(name, shape) for name, shape in parameter_table(MODEL).items()}
+    return {name: lively_nets.lively(name, shape) for name, shape in parameter_table(MODEL).items()}
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def checkpoint(lively, tmp_path) -> Path:
     folder.mkdir()
     for rank in range(2):
         rows = {
-            f"model.{name}": checkpoint_files.Rows(tensor.chunk(2)[rank], rank * -(-len(tensor) // 2), tensor.shape)
+            f"model.{name}": checkpoint_files.TensorSlice(
+                tensor.chunk(2)[rank], rank * -(-len(tensor) // 2), tensor.shape
+            )
             for name, tensor in lively.items()
         }
         parts.append(checkpoint_files.write_rank(folder, rank, rows))
@@ -271,7 +273,7 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys):
         folder.mkdir()
         cfg = config_file.replace(CFG, **{f"model__{key}": value})
         (folder / "other.toml").write_text(config_file.dump(cfg))
-        tensors = {name: rank_runs.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}
+        tensors = {name: lively_nets.lively(name, shape) for name, shape in parameter_table(cfg.model).items()}
         save_file(tensors, folder / "w.safetensors")
         where = [folder / "w.safetensors", folder / "out", f"--config={folder / 'other.toml'}"]
         assert f"model.{key}" in complaint(capsys, "export", *where, "--format=diffusers")

@@ -13,6 +13,7 @@ import rank_runs
 import torch
 from conftest import MICRO, called, data_overrides, micro_run, refusal, require_identical, the_line
 from fake_world import fake_world
+from lively_nets import lively
 from payload import Payload
 from peer_net import to_diffusers
 from safetensors.torch import save_file
@@ -24,8 +25,8 @@ from flux_ref.formats import checkpoint_files, checkpoint_reader, diffusers_name
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
-from flux_ref.weights import commands as weights
-from flux_ref.weights import exports
+from tools.weights import commands as weights
+from tools.weights import exports
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)
@@ -45,7 +46,7 @@ KINDS = {  # name of a form below the folder that holds them all -> what it is r
 
 
 def tensors_of(model: ModelConfig) -> dict[str, Tensor]:
-    return {name: rank_runs.lively(name, shape) for name, shape in parameter_table(model).items()}
+    return {name: lively(name, shape) for name, shape in parameter_table(model).items()}
 
 
 def rounded(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

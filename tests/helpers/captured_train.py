@@ -1,0 +1,37 @@
+"""train.py with captured steps, on a device or on its stand-in. BREAKS_AT=N raises an error amid training, at step N.
+
+python tests/helpers/captured_train.py CONFIG [--section.key=value ...]
+"""
+
+import os
+import sys
+import time
+
+import stand_in
+import torch
+
+import train
+from flux_ref.run import cli
+from flux_ref.steps import Steps
+
+run_step = Steps.train
+
+
+def breaking(steps: Steps):
+    """The training step, until it breaks."""
+    if steps.state.step == int(os.environ["BREAKS_AT"]):
+        print(f"broken at {time.time()}", flush=True)
+        raise RuntimeError("an error amid training")
+    return run_step(steps)
+
+
+def main(*argv: str) -> int:
+    if not torch.accelerator.is_available():
+        stand_in.install()
+    if "BREAKS_AT" in os.environ:
+        Steps.train = breaking
+    return cli.run("train.py", "", train.main, list(argv))
+
+
+if __name__ == "__main__":
+    cli.leave(main(*sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""A block's kernels for a GPU that is not there, interpreted, and each kernel's outputs against a reference.
+
+    TRITON_INTERPRET=1 PYTHONPATH=. python tests/helpers/interpreted.py --arch gfx942
+    TRITON_INTERPRET=1 PYTHONPATH=. python tests/helpers/interpreted.py --arch sm90 --blocks single --presets bf16
+
+Matrix products and attention run on the CPU. A distance is relative to its bound, so above 1 it is an error. The last
+distance is of the block's outputs and gradients from fp32, relative to the distance of eager mode; at most WHOLE.
+In bf16 the program then changes the text of one kernel at a time. This kernel, and no other, must be above 1.
+Exit codes: 0 done, 2 refused, 3 a distance is too large, or a changed kernel is not found.
+"""
+
+import contextlib
+import copy
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from functorch.compile import make_boxed_func
+from interpreter import Kernel, copied, guarded, install, is_intact
+from kernel_reference import Reference, distance, origins
+from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
+
+from bench.static import inductor
+from bench.static.absent_gpu import AbsentGpu
+from flux_ref import config_file
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.model import Flux
+from flux_ref.run import cli
+from flux_ref.run.environment import commit
+from flux_ref.run.options import Options, listed
+from flux_ref.speed import fp8_product, linear, policy, regions
+from flux_ref.speed.precision import Precision
+from tools.shared import json_option
+
+PRESETS = ("bf16", "fp8", "fp8_delayed", "mxfp8")
+# Sizes that are no powers of two, so that masks matter. 32 divides what MXFP8 sums over.
+SIZES = {
+    "hidden": 96,
+    "heads": 2,
+    "rope_axes": [16, 16, 16],
+    "text_tokens": 32,
+    "latent_height": 8,
+    "latent_width": 24,
+    "double_blocks": 1,
+    "single_blocks": 1,
+}
+ROWS = 2
+DELAYED = {"input": 50.0, "grad": 5000.0}  # scales for which magnitudes near 5 nearly fill e4m3 and e5m2
+WHOLE = 1.5
+PLANTS = {  # a pattern of a kernel's text, and what replaces its first match
+    "the constant of GELU": (r"0\.044715", "0.054715"),
+    "a stride": (r"(tl\.load\(.*\b)96\*", r"\g<1>95*"),
+    "a wider mask": (r"r0_index < r0_numel", "r0_index < r0_numel + 1"),
+    "no mask": (r"xindex < xnumel", "xindex >= 0"),
+}
+HEAD = ("architecture", "block", "precision.preset", "direction", "kernels", "outputs compared", "parts of sums")
+HEAD += ("largest distance", "whole block", "seconds")
+LAUNCH = re.compile(r"(triton_\w+)\.run\(([\w, ]+), stream=\w+\)")
+REUSE = re.compile(r"((\w+) = .+); del (\w+)(?=  # reuse)")
+FOR_A_GPU = {"with torch.cuda._DeviceGuard(0):": "if True:", "torch.cuda.set_device(0)": "pass"}
+
+
+class Direction:
+    """The code of one direction of a block as a function of CPU tensors, with every kernel checked.
+
+    distances: of each kernel's outputs, by "kernel output". joint: outputs that hold no node, such as parts of a sum;
+    the kernel that finishes the sum is compared with the whole.
+    """
+
+    def __init__(self, lowering: GraphLowering, code: str, sources: dict[str, str]):
+        self.nodes, self.inputs = origins(lowering), lowering.graph_input_names
+        self.buffers = {node: name for name, node in self.nodes.items()}
+        self.kernels: dict[str, Kernel] = {}
+        for old, new in FOR_A_GPU.items():
+            code = code.replace(old, new)
+        code = REUSE.sub(r"\1; reuse(locals(), '\2', '\3'); del \3", code)
+        code = LAUNCH.sub(r"launch('\1', locals(), '\2'.split(', '), \2)", code)
+        keep = mock.patch.object(inductor.AsyncCompile, "triton", self._keep)
+        wait = mock.patch.object(inductor.AsyncCompile, "wait", lambda *_: None)
+        self.space = {"launch": self._launch, "reuse": self._reuse}
+        with keep, wait:
+            exec(code, self.space)
+        self.space |= {"empty_strided_cuda": guarded, "get_raw_stream": lambda index: 0}
+
+    def _keep(self, name: str, source: str, device_str: str = "cuda"):
+        self.kernels[name] = Kernel(name, source)
+
+    def __call__(self, *args: object) -> list:
+        """Run the generated code on copies of its arguments. What it changes in place changes in the arguments."""
+        self.held, self.finished, self.reads = {}, set(), {}
+        self.distances, self.joint, self.used = {}, [], set()
+        begin = time.perf_counter()
+        found = self.space["call"]([copied(value) for value in args])
+        assert {key.partition(" ")[2] for key in self.joint} <= self.used, "no kernel finishes a sum"
+        for name, value in zip(self.inputs, args):
+            if name in self.finished:
+                value.copy_(self.held[name])
+        self.seconds = time.perf_counter() - begin
+        return found
+
+    def _hold(self, live: dict) -> dict[str, Tensor]:
+        """Remember what the variables of the generated code hold. What a kernel has written is known already."""
+        tensors = {name: value for name, value in live.items() if isinstance(value, Tensor)}
+        self.held |= {name: value.clone() for name, value in tensors.items() if name not in self.finished}
+        return tensors
+
+    def _reuse(self, live: dict, new: str, old: str) -> None:
+        """The memory of `old` gets the name `new`, which a kernel may read before it writes."""
+        self._hold(live)
+        self.reads[new] = {old} | self.reads.get(old, set())
+
+    def _launch(self, kernel: str, live: dict, names: list[str], *args) -> None:
+        """Run a kernel; then compare its outputs with what follows from its inputs alone."""
+        tensors, outputs = self._hold(live), self.kernels[kernel].outputs(names)
+        self.kernels[kernel](*args)
+        reads = set(names) - (set(outputs) - set(self.inputs))
+        reads |= {earlier for name in names for earlier in self.reads.get(name, ())}
+        self.used |= reads
+        held = {name: self.held[name] for name in reads | set(self.inputs) if name in self.held}
+        for name in outputs:
+            key, found = f"{kernel} {name}", tensors[name]
+            if name in self.nodes:
+                self.distances[key] = self._distance(name, found, held) if is_intact(found) else torch.inf
+            else:
+                self.joint.append(key)
+                self.reads[name] = reads
+        self.held |= {name: tensors[name].clone() for name in outputs}
+        self.finished |= set(outputs)
+
+    def _distance(self, name: str, found: Tensor, held: dict[str, Tensor]) -> float:
+        reference, node = Reference(self.buffers, held), self.nodes[name]
+        want = reference.evaluated(node) if self.buffers.get(node) == name else reference.value(node)
+        return distance(found, want, reference.is_move)
+
+
+class Block:
+    """A block of a kind, with one set of weights and inputs: in fp32, as training has it, and compiled for the GPU.
+
+    directions: forward and backward, once the block has run on the GPU.
+    """
+
+    def __init__(self, gpu: AbsentGpu, kind: str, preset: str):
+        sizes = [f"--model.{name}={value}" for name, value in SIZES.items()]
+        own = [f"--precision.preset={preset}", "--precision.dynamic_steps=0", "--parallel.dtype=bf16"]
+        cfg = config_file.load(Path(__file__).parents[1] / "micro.toml", sizes + own)
+        model, nets = cfg.model, _nets(cfg, gpu.arch)
+        self.plain, self.region = (regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0] for net in nets)
+        image, text = model.image_tokens, model.text_tokens
+        lengths = (image, text) if kind == "double" else (image + text,)
+        self.streams = [torch.randn(ROWS, length, model.hidden).bfloat16() for length in lengths]
+        self.tangents = [torch.randn_like(stream) for stream in self.streams]
+        self.vec, self.rope = torch.randn(ROWS, model.hidden).bfloat16(), torch.randn_like(nets[0].rope)
+        self.gpu, self.cfg, self.directions = gpu, cfg, []
+        self.exact, self.eager = (self.passed(module, module) for module in (self.plain, self.region))
+
+    @contextlib.contextmanager
+    def on_a_gpu(self) -> Iterator[Callable]:
+        """While inside, the block with interpreted kernels. FP8 products are torch's own, done here on any CPU."""
+        written, sources = [], {}
+
+        def inner(graph, example_inputs: list, **rest) -> Callable:
+            inductor.lower(self.gpu, graph, example_inputs, **rest)
+            self.directions.append(Direction(*written[-1], sources))
+            return make_boxed_func(self.directions[-1])
+
+        with (
+            mock.patch.object(fp8_product, "has_kernel", lambda device: True),
+            mock.patch.object(torch, "_scaled_mm", _scaled_mm),
+            inductor.collecting(lambda *one: written.append(one), sources, self.cfg.parallel.activation_budget),
+        ):
+            yield inductor.compiled(self.region, inner, regions.options(self.cfg, inductor.DEVICE))
+
+    def passed(self, run: Callable, module: nn.Module) -> dict[str, Tensor]:
+        """The outputs of one pass, and all gradients. run: calls the module."""
+        for name, buffer in module.named_buffers():
+            if name.endswith("amax"):
+                buffer.copy_(torch.linspace(0, 5, len(buffer)))  # some are below the magnitudes to come
+        module.zero_grad()
+        dtype = next(module.parameters()).dtype
+        given = [x.to(dtype, copy=True).requires_grad_() for x in (*self.streams, self.vec)]
+        outputs = run(tuple(given[:-1]) if len(given) == 3 else given[0], given[-1], self.rope)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [tangent.to(dtype) for tangent in self.tangents])
+        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        found |= {f"gradient of input {i}": x.grad for i, x in enumerate(given)}
+        return found | {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+
+    def rows(self, found: dict[str, Tensor]) -> list[tuple]:
+        """Lines of the table for forward and backward, from the direction on. found: what `passed` returned."""
+
+        def share(name: str) -> float:
+            exact = self.exact[name]
+            return float((found[name] - exact).norm() / (self.eager[name] - exact).norm())
+
+        lines = []
+        for name, kind, one in zip(("forward", "backward"), ("output", "gradient"), self.directions):
+            counts = (len(one.kernels), len(one.distances), len(one.joint))
+            whole = max(share(key) for key in found if key.startswith(kind))
+            lines.append((name, *counts, max(one.distances.values()), whole, one.seconds))
+        return lines
+
+    def high(self) -> list[str]:
+        """The kernels of the last pass with a distance above 1."""
+        found = [item for one in self.directions for item in one.distances.items()]
+        return sorted({key.partition(" ")[0] for key, value in found if not value <= 1})
+
+    def planted(self, run: Callable, pattern: str, new: str) -> dict[str, object]:
+        """Change the first kernel whose text has a match: the kernel's name and what is then `high`."""
+        kernels = [(one.kernels, name) for one in self.directions for name in one.kernels]
+        among, name = next((all_of, name) for all_of, name in kernels if re.search(pattern, all_of[name].source))
+        kernel = among[name]
+        among[name] = Kernel(name, re.sub(pattern, new, kernel.source, count=1))
+        self.passed(run, self.region)
+        among[name] = kernel
+        return {"kernel": name, "high": self.high()}
+
+
+def _nets(cfg: Config, arch: str) -> tuple[Flux, Flux]:
+    """A net in fp32, and a net as training has it, whose weights are gathered and which remembers scales."""
+    torch.manual_seed(0)
+    net = Flux(cfg.model)
+    for parameter in net.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = (noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + noise / 8).bfloat16()
+    plain = copy.deepcopy(net).float()
+    linear.convert(net, cfg, arch)
+    Precision(net, cfg, torch.device("cpu")).begin(0)
+    for name in policy.layers_gathered_in_fp8(cfg):
+        net.get_submodule(name).encode()
+    for module in net.modules():
+        for side, scale in DELAYED.items() if getattr(module, "input_scale", None) is not None else ():
+            getattr(module, f"{side}_scale").fill_(scale)
+            getattr(module, f"{side}_inverse").fill_(1 / scale)
+    return plain, net
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias, out_dtype, use_fast_accum: bool) -> Tensor:
+    out = a.float() @ b.float() * scale_a * scale_b
+    return copied((out if bias is None else out + bias.float()).to(out_dtype))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> tuple:
+    """(B, H, S, K) -> the result in q's dtype, laid out as (B, S, H, K), and values that are not used here."""
+    out = (_shares(q, k) @ v.float()).to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    sums, none, seed = q.new_zeros(*q.shape[:3], 1, dtype=torch.float32), q.new_empty(0).long(), q.new_zeros(()).long()
+    return copied(out), copied(sums), none, none, q.shape[2], k.shape[2], seed, seed, none
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_, **__) -> tuple[Tensor, ...]:
+    shares, towards = _shares(q, k), grad.float() @ v.float().mT
+    scores = shares * (towards - (shares * towards).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    found = (scores @ k.float(), scores.mT @ q.float(), shares.mT @ grad.float())
+    return tuple(copied(torch.empty_like(like).copy_(x)) for like, x in zip((q, k, v), found))
+
+
+def _shares(q: Tensor, k: Tensor) -> Tensor:
+    return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1)
+
+
+def parse(argv: list[str]):
+    """The options. Raises: Refusal."""
+    parser = Options("tests/helpers/interpreted.py", __doc__)
+    parser.add_argument("--arch", choices=("sm90", "sm100", "gfx942", "gfx950"), required=True)
+    parser.add_argument("--blocks", type=listed(), default=["double", "single"])
+    parser.add_argument("--presets", type=listed(), default=list(PRESETS))
+    json_option.json_option(parser)
+    if not triton.knobs.runtime.interpret:
+        raise Refusal("kernels are interpreted only with TRITON_INTERPRET=1 in the environment; set it")
+    return parser.parse_args(argv)
+
+
+def line(values: Iterable[object]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)} |"
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    install()
+    gpu, operators = AbsentGpu(args.arch), torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_cudnn_attention"
+    for operator, function in ((name, _attention), (f"{name}_backward", _attention_backward)):
+        operators.impl(operator, function, "CPU")
+    print(f"torch {torch.__version__}, triton {triton.__version__}, commit {commit()}\n")
+    print(f"{line(HEAD)}\n{'|---' * len(HEAD)}|")
+    rows, planted, wrong = [], {}, []
+    for kind in args.blocks:
+        for preset in args.presets:
+            block = Block(gpu, kind, preset)
+            with block.on_a_gpu() as run:
+                found = block.passed(run, block.region)
+                wrong += block.high()
+                for row in block.rows(found):
+                    rows.append(dict(zip(HEAD, (args.arch, kind, preset, *row))))
+                    print(line(rows[-1].values()), flush=True)
+                for what, change in PLANTS.items() if preset == "bf16" else ():
+                    planted[f"{what}, {kind} {preset}"] = block.planted(run, *change)
+    wrong += [what for what, found in planted.items() if found["high"] != [found["kernel"]]]
+    wrong += [str(row) for row in rows if not row["whole block"] <= WHOLE]
+    json_option.give({"rows": rows, "planted": planted}, args.json)
+    if wrong:
+        raise Fault("\n".join(wrong), alone=True)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run("interpreted.py", __doc__, main, sys.argv[1:]))

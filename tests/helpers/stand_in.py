@@ -1,0 +1,159 @@
+"""A CPU that answers as an accelerator, so that tests marked gpu run where there is none: pytest -m gpu --stand-in.
+
+    graphs   A capture runs the work once, may not wait for the device, and takes back what the work has written.
+             Compiled work it does not run. A replay runs the work anew, under the limits of a graph
+             (graph_ranks.py).
+    waits    While torch.cuda.set_sync_debug_mode says "error", an operation whose result the host reads raises.
+    memory   Each graph counts as one byte.
+    devices  There are two. Their ranks are processes on the CPU.
+
+Not seen are kernels, memory in bytes, times, and the order between streams, which test_capture_streams.py proves.
+"""
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from graph_ranks import Log, StandInGraph
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flux_ref import ranks, steps
+from flux_ref.speed import graphs
+
+READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
+CPU = torch.device("cpu")
+USED: set[str] = set()  # kinds of stand-ins, since they were last forgotten
+LIVE: set["Graph"] = set()
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises where the host would wait for the device. Keeps what each tensor held before its first change."""
+
+    def __init__(self):
+        super().__init__()
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its shards come by themselves
+        name = func._schema.name.partition("::")[2]
+        if name in READS:
+            raise RuntimeError(f"{name} waits for the device")
+        kwargs = kwargs or {}
+        for given, value in zip(func._schema.arguments, args):
+            if given.is_write:
+                self._keep(value)
+        self._keep([kwargs[given.name] for given in func._schema.arguments if given.is_write and given.name in kwargs])
+        return func(*args, **kwargs)
+
+    def _keep(self, written: object) -> None:
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.before.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def take_back(self) -> None:
+        """Undo every change."""
+        for storage, old in self.before.values():
+            if storage.nbytes() == old.nbytes():  # FSDP2 has freed the rest
+                storage.copy_(old)
+
+
+class Capture(contextlib.AbstractContextManager):
+    """For torch.cuda.graph."""
+
+    def __init__(self, graph: object, pool: object, stream: object, capture_error_mode: str):
+        self.mode = NoWaits()
+
+    def __enter__(self) -> None:
+        self.mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.mode.__exit__(*error)
+        self.mode.take_back()
+
+
+class Graph(StandInGraph):
+    """A graph that takes a byte of memory until it is reset."""
+
+    def __init__(self, work: Callable[[], None], log: Log):
+        super().__init__(work, log)
+        LIVE.add(self)
+
+    def reset(self) -> None:
+        super().reset()
+        LIVE.discard(self)
+
+
+class Recorder(graphs.Recorder):
+    """The real recorder, on stand-ins for torch.cuda. What it returns runs the captured work anew."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        steps = getattr(work, "__self__", None)
+        if steps is None or not steps.cfg.parallel.compile:  # compiled code refuses to run under another mode
+            super().capture(work)
+        return Graph(work, Log())
+
+
+class Stream:
+    """A stream without work of its own."""
+
+    def __init__(self, device: torch.device | None = None):
+        pass
+
+    def wait_stream(self, stream: "Stream") -> None:
+        pass
+
+
+class Waits:
+    """For torch.cuda.set_sync_debug_mode."""
+
+    def __init__(self):
+        self.mode = None
+
+    def set(self, name: str) -> None:
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+        self.mode = NoWaits() if name == "error" else None
+        if self.mode is not None:
+            self.mode.__enter__()
+
+
+def install(replace: Callable[[object, str, object], object] = setattr) -> None:
+    """Let the CPU answer. replace: as monkeypatch.setattr. torch itself still finds no accelerator."""
+    waits, stream = Waits(), Stream()
+    cuda, accelerator = torch.cuda, torch.accelerator
+    stand_ins = (
+        ("devices", ranks, "_device", lambda local_rank: CPU),
+        ("devices", accelerator, "device_count", lambda: 2),
+        ("waits", accelerator, "synchronize", lambda *_: None),
+        ("waits", cuda, "synchronize", lambda *_: None),
+        ("waits", cuda, "set_sync_debug_mode", waits.set),
+        ("memory", accelerator, "empty_cache", lambda: None),
+        ("memory", accelerator, "memory_reserved", lambda: len(LIVE)),
+        ("memory", accelerator, "memory_allocated", lambda: len(LIVE)),
+        ("streams", cuda, "Stream", Stream),
+        ("streams", cuda, "set_stream", lambda stream: None),
+        ("streams", cuda, "stream", lambda stream: contextlib.nullcontext()),
+        ("streams", cuda, "current_stream", lambda *_: stream),
+        ("graphs", cuda, "graph_pool_handle", lambda: "a pool"),
+        ("graphs", cuda, "CUDAGraph", SimpleNamespace),
+        ("graphs", cuda, "graph", Capture),
+        ("graphs", steps, "Recorder", Recorder),
+        ("graphs", steps, "obstacle", lambda device, cfg: ""),
+    )
+    for kind, module, name, function in stand_ins:
+        replace(module, name, noted(kind, function))
+
+
+def noted(kind: str, function: Callable) -> Callable:
+    """The function, which adds its kind to USED at each call."""
+
+    def call(*args, **kwargs):
+        USED.add(kind)
+        return function(*args, **kwargs)
+
+    return call

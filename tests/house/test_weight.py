@@ -1,0 +1,42 @@
+"""How much each room holds, by what a reader must understand: expressions, statements, arguments and names.
+
+Docstrings, comments and the breaking of lines weigh nothing, so packing lines wins nothing. Show it with
+PYTHONPATH=.:tests python tests/house/test_weight.py
+"""
+
+import ast
+
+from conftest import ROOT
+
+COUNTED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.ExceptHandler, ast.comprehension)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+LIMITS = {"flux_ref": 46_000, "tools": 51_000, "bench": 20_500, "tests": 171_000}
+
+
+def weight(text: str) -> int:
+    """The nodes of a syntax tree that a reader must understand."""
+    nodes = list(ast.walk(ast.parse(text)))
+    documented = [node for node in nodes if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None]
+    return sum(isinstance(node, COUNTED) for node in nodes) - 2 * len(documented)  # a statement and its constant
+
+
+def weights() -> dict[str, int]:
+    """By room."""
+    return {room: sum(weight(path.read_text()) for path in (ROOT / room).rglob("*.py")) for room in LIMITS}
+
+
+def test_no_room_is_heavier_than_its_limit():
+    heavy = {room: found for room, found in weights().items() if found > LIMITS[room]}
+    assert not heavy, f"above LIMITS of {__file__}: find a form with fewer ideas, or raise the limit and say why"
+
+
+def test_only_what_a_reader_must_understand_has_weight():
+    one = "a = b + 1"
+    assert weight(one) == 1 + 4  # the statement; two names, a sum, a constant
+    assert weight(f'"""What it does."""\n# why\n{one}') == weight(one) and weight(f"{one}; c = d") > weight(one) + 2
+    assert weight("a, b = 1, 2") > weight("a = 1\nb = 2"), "packing wins nothing"
+
+
+if __name__ == "__main__":
+    for room, found in weights().items():
+        print(f"{room:<10}{found:>9,}  limit {LIMITS[room]:,}")

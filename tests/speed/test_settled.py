@@ -1,0 +1,101 @@
+"""What FSDP2 may leave pending, against the fields of the installed torch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import MICRO
+from fake_world import fake_world
+from streams import Streams
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flux_ref import config_file, sharding
+from flux_ref.data import synthetic
+from flux_ref.speed import settled
+from flux_ref.step import Health, State, train_step, validation_step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWNERS = ("streams", "step", "group")
+FIELDS = {field for fields in settled.PENDING.values() for field in fields}
+
+
+@contextmanager
+def stepped() -> Iterator[tuple[State, Callable[[], None]]]:
+    """A state after a step, and a function that does one more: training with replicas and accumulation, validation."""
+    cfg = config_file.replace(config_file.load(MICRO), train__global_batch=8, train__micro_batch=1)
+    with fake_world(4, node=2) as world:
+        state, batch = State.build(cfg, world, seed=None), synthetic(cfg.model, 2)
+
+        def step() -> None:
+            train_step(state, batch, Health(world.device), cfg)
+            validation_step(state.net, batch, torch.zeros(3, 8, dtype=torch.float64), cfg)
+            sharding.reshard(state.net)
+
+        step()
+        yield state, step
+
+
+@pytest.fixture
+def net() -> Iterator[nn.Module]:
+    with stepped() as (state, _):
+        yield state.net
+
+
+def units(net: nn.Module) -> list[FSDPModule]:
+    return [unit for unit in net.modules() if isinstance(unit, FSDPModule)]
+
+
+class Watching(TorchDispatchMode):
+    """Collects the names of the fields of FSDP2 that hold something at any operation."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net, self.seen = net, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= held(self.net)
+        return func(*args, **(kwargs or {}))
+
+
+def held(net: nn.Module) -> set[str]:
+    """The names of all fields that hold something now."""
+    objects = [one for unit in units(net) for owner in OWNERS for one in settled.owners(unit)[owner]]
+    return {name for one in objects for name, value in vars(one).items() if not settled.is_empty(value)}
+
+
+def test_nothing_else_of_fsdp2_is_held_during_a_step_and_gone_after_it(monkeypatch):
+    """Else the table lacks a field of this torch, or has it under a former name."""
+    streams = Streams(monkeypatch)  # torch.cpu has no events
+    with streams, stepped() as (state, step):
+        with Watching(state.net) as watching:
+            step()
+        passing = watching.seen - held(state.net)
+    assert passing - {"post_forward_order", "_post_forward_indices"} <= FIELDS
+    assert len(passing & FIELDS) >= 7
+
+
+def test_what_is_pending_is_named_with_its_unit(net, monkeypatch):
+    settled.require_settled(net)
+    for owner, field in ((owner, field) for owner, fields in settled.PENDING.items() for field in fields):
+        unit, where = (net, "the root") if owner in ("streams", "step") else (net.single_blocks[1], "single_blocks.1")
+        holder = settled.owners(unit)[owner][0]
+        if not hasattr(holder, field):
+            continue  # of another torch
+        with monkeypatch.context() as planting:
+            plant(planting, holder, field)
+            with pytest.raises(AssertionError, match=f"^FSDP2 has left {field} of {where} pending$"):
+                settled.require_settled(net)
+    settled.require_settled(net)
+
+
+def plant(monkeypatch, holder: object, field: str) -> None:
+    """Let a field hold something."""
+    if isinstance(getattr(type(holder), field, None), property):
+        monkeypatch.setattr(type(holder), field, property(lambda one: "something" if one is holder else None))
+        return
+    kind = type(getattr(holder, field))
+    monkeypatch.setattr(holder, field, {list: ["a state"], dict: {"a stream": "an event"}}.get(kind, torch.zeros(2)))

@@ -1,0 +1,128 @@
+"""What each matrix product of a net loses in the formats of each preset, and which products break a batch.
+
+    python -m tools.census RUN_OR_CHECKPOINT [--preset=NAME] [--samples=16] [--json=FILE.json] [--section.key=value]
+    python -m tools.census RUN_OR_CHECKPOINT --blame [--preset=NAME] [--bound=0.5]
+
+Both sides of each product come from one step in bf16 on samples that the run trains on next. A line of the table is
+the worst block of a class of layers. The table shows the product's error relative to fp32 under each preset. With
+--preset it shows also, for the left / right side, the shares of values that become zero and that overflow, and
+magnitudes. FILE.json gets all products. FILE.svg beside it has a row for each preset, class of layers and product, and
+a column for each block, double blocks first. Delayed scales are unknown here, so fp8 stands for fp8_delayed, too.
+--blame finds a small set of products whose return to bf16 mends the samples, under a preset or the run's own precision.
+None of the set can be left out; another set may mend the samples, too. Samples go wrong if loss or gradient is not
+finite, or if the gradient's error relative to bf16 is above --bound. Without --bound no finite error is too large.
+Exit codes: 0 done, 2 refused.
+"""
+
+import math
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.errors import Refusal
+from flux_ref.formats.files import write_whole
+from flux_ref.run import weight_files
+from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options, between
+from flux_ref.speed import policy
+from tools.census import products
+from tools.shared import json_option
+
+ALL = [name for name in policy.PRESETS if name not in ("bf16", "fp8_delayed")]
+ANY = 1e9  # a bound that only a gradient which is not finite exceeds
+LINE = "{:<15}{:<19}{:<12}{:>5} {:>8} {:>18} {:>18} {:>18} {:>18}"
+CELL, LEFT, DECADES = 14, 330, 2  # pixels of a cell and of the names beside cells; of errors, from dark to light
+
+
+def rows_of(records: list[dict], doubles: int) -> dict[tuple[str, str, str], dict[int, dict]]:
+    """Records by preset, class of layers and product, then by block."""
+    rows = {}
+    for record in records:
+        kind, block, part = record["layer"].split(".", 2)
+        names = (record["preset"], f"{kind}.{part}", record["product"])
+        rows.setdefault(names, {})[int(block) + doubles * (kind == "single")] = record
+    return dict(sorted(rows.items()))
+
+
+def table(rows: dict) -> str:
+    """The worst blocks: of several presets their errors, of one preset what happens to its sides, too."""
+    worst = {names: max(row.values(), key=lambda record: record["error"]) for names, row in rows.items()}
+    presets = list(dict.fromkeys(preset for preset, *_ in worst))
+    if len(presets) > 1:
+        lines = [f"{'layers':<19}{'product':<12}" + "".join(f"{preset:>16}" for preset in presets)]
+        for part in sorted({names[1:] for names in worst}):
+            errors = (f"{worst[preset, *part]['error']:.2g}" if (preset, *part) in worst else "-" for preset in presets)
+            lines.append(f"{part[0]:<19}{part[1]:<12}" + "".join(f"{error:>16}" for error in errors))
+        return "\n".join(lines)
+    lines = [LINE.format("preset", "layers", "product", "block", "error", *products.FACTS)]
+    for names, one in worst.items():
+        facts = (f"{one[f'left_{fact}']:.2g} / {one[f'right_{fact}']:.2g}" for fact in products.FACTS)
+        lines.append(LINE.format(*names, one["layer"].split(".")[1], f"{one['error']:.2g}", *facts))
+    return "\n".join(lines)
+
+
+def picture(rows: dict) -> str:
+    """SVG: a row for each of the rows, a column for each block."""
+    cells = []
+    for y, (names, row) in enumerate(rows.items(), 1):
+        cells.append(f'<text x="{LEFT - 6}" y="{CELL * y + 11}" text-anchor="end">{" ".join(names)}</text>')
+        for x, record in row.items():
+            dark = 1 + math.log10(min(max(record["error"], 10**-DECADES), 1)) / DECADES
+            colour = f"hsl(220 60% {95 - 70 * dark:.0f}%)" if record["error"] < math.inf else "red"
+            cell = f'<rect x="{LEFT + CELL * x}" y="{CELL * y}" width="{CELL}" height="{CELL}" fill="{colour}">'
+            cells.append(f"{cell}<title>{record['layer']} {record['product']}: {record['error']:.3g}</title></rect>")
+    legend = f'<text x="{LEFT}" y="11">error by block, from 1 (dark) to 1e-{DECADES} (light); red is not finite</text>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{CELL * (len(rows) + 1)}" font-size="11">'
+    return "\n".join([head, legend, *cells, "</svg>\n"])
+
+
+def run(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m tools.census", __doc__)
+    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--preset", choices=[name for name, rules in policy.PRESETS.items() if rules])
+    parser.add_argument("--samples", type=between(1, 2**16), default=16, metavar="N")
+    parser.add_argument("--blame", action="store_true")
+    parser.add_argument("--bound", type=between(0, ANY, float), default=ANY, metavar="ERROR")
+    json_option.json_option(parser)
+    args, overrides = parser.parse_known_args(argv)
+    if args.bound < ANY and not args.blame:
+        raise Refusal(f"--bound={args.bound} is for --blame; give both or none")
+    path = weight_files.find(args.path)
+    cfg = config_file.override(weight_files.config_of(path, None), [*overrides, "--parallel.dtype=bf16"])
+    source = weight_files.open_source(path, cfg.model)
+    found = {}
+    misfits = {}
+    bare = {"precision__rules": [], "precision__switch": [], "precision__gather": False}
+    for name in [args.preset] if args.preset else ["own"] if args.blame else ALL:
+        try:
+            own = cfg if name == "own" else config_file.replace(cfg, precision__preset=name, **bare)
+            policy.require_rows(own, args.samples)
+            found[name] = [one for one in policy.stages(own) if one.first <= int(source.info.get("step", 0))][-1]
+        except Refusal as refusal:
+            misfits[name] = f"--samples={args.samples}: {refusal}"
+            if args.preset or args.blame:
+                raise Refusal(misfits[name]) from None
+    if not any(map(policy.is_low, found.values())):
+        raise Refusal("; ".join(misfits.values()) or f"{path} casts no product; give --preset=NAME")
+    net, batch = products.prepared(source, cfg, args.samples)
+    sides = products.sides(net, batch)
+    seed = cfg.train.seed
+    records = [record for name in found for record in products.census(sides, found[name].pairs, seed, name)]
+    if args.blame:
+        sides.clear()  # memory for gradients
+        bad, calls = products.blame(net, batch, own, found[name].pairs, records, args.bound)
+        rules = "".join(f'  "{one["layer"]} {one["product"]}: bf16 x bf16",  # was {one["cast"]}\n' for one in bad)
+        text = f"{len(bad)} of {len(records)} products return to bf16; evaluations: {calls}"
+        text += f"\nprecision.rules = [\n{rules}]"
+        json_option.show(text, {"products": bad, "evaluations": calls}, args.json)
+        return 0
+    rows = rows_of(records, cfg.model.double_blocks)
+    text = table(rows) + "".join(f"\n{name} does not fit: {why}" for name, why in misfits.items())
+    json_option.show(text, {"products": records, "misfits": misfits}, args.json)
+    if args.json not in (None, json_option.STDOUT):
+        write_whole(args.json.with_suffix(".svg"), picture(rows))
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    return attempt("census", lambda: run(argv))

@@ -1,0 +1,86 @@
+"""What given weights predict from drawn inputs: for those who have FLUX.1-schnell's public weights.
+
+Nobody who wrote these lines had the public weights, so no golden value exists. Two programs each write a dump, and the
+dumps are compared. The network computes in fp32 and holds one block at a time, so 4 GB of memory are enough.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import Tensor, nn
+
+from flux_ref import model
+from flux_ref.errors import Refusal
+from flux_ref.formats.files import whole
+from flux_ref.run import weight_files
+from flux_ref.run.weight_files import Source
+from tools.golden.files import TensorFile
+from tools.golden.inputs import drawn
+
+TIMES = (0.25, 0.875)  # t of the two samples
+STRIDE = 37  # every so many elements of the prediction are shown
+TOLERANCE = 1e-4  # of the largest magnitude
+
+
+def predict(weights: Path, out: Path, config: str | None, other: Path | None) -> int:
+    """Write the dump of some weights. other: a dump to compare it with. Returns the exit code. Raises: Refusal."""
+    if out.exists():
+        raise Refusal(f"--out {out} exists already; give a new name")
+    theirs = TensorFile(other) if other else None
+    path = weight_files.find(weights)
+    cfg = weight_files.config_of(path, config)
+    values = prediction(weight_files.open_source(path, cfg.model), cfg.model)
+    with whole(out) as partial_file:
+        partial_file.write_bytes(save(values))
+    print(f"{out}: {len(values)} values of {path}")
+    return compare(values, theirs) if theirs else 0
+
+
+def prediction(source: Source, cfg: model.ModelConfig) -> dict[str, np.ndarray]:
+    """The values of a dump: norms of each block's output per sample, and a part of the prediction.
+
+    The inputs are drawn as golden/inputs.py draws: img and txt with width 1, clip with width 2.
+    """
+    rows = len(TIMES)
+    values = {}
+    with torch.device("meta"):
+        net = model.Flux(cfg)
+    net.rope = net.make_rope()
+
+    def fill(prefix: str, module: nn.Module, *_: object) -> None:
+        module.to_empty(device="cpu")
+        for name, parameter in module.named_parameters():
+            parameter.data.copy_(source.read(f"{prefix}.{name}", 0, len(parameter)))
+
+    def note(prefix: str, module: nn.Module, args: tuple, result: Tensor | tuple[Tensor, ...]) -> None:
+        for part, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
+            values[f"predict.{prefix}.{part}"] = tensor.flatten(1).norm(dim=1).numpy()
+        module.to("meta")  # frees the memory
+
+    for name, module in net.named_modules():
+        if re.fullmatch(r"\w+_(in|layer)|\w+_blocks\.\d+", name):
+            module.register_forward_pre_hook(partial(fill, name))
+            module.register_forward_hook(partial(note, name))
+    shapes = {"img": (rows, cfg.image_tokens, cfg.packed_channels), "txt": (rows, cfg.text_tokens, cfg.t5_dim)}
+    operands = [torch.from_numpy(drawn(f"predict.{name}", shape, 1.0)) for name, shape in shapes.items()]
+    clip = torch.from_numpy(drawn("predict.clip", (rows, cfg.clip_dim), 2.0))
+    with torch.no_grad():
+        result = net(*operands, clip, torch.tensor(TIMES))
+    return values | {"predict.prediction": np.ascontiguousarray(result.flatten()[::STRIDE])}
+
+
+def compare(values: dict[str, np.ndarray], theirs: TensorFile) -> int:
+    """Print how far another dump is off, value by value. Returns 1 if one is off, else 0. Raises: Refusal."""
+    if lacking := [name for name, value in values.items() if theirs.entries.get(name, ("", None))[1] != value.shape]:
+        raise Refusal(f"the other dump lacks {lacking[0]} of shape {list(values[lacking[0]].shape)}")
+    code = 0
+    for name, value in values.items():
+        distance = float(np.abs(theirs.read(name).astype(np.float64) - value).max() / np.abs(value).max())
+        is_off = not distance <= TOLERANCE
+        code |= is_off
+        print(f"{'differs' if is_off else 'agrees '} {distance:.1e} of the largest magnitude: {name}")
+    return int(code)

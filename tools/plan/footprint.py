@@ -1,0 +1,292 @@
+"""What a region of blocks keeps for backward, needs while it computes, moves and multiplies: counted, not measured.
+
+One region of each kind runs on fake tensors, which have shapes and storages but no memory. Eager regions run operation
+by operation. Compiled regions are traced and partitioned as in torch.compile, with the config's activation budget. The
+count does not look inside an operation, so it misses the workspaces of kernels. It runs the CPU's operations; a GPU's
+eager RMSNorm is one operation and keeps less.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flux_ref import flow, ranks
+from flux_ref.config import Config
+from flux_ref.data import fields
+from flux_ref.model import Flux, parameter_table
+from flux_ref.sharding import DTYPES
+from flux_ref.speed import fp8_product, linear, policy, regions
+from tools.shared import communication
+from tools.shared.communication import Layout
+
+PRODUCTS = ("mm", "addmm", "bmm", "scaled_mm")
+
+
+class Product(NamedTuple):
+    """A matrix product or attention."""
+
+    flop: float
+    moved: float  # bytes that it reads and writes
+    is_fp8: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass computes: its products, and the bytes that everything else reads and writes."""
+
+    moved: float
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one region, or the ends of the net, needs for one micro-batch."""
+
+    saved: float  # stays from forward until backward; includes the output
+    forward: float  # most memory in forward, above the inputs
+    backward: float  # most memory in backward, above all that is saved; includes gradients of unsharded weights
+    evaluate: float  # most memory without gradients, above the inputs
+    forward_work: Work
+    backward_work: Work
+
+
+def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
+    """{"double 1": footprint of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
+
+    It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
+    as fp8_product.architecture names it; it decides the layouts of FP8.
+    """
+    model = cfg.model
+    dtype = DTYPES[cfg.parallel.dtype]
+    image = model.image_tokens
+    text = model.text_tokens
+    footprints = {}
+    # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
+    with FakeTensorMode(), patch.object(fp8_product, "has_kernel", lambda device: True):
+        for kind, lengths in communication.region_lengths(cfg).items():
+            for length in sorted(set(lengths)):
+                net = _net(cfg, arch, length)
+                region = getattr(net, f"{kind}_blocks")[0]
+                sizes = (image, text) if kind == "double" else (text + image,)
+                streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
+                vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
+                inputs = (streams if kind == "double" else streams[0], vec, net.rope)
+                compiled = cfg.parallel.compile
+                footprints[f"{kind} {length}"] = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
+        batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
+        ends = _net(cfg, arch, 0)  # without blocks; it and the loss are never compiled
+        footprints["ends"] = _run(lambda: flow.losses(ends, batch, dtype).sum())
+    return footprints
+
+
+def scaled(footprints: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
+    """The same for micro-batches that are larger by a factor, as if memory were linear in samples."""
+    names = ("saved", "forward", "backward", "evaluate")
+    return {
+        kind: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
+        for kind, one in footprints.items()
+    }
+
+
+def layout(cfg: Config, gpus: int, node: int) -> Layout:
+    """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
+
+    Raises: Refusal if parallel.replicate does not fit.
+    """
+    hosts = [str(rank // node) for rank in range(gpus)]
+    replicas = ranks.replica_count(cfg.parallel.replicate, hosts)
+    return communication.layout(cfg, parameter_table(cfg.model), gpus, replicas)
+
+
+def _net(cfg: Config, arch: str, length: int) -> Flux:
+    """A net in the compute dtype with one region of each kind, of so many blocks."""
+    before = torch.get_default_dtype()
+    # Delayed scales differ by scalars only, and by a reduction per tensor that is not fused with its cast.
+    preset = "fp8" if policy.layers_with_delayed_scales(cfg) else cfg.precision.preset
+    model = dataclasses.replace(cfg.model, double_blocks=length, single_blocks=length)
+    cfg = dataclasses.replace(cfg, model=model, precision=dataclasses.replace(cfg.precision, preset=preset))
+    torch.set_default_dtype(DTYPES[cfg.parallel.dtype])  # fake tensors cannot be cast in place
+    try:
+        net = Flux(model)
+    finally:
+        torch.set_default_dtype(before)
+    linear.convert(net, cfg, arch)
+    coded = () if cfg.parallel.compile else policy.layers_gathered_in_fp8(cfg)  # aot_function counts a cast instead
+    for name in coded:
+        net.get_submodule(name).encode()
+    parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
+    net.double_blocks = regions.regions(net.double_blocks, parallel)
+    net.single_blocks = regions.regions(net.single_blocks, parallel)
+    return net
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that still live, what they move and what they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.moved = 0
+        self.products: list[Product] = []
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = _tensors(result)
+        given = _tensors((args, kwargs))
+        if is_product(func):
+            self.products.append(count(func, given, made))
+        elif func._schema.is_mutable or not _identities(made) <= _identities(given):
+            self.moved += sum(tensor.nbytes for tensor in (*given, *made))
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in _identities(given):  # else a view, or changed in place
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def above(self, task: Callable[[], object]) -> tuple[object, int, int, Work]:
+        """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile, its work)."""
+        before = self.peak = self.now
+        self.moved = 0
+        self.products = []
+        result = task()
+        return result, self.now - before, self.peak - before, Work(self.moved, tuple(self.products))
+
+
+def is_product(func: object) -> bool:
+    """Whether an operation is a matrix product or attention."""
+    name = func._schema.name.split("::")[-1] if isinstance(func, torch._ops.OpOverload) else ""
+    return name in PRODUCTS or "scaled_dot_product" in name
+
+
+def count(func, given: list[Tensor], made: list[Tensor]) -> Product:
+    """Operations and bytes of a product; attention's backward computes its scores again."""
+    moved = sum(tensor.nbytes for tensor in (*given, *made))
+    if "scaled_dot_product" in func._schema.name:
+        backward = "backward" in func._schema.name
+        query = given[1] if backward else given[0]
+        return Product((10 if backward else 4) * query.numel() * query.shape[-2], moved, False)
+    left = [tensor for tensor in given if tensor.ndim >= 2][-2]
+    return Product(2 * made[0].numel() * left.shape[-1], moved, left.itemsize == 1)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _identities(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
+    """Eager: once without gradients, then forward and backward."""
+    with Live() as live:
+        with torch.no_grad():
+            _, _, evaluate, _ = live.above(lambda: forward(*inputs))
+        outputs, saved, most_forward, forward_work = live.above(lambda: _tensors(forward(*inputs)))
+        gradients = [torch.ones_like(output) for output in outputs]
+        _, _, most_backward, backward_work = live.above(lambda: torch.autograd.backward(outputs, gradients))
+        return Footprint(saved, most_forward, most_backward, evaluate, forward_work, backward_work)
+
+
+def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
+    graphs = []
+
+    def partition(joint, joint_inputs, **options):
+        joint_graph_passes(joint)
+        pair = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
+        graphs.extend(module.graph for module in pair)
+        return pair
+
+    def run(parameters: dict[str, Tensor], *inputs):
+        return functional_call(region, parameters, inputs)
+
+    budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
+    with budget, patch.object(torch.compiler, "_is_compiling_flag", True):  # which torch.compile sets, too
+        compiled = aot_function(
+            run,
+            fw_compiler=lambda graph, _: graph.forward,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled(dict(region.named_parameters()), *inputs)
+    (kept, most_forward, forward_work), (_, most_backward, backward_work) = map(_fused, graphs)
+    with Live() as live, torch.no_grad():
+        _, _, unfused, _ = live.above(lambda: region(*inputs))
+    return Footprint(kept, most_forward, most_backward, min(unfused, most_forward), forward_work, backward_work)
+
+
+def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
+    """How a traced graph uses memory if all that lies between products is fused into what consumes it.
+
+    Real tensors are the graph's inputs and outputs, and what products read and write. Returns the bytes of the outputs
+    that are no inputs; the largest sum of real tensors above the inputs, what was saved for backward being freed once
+    it is used; and the graph's work.
+    """
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    given = [node for node in nodes if node.op == "placeholder"]
+    outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
+    real = {*outputs, *given}
+    real.update(node for product in nodes if is_product(product.target) for node in (product, *product.all_input_nodes))
+    sizes, first, last = {}, {}, {}  # of storages: bytes, and the moments of their first and last use
+    moved = 0
+    products = []
+    sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
+    for moment, node in enumerate(nodes):
+        read = set().union(*(sources[other] for other in node.all_input_nodes))
+        storages = _storages([node])
+        sources[node] = set(storages) if node in real else read
+        if node not in real:
+            continue
+        new = storages.keys() - sizes.keys()
+        sizes |= storages
+        first |= dict.fromkeys(new, moment)
+        last |= dict.fromkeys(read | storages.keys(), moment)
+        if is_product(node.target):
+            products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
+        elif new and node.op != "placeholder":
+            moved += sum(sizes[key] for key in read | new)
+    inputs = _storages(given).keys()
+    kept = _storages(outputs).keys()
+    # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
+    stay = kept | _storages(node for node in given if node.name.startswith(("primals", "tangents"))).keys()
+    change = [0] * (len(nodes) + 1)
+    for key, size in sizes.items():
+        if key not in inputs:
+            change[first[key]] += size
+        if key not in stay:
+            change[last[key] + 1] -= size
+    return sum(sizes[key] for key in kept - inputs), max(accumulate(change)), Work(moved, tuple(products))
+
+
+def _values(nodes: Iterable[torch.fx.Node]) -> list[Tensor]:
+    return [leaf for node in nodes for leaf in _tensors(node.meta.get("val"))]
+
+
+def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:
+    """{identity: bytes} of the storages behind the values of nodes."""
+    storages = (tensor.untyped_storage() for tensor in _values(nodes))
+    return {storage._cdata: storage.nbytes() for storage in storages}

@@ -1,0 +1,31 @@
+"""Making data sets and looking after them.   python -m tools.prepare COMMAND --help"""
+
+import importlib
+
+from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options
+
+COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
+    "shapes": "captioned drawings with stand-in encoders, for the CPU",
+    "mlcommons": "the benchmark's preprocessed arrow folders to shards",
+    "images": "pictures and captions to shards, through the real encoders",
+    "verify": "check a data set before a job relies on it",
+    "stage": "copy a data set to every node's own disk",
+    "cache": "compile a config's net before its first run",
+}
+
+
+def main(argv: list[str]) -> int:
+    return attempt("prepare", lambda: run(argv))
+
+
+def run(argv: list[str]) -> int:
+    parser = Options("python -m tools.prepare", "Make and look after data sets.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if argv[:1] == [name]:
+            module = importlib.import_module(f"tools.prepare.{name}")
+            module.add_arguments(command)
+    args = parser.parse_args(argv)
+    return module.run(args)

@@ -1,0 +1,49 @@
+"""The captions of a folder of pictures in one file, as Hugging Face's imagefolder has them.
+
+metadata.jsonl holds one JSON object per line, metadata.csv a table with a head. The column file_name names a picture by
+its path in the folder; another column, by default `text`, holds the caption. Each row is one sample.
+"""
+
+import csv
+import io
+import os
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import jsonl, outside
+
+NAMES = JSONL, CSV = "metadata.jsonl", "metadata.csv"
+KEY = "file_name"
+COLUMN = "text"
+Entry = tuple[str, str, object]  # name of a sample, why it is rejected or "", its caption as it stands in the file
+
+
+def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
+    """The rows in order, then the files that no row names. Raises: Refusal.
+
+    column: that of the captions; "": COLUMN. files: their paths in the folder.
+    """
+    text = outside.read_text(path, "captions", outside.OWN_BYTES).removeprefix("\ufeff")  # Excel begins with one
+    lines = text.split("\n")
+    column = column or COLUMN
+    rows = [jsonl.parsed(row) or {} for row in lines if row.strip()] if path.name == JSONL else _of_csv(path, text)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if absent := [name for name in (KEY, column) if name not in columns]:
+        found = ", ".join(map(outside.shown, columns[:20])) or "none"
+        raise Refusal(f"{path} has no column {absent[0]!r}, only {found}; add it or give --caption-column NAME")
+    inside = set(files)
+    listed = []
+    for number, row in enumerate(rows, 1):
+        name = os.path.normpath(given) if (given := row.get(KEY)) and isinstance(given, str) else ""
+        reason = "" if name in inside else "not in the folder" if name else "unreadable row"
+        listed.append((name or f"{path.name}, row {number}", reason, row.get(column)))
+    rest = inside - {path.name, *(name for name, *_ in listed)}
+    return listed + [(name, f"not in {path.name}", None) for name in files if name in rest]
+
+
+def _of_csv(path: Path, text: str) -> list[dict]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # strict: an open quote would swallow rows
+    try:  # a caption with a bare comma has more fields than the head; csv puts them under None
+        return [dict.fromkeys(reader.fieldnames) if None in row else row for row in reader]
+    except csv.Error as error:
+        raise Refusal(f"{path}, the row after line {reader.line_num}: {error}; mend this row") from None

@@ -1,0 +1,25 @@
+"""The toy data set of captioned drawings, as data.kind=shapes makes it on first use."""
+
+import argparse
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.errors import Refusal
+from flux_ref.toy.make import make_shapes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--config", default="configs/tiny.toml", help="use the sizes of this config's model")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The subcommand; returns the exit code. Raises: Refusal."""
+    cfg = config_file.load(args.config)
+    train = cfg.data.train_count
+    val = cfg.data.val_count
+    if min(train, val) < 1:
+        raise Refusal(f"data.train_count={train} and data.val_count={val} must both be at least 1")
+    make_shapes(args.out, cfg.model, train, val)
+    print(f"{args.out}: {train} training and {val} validation samples")
+    return 0

@@ -1,0 +1,304 @@
+"""Checking a data set before a job relies on it.   python -m tools.prepare verify DIR [--fast] [--workers K] ...
+
+DIR holds shards of the layout in shards.py, or train/, val/ and empty_encodings/. Every sample is read by the reader
+of training; its values must be plausible. Then come totals, repeated keys and the SHA-256 of every file. The first pass
+that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the manifest;
+nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run does.
+Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import files, outside, shards
+from flux_ref.formats.energon import META
+from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Shard
+from flux_ref.run.progress import progress
+from flux_ref.schedule import TIMESTEPS
+from tools.prepare import manifest, options, pool
+from tools.prepare.manifest import MANIFEST
+
+EMPTY = "empty_encodings"
+SPLITS = ("train", "val")
+SHOWN = 20  # lines per kind of problem
+CHUNK = 4 << 20  # bytes
+OTHER_BYTES = 2**36  # of a file that is no shard
+# Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
+# flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
+# to -30 .. 20, BFL's autoencoder does not.
+PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logvar": (-100.0, 20.0)}
+
+
+class Problems:
+    """What is wrong, in lines by kind."""
+
+    def __init__(self):
+        self.lines: dict[str, list[str]] = defaultdict(list)
+
+    def add(self, kind: str, where: object, what: str = "") -> None:
+        """where: a place, or an error whose message says all."""
+        line = f"{where}: {what}" if what else str(where)
+        self.lines[kind].append(outside.printable(line))
+
+
+@dataclass
+class Report:
+    """What a file holds. split: train, val or any; "" for a file that is no shard."""
+
+    path: Path
+    split: str
+    fast: bool  # only the first and the last sample were read
+    bytes: int = 0
+    samples: int = 0
+    sha256: str = ""  # "" if not all was read
+    keys: list[tuple[int, str]] = field(default_factory=list)  # position and key of the samples that were read
+    timesteps: Counter[int | None] = field(default_factory=Counter)
+    problems: Problems = field(default_factory=Problems)
+
+
+# One file
+
+
+def look(job: tuple[Path, str, bool, Layout], advance: pool.Advance) -> Report:
+    """Look at one file: (path, split, fast, layout). advance: gets the number of bytes read."""
+    path, _, fast, layout = job
+    report = Report(*job[:3])
+    shard = None
+    rows = layout.rows()
+    try:
+        if not path.is_file():  # a FIFO would wait for ever
+            raise Refusal(f"{path} is no file")
+        report.bytes = path.stat().st_size
+        shard = _opened(report, layout) if report.split else None
+        if fast:
+            for position in sorted({0, report.samples - 1}) if shard else ():
+                _look_at_sample(report, shard, position, rows)
+            return report
+        if not shard and report.bytes > OTHER_BYTES:
+            raise Refusal(f"{path} has {report.bytes:,} bytes, which no file beside sound shards has")
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))  # a sample at a time
+        with path.open("rb", buffering=0) as file:
+            for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
+                digest.update(chunk[:count])
+                if position < report.samples:  # its bytes are in the page cache now
+                    _look_at_sample(report, shard, position, rows)
+                advance(count)
+        report.sha256 = digest.hexdigest()
+    except (Refusal, OSError) as error:
+        report.problems.add("unreadable", error)
+    finally:
+        if shard:
+            shard.close()
+    return report
+
+
+def _opened(report: Report, layout: Layout) -> Shard | None:
+    """The shard, if its samples can be found."""
+    try:
+        shard = Shard(report.path, layout)
+        shard.open()
+        report.samples = shard.count
+        shard.require_end()
+    except (Refusal, BadSample) as error:
+        report.problems.add("layout", error)
+    return shard if report.samples else None
+
+
+def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str, np.ndarray]) -> None:
+    try:
+        meta = shard.read(position, rows)
+    except BadSample as error:
+        report.problems.add("bad sample", error)
+        return
+    where = f"{shard.where(position)}, key {meta.key}"
+    for name in MEMBERS:
+        if problem := implausible(name, rows[name]):
+            report.problems.add("values", where, problem)
+    split = report.split
+    if (meta.timestep is None and split != "val") or (meta.timestep in range(TIMESTEPS) and split != "train"):
+        report.timesteps[meta.timestep] += 1
+    else:
+        wanted = {"train": "none", "val": f"0 to {TIMESTEPS - 1}", "any": f"none or 0 to {TIMESTEPS - 1}"}[split]
+        report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {wanted}")
+    report.keys.append((position, meta.key))
+
+
+def implausible(name: str, bits: np.ndarray) -> str:
+    """What is wrong with the values of a member, given as bf16 bits; "" if nothing is."""
+    # The largest positive value has the largest bits as a signed number, the lowest negative one as an unsigned number.
+    extremes = shards.from_bf16_bits(np.array([bits.view(np.int16).max(), bits.max()]).astype(np.uint16))
+    least, most = PLAUSIBLE[name]
+    worst = next((value for value in extremes if not least <= value <= most), None)
+    if worst is not None:
+        return f"{name} holds {worst:.3g}, want values from {least:g} to {most:g}"
+    return "" if extremes.any() else f"{name} is all zeros"
+
+
+# All files
+
+
+def _folders(root: Path, problems: Problems) -> dict[str, Path]:
+    """The folders of shards, by what they hold: train, val or any. Raises: Refusal."""
+    if not root.is_dir():
+        raise Refusal(f"{root} is no folder")
+    inside = {name: root / name for name in SPLITS if (root / name).is_dir()}
+    if not inside or any(root.glob("*.tar")):
+        return {root.resolve().name if root.resolve().name in SPLITS else "any": root}
+    for name in SPLITS if (root / META).is_dir() else (*SPLITS, EMPTY):  # Energon's folders have EMPTY beside them
+        if not (root / name).is_dir():
+            problems.add("missing", root / name, "there is no such folder; a single set is verified by its own path")
+    return inside
+
+
+def _shards(folder: Path, problems: Problems) -> list[Path]:
+    """The shards of a folder, after a look at the numbers in their names."""
+    paths = sorted(folder.glob("*.tar"))
+    if not paths:
+        problems.add("missing", folder, "holds no *.tar shard")
+    ends = {path: re.search(r"([0-9]+)\.tar$", path.name) for path in paths}
+    numbers = sorted({int(end[1]) for end in ends.values() if end})
+    for path in (path for path, end in ends.items() if not end):
+        problems.add("file name", path, "does not end with a number")
+    for before, number in pairwise([-1, *numbers]):
+        if number > before + 1:
+            gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
+            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {numbers[-1]}")
+    return paths
+
+
+def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
+    """All other files, because the manifest covers them too. Raises: OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    others = []
+    for folder, folders, names in os.walk(root, onerror=fail):
+        if Path(folder) == root:
+            folders[:] = [name for name in folders if name != ".stage"]  # stage.py writes there
+            names = [name for name in names if MANIFEST not in name]
+        others += [Path(folder, name) for name in names if Path(folder, name) not in known]
+    for path in (*others, *known):
+        if not manifest.fits(str(path.relative_to(root))):
+            problems.add("file name", path, f"does not fit into a line of {MANIFEST}")
+    return sorted(others)
+
+
+def _check_keys(reports: list[Report], problems: Problems) -> None:
+    """A key comes once. A running number may come again in another split."""
+    first: dict[tuple[str, str], str] = {}
+    for report in reports:
+        for position, key in report.keys:
+            split = report.split if key.isascii() and key.isdecimal() else ""
+            place = f"{report.path}, sample {position}, key {key}"
+            other = first.setdefault((split, key), place)
+            if other != place:
+                problems.add("repeated key", place, f"so is the key of {other}")
+
+
+def _sum_up(folder: Path, split: str, reports: list[Report], expect: int, problems: Problems) -> str:
+    """The line about a folder of shards. expect: so many samples are wanted; 0: any number."""
+    samples = sum(report.samples for report in reports)
+    size = sum(report.bytes for report in reports)
+    if expect not in (0, samples):
+        problems.add("sample count", folder, f"holds {samples:,} samples, want {expect:,}")
+    timesteps = sum((report.timesteps for report in reports), Counter())
+    counts = [timesteps[k] for k in range(TIMESTEPS)]
+    if split == "val" and max(counts) > min(counts) + 1 and not any(report.fast for report in reports):
+        problems.add("timestep counts", folder, f"timesteps 0 to {TIMESTEPS - 1} come {counts} times")
+    parts = ", ".join(f"{count:,} of {k}" for k, count in sorted(timesteps.items(), key=str))
+    listed = f"; timesteps: {parts}" * (split == "val")
+    return f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes" + listed
+
+
+def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
+    try:
+        for name, bits in shards.read_empty(folder, layout).items():
+            if problem := implausible(name, bits):
+                problems.add("empty encoding", folder / f"{name}_empty.npy", problem)
+    except Refusal as error:
+        problems.add("empty encoding", error)
+
+
+def _check_manifest(
+    path: Path, listed: dict[str, str], unusable: list[int], sums: dict[str, str], problems: Problems
+) -> None:
+    """Compare with what the manifest lists. sums: the SHA-256 of each file, "" if unknown."""
+    for number in unusable:
+        problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
+    for name in sorted(listed):
+        if name not in sums:
+            problems.add("manifest", path.parent / name, f"is missing, {MANIFEST} has it")
+        elif sums[name] not in ("", listed[name]):
+            problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
+    for name in sorted(sums.keys() - listed.keys()):
+        if name.endswith((".tar", ".npy")):
+            problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dir", type=Path, metavar="DIR", help="folder of *.tar shards, or of train/, val/ and empty_encodings/")
+    add("--config", metavar="FILE", help="expect this config's sizes and numbers of samples (FLUX.1-schnell's)")
+    add("--fast", action="store_true", help="read only names, sizes and the first and last sample of each shard")
+    workers = min(8, os.cpu_count() or 1)
+    add("--workers", type=options.number, default=workers, metavar="K", help="threads (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
+    began = time.monotonic()
+    problems = Problems()
+    cfg = options.config(args.config)
+    layout = shards.layout(cfg.model)
+    folders = _folders(args.dir, problems)
+    path = args.dir / MANIFEST
+    listed = manifest.read(path) if path.exists() else None  # before the hours that reading all files may take
+    paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
+    paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
+    jobs = [(path, split, args.fast, layout) for path, split in paths.items()]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
+        reports = pool.run(look, jobs, 1 if args.fast else args.workers, bar)
+    for report in reports:
+        for kind, found in report.problems.lines.items():
+            problems.lines[kind] += found
+    _check_keys(reports, problems)
+    lines = []
+    for split, folder in folders.items():
+        parts = [report for report in reports if report.split == split]
+        lines.append(_sum_up(folder, split, parts, getattr(cfg.data, f"{split}_count", 0), problems))
+    if (args.dir / EMPTY).is_dir():
+        _check_empty(args.dir / EMPTY, layout, problems)
+    sums = {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
+    if listed is not None:
+        _check_manifest(path, *listed, sums, problems)
+    elif not args.fast and not problems.lines:
+        try:
+            files.write_whole(path, manifest.written(sums))
+        except OSError as error:
+            lines.append(f"{path} cannot be written: {error.strerror}")
+    seconds = time.monotonic() - began
+    size = sum(report.bytes for report in reports)
+    speed = "first and last samples" if args.fast else f"{size / seconds / 1e6:,.0f} MB/s"
+    for kind, found in problems.lines.items():
+        print("\n".join(found[:SHOWN]))
+        if len(found) > SHOWN:
+            print(f"... and {len(found) - SHOWN:,} more of this kind: {kind}")
+    counts = ", ".join(f"{kind} {len(found):,}" for kind, found in problems.lines.items())
+    lines += [f"problems: {counts or 'none'}", f"{'FAIL' if counts else 'PASS'} in {seconds:.1f} s, {speed}"]
+    print("\n".join(lines))
+    return int(bool(counts))

@@ -1,0 +1,110 @@
+"""Finds result files, groups them into systems, and reads what is known of a system's machine.
+
+The runs in one folder are one system. Our own runs have a folder each: such folders side by side are one system if
+their configs differ only in run.* and train.seed.
+"""
+
+import filecmp
+import json
+import os
+import re
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.config import flat
+from flux_ref.errors import Refusal
+from flux_ref.formats import jsonl
+from flux_ref.formats.outside import printable, whole_number
+
+MOST_FOLDERS = 50_000  # that are searched for results
+DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
+
+
+def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
+    """The systems in files and folder trees: the name of each, and its result files ordered by their numbers.
+
+    Raises: Refusal if an argument holds no result file.
+    """
+    files: dict[Path, Path] = {}  # by the real path, so that a file given twice counts once
+    for argument in arguments:
+        if not argument:
+            raise Refusal("an empty path is no result file; give . for the current folder")
+        path = Path(argument)
+        results = [path] if path.is_file() else _below(path) if path.is_dir() else []
+        results = [result for result in results if result == path or _is_result(result)]
+        if not results:
+            raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
+        files |= {result.resolve(): result for result in results if result.resolve() not in files}
+    folders: dict[object, list[Path]] = {}
+    for real, path in files.items():
+        folders.setdefault(_system_of(real), []).append(path)
+    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
+    names = _names(homes)
+    groups = [sorted(group, key=_number) for group in folders.values()]
+    return [(f"{n}/{group[0].parent.name}" if names.count(n) > 1 else n, group) for n, group in zip(names, groups)]
+
+
+def _below(folder: Path) -> list[Path]:
+    """The files of a folder tree that may be results, in order. Raises: Refusal for the tree of a whole disk."""
+    found = []
+    for number, (parent, _, names) in enumerate(os.walk(folder)):
+        if number == MOST_FOLDERS:
+            raise Refusal(f"{folder} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
+        found += [Path(parent, name) for name in names if name.startswith("result_") and name.endswith(".txt")]
+    return sorted(found)
+
+
+def _is_result(path: Path) -> bool:
+    """Whether this is a result file, but no copy that launch/ makes of run_N/result_0.txt for a submission."""
+    origin = path.parent / path.stem.replace("result_", "run_") / "result_0.txt"
+    return path.is_file() and not (origin.is_file() and filecmp.cmp(path, origin, shallow=False))
+
+
+def _system_of(path: Path) -> object:
+    """Equal for the files of one system."""
+    try:
+        config = flat(config_file.of_run(path.parent))
+    except Refusal:  # a foreign run, or a config that this version cannot read
+        return path.parent
+    same = {key: value for key, value in config.items() if not key.startswith("run.") and key != "train.seed"}
+    return path.parent.parent, json.dumps(same, sort_keys=True, default=str)
+
+
+def _number(path: Path) -> tuple:
+    """result_2 before result_10, run_2 before run_10."""
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", str(path))))
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name."""
+    common = Path(os.path.commonpath(folders))
+    names = []
+    for folder in folders:
+        telling = [part for part in folder.relative_to(common).parts if part not in DULL]
+        name = "/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder)
+        names.append(printable(name))
+    return names
+
+
+def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:
+    """What is known of the machine: SUBMITTER/systems/SYSTEM.json in the benchmark's tree, and what the log says.
+
+    The tree holds result as SUBMITTER/results/SYSTEM/BENCHMARK/result_N.txt.
+    """
+    system = result.resolve().parent.parent
+    try:
+        described = jsonl.json_object(system.parent.parent / "systems" / f"{system.name}.json")
+    except (Refusal, OSError):
+        described = {}
+    known: dict[str, str] = {}
+    for key, value in (described | logged).items():
+        items = value.items() if isinstance(value, dict) else [(key, value)]
+        known |= {str(name): str(text) for name, text in items if isinstance(text, (str, int, float)) and str(text)}
+    return known
+
+
+def accelerators(machine: dict[str, str]) -> int | None:
+    """Accelerators of the whole system; for our own runs the number of ranks."""
+    counts = [whole_number(machine.get(name, ""), 1, 10**7) for name in ("number_of_nodes", "accelerators_per_node")]
+    ranks = whole_number(machine.get("ranks", "").split(" ")[0], 1, 10**7)
+    return ranks or (counts[0] * counts[1] if all(counts) else None)

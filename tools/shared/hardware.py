@@ -1,0 +1,111 @@
+"""Figures of GPUs and links: from hardware.toml, and from a file of your own."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from flux_ref.errors import Refusal
+from flux_ref.formats import toml_file
+
+TABLE = Path(__file__).with_name("hardware.toml")
+KINDS = ("assumed", "gpu", "share")
+OWN_RANGE = 0.1  # of shares of your own without a range
+MAY_BE_ZERO = ("range", "fp8_tflops", "margin", "outside_gb", "hop_us")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of card and its links; hardware.toml explains the figures."""
+
+    arch: str
+    memory_gb: float
+    memory_tb_s: float
+    bf16_tflops: float
+    fp8_tflops: float
+    node: int
+    domain: int
+    scale_up_gb_s: float
+    scale_out_gb_s: float
+    host_gb_s: float
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Figures that no datasheet gives: the first four of an architecture and a precision, the others of all."""
+
+    gemm_share: float  # of the peak arithmetic
+    memory_share: float  # of the memory's bandwidth
+    range: float  # times may be off by a factor of 1 + range
+    source: str
+    link_share: float  # of a link's bandwidth
+    hop_us: float
+    margin: float
+    outside_gb: float
+    draws_per_s: float
+    storage_gb_s: float
+
+
+def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[Gpu, Assumed]:
+    """A card of the table, and what is assumed of it in a precision: bf16 or fp8. Raises: Refusal.
+
+    file: figures of your own, which take the place of the table's. Its shares in `assumed` go before those in `share`.
+    """
+    known = _tables(TABLE)
+    own = _tables(file) if file else {}
+    for table in own:
+        if table.startswith("share.") and table not in known:
+            raise toml_file.unknown("table", table, known, "put the shares of a new architecture into assumed")
+    tables = {table: known.get(table, {}) | own.get(table, {}) for table in (*known, *own)}
+    names = _names(tables)
+    if name not in names:
+        raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
+    gpu = _build(Gpu, f"gpu.{name}", tables)
+    if precision == "fp8" and not gpu.fp8_tflops:
+        raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
+    share = f"share.{gpu.arch}_{precision}"
+    mine = own.get(share, {}) | own.get("assumed", {})
+    if "gemm_share" in mine or "memory_share" in mine:
+        mine = {"range": OWN_RANGE, "source": f"yours, {file.name}"} | mine
+    return gpu, _build(Assumed, "assumed", {"assumed": tables["assumed"] | tables.get(share, {}) | mine})
+
+
+def of_device(device: str) -> Gpu | None:
+    """The card of the table whose name is in a device's name, such as "NVIDIA H200"; None if there is none."""
+    known = [name for name in _names(_tables(TABLE)) if name in device.lower()]
+    return load(max(known, key=len))[0] if known else None
+
+
+def _names(tables: dict[str, dict]) -> list[str]:
+    return [table.removeprefix("gpu.") for table in tables if table.startswith("gpu.")]
+
+
+def _tables(path: Path) -> dict[str, dict[str, object]]:
+    """{"assumed", "gpu.NAME" and "share.ARCH_PRECISION": their figures} of a hardware file. Raises: Refusal."""
+    tables = {}
+    for name, content in toml_file.read(path, "hardware file").items():
+        if name not in KINDS:
+            raise toml_file.unknown("table", name, KINDS, f"known are {', '.join(KINDS)}")
+        many = isinstance(content, dict) and name != "assumed"
+        tables |= {f"{name}.{one}": figures for one, figures in content.items()} if many else {name: content}
+    wrong = next((table for table, figures in tables.items() if not isinstance(figures, dict)), None)
+    if wrong:
+        raise Refusal(f"{wrong} in {path} is not a table of figures; see {TABLE.name}")
+    return tables
+
+
+def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> object:
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    figures = tables[table]
+    for key in figures:
+        if key not in types:
+            raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
+    values = {}
+    for key, key_type in types.items():
+        if key not in figures:
+            raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
+        value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
+        if key.endswith("_share") and not 0.001 <= value <= 1:
+            raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")
+        if key_type is not str and not (1e-6 <= value <= 1e12 or (value == 0 and key in MAY_BE_ZERO)):
+            raise Refusal(f"{table}.{key}={value!r} is not a number from 1e-6 to 1e12")
+    return kind(**values)

@@ -1,0 +1,251 @@
+"""Tables for ports, made from the code at the benchmark's shape.
+
+    python -m tools.tables         all tables, as docs/tables.md holds them
+    python -m tools.tables NAME    one table: shapes, parameters, operations, communication or log
+
+The command needs no device and allocates no weights. Exit codes: 0 done, 2 refused.
+"""
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.formats import diffusers_names
+from flux_ref.model import TIME_WAVES, initialiser, parameter_table
+from flux_ref.speed import policy
+from tools.shared import communication as closed_forms
+from tools.shared import flops
+
+BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
+NODE = 8  # ranks
+MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
+RULESETS = ("5.1.0", "6.0.0", "6.1.0")
+DTYPE = BENCHMARK.parallel.dtype
+REDUCE = BENCHMARK.parallel.reduce_dtype
+ITEM = closed_forms.ITEM_BYTES[DTYPE]
+REDUCED_ITEM = closed_forms.ITEM_BYTES[REDUCE]
+MB = 1e6
+GB = 1e9
+GFLOP = 1e9
+
+
+def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
+    """A table. header: the names of the columns, with | between; > before a name aligns the column to the right."""
+    columns = [name.strip() for name in header.split("|")]
+    lines = [[name.lstrip(">") for name in columns], ["---:" if name[0] == ">" else "---" for name in columns]]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [*lines, *rows])
+
+
+def shapes() -> str:
+    """The sizes of FLUX.1-schnell at the benchmark's resolution."""
+    m = BENCHMARK.model
+    rope = BENCHMARK.model.rope_axes
+    grid = (m.latent_height // 2, m.latent_width // 2)
+    latent = " x ".join(map(str, m.latent_shape))
+    axes = ", ".join(map(str, rope))
+    pairs = ", ".join(str(axis // 2) for axis in rope)
+    rows = [
+        ["hidden width", m.hidden, f"{m.heads} heads of {m.head_dim} features"],
+        ["MLP width", m.mlp_ratio * m.hidden, f"{m.mlp_ratio} times the hidden width"],
+        ["blocks", f"{m.double_blocks} double, {m.single_blocks} single", "double blocks come first"],
+        ["text", f"{m.text_tokens} x {m.t5_dim}", "tokens x features of T5; all tokens take part, padding too"],
+        ["CLIP", m.clip_dim, "features of the pooled vector"],
+        ["waves of t", TIME_WAVES, "half of them cosines"],
+        ["latent", latent, "channels x rows x columns; the image has 8 times as many pixels"],
+        ["image tokens", m.image_tokens, f"a grid of {grid[0]} x {grid[1]} patches of 2 x 2, row by row"],
+        ["features of a token", m.packed_channels, "(channel, dy, dx): 4 per channel"],
+        ["RoPE axes", axes, "features of a head that turn by 0, by the row and by the column, in this order"],
+        ["pairs of RoPE", pairs, f"theta {m.rope_theta}; the first pairs never turn"],
+    ]
+    return "Sizes of FLUX.1-schnell at 256 x 256 pixels.\n\n" + markdown("what | size | meaning", rows)
+
+
+def parameters() -> str:
+    """Every parameter. A row stands for the parameters of one name in all blocks of a kind."""
+    shapes = parameter_table(BENCHMARK.model)
+    parts = diffusers_names.diffusers_parts(BENCHMARK.model)
+    total = sum(map(prod, shapes.values()))
+    decay = BENCHMARK.optim.weight_decay
+    counts = Counter(map(_fold, shapes))
+    rows = []
+    for name, shape in shapes.items():
+        if re.search(r"blocks\.[1-9]", name):  # is equal to block 0's
+            continue
+        kind, width = initialiser(name, shape)
+        module, _, leaf = name.rpartition(".")
+        is_fp8 = leaf == "weight" and module in policy.layers(BENCHMARK.model)
+        theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))
+        theirs += " (halves exchanged)" if parts[name][0].first else ""
+        start = f"{kind} {width:.4g}" if width else kind
+        size = " x ".join(map(str, shape))
+        rows.append([f"`{_fold(name)}`", counts[_fold(name)], size, start, "yes" if is_fp8 else "no", theirs])
+    return f"""{len(shapes)} tensors, {total:,} parameters; * stands for the number of a block.
+
+- Each master weight, its moments and its gradient shards are fp32. Products read the weight in {DTYPE} or FP8.
+- Each parameter decays by {decay}. Its axis 0 is split over the ranks of a replica, as torch.chunk does.
+- shape: a weight is (outputs, inputs).
+- start: "normal s" has the standard deviation s, "uniform w" lies between -w and w. An initial value is a function of
+  (seed, name, element).
+
+{markdown("name | >tensors | shape | start | FP8 | in diffusers", rows)}"""
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"(blocks)\.\d+\.", r"\1.*.", name)
+
+
+def operations() -> str:
+    """Every operation of the net: its arithmetic, its traffic, and the values of forward that backward reads."""
+    listed = flops.operations(BENCHMARK.model)
+    units = dict.fromkeys(("forward", "backward"), GFLOP)
+    moved = ("forward_moved", "backward_moved", "forward_weights", "backward_weights", "kept")
+    units |= dict.fromkeys(moved, MB / ITEM)
+    rows = []
+    for op in listed:
+        figures = [f"{getattr(op, field) / unit:.4g}" for field, unit in units.items()]
+        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures, op.keeps])
+    totals = {field: sum(op.times * getattr(op, field) for op in listed) for field in units}
+    rows.append(["all, times their number", "", "", *(f"{totals[field] / units[field]:,.1f}" for field in units), ""])
+    header = (
+        "operation | >number | >rows | >forward GFLOP | >backward GFLOP | >forward MB | >backward MB"
+        " | >forward weights MB | >backward weights MB | >kept MB | what is kept"
+    )
+    return f"""{flops.per_sample(BENCHMARK.model) / 1e12:.4g} TFLOP per training sample.
+
+- GFLOP and MB count one sample and one occurrence of the operation. MB of weights count one pass, for any number of
+  samples.
+- Bytes are those of one kernel per operation in {DTYPE}: it reads each input once and writes each output once.
+  tools/shared/flops.py lists what is left out.
+- Kept is what backward reads of forward's values, if no value is kept twice and none is computed again:
+  {ITEM * totals["kept"] / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
+  per block. Eager steps also keep values inside of norms. `python -m tools.plan` counts both, and recomputation.
+
+{markdown(header, rows)}"""
+
+
+def communication() -> str:
+    """The bytes that a rank sends in a step."""
+    keeping = config_file.replace(BENCHMARK, parallel__reshard_after_forward=False)
+    rows = []
+    for replicas, shards in MESHES:
+        layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), replicas * shards, replicas)
+        sent, kept = (closed_forms.sent(cfg, layout, micros=1) for cfg in (BENCHMARK, keeping))
+        figures = (sent["all_gather"], kept["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
+        padding = sum(unit.padded - unit.whole for unit in layout.units)
+        mesh = f"{replicas} x {shards}"
+        rows.append([replicas * shards, mesh, f"{padding:,}", *(f"{figure / GB:.2f}" for figure in figures)])
+    header = (
+        "ranks | replicas x shards | >padding | >all-gather | >all-gather, weights kept | >reduce-scatter"
+        " | >all-reduce of replicas"
+    )
+    return f"""GB that a rank sends in rings per optimizer step of one micro-batch. It receives as much.
+
+- n: ranks that hold one copy of the weights together; r: copies; m: micro-batches of a step.
+- W: elements of all parameters, with the padding that makes the n shards of each parameter equal.
+- E: elements of the parameters outside of blocks, padded in the same way.
+- Each element is gathered in {ITEM} bytes (parallel.dtype={DTYPE}) and reduced in {REDUCED_ITEM}
+  (parallel.reduce_dtype={REDUCE}; bf16 takes 2).
+
+| collective | when | bytes |
+| --- | --- | --- |
+| all-gather | forward and backward of each region, once outside of them | m * {ITEM} * (2 W - E) * (n - 1) / n |
+| the same with parallel.reshard_after_forward=false | forward | m * {ITEM} * W * (n - 1) / n |
+| reduce-scatter | backward of each region, each micro-batch | m * {REDUCED_ITEM} * W * (n - 1) / n |
+| all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {REDUCED_ITEM} * W / n * (r - 1) / r |
+| all-reduce of the gradient norm | once | one fp32 number |
+
+{_uneven(512)}
+
+With parallel.replicate=0 each node of {NODE} ranks holds a copy. Beyond one node, the second row shows
+parallel.replicate=1.
+
+{markdown(header, rows)}"""
+
+
+def _uneven(ranks: int) -> str:
+    """Which tensors a number of ranks cannot share equally, in words."""
+    found = {_fold(name): shape for name, shape in parameter_table(BENCHMARK.model).items() if shape[0] % ranks}
+    number = sum(1 for shape in parameter_table(BENCHMARK.model).values() if shape[0] % ranks)
+    kinds = Counter(name.rpartition("norm.")[1] + name.rpartition(".")[2] for name in found)
+    assert {*kinds} == {"norm.scale", "weight", "bias"} and len(found) == 8, kinds
+    head = found["final_layer.linear.weight"][0]
+    scale = BENCHMARK.model.head_dim
+    return f"""With {ranks} shards, {number} tensors are uneven: `final_layer.linear.weight` and `.bias` with {head}
+rows, and all `query_norm.scale` and `key_norm.scale` with {scale} elements. torch.chunk gives each
+rank ceil(rows / ranks) rows until none are left. So ranks 0 to {head - 1} hold one row of the head each.
+Ranks 0 to {scale - 1} hold one element of each scale. The other ranks hold none.
+A framework that needs equal shards adds zeros to these tensors, or copies them to every rank."""
+
+
+def log() -> str:
+    """The benchmark's log: its keys in their order, by ruleset."""
+    logs = {ruleset: _events(ruleset) for ruleset in RULESETS}
+    keys = {ruleset: [event["key"] for event in events] for ruleset, events in logs.items()}
+    rows = []
+    for event in logs[RULESETS[-1]]:
+        extra = ", ".join(name for name in event["metadata"] if name not in ("file", "lineno"))
+        value = "" if event["value"] is None else f"`{json.dumps(event['value'])}`"
+        marks = ["yes" if event["key"] in keys[ruleset] else "" for ruleset in RULESETS]
+        rows.append([f"`{event['key']}`", event["event_type"], value, extra, *marks])
+    for i, ruleset in enumerate(RULESETS, 4):  # the rows that a ruleset marks are its lines, in their order
+        assert [row[0] for row in rows if row[i]] == [f"`{key}`" for key in keys[ruleset]]
+    return f"""The lines of a run in their order, with the values of {BENCHMARK.name} on {NODE} ranks.
+
+- The lines from block_start to eval_stop repeat.
+- cache_clear is logged only with data.evict=true.
+- No official checker reads the lines from model.hidden to data.skip_bad. A rehearsal adds `rehearsal`.
+- What makes a run no timed result adds `disqualified`, with the reason as value. The run then ends as aborted.
+- From ruleset 6.1.0 on, evaluation_frequency is rounded up to whole steps.
+
+{markdown("key | type | value | metadata | " + " | ".join(RULESETS), rows)}"""
+
+
+def _events(ruleset: str) -> list[dict]:
+    """The events that a run of one evaluation writes."""
+    cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset, data__evict=True)
+    interval = cfg.eval.every_samples
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result_0.txt"
+        written = BenchmarkLog(path)
+        written.cache_clear()
+        written.init_start()
+        written.describe(cfg, NODE, TRAIN_SAMPLES, VAL_SAMPLES)
+        written.run_start()
+        written.block_start(0)
+        written.eval_start(interval)
+        written.eval_stop(interval, cfg.eval.target)
+        written.run_stop(interval, True, "target reached")
+        written.close()
+        return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
+
+
+TABLES = {
+    "shapes": ("Shapes", shapes),
+    "parameters": ("Parameters", parameters),
+    "operations": ("Operations, bytes and kept activations", operations),
+    "communication": ("Communication", communication),
+    "log": ("Keys of the benchmark's log", log),
+}
+
+
+def page(wanted: Iterable[str] = TABLES) -> str:
+    """The tables of these names, each under its heading."""
+    return "\n\n".join(f"## {TABLES[name][0]}\n\n{TABLES[name][1]()}" for name in wanted) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1 or not TABLES.keys() >= set(argv):
+        known = ", ".join(TABLES)
+        raise Refusal(f"{' '.join(argv)!r} is not one table; give one of {known}, or none for docs/tables.md")
+    intro = "# Tables\n\n`python -m tools.tables` prints this page. A test keeps it so.\n\n"
+    print(page(argv) if argv else intro + page(), end="")
+    return 0

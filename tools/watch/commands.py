@@ -1,0 +1,299 @@
+"""Watch runs on the terminal: losses beside the public band, rate, remaining time, alarms.
+
+    python -m tools.watch RUN [RUN ...]      until the runs have ended; Ctrl-C leaves
+    python -m tools.watch RUN --once         print the panel once
+    python -m tools.watch RUN --tensorboard  write RUN/tensorboard, for a run without run.tensorboard=true
+
+Reads the files of a run and changes none. --every S: seconds between two readings (2).
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flux_ref import config_file
+from flux_ref.benchmark import alarms, convergence
+from flux_ref.benchmark.alarms import Alarm
+from flux_ref.benchmark.convergence import Band
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
+from flux_ref.run import loss_chart
+from flux_ref.run.attempt import attempt
+from flux_ref.run.forecast import duration
+from flux_ref.run.options import Options, between
+from tools.shared import flops, hardware, reference_samples
+
+BOLD = "1"
+DIM = "2"
+RED = "31"
+GREEN = "32"
+YELLOW = "33"
+# Each run's mark and colour. The colours can be read on a light and on a dark ground.
+MARKS = dict(zip("●◆▲■○◇△□", (f"38;5;{number}" for number in (33, 208, 35, 134, 203, 37, 137, 205))))
+LEAST_COLUMNS = 40
+MOST_COLUMNS = 100
+CHART_ROWS = 12
+USUAL = 50  # the usual rate is the median of so many logged steps
+TAIL = 65_536  # bytes to read from the end of a log
+SILENT = 5  # a run is silent after so many times the usual time between two records
+FIGURES = {"metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb")}
+FIGURES["eval.jsonl"] = ("val_loss", "seconds")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the files of a run say now."""
+
+    folder: Path
+    cfg: Config
+    band: Band | None
+    environment: dict  # of environment.json: ranks, nodes, device
+    steps: list[dict]  # of metrics.jsonl
+    evaluations: list[dict]  # of eval.jsonl
+    outcome: str  # how the run ended; "" while it goes on
+    written: float  # when the last record was: a time of the file system's clock
+    silent_s: float  # since the last record
+    looked: float  # when this look was, of a clock that nobody sets
+
+    @property
+    def samples(self) -> int:
+        return max((record["samples"] for record in (*self.steps[-1:], *self.evaluations[-1:])), default=0)
+
+    @property
+    def rate(self) -> float:
+        """The usual samples per second; 0 before the first record."""
+        return statistics.median([record["samples_per_s"] for record in self.steps[-USUAL:]] or [0.0])
+
+    @property
+    def goal(self) -> tuple[float, str]:
+        """Samples at which the run should end, and why."""
+        needed = reference_samples.samples_to_target(self.cfg)
+        most = self.cfg.train.max_samples
+        is_ahead = needed is not None and self.samples < needed < most
+        return (needed, "the reference's mean") if is_ahead else (most, "train.max_samples")
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        return [(record["samples"], record["val_loss"]) for record in self.evaluations]
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        shared_cpu = self.environment["device"] == "cpu" and len(set(self.environment["nodes"])) < 2
+        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, shared_cpu)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """The state in words, and its colour."""
+        if self.outcome:
+            return self.outcome, GREEN if self.outcome == REACHED else BOLD
+        if not self.steps:
+            return "starting", DIM
+        usual_s = self.cfg.train.log_every_samples / max(self.rate, 1e-9)
+        pause_s = max((record["seconds"] for record in self.evaluations), default=0.0)
+        if self.silent_s > SILENT * usual_s + 2 * pause_s + 10:
+            return f"silent for {duration(self.silent_s)}", RED
+        return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
+
+
+def look(folder: Path, before: Look | None = None) -> Look:
+    """Read a run's folder. Raises: Refusal if the folder holds no run or a damaged file.
+
+    before: the look before this one. Clocks that are set between two looks then change nothing.
+    """
+    cfg = config_file.of_run(folder)
+    path = folder / "environment.json"
+    environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
+    ranks = environment["ranks"]
+    nodes = environment["nodes"]
+    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
+        raise Refusal(f"{path} is damaged (ranks is no number above 0, or nodes is no list); mend it")
+    environment |= {"nodes": [*map(str, nodes)], "device": str(environment["device"])}
+    steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
+    written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
+    ending = outcome(folder) or broken_off(folder / "result_0.txt")
+    band = convergence.of_config(cfg)
+    silent_s = max(0.0, time.time() - written)
+    now = time.monotonic()
+    if before is not None:
+        silent_s = before.silent_s + now - before.looked if written == before.written else 0.0
+    return Look(folder, cfg, band, environment, steps, evaluations, ending, written, silent_s, now)
+
+
+def broken_off(log: Path) -> str:
+    """How a run without an outcome ended, from the end of its log; "" while it goes on."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        text = file.read().decode(errors="replace")
+    last_start = text.rpartition('"key": "init_start"')[2]
+    stop = re.search(r'"key": "run_stop".*"reason": ("(?:[^"\\]|\\.)*")', last_start)
+    try:
+        return f"ended: {json.loads(stop[1]).partition(';')[0]}"[:40] if stop else ""
+    except ValueError:
+        raise Refusal(f"{log} is damaged (the reason of its run_stop is no JSON); mend it") from None
+
+
+def paint(text: str, colour: str) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def cut(line: str, width: int) -> str:
+    """The first `width` columns of a line, without control characters. Colour codes stay and take no column."""
+    column = itertools.count()
+    tokens = re.findall(r"\x1b\[[\d;]+m|[^\x00-\x1f\x7f-\x9f]", line)
+    return "".join(token for token in tokens if token[0] == "\x1b" or next(column) < width)
+
+
+def panel(looks: list[Look], columns: int, coloured: bool) -> str:
+    """The whole panel, as lines of at most `columns` columns."""
+    lines = []
+    width = max(LEAST_COLUMNS, columns)
+    bar_width = max(8, width - 4 - max(len(progress(run)) for run in looks))
+    for mark, run in zip(MARKS, looks):
+        lines += about(run, mark, width, bar_width)
+    lines += chart(looks, width)
+    for mark, run in zip(MARKS, looks):
+        for alarm in run.alarms:
+            text = f"{mark} {alarm.level} at {alarm.samples:,} samples: {alarm.text}"
+            wrapped = textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
+            lines += [paint(line, RED if alarm.level == "warning" else YELLOW) for line in wrapped]
+    text = "\n".join(cut(line, columns) for line in lines)
+    return text if coloured else re.sub(r"\x1b\[[\d;]+m", "", text)
+
+
+def progress(run: Look) -> str:
+    """How far a run has come, in words."""
+    goal, why = run.goal
+    return f"{run.samples / goal:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
+
+
+def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
+    """The state of a run in four lines. bar_width: columns of a bar of 100 %."""
+    state, colour = run.state
+    room = max(8, width - len(state) - 4)
+    name = str(run.folder)
+    head = f"{name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
+    bar = "━" * round(min(1.0, run.samples / run.goal[0]) * bar_width)
+    last = run.steps[-1] if run.steps else None
+    losses = f"  loss {last['loss']:.4f}" if last else "  no step logged yet"
+    if run.evaluations:
+        newest = run.evaluations[-1]
+        best = min(loss for _, loss in run.curve)
+        losses += f"   validation {newest['val_loss']:.4f} at {newest['samples']:,} (best {best:.4f})"
+    if run.cfg.eval.target:
+        losses += f"   target {run.cfg.eval.target:g}"
+    lines = [f"{paint(mark, MARKS[mark])} {head:{width - len(state) - 2}}{paint(state, colour)}"]
+    lines += [f"  {bar:─<{bar_width}}  {progress(run)}", losses]
+    if last:
+        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
+        gpu = hardware.of_device(run.environment["device"])
+        mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
+        lines.append(
+            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
+            f"   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
+        )
+    return [*lines, ""]
+
+
+def chart(looks: list[Look], width: int) -> list[str]:
+    """Validation losses over samples, with a mark for each run; the band is shaded, the target dashed.
+
+    The loss axis holds all losses but those at the start of a run, which get an arrow in the highest row.
+    """
+    if not any(run.curve for run in looks):
+        return []
+    band = next((run.band for run in looks if run.band), None)
+    target = max(run.cfg.eval.target for run in looks)
+    columns = width - 9
+    goes_on = any(not run.outcome for run in looks)
+    most_x = max(run.goal[0] if goes_on else max(1, run.samples) for run in looks)
+    low, high = loss_chart.span([run.curve for run in looks], target)
+    grid = [[" "] * columns for _ in range(CHART_ROWS)]
+
+    def row(loss: float) -> int:
+        """Below 0 or at least CHART_ROWS: outside the chart."""
+        return round((high - loss) / (high - low) * (CHART_ROWS - 1))
+
+    for column in range(columns):
+        samples = column / (columns - 1) * most_x
+        if band and band.samples[0] <= samples <= band.samples[-1]:
+            top = row(band.at(samples, "high"))
+            bottom = row(band.at(samples, "low"))
+            for cell in range(max(0, top), min(CHART_ROWS - 1, bottom) + 1):
+                grid[cell][column] = paint("░", DIM)
+        if target and grid[row(target)][column] == " ":
+            grid[row(target)][column] = paint("╌", DIM)
+    for (mark, colour), run in zip(MARKS.items(), looks):
+        for samples, loss in run.curve:
+            column = round(min(1.0, samples / most_x) * (columns - 1))
+            grid[max(0, row(loss))][column] = paint(mark if row(loss) >= 0 else "↑", colour)
+    labels = {row(x): text if len(text) < 8 else f"{x:.1e}" for x, text in loss_chart.ticks(low, high, 5).items()}
+    labels |= {row(target): f"{target:.4g}"} if target else {}
+    lines = [f"{labels.get(i, '')[:7]:>7} │" + "".join(cells) for i, cells in enumerate(grid)]
+    axis = "─" * columns
+    numbers = " " * (columns + 1)
+    for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
+        column = round(samples / most_x * (columns - 1))
+        axis = axis[:column] + "┴" + axis[column + 1 :]
+        start = min(column - len(text) // 2, columns - len(text))
+        numbers = numbers[: start + 1] + text + numbers[start + 1 + len(text) :]
+    foot = f"░ {band.source}" if band else "validation loss"
+    return [*lines, f"{'':8}└{axis}", f"{'':8}{numbers}", f"{'':9}{foot:{columns - 16}}training samples", ""]
+
+
+def follow(folders: list[Path], every_s: float) -> None:
+    """Draw the panel again and again in the same place until all runs have ended."""
+    sys.stdout.write("\x1b[2J")
+    looks: list[Look | None] = [None] * len(folders)
+    while True:
+        looks = [look(folder, before) for folder, before in zip(folders, looks)]
+        columns, rows = shutil.get_terminal_size()
+        lines = panel(looks, min(MOST_COLUMNS, columns), not os.environ.get("NO_COLOR")).split("\n")
+        lines = lines[: rows - 1]  # the terminal would scroll
+        sys.stdout.write("\x1b[H" + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
+        sys.stdout.flush()
+        if all(run.outcome for run in looks):
+            return
+        time.sleep(every_s)
+
+
+def main(argv: list[str]) -> int:
+    return attempt("watch", lambda: show(argv))
+
+
+def show(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m tools.watch", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument("--every", type=between(0.01, 3600, float), default=2.0, metavar="S")
+    args = parser.parse_args(argv)
+    if args.tensorboard:
+        for run in args.runs:
+            if config_file.of_run(run).run.tensorboard and not outcome(run):
+                raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
+            from flux_ref.run.tensorboard import Board  # of an optional package
+
+            print(Board(run).begin())
+        return 0
+    if len(args.runs) > len(MARKS):
+        raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
+    try:
+        if args.once or not sys.stdout.isatty():
+            print(panel([look(folder) for folder in args.runs], 80, coloured=False), flush=True)
+        else:
+            follow(args.runs, args.every)
+    except KeyboardInterrupt:
+        pass  # Ctrl-C is how a user leaves
+    return 0
