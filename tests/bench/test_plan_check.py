@@ -103,7 +103,7 @@ def test_the_report_fits_a_terminal_and_is_written(monkeypatch, capsys, tmp_path
         plan_check.main(["x"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shares_and_stored_plans_are_those_of_the_method():
     cases = plan_check.cases()
     assert plan_check.fit(cases) == {case.kind: case.assumed.gemm_share for case in cases if case.public.fitted}

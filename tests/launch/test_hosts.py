@@ -57,7 +57,7 @@ def undisturbed(steps, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hosts_train_as_one_does(undisturbed, steps, tmp_path):
     with netns.Hosts(1) as hosts:
         job = torchrun(hosts, 0, tmp_path / "run", tmp_path / "log", *steps, "--parallel.replicate=2", ranks=4)

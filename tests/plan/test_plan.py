@@ -169,10 +169,7 @@ def test_memory_of_more_steps_without_peers():
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
 
 
-REAL = {  # the others are nightly
-    *("eager, 2 ranks, kept, bf16 reduced", "compiled, budget 0.5, 2 ranks"),
-    *("eager, HSDP 2 x 2, bf16, accumulated", "eager, regions of 2, 3 ranks"),
-}
+REAL = {"eager, 2 ranks, kept, bf16 reduced"}  # the others are nightly
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in plan_memory.CASES]
 
 

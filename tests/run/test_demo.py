@@ -56,7 +56,7 @@ def matches(tile, want):
     return min(distance, key=distance.get) == want
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_closed_smoke_is_compliant(tmp_path):
     """Under every ruleset, as a rehearsal, which says so."""
     run = tmp_path / "run"

@@ -103,8 +103,7 @@ def test_ranks_whose_launcher_was_killed_end_by_themselves(endless, steps):
     assert job.gone(timeout=20), "they would hold memory, devices and the run's folder"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
     """torchrun gives a rank 30 s to end before it kills it, and a frozen one uses them."""
     job = endless("--run.hang_s=6")

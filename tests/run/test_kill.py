@@ -138,11 +138,10 @@ def endure(data: Path, folder: Path, kills: int, seed: int) -> Counter:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twelve_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
-    """Every victim at every moment, once."""
-    counts = endure(shapes_dir, tmp_path, kills=12, seed=0)
-    print(dict(counts))
-    assert [counts[name] for name in VICTIMS] == [4] * 3 and [counts[name] for name in MOMENTS] == [3] * 4
+def test_a_run_that_is_killed_four_times_ends_like_one_that_was_left_alone(shapes_dir, tmp_path):
+    """Every victim, and every moment once."""
+    counts = endure(shapes_dir, tmp_path, kills=4, seed=0)
+    assert all(counts[name] for name in VICTIMS) and [counts[name] for name in MOMENTS] == [1] * 4
 
 
 @pytest.mark.nightly

@@ -504,7 +504,7 @@ def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_regions_train_as_eager_ones(world):
     """There is one graph per kind of block, mode and way of scaling, at any depth, and one per shape of a weight."""
     cfg = fp8_config(precision__dynamic_steps=2)

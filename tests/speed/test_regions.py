@@ -165,8 +165,9 @@ def test_pictures_are_drawn_without_the_compiler():
         assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("region_blocks", [1, 2])
+@pytest.mark.parametrize(
+    "region_blocks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+)
 def test_compiled_equals_eager_with_four_graphs(world, region_blocks):
     """One graph each for double and single regions, with and without gradients. Depth adds none."""
     eager_losses, eager_sums = steps(world, deep(parallel__region_blocks=region_blocks))
@@ -212,8 +213,9 @@ def test_settings_of_the_compiler_hold_in_every_thread(world):
     assert elsewhere(settings) == settings() == (regions.GRAPHS, 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.nightly)]
+)
 def test_a_smaller_activation_budget_changes_no_number(world, budget):
     losses, _ = steps(world, micro(parallel__compile=True, parallel__activation_budget=budget))
     assert losses == pytest.approx(steps(world, micro())[0], rel=1e-5)

@@ -118,7 +118,7 @@ def test_diffusers_computes_the_same_with_its_folder(checkpoint, lively, tmp_pat
     assert relative_error(own_output(lively, inputs, MODEL), theirs) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diffusers_opens_a_file_of_schnells_width_as_it_is(tmp_path):
     """One double and one single block, 2 GB a file; nothing of diffusers is changed."""
     net = random_net(FULL_WIDTH)
