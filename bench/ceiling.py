@@ -69,15 +69,15 @@ def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     return found
 
 
-def fp8_kinds(device: torch.device) -> tuple[torch.dtype, torch.dtype] | str:
-    """(kind for forward, kind for gradients) of a device, or why it has no FP8 products."""
+def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype, torch.dtype]:
+    """(kind for forward, kind for gradients) of a device. Raises: Refusal where it cannot multiply these in FP8."""
     if not has_kernel(device):
-        return "a CPU decodes FP8 and multiplies in fp32"
-    arch = architecture(device)
-    try:
-        return arithmetic(arch)[:2]
-    except Refusal:
-        return f"{arch} has no FP8 matrix products"
+        raise Refusal("a CPU decodes FP8 and multiplies in fp32")
+    for product in wanted:
+        if any(size % FP8_MULTIPLE for size in (product.m, product.n, product.k)):
+            size = f"a size that is not a multiple of {FP8_MULTIPLE}"
+            raise Refusal(f"{product.layer} {product.kind} has {size}")
+    return arithmetic(architecture(device))[:2]
 
 
 def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -113,38 +113,52 @@ def time_ms(call: Callable[[], object], clock: Clock) -> float:
     return clock.repeated("product", REPEATS["cpu" if clock.device.type == "cpu" else "accelerator"], call, WARMUP)
 
 
-def ceiling(model: ModelConfig, micro_batch: int, clock: Clock, dtype: str = "bf16", with_fp8: bool = True) -> dict:
-    """Times and rates of all products, "plain" ones in a compute dtype; "fp8" is a text where it cannot be measured.
+def ceiling(cfg: Config, micro_batch: int, clock: Clock) -> dict:
+    """Times and rates of all products: "plain" in the compute dtype, and "fp8", or the reason why there is none.
 
-    Layers of equal sizes are timed once. Rates in 1e12 FLOP/s.
+    Rates in 1e12 FLOP/s.
     """
-    wanted = products(model, micro_batch)
-    makers = {"plain": partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype])}
-    kinds = fp8_kinds(clock.device) if with_fp8 else "not asked for"
-    crooked = [p for p in wanted if any(size % FP8_MULTIPLE for size in (p.m, p.n, p.k))]
-    if crooked and not isinstance(kinds, str):
-        kinds = f"{crooked[0].layer} {crooked[0].kind} has a size that is not a multiple of {FP8_MULTIPLE}"
-    if not isinstance(kinds, str):
-        makers["fp8"] = partial(fp8, device=clock.device, kinds=kinds)
-    rows, times = [asdict(product) for product in wanted], {}
+    wanted = products(cfg.model, micro_batch)
     tflop = sum(product.tflop * product.per_step for product in wanted)
-    share = tflop / (flops.per_sample(model) / 1e12 * micro_batch)
-    report = {"micro_batch": micro_batch, "dtype": dtype, "tflop": tflop, "share_of_step": share, "fp8": kinds}
-    for name, make in makers.items():
-        for product, row in zip(wanted, rows):
-            key = (name, product.kind, product.m, product.n, product.k)
-            if key not in times:
-                times[key] = time_ms(make(product), clock)
-            row[name] = {"ms": times[key], "tflop_per_s": product.tflop / times[key] * 1e3}
-        ms = sum(row[name]["ms"] * row["per_step"] for row in rows)
-        rates = {"tflop_per_s": tflop / ms * 1e3, "square_tflop_per_s": best_square(make, clock)}
-        report[name] = {"ms": ms} | rates
-    return report | {"products": rows}
+    report = {
+        "micro_batch": micro_batch,
+        "dtype": cfg.parallel.dtype,
+        "tflop": tflop,
+        "share_of_step": tflop / (flops.per_sample(cfg.model) / 1e12 * micro_batch),
+        "plain": timed(wanted, maker(cfg, clock), clock),
+    }
+    try:
+        kinds = fp8_kinds(clock.device, wanted)
+    except Refusal as error:
+        return report | {"fp8": str(error)}
+    return report | {"fp8": timed(wanted, partial(fp8, device=clock.device, kinds=kinds), clock)}
 
 
-def square(dtype: str, clock: Clock) -> float:
-    """1e12 FLOP/s of the best square product in a compute dtype."""
-    return best_square(partial(plain, device=clock.device, dtype=sharding.DTYPES[dtype]), clock)
+def maker(cfg: Config, clock: Clock) -> Callable[[Product], Callable]:
+    """What makes the calls of products in the compute dtype."""
+    return partial(plain, device=clock.device, dtype=sharding.DTYPES[cfg.parallel.dtype])
+
+
+def timed(wanted: list[Product], make: Callable[[Product], Callable], clock: Clock) -> dict:
+    """Milliseconds and rates of products alone and of all together. Layers of equal sizes are timed once."""
+    times, rows = {}, []
+    for product in wanted:
+        key = (product.kind, product.m, product.n, product.k)
+        if key not in times:
+            times[key] = time_ms(make(product), clock)
+        rows.append(asdict(product) | {"ms": times[key], "tflop_per_s": product.tflop / times[key] * 1e3})
+    ms = sum(row["ms"] * row["per_step"] for row in rows)
+    tflop = sum(product.tflop * product.per_step for product in wanted)
+    square = best_square(make, clock)
+    return {"ms": ms, "tflop_per_s": tflop / ms * 1e3, "square_tflop_per_s": square, "products": rows}
+
+
+def achieved(cfg: Config, samples_per_s: float, clock: Clock) -> dict[str, float]:
+    """What a rank's rate is worth in 1e12 FLOP/s, beside that of the best square product in the compute dtype."""
+    per_sample = flops.per_sample(cfg.model) / 1e12
+    rate = per_sample * samples_per_s
+    roof = best_square(maker(cfg, clock), clock)
+    return {"per_sample": per_sample, "per_s_per_rank": rate, "ceiling_per_s": roof, "share_of_ceiling": rate / roof}
 
 
 def best_square(make: Callable[[Product], Callable], clock: Clock) -> float:
@@ -163,7 +177,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     clock = Clock(world.device)
-    return {"ceilings": [ceiling(cfg.model, rows, clock, cfg.parallel.dtype) for rows in args.micro_batches]}
+    return {"ceilings": [ceiling(cfg, rows, clock) for rows in args.micro_batches]}
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, their reports, a clock, figures of this process."""
+"""What the benchmarks share: their options, their reports, a clock."""
 
 import ctypes
 import os
@@ -9,12 +9,13 @@ import signal
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from statistics import median, quantiles
+from pprint import pformat
+from statistics import median
 
 import torch
 
@@ -33,8 +34,7 @@ ALONE = "one rank: no gathers, no reductions and none of FSDP2's copies for them
 END = "end"
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 MOST = 10**9
-LINE = 140  # characters on the terminal
-STATM, CPUINFO = Path("/proc/self/statm"), Path("/proc/cpuinfo")  # Linux
+CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 
 def machine() -> str:
@@ -107,29 +107,8 @@ def cpu_name() -> str:
 
 def give(report: dict, to: Path | None) -> None:
     """Show a report on the terminal and write it where --json says. The terminal leaves the config out."""
-    shown = {name: value for name, value in report.items() if name not in ("command", "config")}
-    lines = [line for name, value in shown.items() for line in _lines(name, value)]
-    json_option.show("\n".join([report["command"], *lines]), report, to)
-
-
-def _lines(name: str, value: object, indent: str = "  ") -> Iterator[str]:
-    """A value takes one line if it fits. Otherwise each of its parts does."""
-    line = f"{indent}{name:<14} {_words(value)}"
-    if len(line) <= LINE or not isinstance(value, dict | list):
-        yield line
-        return
-    yield f"{indent}{name}"
-    for part_name, part in value.items() if isinstance(value, dict) else enumerate(value, start=1):
-        yield from _lines(str(part_name), part, indent + "  ")
-
-
-def _words(value: object) -> str:
-    if isinstance(value, dict):
-        parts = ((name, _words(part), isinstance(part, dict)) for name, part in value.items())
-        return ", ".join(f"{name} ({words})" if is_nested else f"{name} {words}" for name, words, is_nested in parts)
-    if isinstance(value, list):
-        return " ".join(map(_words, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    shown = {name: value for name, value in report.items() if name != "config"}
+    json_option.show(pformat(shown, width=120, compact=True, sort_dicts=False), report, to)
 
 
 class Clock:
@@ -175,14 +154,3 @@ class Clock:
             task()
             self.mark(END)
         return median(step[label] for step in self.steps())
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """The first and the third quartile."""
-    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
-    return [low, high]
-
-
-def rss_mb() -> float:
-    """Resident memory of this process in 1e6 bytes; 0 where the system does not tell."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if STATM.exists() else 0.0

@@ -3,8 +3,8 @@
     python -m bench.device_tests --outcomes FILE.jsonl tests/speed/test_gpu_graph.py ...
 
 A test that passed, failed or died does not run again, until a source or the machine changes. A test that takes more
-than --limit S (100) is ended with its process: it has died, as one that crashes, and FILE.jsonl says where it was.
-Behind a test that failed or died, a new process goes on. With --stand-in a CPU stands in for an accelerator.
+than LIMIT_S is ended with its process: it has died, as one that crashes, and FILE.jsonl says where it was. Behind a
+test that failed or died, a new process goes on. With --stand-in a CPU stands in for an accelerator.
 Exit codes: 0 every test has an outcome, whatever it is; 2 refused; 3 the tests could not be collected.
 """
 
@@ -26,13 +26,14 @@ from bench.sources import ROOT, TESTS, sources
 from flux_ref.errors import Fault
 from flux_ref.formats import files, jsonl
 from flux_ref.run import cli
-from flux_ref.run.options import Options, between
+from flux_ref.run.options import Options
 from tools.shared import json_option
 
 BEGUN = "begun"  # the outcome of a test that has not come to its end
 FINAL = ("passed", "failed", "died")  # a skipped test may find its package next time
 PASSED, FAILED, NONE_LEFT = 0, 1, 5  # exit codes of pytest
 STDERR = os.dup(2)  # pytest puts another file in its place
+LIMIT_S = 100.0  # of a test
 TRACE = 4000  # characters
 
 
@@ -107,7 +108,7 @@ def pytest_configure(config) -> None:
     config.pluginmanager.register(Plugin(Outcomes(config.getoption("outcomes")), config.getoption("limit")))
 
 
-def run(tests: list[str], outcomes: Outcomes, limit_s: float, stand_in: bool) -> None:
+def run(tests: list[str], outcomes: Outcomes, stand_in: bool, limit_s: float = LIMIT_S) -> None:
     """Run pytest until every test has an outcome. Raises: Fault.
 
     After a failure or a death the tests behind it run in a new process: a device may be of no use to the old one.
@@ -117,7 +118,7 @@ def run(tests: list[str], outcomes: Outcomes, limit_s: float, stand_in: bool) ->
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *own, *tests]
     while True:
         before = len(outcomes.lines())
-        with tempfile.TemporaryFile("w+") as errors:
+        with tempfile.TemporaryFile("w+") as errors:  # what a test has started may hold a pipe open for ever
             code = subprocess.run(command, cwd=ROOT, stderr=errors, preexec_fn=common.end_with_parent).returncode
             errors.seek(0)
             said = errors.read()[-TRACE:]
@@ -138,7 +139,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Options("python -m bench.device_tests", __doc__)
     json_option.json_option(parser)
     parser.add_argument("--outcomes", type=Path, required=True)
-    parser.add_argument("--limit", type=between(1, common.MOST, float), default=100.0)
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("tests", nargs="+")
     return parser.parse_args(argv), []
@@ -147,7 +147,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str]) -> int:
     args, _ = parse(argv)
     outcomes = Outcomes(args.outcomes)
-    run(args.tests, outcomes, args.limit, args.stand_in)
+    run(args.tests, outcomes, args.stand_in)
     device = torch.accelerator.current_accelerator(check_available=True)
     tests = {name: one for name, one in outcomes.tests().items() if name.startswith(tuple(args.tests))}
     figures = {"counts": Counter(one["outcome"] for one in tests.values()), "tests": tests}

@@ -1,16 +1,10 @@
-"""Where a step's time goes, kernel by kernel, from torch.profiler; bench/README.md explains every figure.
+"""Where a step's time goes, kernel by kernel, from torch.profiler: what bench.step --profile reports.
 
-    python -m bench.kernels --config configs/FILE.toml --steps 3 --json bench/results/NAME.json
-
-Trains on one synthetic batch as bench.step does. On an accelerator the timeline is the device's. On the CPU it is made
-of operations, each without those that it calls. --section.key=value overrides the config as in train.py.
-Exit codes: 0 done, 2 refused, 3 a fault stopped it.
+On an accelerator the timeline is the device's. On the CPU it is made of operations, each without those that it calls.
 """
 
-import argparse
 import json
 import re
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,16 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import common
-from bench.common import Clock
-from bench.step import build, run_steps
-from flux_ref import config_rules
-from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.ranks import World
-from flux_ref.run import cli
-from flux_ref.step import State
-from flux_ref.steps import Steps
 
 TOP = 15
 DEVICE_SPANS = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
@@ -46,7 +31,6 @@ CLASSES = (
     ("copy", r"memcpy|memset|copy|_cast|catarray|chunk_cat|fill|::cat$|::to$|::zero_$|::contiguous|::clone"),
     ("elementwise", r"elementwise|reduce|norm|softmax|gelu|silu|multi_tensor|aten::"),
 )
-GAPS = ("median_gap_us", "longest_gap_us")
 NAMES = ("gemm", "attention", "elementwise", "copy", "communication", "optimizer", "other")
 
 
@@ -62,6 +46,10 @@ class Span:
     @property
     def end(self) -> float:
         return self.start + self.duration
+
+    @property
+    def own(self) -> float:
+        return self.duration - self.inside
 
 
 def classify(name: str) -> str:
@@ -89,31 +77,41 @@ def analyse(spans: list[Span], steps: int = 1) -> dict:
 
     The timeline runs from the first start to the last end. Spans may overlap (streams, threads): the shares of the
     classes then add up to more than what is not idle. communication_exposed_ms: while nothing else ran.
+    Raises: Refusal if there is no span.
     """
     if not spans:
         raise Refusal("the timeline is empty: nothing was profiled")
     intervals = busy(spans)
     window = intervals[-1][1] - intervals[0][0]
     idle = window - length(intervals)
-    gaps = sorted(right[0] - left[1] for left, right in pairwise(intervals))
-    by_class, by_name = defaultdict(float), defaultdict(lambda: [0.0, 0])
+    gaps = [right[0] - left[1] for left, right in pairwise(intervals)]
+    own_time = {kind: 0.0 for kind in NAMES}
+    by_name = defaultdict(list)
     for span in spans:
-        by_class[classify(span.name)] += span.duration - span.inside
-        by_name[span.name][0] += span.duration - span.inside
-        by_name[span.name][1] += 1
+        own_time[classify(span.name)] += span.own
+        by_name[span.name].append(span.own)
     others = busy([span for span in spans if classify(span.name) != "communication"])
-    top = sorted(by_name.items(), key=lambda item: -item[1][0])[:TOP]
+    top = sorted(by_name, key=lambda name: -sum(by_name[name]))[:TOP]
     per_step = 1e3 * steps
-    gap_us = {"median_gap_us": gaps[len(gaps) // 2], "longest_gap_us": gaps[-1]} if gaps else dict.fromkeys(GAPS, 0.0)
     return {
         "steps": steps,
         "step_ms": window / per_step,
-        "classes": {kind: {"ms": by_class[kind] / per_step, "share": by_class[kind] / window} for kind in NAMES},
-        "idle": {"ms": idle / per_step, "share": idle / window, "gaps": len(gaps) / steps} | gap_us,
+        "classes": {kind: {"ms": us / per_step, "share": us / window} for kind, us in own_time.items()},
+        "idle": {
+            "ms": idle / per_step,
+            "share": idle / window,
+            "gaps": len(gaps) / steps,
+            "longest_gap_us": max(gaps, default=0.0),
+        },
         "communication_exposed_ms": (length(intervals) - length(others)) / per_step,
         "top": [
-            {"name": name, "class": classify(name), "ms": us / per_step, "calls": calls / steps}
-            for name, (us, calls) in top
+            {
+                "name": name,
+                "class": classify(name),
+                "ms": sum(by_name[name]) / per_step,
+                "calls": len(by_name[name]) / steps,
+            }
+            for name in top
         ],
     }
 
@@ -137,45 +135,14 @@ def timeline(trace: dict) -> list[Span]:
     return spans
 
 
-def profiled(task: Callable[[], object], device: torch.device, steps: int) -> dict:
-    """`analyse` for a task of so many steps that leaves the device idle."""
-    activities = [ProfilerActivity.CPU] if device.type == "cpu" else [ProfilerActivity.CUDA]
-    with profile(activities=activities) as profiler:
+def profiled(task: Callable[[], object], steps: int) -> dict:
+    """`analyse` for a task of so many steps."""
+    has_device = torch.accelerator.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if has_device else ProfilerActivity.CPU]) as profiler:
         task()
+        if has_device:
+            torch.accelerator.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return analyse(timeline(json.loads(path.read_text())), steps)
-
-
-def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
-    """Profile some training steps on a synthetic batch. Collective."""
-    config_rules.validate_world(cfg, world.size)
-    state = State.of(build(cfg, world, synthetic=True), cfg, world)
-    run, clock = Steps(state, cfg, world), Clock(world.device)
-
-    def task() -> None:
-        run_steps(run, None, clock, args.steps)
-        clock.start()  # the device is idle before the profiler stops
-
-    try:
-        run.warm_up()
-        run.capture()
-        run_steps(run, None, clock, args.warmup)
-        clock.start()
-        return profiled(task, world.device, args.steps)
-    finally:
-        run.close()
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides of the config. Raises: Refusal."""
-    return common.options("bench.kernels", __doc__, steps=3, warmup=2).parse_known_args(argv)
-
-
-def main(argv: list[str]) -> int:
-    return common.run("bench.kernels", argv, parse, measure)
-
-
-if __name__ == "__main__":
-    cli.leave(cli.run("bench.kernels", __doc__, main, sys.argv[1:]))

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 from bench.common import commit
 from flux_ref import config, config_file
-from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
@@ -70,12 +70,6 @@ class Case:
     def error(self, assumed: Assumed | None = None) -> float:
         """Of the planned step, relative to the public one."""
         return self.step_s(assumed or self.assumed) / self.public.step_s - 1
-
-    def evaluation_s(self) -> float:
-        machine = Machine(self.gpu, self.assumed, self.public.gpus)
-        return step_time.evaluation(
-            self.cfg, self.layout, self.footprints, machine, self.public.micro_batch, VAL_SAMPLES
-        )
 
 
 def known(public: SimpleNamespace) -> bool:
@@ -138,7 +132,7 @@ def table(found: list[Case]) -> str:
     """The errors of the plan, a line per system."""
     shares = fit(found)
     unseen = [case.error(replace(case.assumed, gemm_share=blind(case.kind, shares))) for case in found]
-    lines = [f"{'system':<36}{'public ms':>10}{'plan ms':>9}{'error':>7}{'unseen':>7}{'eval':>6}{'run':>5}"]
+    lines = [f"{'system':<36}{'public ms':>10}{'plan ms':>9}{'error':>7}{'unseen':>7}"]
     lines += [_line(case, error) for case, error in zip(found, unseen)]
     usual = [case for case in found if not case.public.outlier]
     groups = {
@@ -156,7 +150,6 @@ def table(found: list[Case]) -> str:
         f"fitted: {len(shares)} shares ({', '.join(fitted)})",
         f"  to {sum(case.public.fitted for case in found)} of {len(found)} steps, marked F",
         "error: of the step. unseen: with the median share of the other architectures.",
-        "eval: error of one evaluation. run: error of the whole run, given its samples.",
         "TP: tensor parallelism, which flux_ref lacks. OUT: an outlier:",
         *(f"  {case.public.system}: {case.public.outlier}" for case in found if case.public.outlier),
         "No plan, because no rate of the precision is known:",
@@ -172,13 +165,7 @@ def _line(case: Case, unseen: float) -> str:
     mark = "OUT" if public.outlier else "TP" if public.tensor_parallel > 1 else "F" if public.fitted else "-"
     name = f"{public.source} {public.gpus} {public.gpu} {public.precision} {public.system.split('/')[0]}"[:31]
     line = f"{name:<32}{mark:<4}{public.step_s * 1e3:>10.0f}{step_s * 1e3:>9.0f}"
-    line += f"{_percent(case.error()):>7}{_percent(unseen):>7}"
-    if not public.samples:
-        return line
-    evaluation = case.evaluation_s()
-    evaluations = public.samples / (math.ceil(EVAL_EVERY_SAMPLES / public.global_batch) * public.global_batch)
-    minutes = (public.samples / public.global_batch * step_s + evaluations * evaluation) / 60
-    return line + f"{_percent(evaluation / public.evaluation_s - 1):>6}{_percent(minutes / public.minutes - 1):>5}"
+    return line + f"{_percent(case.error()):>7}{_percent(unseen):>7}"
 
 
 def _percent(error: float) -> str:

@@ -4,8 +4,10 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FIGURES = ("flux_ref", "tools", "bench", "configs", "train.py")  # what a benchmark runs
-TESTS = (*FIGURES, "eval.py", "tests")  # what a test runs
+FIGURES = ("flux_ref", "tools/shared", "bench", "configs")  # what a benchmark runs
+TESTS = (*FIGURES, "tools", "train.py", "eval.py", "tests")  # what a test runs
+# What only orders, predicts and shows figures: a change there changes no figure.
+SHOWS = ("bench/sweep.py", "bench/sweep_table.py", "bench/plan_check.py", "bench/static")
 KINDS = (".py", ".toml", ".csv")
 
 
@@ -17,7 +19,8 @@ def sources(places: tuple[str, ...] = FIGURES, root: Path = ROOT) -> str:
     digest = hashlib.sha256()
     for place in places:
         for path in sorted([root / place, *(root / place).rglob("*")]):
-            if path.suffix in KINDS and path.is_file():
+            name = str(path.relative_to(root))
+            if path.suffix in KINDS and path.is_file() and not name.startswith(SHOWS):
                 content = path.read_bytes()
-                digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+                digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]

@@ -4,8 +4,8 @@
     python -m bench.step --steps 50 --json bench/results/NAME.json
     torchrun --nproc-per-node 8 -m bench.step --config configs/schnell_gbs512.toml --synthetic
 
---steps N (20) are timed after --warmup N (3). --synthetic measures without data. --section.key=value overrides the
-config as in train.py.
+--steps N (20) are timed after --warmup N (3). --synthetic measures without data. --profile takes three further steps
+apart, kernel by kernel. --section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -17,7 +17,7 @@ from statistics import mean, median
 import torch
 from torch import Tensor
 
-from bench import ceiling, common
+from bench import ceiling, common, kernels
 from bench.common import END, Clock
 from flux_ref import config_rules, ranks, sharding
 from flux_ref.config import Config
@@ -32,28 +32,24 @@ from flux_ref.speed import policy
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.steps import Steps
 from flux_ref.toy import make
-from tools.shared import flops
 
 SPLIT_STEPS = 5
+PROFILED_STEPS = 3
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = common.options("bench.step", __doc__, steps=20, warmup=3)
     parser.add_argument("--synthetic", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     return parser.parse_known_args(argv)
 
 
 def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
     config_rules.validate_world(cfg, world.size)
-    clock, train_set = Clock(world.device), None
-    if not args.synthetic:
-        with ranks.agreed():
-            if world.rank == 0:
-                make.ensure(cfg)
-        with ranks.agreed():
-            train_set = TrainSet(cfg, world.rank, world.size, world.pin)
+    clock = Clock(world.device)
+    train_set = None if args.synthetic else data_set(cfg, world)
     net = build(cfg, world, args.synthetic)
     state = State.of(net, cfg, world)
     run = Steps(state, cfg, world)
@@ -61,6 +57,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     if policy.layers_with_delayed_scales(cfg):
         state.step = cfg.precision.dynamic_steps  # all but the first steps are like those from here on
     feed = None
+    profile = {}
     try:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
@@ -73,25 +70,36 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         clock.start()
         loss = run_steps(run, feed, clock, args.steps)
         steps = clock.steps()
+        if args.profile:
+            profile["kernels"] = kernels.profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), PROFILED_STEPS)
     finally:
         if feed:
             feed.close()
         run.close()
     totals = [sum(step.values()) for step in steps]
+    samples_per_s = cfg.train.global_batch * 1e3 / mean(totals)
     peak_gb = torch.tensor([peak_memory_gb(world.device)], device=world.device)
-    per_sample, samples_per_s = flops.per_sample(cfg.model) / 1e12, cfg.train.global_batch * 1e3 / mean(totals)
-    achieved, roof = per_sample * samples_per_s / world.size, ceiling.square(cfg.parallel.dtype, clock)
-    tflop = {"per_sample": per_sample, "per_s_per_rank": achieved}
     return {
-        **{"steps": args.steps, "warmup": args.warmup, "synthetic": args.synthetic},
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "synthetic": args.synthetic,
         "samples_per_s": samples_per_s,
         "step_ms": {"median": median(totals), "min": min(totals), "max": max(totals)},
         "split_ms": split(cfg, state, run.train_batch, clock),
         "data_share": sum(step["data"] for step in steps) / sum(totals) if feed else None,
         "peak_memory_gb": max(gb for (gb,) in ranks.gather(peak_gb)),
-        "tflop": tflop | {"ceiling_per_s": roof, "share_of_ceiling": achieved / roof},
+        "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
-    }
+    } | profile
+
+
+def data_set(cfg: Config, world: World) -> TrainSet:
+    """The config's training set; rank 0 makes that of tiny if it is missing. Collective."""
+    with ranks.agreed():
+        if world.rank == 0:
+            make.ensure(cfg)
+    with ranks.agreed():
+        return TrainSet(cfg, world.rank, world.size, world.pin)
 
 
 def build(cfg: Config, world: World, synthetic: bool) -> Flux:

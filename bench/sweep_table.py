@@ -14,57 +14,62 @@ def rows(record: dict, counts: Counts) -> list[Row]:
 
 
 def step_rows(name: str, report: dict, counts: Counts) -> list[Row]:
-    tflop, times = report["tflop"], (report["step_ms"]["median"], counts.step(report))
-    values = (report["samples_per_s"], *times, tflop["per_s_per_rank"], tflop["share_of_ceiling"])
-    return [(name, (*values, report["peak_memory_gb"]), f"ceiling: best square; {report['left_out']}")]
+    tflop = report["tflop"]
+    values = (
+        report["samples_per_s"],
+        report["step_ms"]["median"],
+        counts.step(report),
+        tflop["per_s_per_rank"],
+        tflop["share_of_ceiling"],
+        report["peak_memory_gb"],
+    )
+    lines = [(name, values, f"ceiling: best square; {report['left_out']}")]
+    if "kernels" in report:
+        lines += kernel_rows(report["kernels"], counts.classes(report))
+    return lines
+
+
+def kernel_rows(profile: dict, counted: dict[str, float]) -> list[Row]:
+    """A line for each class of kernels in a step."""
+    spent = profile["classes"] | {"idle": profile["idle"]}
+    return [
+        (f"  {kind}", (None, part["ms"], counted.get(kind)), f"{part['share']:.1%} of the step")
+        for kind, part in spent.items()
+        if part["share"] >= 0.001
+    ]
 
 
 def whole_rows(name: str, report: dict, counts: Counts) -> list[Row]:
     lines = []
     for part in report["runs"]:
-        note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
-        note += f"; {kernel_shares(part['kernels'])}" if "kernels" in part else ""
-        lines.append(
-            (f"{name}, batch {part['micro_batch']}", values_of(part, counts.whole(report, part["micro_batch"])), note)
+        tflop = part.get("tflop", {})
+        values = (
+            part.get("samples_per_s"),
+            part.get("ms"),
+            counts.whole(report, part["micro_batch"]),
+            tflop.get("per_s_per_rank"),
+            tflop.get("share_of_ceiling"),
+            part.get("peak_memory_gb"),
         )
+        note = part.get("failed") or report["optimizer"].get("failed") or f"without {report['left_out']}"
+        lines.append((f"{name}, batch {part['micro_batch']}", values, note))
     for part in report["evaluation"]:
-        lines.append((f"{name}, validation {part['batch']}", values_of(part, None), part.get("failed", "")))
+        values = (part.get("samples_per_s"), part.get("ms"), None, None, None, part.get("peak_memory_gb"))
+        lines.append((f"{name}, validation {part['batch']}", values, part.get("failed", "")))
     return lines
-
-
-def values_of(part: dict, predicted: float | None) -> tuple:
-    """The values of COLUMNS that a part of bench.whole's report has."""
-    rest = map(part.get, ("tflop_per_s", "share_of_ceiling", "peak_memory_gb"))
-    return part.get("samples_per_s"), part.get("ms"), predicted, *rest
 
 
 def ceiling_rows(name: str, report: dict, counts: Counts) -> list[Row]:
     lines = []
     for part in report["ceilings"]:
         for kind, title in (("plain", part["dtype"]), ("fp8", "fp8")):
-            values, note = (), part[kind]
-            if isinstance(note, dict):
+            found, values = part[kind], ()
+            note = found  # why there is none
+            if isinstance(found, dict):
                 predicted = counts.products(report, part["micro_batch"], kind == "fp8")
-                values = (None, note["ms"], predicted, note["tflop_per_s"])
-                note = f"best square {note['square_tflop_per_s']:.4g}"
+                values = (None, found["ms"], predicted, found["tflop_per_s"])
+                note = f"best square {found['square_tflop_per_s']:.4g}"
             lines.append((f"{name} {title}, batch {part['micro_batch']}", values, note))
-    return lines
-
-
-def kernel_rows(name: str, report: dict, counts: Counts) -> list[Row]:
-    return [(name, (None, report["step_ms"], counts.step(report)), kernel_shares(report))]
-
-
-def kernel_shares(report: dict) -> str:
-    shares = {kind: part["share"] for kind, part in report["classes"].items()} | {"idle": report["idle"]["share"]}
-    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share >= 0.001)
-
-
-def race_rows(name: str, report: dict, counts: Counts) -> list[Row]:
-    lines = [(f"{name}, {peer}", (), reason) for peer, reason in report["refused"].items()]
-    for peer, part in report["peers"].items():
-        note = f"{part['ratio']['step']:.3f} times ours ({part['ms']['ours']['step']:.2f} ms)"
-        lines.append((f"{name}, {peer} {part['version']}", (None, part["ms"]["peer"]["step"]), note))
     return lines
 
 
@@ -78,8 +83,10 @@ def device_test_rows(name: str, report: dict, counts: Counts) -> list[Row]:
 
 
 ROWS = {
-    **{"bench.step": step_rows, "bench.whole": whole_rows, "bench.ceiling": ceiling_rows},
-    **{"bench.kernels": kernel_rows, "bench.race": race_rows, "bench.device_tests": device_test_rows},
+    "bench.step": step_rows,
+    "bench.whole": whole_rows,
+    "bench.ceiling": ceiling_rows,
+    "bench.device_tests": device_test_rows,
 }
 
 
@@ -89,7 +96,9 @@ def table(records: list[dict], counts: Counts) -> str:
     width = max(len(name) for name, _, _ in lines)
     shown = [f"{'variant':<{width}} " + " ".join(f"{column:>10}" for column in COLUMNS)]
     for name, values, note in lines:
-        padded = zip((*values, *[None] * (len(COLUMNS) - len(values))), COLUMNS.values())
-        cells = "".join(f"{'' if value is None else format(value, form):>11}" for value, form in padded)
+        cells = ""
+        for number, form in enumerate(COLUMNS.values()):
+            value = values[number] if number < len(values) else None
+            cells += f"{'' if value is None else format(value, form):>11}"
         shown.append(f"{name:<{width}}{cells}  {note}".rstrip())
     return "\n".join(shown)

@@ -6,8 +6,7 @@
 All weights and gradients lie on one device in the compute dtype (schnell in bf16: 48 GB). Forward and backward are
 whole; the optimizer is timed on the fp32 shards of one of --ranks N (8) ranks. Not in it: communication, gathering and
 reducing, data, the cast from fp32 master weights. --steps N (5) timed, --evaluate B[,B] also times validation at
-B samples per forward, --profile adds the classes of bench.kernels, --no-ceiling skips the products alone;
---section.key=value overrides the config as in train.py.
+B samples per forward. --section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from bench import ceiling, common, kernels
+from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import flow, schedule, sharding
 from flux_ref.benchmark.facts import VAL_SAMPLES
@@ -37,7 +36,6 @@ from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.attention import allow_attention_of
 from flux_ref.speed.precision import Precision
 from flux_ref.step import validation_step
-from tools.shared import flops
 
 WARMUP = 2
 LEFT_OUT = "communication, data, casts from fp32 master weights"
@@ -48,8 +46,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = common.options("bench.whole", __doc__, steps=5, ranks=8)
     parser.add_argument("--micro-batches", type=ceiling.SIZES, default=[8])
     parser.add_argument("--evaluate", type=ceiling.SIZES, default=[])
-    parser.add_argument("--no-ceiling", action="store_true")
-    parser.add_argument("--profile", action="store_true")
     return parser.parse_known_args(argv)
 
 
@@ -86,8 +82,8 @@ def batch_of(cfg: Config, rows: int, device: torch.device) -> Batch:
     return batch
 
 
-def training(net: Flux, cfg: Config, rows: int, args: argparse.Namespace, clock: Clock) -> dict:
-    """Median ms of forward and backward of one micro-batch, the device's peak memory in GB; --profile: the kernels."""
+def training(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
+    """Median ms of forward and backward of one micro-batch, and the device's peak memory in GB."""
     batch, dtype = batch_of(cfg, rows, clock.device), sharding.DTYPES[cfg.parallel.dtype]
     fresh_peak(clock.device)
 
@@ -100,18 +96,13 @@ def training(net: Flux, cfg: Config, rows: int, args: argparse.Namespace, clock:
         clock.mark(END)
         net.zero_grad(set_to_none=True)
 
-    def task() -> None:
-        step()
-        clock.start()  # the device is idle before the profiler stops
-
-    for i in range(WARMUP + args.steps):
+    for i in range(WARMUP + steps):
         if i == WARMUP:
             clock.start()
         step()
     times = clock.steps()
     found = {part: median(step[part] for step in times) for part in ("forward", "backward")}
-    found["peak_memory_gb"] = peak_memory_gb(clock.device)
-    return found | ({"kernels": kernels.profiled(task, clock.device, 1)} if args.profile else {})
+    return found | {"peak_memory_gb": peak_memory_gb(clock.device)}
 
 
 def evaluation(net: Flux, cfg: Config, rows: int, steps: int, clock: Clock) -> dict:
@@ -171,14 +162,14 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     clock = Clock(world.device)
     spent = unless_too_large(optimizer, cfg, world, args.ranks, args.steps, clock)
     fresh_peak(world.device)
-    net, runs, per_sample = build(cfg, world.device), [], flops.per_sample(cfg.model) / 1e12
+    net = build(cfg, world.device)
+    runs = []
     for rows in args.micro_batches:
-        run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args, clock)
+        run = {"micro_batch": rows} | unless_too_large(training, net, cfg, rows, args.steps, clock)
         net.zero_grad(set_to_none=True)
         if "failed" not in run and "failed" not in spent:
             ms = run["forward"] + run["backward"] + spent["ms"]
             run |= {"optimizer": spent["ms"], "ms": ms, "samples_per_s": rows * 1e3 / ms}
-            run["tflop_per_s"] = per_sample * run["samples_per_s"]
         runs.append(run)
     validations = [
         {"batch": rows} | unless_too_large(evaluation, net, cfg, rows, args.steps, clock) for rows in args.evaluate
@@ -186,13 +177,15 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     del net
     fresh_peak(world.device)
     for run in runs:
-        if "tflop_per_s" in run and not args.no_ceiling:
-            roof = ceiling.ceiling(cfg.model, run["micro_batch"], clock, cfg.parallel.dtype, with_fp8=False)["plain"]
-            run["ceiling_tflop_per_s"], run["square_tflop_per_s"] = roof["tflop_per_s"], roof["square_tflop_per_s"]
-            run["share_of_ceiling"] = run["tflop_per_s"] / roof["tflop_per_s"]
-            run["share_of_square"] = run["tflop_per_s"] / roof["square_tflop_per_s"]
-    figures = {"steps": args.steps, "tflop_per_sample": per_sample, "optimizer": spent, "runs": runs}
-    return figures | {"evaluation": validations, "left_out": LEFT_OUT}
+        if "samples_per_s" in run:
+            run["tflop"] = ceiling.achieved(cfg, run["samples_per_s"], clock)
+    return {
+        "steps": args.steps,
+        "optimizer": spent,
+        "runs": runs,
+        "evaluation": validations,
+        "left_out": LEFT_OUT,
+    }
 
 
 def main(argv: list[str]) -> int:

@@ -35,16 +35,14 @@ CALL = re.compile(r"(triton_\w+)\.run\(")
 class Count:
     """What one direction of a part does. Matrix products and attention are apart from kernels.
 
-    launches: of each kernel. sizes: bytes that one launch reads and writes. sources: texts of Triton kernels.
-    products: (operator, left side, right side) and how often. saved: bytes kept for backward, weights apart.
+    launches: of each kernel. sizes: bytes that one launch reads and writes.
+    products: (operator, left side, right side) and how often.
     """
 
     launches: Counter = field(default_factory=Counter)
     sizes: dict[str, float] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
     products: Counter = field(default_factory=Counter)
     attentions: Counter = field(default_factory=Counter)
-    saved: int = 0
 
     @property
     def bytes(self) -> float:
@@ -56,21 +54,17 @@ class Count:
         self.sizes[name] = size
 
 
-def compile_for(
-    gpu: AbsentGpu, module: nn.Module, inputs: tuple, outputs: int, options: dict, budget: float
-) -> list[Count]:
+def compile_for(gpu: AbsentGpu, module: nn.Module, inputs: tuple, options: dict, budget: float) -> list[Count]:
     """[forward, backward] of a module of fake CPU tensors, called with fake inputs, of which some need gradients.
 
-    outputs: how many tensors the module returns. options: of torch.compile, as training gives them.
-    budget: parallel.activation_budget.
+    options: of torch.compile, as training gives them. budget: parallel.activation_budget.
     """
     passes: list[Count] = []
     codes: list[str] = []
     sources: dict[str, str] = {}
-    weights = {parameter.shape for parameter in module.parameters()}
 
     def inner(graph: fx.GraphModule, example_inputs: list, **rest):
-        passes.append(_read(graph, weights, outputs))
+        passes.append(_read(graph))
         return lower(gpu, graph, example_inputs, **rest)
 
     with collecting(lambda lowering, code: codes.append(code), sources, budget):
@@ -82,8 +76,7 @@ def compile_for(
     for one, code in zip(passes, codes, strict=True):
         calls = Counter(CALL.findall(code[code.index("def call(") :]))
         one.launches |= calls
-        one.sources = {name: sources[name] for name in calls}
-        one.sizes |= {name: traffic(source) for name, source in one.sources.items()}
+        one.sizes |= {name: traffic(sources[name]) for name in calls}
     return passes
 
 
@@ -174,32 +167,21 @@ def product(name: str, given: list[Tensor]) -> tuple:
     return (name, *((tuple(side.shape), side.stride(), str(side.dtype).removeprefix("torch.")) for side in sides))
 
 
-def words(product: tuple) -> str:
-    """As in "mm (8192, 3072) row x (3072, 9216) column, bfloat16"."""
-    name, left, right = product
-    sides = (f"{side[0]} {'row' if side[1][-1] == 1 else 'column'}" for side in (left, right))
-    return f"{name} {' x '.join(sides)}, {' by '.join(dict.fromkeys((left[2], right[2])))}"
-
-
 def is_row_times_column(product: tuple) -> bool:
     """Whether an H200 takes a product: in FP8 it multiplies rows by columns alone."""
     name, (_, left, _), (_, right, _) = product
     return name != "scaled_mm" or (left[1], right[0]) == (1, 1)
 
 
-def _read(graph: fx.GraphModule, weights: set[torch.Size], outputs: int) -> Count:
-    """The products, the attention calls and, behind the module's own outputs, what forward keeps for backward."""
-    found, kept = Count(), {}
+def _read(graph: fx.GraphModule) -> Count:
+    """The products and the attention calls of a direction."""
+    found = Count()
     for node in graph.graph.nodes:
-        name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
+        schema = getattr(node.target, "_schema", None)
+        name = schema.name.partition("::")[2] if schema else ""
         if name in PRODUCTS:
             given = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
             found.products[product(name, given)] += 1
-        elif name and "scaled_dot_product" in name:
+        elif "scaled_dot_product" in name:
             found.attentions[(name, tuple(node.args[0].meta["val"].shape))] += 1
-        elif node.op == "output":
-            for arg in node.args[0][outputs:]:
-                if isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor):
-                    kept[arg] = arg.meta["val"]
-    found.saved = sum(value.nbytes for value in kept.values() if value.shape not in weights)
     return found

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
-from bench.static.inductor import Count, is_row_times_column, words
+from bench.static.inductor import Count, is_row_times_column
+from bench.static.predicted import ADAMW_BYTES
 from flux_ref import flow, sharding
 from flux_ref.config import Config, ModelConfig, micro_batch
 from flux_ref.data import allocate
@@ -21,8 +22,6 @@ from flux_ref.model import Flux, parameter_table
 from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.precision import Precision
 from tools.shared.communication import ITEM_BYTES, gathered_bytes
-
-ADAMW_BYTES = 4 + 16 + 12  # per parameter: the norm reads the gradient; AdamW reads g, w, m, v and writes w, m, v
 
 
 def counts(gpu: AbsentGpu, cfg: Config, ranks: int) -> dict[str, dict[str, Count]]:
@@ -67,10 +66,10 @@ def _inputs(kind: str, cfg: Config, rows: int) -> tuple:
 
 
 def _compiled(gpu: AbsentGpu, region: nn.Module, inputs: tuple, cfg: Config) -> dict[str, Count]:
-    outputs, budget = len(inputs[0]) if isinstance(inputs[0], tuple) else 1, cfg.parallel.activation_budget
-    passes = inductor.compile_for(gpu, region, inputs, outputs, regions.options(cfg, inductor.DEVICE), budget)
+    options = regions.options(cfg, inductor.DEVICE)
+    passes = inductor.compile_for(gpu, region, inputs, options, cfg.parallel.activation_budget)
     if fp8_product.arithmetic(gpu.arch).row_times_column:
-        wrong = [words(product) for one in passes for product in one.products if not is_row_times_column(product)]
+        wrong = [product for one in passes for product in one.products if not is_row_times_column(product)]
         assert not wrong, f"{gpu.arch} refuses these products: {wrong}"
     return dict(zip(("forward", "backward"), passes))
 
