@@ -12,4 +12,4 @@ for name in sweep.json gpu_tests.jsonl; do
     [ -e "$out/$name" ] || [ ! -e "bench/results/$name" ] || cp "bench/results/$name" "$out/"
 done
 exec timeout --kill-after 10 580 \
-    "${PYTHON:-python3}" -m bench.sweep --minutes 9.0 --json "$out/sweep.json" --continue "$@"
+    "${PYTHON:-python3}" -m bench.sweep --minutes 9.0 --json "$out/sweep.json" "$@"

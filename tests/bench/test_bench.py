@@ -1,12 +1,11 @@
-"""The benchmarks of a step and of feeding: their reports are whole and plausible. Times are not judged."""
-
-import json
+"""The benchmark of a step: its report is whole and plausible. Times are not judged."""
 
 import pytest
 from bench_report import report_of
 from conftest import MICRO, data_overrides
 
-from bench import feed, step
+from bench import kernels, step, sweep_table
+from bench.static.predicted import Counts
 from flux_ref import config_file
 from tools.shared import flops
 
@@ -31,26 +30,14 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
     assert all(word in shown for word in ("samples_per_s", "forward", "share_of_ceiling"))
 
 
-def test_synthetic_needs_no_data(tmp_path):
-    report_of(step, tmp_path, "--synthetic", "--steps=1", "--warmup=0", *data_overrides(tmp_path / "none"))
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_feeds_report_is_whole_and_plausible(tmp_path, capsys):
-    path = tmp_path / "new" / "report.json"
-    options = ["--samples", "96", "--rounds", "2", "--workers", "1,2", "--flat", "640", "--folder", str(tmp_path)]
-    assert feed.main([*options, "--config", str(MICRO), "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    assert {"command", "commit", "cores", "file_system", "load_average"} <= report.keys()
-    for rates in report["rates"].values():
-        assert list(rates) == ["pread", "unscanned", "read", "feed"]
-        for ways in rates.values():
-            assert list(ways) == ["1", "2"]
-            for figures in ways.values():
-                low, high = figures["share_quartiles"]
-                assert figures["samples_per_s"] > 0 and 0 < low <= figures["share_of_pread"] <= high
-    assert report["rates"].keys() == {"warm", "cold"}
-    assert report["flat"]["samples"] == 640 and report["flat"]["first_mb"] > 10
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("cold", "unscanned", "kb_per_1000"))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["new"], "the samples are gone"
+def test_a_profile_takes_a_step_apart_and_synthetic_needs_no_data(tmp_path):
+    options = ("--synthetic", "--steps=1", "--warmup=0", "--profile", *data_overrides(tmp_path / "none"))
+    report = report_of(step, tmp_path, *options)
+    assert not (tmp_path / "none").exists() and report["data_share"] is None
+    found = report["kernels"]
+    shares = {kind: part["share"] for kind, part in found["classes"].items()}
+    assert all(shares[kind] > 0 for kind in ("gemm", "attention", "elementwise", "copy", "optimizer"))
+    assert found["step_ms"] > 0 and len(found["top"]) == kernels.TOP
+    assert sum(shares.values()) + found["idle"]["share"] >= 0.999
+    names = [name for name, *_ in sweep_table.step_rows("part", report, Counts({"runs": [], "rates": {}}))]
+    assert names[0] == "part" and {"  gemm", "  attention", "  idle"} <= {*names}

@@ -66,7 +66,7 @@ def found(outcomes: Outcomes) -> dict[str, str]:
 def test_every_test_gets_one_outcome_though_one_hangs_and_one_dies(project):
     outcomes = Outcomes(project / "outcomes.jsonl")
     for _ in range(2):
-        device_tests.run(["test_some.py"], outcomes, limit_s=4, stand_in=True)
+        device_tests.run(["test_some.py"], outcomes, stand_in=True, limit_s=4)
         assert found(outcomes) == {
             **{"passes": "passed", "hangs": "died", "skipped": "skipped", "dies": "died"},
             **{"fails": "failed", "waits": "passed", "last": "passed"},
@@ -83,7 +83,7 @@ def test_a_limit_holds_also_in_the_end_of_a_test_that_has_failed(project):
     """As where a process group waits for a captured graph."""
     (project / "test_some.py").write_text(TESTS + HANGING_END)
     outcomes = Outcomes(project / "outcomes.jsonl")
-    device_tests.run(["test_some.py::test_fails_and_hangs"], outcomes, limit_s=4, stand_in=True)
+    device_tests.run(["test_some.py::test_fails_and_hangs"], outcomes, stand_in=True, limit_s=4)
     assert found(outcomes) == {"hangs": "died"}
 
 
@@ -91,12 +91,12 @@ def test_tests_that_cannot_be_collected_are_not_taken_for_done(project):
     outcomes = Outcomes(project / "outcomes.jsonl")
     (project / "test_other.py").write_text("import no_such_module")
     with pytest.raises(Fault, match="pytest ended with 2 and ran no test"):
-        device_tests.run(["test_some.py", "test_other.py"], outcomes, limit_s=4, stand_in=True)
+        device_tests.run(["test_some.py", "test_other.py"], outcomes, stand_in=True, limit_s=4)
     assert found(outcomes) == {}
     (project / "test_other.py").unlink()
     (project / "conftest.py").write_text("import no_such_module")
     with pytest.raises(Fault, match="pytest ended with 4 and ran no test"):
-        device_tests.run(["test_some.py"], outcomes, limit_s=4, stand_in=True)
+        device_tests.run(["test_some.py"], outcomes, stand_in=True, limit_s=4)
 
 
 def test_a_call_that_is_cut_short_goes_on_with_the_test_that_it_was_at(project, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_call_that_is_cut_short_goes_on_with_the_test_that_it_was_at(project, 
     outcomes = Outcomes(project / "outcomes.jsonl")
     program = (
         "from pathlib import Path; from bench import device_tests; device_tests.ROOT = Path('.');"
-        "device_tests.run(['test_some.py'], device_tests.Outcomes(Path('outcomes.jsonl')), 50, True)"
+        "device_tests.run(['test_some.py'], device_tests.Outcomes(Path('outcomes.jsonl')), True, 50)"
     )
     environment = {**os.environ, "WAIT_S": "60"}
     cut = subprocess.Popen([sys.executable, "-c", program], cwd=project, env=environment, start_new_session=True)
@@ -116,7 +116,7 @@ def test_a_call_that_is_cut_short_goes_on_with_the_test_that_it_was_at(project, 
     os.killpg(cut.pid, signal.SIGKILL)
     cut.wait()
     assert "waits" not in found(outcomes) and len(found(outcomes)) == 5
-    device_tests.run(["test_some.py"], outcomes, limit_s=50, stand_in=True)
+    device_tests.run(["test_some.py"], outcomes, stand_in=True, limit_s=50)
     ran = Counter((project / "ran").read_text().split())
     assert ran.pop("waits") == 2 and ran.pop("skipped") > 1 and set(ran.values()) == {1}
     assert len(found(outcomes)) == 7

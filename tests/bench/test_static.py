@@ -8,12 +8,10 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from bench.static import measured, report
-from bench.static.__main__ import read
+from bench.static import report
 from bench.static.inductor import Count
 from bench.static.traffic import traffic
-from flux_ref import config, config_file
-from flux_ref.errors import Refusal
+from flux_ref import config_file
 
 HEAD = """
 import triton
@@ -25,7 +23,7 @@ def triton_kernel({arguments}, XBLOCK : tl.constexpr):
     xmask = tl.full([XBLOCK], True, tl.int1)[:]
 """
 ROWS, WIDTH = 16384, 128
-LIMITS = ("--parallel.activation_budget=1.0", "--limits", "bench/static/limits.json")
+LIMITS = ("--parallel.activation_budget=1.0", "--limits")
 
 
 def pointwise(body: str, elements: int, **kinds: str) -> float:
@@ -79,42 +77,11 @@ def test_a_report_adds_up_and_limits_hold_to_two_percent():
     times = cfg.model.double_blocks + cfg.model.single_blocks
     assert runs[0]["ms"] == pytest.approx(times * (100 * 1.0 + 1.0))  # 1 GB at 1 TB/s, 2 GFLOP at 2 TFLOP/s
     assert runs[0]["samples_per_s"] == pytest.approx(32e3 / runs[0]["ms"])
-    assert report.above([runs[0]], [runs[0]], 1.02) == []
-    high = report.above([runs[0]], [runs[1]], 1.02)
+    assert report.above([runs[0]], [runs[0]]) == []
+    high = report.above([runs[0]], [runs[1]])
     assert len(high) == 4 and "double forward: kernels 103, limit 100" in high[0]
-    assert "100 -> 103" in report.compare([runs[0]], [runs[1]])
+    assert "no limits are known" in report.above([], runs)[0]
     assert max(map(len, report.table(runs[0]).splitlines())) <= 120
-
-
-def test_measured_classes_stand_beside_their_counts_and_the_largest_disagreement_is_named():
-    cfg = config_file.load(
-        "tests/micro.toml", ["--train.global_batch=32", "--parallel.dtype=bf16", "--parallel.compile=true"]
-    )
-    known = {"memory_tb_s": 1.0, "bf16_tflops": 2.0, "fp8_tflops": 4.0, "attention_tflops": 1.0}
-    count = Count()
-    count.add("norm and AdamW", 7e9)
-    run = report.run("sm90", cfg, made(10) | {"optimizer": {"step": count}}, known, 32)
-    blocks = cfg.model.double_blocks + cfg.model.single_blocks
-    classes = {"gemm": blocks * 1.0, "elementwise": blocks * 9.0, "copy": blocks * 3.0, "attention": 0.0}
-    profile = {"classes": {kind: {"ms": ms} for kind, ms in classes.items()}, "idle": {"ms": 5.0}}
-    whole = {"config": config.flat(cfg)}
-    whole["runs"] = [{"micro_batch": 32, "optimizer": 8.0, "kernels": profile}, {"micro_batch": 64}]
-    sweep = {"runs": [{"name": "whole", "report": whole}, {"name": "refused"}]}
-    shown = measured.compare("sm90", sweep, {"runs": [run]})
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert f"elementwise and copy {blocks * 12.0:.2f} {blocks * 10.0:.2f} 1.20" in lines
-    assert f"largest disagreement: elementwise and copy of whole, micro-batch 32, {blocks * 2.0:+.2f} ms" in shown
-    assert "optimizer 8.00 7.00 1.14" in lines and "idle 5.00" in lines
-    whole["config"]["precision.preset"] = "fp8_delayed"
-    with pytest.raises(Refusal, match=r"no profiled run of bench\.whole has a count for sm90"):
-        measured.compare("sm90", sweep, {"runs": [run]})
-
-
-def test_a_file_that_is_no_report_is_refused(tmp_path):
-    for text in ("{", "[]", "{}", '{"runs": 1}'):
-        (tmp_path / "found.json").write_text(text)
-        with pytest.raises(Refusal, match="give a file that --json has written"):
-            read(tmp_path / "found.json")
 
 
 def counted(*argv: str, json_file) -> dict:
@@ -130,7 +97,7 @@ def test_no_block_of_an_h200_moves_more_than_its_limit(tmp_path):
     found = counted("--arch", "sm90", *LIMITS, json_file=tmp_path / "found.json")
     (run,) = found["runs"]
     assert run["parts"]["single"]["forward"]["attentions"] == 1
-    assert sum(product["calls"] for product in run["parts"]["double"]["backward"]["products"]) == 20
+    assert run["parts"]["double"]["backward"]["products"] == 20
 
 
 @pytest.mark.nightly

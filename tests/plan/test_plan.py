@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import step_memory
 import torch
 import torch.distributed as dist
 from conftest import MICRO, ROOT, refusal
@@ -16,7 +17,6 @@ from fake_world import fake_world
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import plan_memory
 from flux_ref import config, config_file, sharding
 from flux_ref.data import allocate
 from flux_ref.model import Flux, parameter_table
@@ -152,9 +152,9 @@ def step_without_peers(name: str) -> tuple[float, float]:
         state.opt.moments()
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
         for _ in range(2):
-            with record_function(plan_memory.STEP):
+            with record_function(step_memory.STEP):
                 train_step(state, batch, health, cfg)
-    return moment.total, plan_memory.peaks(profiler)[1]
+    return moment.total, step_memory.peaks(profiler)[1]
 
 
 def test_memory_of_a_step_without_peers():
@@ -170,13 +170,13 @@ def test_memory_of_more_steps_without_peers():
 
 
 REAL = {"eager, 2 ranks, kept, bf16 reduced"}  # the others are nightly
-MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in plan_memory.CASES]
+MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in step_memory.CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_memory_of_real_ranks(name):
+def test_memory_of_real_ranks(name, tmp_path):
     """The better of two launches: on a busy machine collectives end late, and more buffers live at a time."""
-    assert any(abs(plan_memory.launch(name)["error"]) <= 0.05 for _ in range(2))
+    assert any(abs(step_memory.error(name, tmp_path)) <= 0.05 for _ in range(2))
 
 
 def tables(cfg: config.Config, shards: int, multiprocessors: int) -> tuple[int, int]:
