@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bench_report import report_of
-from conftest import MICRO
+from conftest import MICRO, refusal
 
 from bench import ceiling, common, kernels, sweep, sweep_table, whole
 from bench.kernels import Span
@@ -219,6 +219,4 @@ def test_options_that_mean_nothing_are_refused():
         *((whole, option) for option in ("--micro-batches=0", "--micro-batches=x", "--steps=0", "--ranks=0")),
         *((sweep, option) for option in ("--minutes=0", "--only=nothing", "--json", "--model.heads=1")),
     ):
-        name, _, value = option.partition("=")
-        with pytest.raises(Refusal, match=f"{name}.*{value}|{value}"):
-            module.parse([option])
+        assert option.partition("=")[0] in refusal(module.parse, [option])

@@ -290,21 +290,18 @@ def test_times_are_predicted_from_counts():
 @pytest.mark.slow
 def test_the_small_sweep_runs(tmp_path):
     """The variants that need no compiler, end to end; what the micro model is too small for is in the table."""
-    path = tmp_path / "sweep.json"
-    (tmp_path / "counts.json").write_text(json.dumps(micro_counts()))
     only = "ceiling,part eager,part compiled graph,whole eager"
-    program = f"import sys; from pathlib import Path; from bench import sweep; sweep.COUNTS = Path({str(tmp_path)!r}"
-    program += ") / 'counts.json'; sys.exit(sweep.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "--small", "--only", only, "--minutes", "8", "--json", str(path)]
+    command = [sys.executable, "-m", "bench.sweep", "--small", "--only", only, "--minutes", "8"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    path = tmp_path / "sweep.json"
+    done = subprocess.run([*command, f"--json={path}"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     records = {record["name"]: record for record in json.loads(path.read_text())["runs"]}
     assert records.keys() == set(only.split(","))
-    assert all(records[name]["status"] == "done" for name in ("ceiling", "part eager", "whole eager"))
-    assert records["part compiled graph"]["status"] == "refused"
-    (line, _) = (line for line in done.stdout.splitlines() if line.startswith("part eager "))
-    measured, predicted = map(float, line.split()[3:5])
-    assert measured == pytest.approx(records["part eager"]["report"]["step_ms"]["median"], abs=0.01)
-    assert predicted == pytest.approx(Counts(micro_counts()).step(records["part eager"]["report"]), abs=0.01)
+    assert records.pop("part compiled graph")["status"] == "refused"
+    assert {record["status"] for record in records.values()} == {"done"}
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("part eager ")]
+    assert [float(row[3]) for row in rows] == [
+        pytest.approx(records["part eager"]["report"]["step_ms"]["median"], abs=0.01)
+    ] * 2
     assert not list(tmp_path.glob("bench_sweep_*/[ct]*")), "temporary folders stay"
