@@ -1,20 +1,20 @@
-"""Comparing a dump with the golden values: where it differs and by how much. causes.py says why."""
+"""Comparing a dump with the golden values: where it differs, by how much, and which mistakes are known there."""
 
 import difflib
 import textwrap
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from flux_ref.formats import outside
-from tools.golden import places
-from tools.golden.causes import differs, likely, off_grid, relative, resemblances
+from tools.golden import instead, places
 from tools.golden.files import Golden, Value
+from tools.golden.instead import differs
 from tools.golden.tensor_file import TensorFile
 
 NAMES_SHOWN = 20  # of a longer list
+SMALL = 0.02  # relative difference that a change of order or a missing term exceeds
 INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 ACCEPTED = {  # dtype of a golden value -> the dtypes in which a dump may hold it
     "fp32": ("F32", "F64"),
@@ -28,67 +28,59 @@ ACCEPTED = {  # dtype of a golden value -> the dtypes in which a dump may hold i
 
 @dataclass
 class Difference:
-    """How a value of a dump is off. extent: in a few words, for a list. lines and causes: in full."""
+    """How a value of a dump is off. extent: in a few words, for a list. lines: in full.
+
+    pair: yours and golden as numbers of one shape and kind, all finite; None if they cannot be compared so.
+    """
 
     value: Value
     extent: str
     lines: list[str]
-    causes: list[str]
+    pair: tuple[np.ndarray, np.ndarray] | None = None
 
 
-def compare(golden: Golden, value: Value, dump: TensorFile, in_full: bool = True) -> Difference | None:
-    """How a value of a dump is off; None if it agrees. Read only if its shape can be right or transposed.
-
-    in_full: also look for what the value is instead, and for causes.
-    """
+def compare(golden: Golden, value: Value, dump: TensorFile) -> Difference | None:
+    """How a value of a dump is off; None if it agrees. Read only if its shape can be right or transposed."""
     dtype, shape = dump.entries[value.name]
     want_shape = tuple(value.shape)
-    known = []
-    with suppress(KeyError):  # this version's table may not know the name
-        known = list(places.place(value.name).causes)
     if dtype not in ACCEPTED[value.dtype]:
         line = f"its dtype is {dtype}, want {' or '.join(ACCEPTED[value.dtype])}"
-        return Difference(value, f"dtype {dtype}", [line], known)
+        return Difference(value, f"dtype {dtype}", [line])
+    want = golden.file.read(value.name)
     if shape != want_shape and (shape, want_shape) != ((1,), ()):  # some frameworks have no scalars
         line = f"its shape is {list(shape)}, want {value.shape}"
         if len(shape) == 2 and shape == want_shape[::-1]:
-            yours = dump.read(value.name).T
-            want = golden.file.read(value.name)
-            is_transposed = not differs(yours, want, value.atol, value.rtol).any()
+            is_transposed = not differs(dump.read(value.name).T, want, value.atol, value.rtol).any()
             line += " (it is the transposed)" if is_transposed else ""
-        return Difference(value, f"shape {list(shape)}", [line], known)
+        return Difference(value, f"shape {list(shape)}", [line])
     yours = dump.read(value.name).reshape(want_shape)
-    want = golden.file.read(value.name)
-    if want.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):  # some NaNs complain when they are cast
-            yours = yours.astype(np.float64)
-            want = want.astype(np.float64)
-        if (bad := ~np.isfinite(yours) & np.isfinite(want)).any():
-            line = f"{bad.sum()} of its {bad.size} elements are not finite, the first at {np.argwhere(bad)[0].tolist()}"
-            return Difference(value, f"{bad.sum()} of {bad.size} not finite", [line], known)
-    else:
-        yours, want = (array.astype(np.int64 if want.dtype == bool else want.dtype) for array in (yours, want))
+    if want.dtype.kind != "f":
+        kind = np.int64 if want.dtype == bool else want.dtype
+        return _distance(golden, value, yours.astype(kind), want.astype(kind))
+    with np.errstate(invalid="ignore"):  # some NaNs complain when they are cast
+        yours = yours.astype(np.float64)
+        want = want.astype(np.float64)
+    bad = ~np.isfinite(yours) & np.isfinite(want)
+    if bad.any():
+        first = np.argwhere(bad)[0].tolist()
+        line = f"{bad.sum()} of its {bad.size} elements are not finite, the first at {first}"
+        return Difference(value, f"{bad.sum()} of {bad.size} not finite", [line])
+    found = _distance(golden, value, yours, want)
+    if value.dtype == "bf16" and (count := instead.off_grid(yours)):
+        found = found or Difference(value, "not bf16", [])
+        line = f"yours is not bf16: {count} of its {yours.size} elements lie off the grid of bf16. Computed in fp32?"
+        found.lines.append(line)
+    return found
+
+
+def _distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> Difference | None:
+    """How many elements differ, where and how far."""
     wrong = differs(yours, want, value.atol, value.rtol)
-    fp32 = off_grid(yours) if value.dtype == "bf16" else 0
-    line = f"yours is not bf16: {fp32} of its {yours.size} elements lie off the grid of bf16. Computed in fp32?"
-    in_fp32 = f"computed in fp32; {value.name} is bf16"
     if not wrong.any():
-        return Difference(value, "not bf16", [line], [in_fp32]) if fp32 else None
-    extent, lines = _distance(golden, value, yours, want, wrong)
-    if not in_full:
-        return Difference(value, extent, lines, known)
-    lines += [line] * bool(fp32) + list(resemblances(golden, value, yours, want))
-    causes = list(dict.fromkeys(likely(golden, value, yours, want, known)))
-    return Difference(value, extent, lines, [in_fp32] * bool(fp32) + causes)
-
-
-def _distance(
-    golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray, wrong: np.ndarray
-) -> tuple[str, list[str]]:
-    """How many elements differ, where and how far: in a few words, and in lines."""
+        return None
     count = f"{wrong.sum()} of {wrong.size}"
     allowed = value.atol + value.rtol * np.abs(want)
-    if value.atol == value.rtol == 0 or not allowed[wrong].all():
+    if not allowed[wrong].all():  # some must agree exactly
         place = np.argwhere(wrong)[0].tolist()
         at = tuple(place)
         extent = f"{count} elements"
@@ -102,12 +94,15 @@ def _distance(
         lines = [
             f"worst: {ratio.max():.3g} times the tolerance, at {place}: yours {yours[at]:.7g}, golden {want[at]:.7g}",
             f"{count} differ by more than {tolerance} ({value.why})",
-            f"root mean square of the difference: {relative(yours, want):.2g} of golden's own",
         ]
+        size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)
+        word = "small" if size < SMALL else "large"
+        lines.append(f"root mean square of the difference: {size:.2g} of golden's own, which is {word}")
     if value.name.endswith("norms"):
-        names = [name for name, off in zip(value.inputs.get("names", golden.parameters), wrong) if off]
-        lines.append(f"parameters that differ, in the order of backward: {_some(names[::-1])}")
-    return extent, lines
+        names = value.inputs.get("names", golden.parameters)
+        off = [name for name, is_wrong in zip(names, wrong) if is_wrong]
+        lines.append(f"parameters that differ, in the order of backward: {_some(off[::-1])}")
+    return Difference(value, extent, lines, (yours, want))
 
 
 # Reporting
@@ -123,22 +118,23 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
     missing = [value.name for value in asked if value.name not in dump.entries and not value.given]
     names = {value.name for value in golden.values}
     unknown = sorted(dump.entries.keys() - names)
-    differences: list[Difference] = []
-    for value in compared:
-        if difference := compare(golden, value, dump, in_full=not differences):
-            differences.append(difference)
+    found = [compare(golden, value, dump) for value in compared]
+    differences = [difference for difference in found if difference]
     print(f"{len(compared)} places compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     most = len(names | dump.entries.keys()) if shows_all else NAMES_SHOWN
     if differences:
-        _print_first(differences[0], compared)
+        number = compared.index(differences[0].value)
+        _print_first(golden, differences[0], compared[number - 1].name if number else None)
         print("\nall that differ, in the order of computation (--only NAME explains another one):")
-        print("".join(f"  {other.value.name}: {other.extent}\n" for other in differences[:most]), end="")
+        for difference in differences[:most]:
+            print(f"  {difference.value.name}: {difference.extent}")
         if len(differences) > most:
             print(f"  and {len(differences) - most} more; --all lists them")
     free = sorted(names - dump.entries.keys())
     texts = [outside.printable(name)[:100] for name in unknown]
     for i, name in enumerate(unknown[:NAMES_SHOWN]):  # slow, so not for all of a foreign file
-        texts[i] += _nearest(name, free)
+        near = difflib.get_close_matches(name[:200], free, n=1, cutoff=0.8)
+        texts[i] += f" (do you mean {near[0]}?)" if near else ""
     for title, listed in (("missing", missing), ("unknown", texts)):
         if listed:
             some = _some(listed, most)
@@ -146,21 +142,21 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
     return len(differences), len(missing), len(unknown)
 
 
-def _print_first(first: Difference, compared: list[Value]) -> None:
+def _print_first(golden: Golden, first: Difference, before: str | None) -> None:
+    """Explain a difference. before: the last value that agrees."""
     value = first.value
-    before = compared[: compared.index(first.value)]
+    lines = list(first.lines)
+    if first.pair:
+        lines += instead.sentences(golden, value, *first.pair)
     print(f"\nfirst difference: {value.name}\n  {value.meaning}; {value.shape} {value.dtype}")
-    print("".join(f"  {line}\n" for line in first.lines), end="")
-    last = f"all values before it agree, the last of them is {before[-1].name}" if before else ""
-    print(f"  {last or 'no value before it was compared'}")
-    if first.causes:
-        print("  known causes, the likeliest first:\n" + "".join(f"    - {cause}\n" for cause in first.causes), end="")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    """The golden name that an unknown one may mean: one that the dump does not hold."""
-    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.8)
-    return f" (do you mean {near[0]}?)" if near else ""
+    for line in lines:
+        print(f"  {line}")
+    agreed = f"all values before it agree, the last of them is {before}" if before else "no value before it was compared"
+    print(f"  {agreed}")
+    if mistakes := places.mistakes(value.name, "\n".join(lines)):
+        print("  known mistakes, the likeliest first:")
+        for mistake in mistakes:
+            print(f"    - {mistake}")
 
 
 def _some(texts: list[str], most: int = NAMES_SHOWN) -> str:

@@ -35,24 +35,45 @@ class Place:
 
     meaning: str
     kind: Kind
-    causes: tuple[str, ...]
+    mistakes: tuple[str, ...]  # each may begin with signs: "SIGN, SIGN > words"
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
 PLACES = {  # by pattern; the first pattern that matches a name counts
-    pattern: Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(TABLES["causes"].get(cause, cause) for cause in causes))
-    for pattern, (kind, meaning, *causes) in TABLES["places"].items()
+    pattern: Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(mistakes))
+    for pattern, (kind, meaning, *mistakes) in TABLES["places"].items()
 }
 
 
 def place(name: str) -> Place:
     """The place of a value. Raises: KeyError for a name without a place."""
-    known = next((known for pattern, known in PLACES.items() if re.fullmatch(pattern, name)), None)
-    if known is None:
-        raise KeyError(name)
-    return known
+    for pattern, known in PLACES.items():
+        if re.fullmatch(pattern, name):
+            return known
+    raise KeyError(name)
+
+
+def mistakes(name: str, seen: str) -> list[str]:
+    """The mistakes that are known for a value, the likeliest first. seen: what `check` has said of yours.
+
+    Mistakes with a sign that was seen come first. Those whose signs were not seen come last.
+    """
+    try:
+        lines = place(name).mistakes
+    except KeyError:  # another version's golden values
+        return []
+    ranks = {}
+    for line in lines:
+        for mistake in TABLES["mistakes"].get(line, [line]):
+            signs, _, words = mistake.rpartition(" > ")
+            is_seen = any(sign in seen for sign in signs.split(" | "))
+            ranks.setdefault(words, 1 if not signs else 0 if is_seen else 2)
+    return sorted(ranks, key=ranks.get)
 
 
 def inputs_of(name: str) -> dict:
     """What a value is computed from, where the table says so."""
-    return next((row for pattern, row in TABLES["inputs"].items() if re.fullmatch(pattern, name)), {})
+    for pattern, row in TABLES["inputs"].items():
+        if re.fullmatch(pattern, name):
+            return row
+    return {}
