@@ -268,12 +268,6 @@ def prepare_parse(argv: list[str]) -> int:
             module.run = own
 
 
-def tables(argv: list[str]) -> int:
-    from tools.tables import commands
-
-    return cli.run("tables", "usage", commands.main, argv)
-
-
 def plan_parse(argv: list[str]) -> int:
     """All of a plan's input; nothing is counted."""
 
@@ -420,5 +414,4 @@ TARGETS = [
         judge=judge({"--from": bool, "--golden": bool}, 1, 2),
         weight=0.5,
     ),
-    Target("tables_options", made(["log"]), ARGV, cli_command(tables), judge=judge({}, 0, 1), weight=0.3),
 ]

@@ -341,7 +341,7 @@ def run_plan(folder: Path) -> Said:
 
 def judge_plan(folder: Path, said: Said) -> str:
     figures = json.loads((folder / "plan.json").read_text())
-    wanted = ("total", "disk", "checkpoint", *(("samples_per_s", "evaluation", "init") if said.code == 0 else ()))
+    wanted = ("total", "disk", "checkpoint", *(("samples_per_s", "evaluation") if said.code == 0 else ()))
     wrong = [name for name in wanted if not isinstance(figures[name], (int, float)) or not figures[name] >= 0]
     run_config(folder)
     run_hardware(folder)

@@ -12,6 +12,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from conftest import script
+from tables import page as tables
 
 from flux_ref import config_file, data, model, sharding
 from flux_ref.formats import shards
@@ -19,7 +20,6 @@ from tools.golden import commands as golden
 from tools.golden import full_size, inputs, places, record, training
 from tools.golden.commands import FOLDER
 from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden
-from tools.tables import commands as tables
 
 CFG = config_file.load(FOLDER / CONFIG)
 
@@ -125,7 +125,7 @@ def test_the_data_set_beside_the_values_holds_the_given_data(kept, tmp_path):
 def test_the_sample_of_a_log_has_the_keys_of_the_table():
     lines = (FOLDER / "result_0.txt").read_text().splitlines()
     found = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines if line.startswith(":::MLLOG ")]
-    want = tables._events("6.1.0")
+    want = tables.events("6.1.0")
     for event in found + want:
         event["metadata"] = sorted(event["metadata"])
         del event["time_ms"]

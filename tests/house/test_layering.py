@@ -8,7 +8,7 @@ from conftest import ROOT
 
 COMPUTED = {"config", "schedule", "rng", "latents", "flow", "model", "optim", "step", "evaluate"}
 TRAINING = {"speed", "formats", "benchmark", "run", "sampling", "toy"}
-COMMANDS = ("weights", "prepare", "golden", "plan", "report", "watch", "preflight", "tables", "compare", "census")
+COMMANDS = ("weights", "prepare", "golden", "plan", "report", "watch", "preflight", "compare", "census")
 COMMANDS, SHARED = {f"tools.{name}" for name in COMMANDS}, "tools.shared"
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
@@ -23,7 +23,7 @@ WITHOUT_TORCH = {
     *("tools.prepare.mlcommons", "tools.prepare.options", "tools.prepare.pool", "tools.prepare.shapes"),
     *("tools.prepare.verify", "tools.report.band", "tools.report.charts", "tools.report.commands"),
     *("tools.report.official", "tools.report.page", "tools.report.result_files"),
-    *("tools.report.result_log", "tools.report.score", "tools.shared.communication"),
+    *("tools.report.result_log", "tools.report.score", "tools.report.text", "tools.shared.communication"),
     *("tools.shared.flops", "tools.shared.hardware", "tools.shared.json_option"),
     *("tools.shared.public_systems", "tools.shared.reference_samples", "tools.watch.commands"),
 }

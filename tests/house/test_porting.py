@@ -10,7 +10,6 @@ from conftest import ROOT
 from test_layering import FILES, TREES, WITHOUT_TORCH, named, own_imports
 
 from flux_ref import config, config_file
-from tools.tables import commands as tables
 
 PAGES = (
     "PORTING.md",
@@ -59,14 +58,12 @@ def complaint(command: str) -> str:
         config_file.load(ROOT / files[0], [arg for arg in args[1:] if arg[0] == "-"])
         return ""
     assert program == "python" and args[0] == "-m"
-    if args[1] == "tools.tables":
-        return "" if set(args[2:]) <= tables.TABLES.keys() else args[2]
     return "" if importlib.util.find_spec(args[1]) else args[1]
 
 
 def test_commands_are_accepted():
     assert {command: text for command in COMMANDS if (text := complaint(command))} == {}
-    bad = ("pytest tests/test_none.py", "python -m tools.tables speed", "python -m flux_ref.x")
+    bad = ("pytest tests/test_none.py", "python -m tools.none", "python -m flux_ref.x")
     assert all(map(complaint, bad)), "the check finds a bad command"
 
 

@@ -2,24 +2,20 @@
 
 import functools
 import json
-from collections import defaultdict
 from dataclasses import replace
-from math import ceil, prod, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import step_memory
 import torch
-import torch.distributed as dist
 from conftest import MICRO, ROOT, refusal
 from fake_world import fake_world
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_ref import config, config_file, sharding
 from flux_ref.data import allocate
-from flux_ref.model import Flux, parameter_table
+from flux_ref.model import Flux
 from flux_ref.step import Health, State, train_step
 from tools.plan import commands, footprint, making, memory, step_time
 from tools.plan.footprint import Footprint, Product, Work
@@ -179,82 +175,7 @@ def test_memory_of_real_ranks(name, tmp_path):
     assert any(abs(step_memory.error(name, tmp_path)) <= 0.05 for _ in range(2))
 
 
-def tables(cfg: config.Config, shards: int, multiprocessors: int) -> tuple[int, int]:
-    """Bytes of the tables of all units for (reducing, gathering) once, line by line as in pytorch's TensorShape.cu."""
-    units, reduced, gathered = defaultdict(list), 0, 0
-    for name, shape in parameter_table(cfg.model).items():
-        block = communication.BLOCK.match(name)
-        place = (block[1], int(block[2]) // cfg.parallel.region_blocks) if block else None
-        units[place].append(ceil(shape[0] / shards) * prod(shape[1:]))
-    for counts in units.values():
-        blocks = sum(ceil(4 * count / 2048) for count in counts)
-        reduced += power(8 * (blocks + 6 * len(counts) + 2))
-        factor = ceil(sum(ceil(2 * count / 2048) for count in counts) * shards / (multiprocessors * 2048 // 128 * 2))
-        rounds = ceil(factor / min(ceil(sqrt(factor)), shards))
-        gathered += power(8 * (sum(ceil(2 * count / (2048 * rounds)) for count in counts) + 4 * len(counts) + 1))
-    return reduced, gathered
-
-
-def power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def test_pinned_memory_of_graphs_is_bounded():
-    """schnell on 8 ranks, 8 micro-batches: FSDP2's tables by the source of its kernels."""
-    for blocks, shards, multiprocessors in ((1, 8, 132), (2, 8, 148), (4, 16, 148), (1, 8, 304)):
-        values = {"train__global_batch": 64 * shards, "train__micro_batch": 8, "parallel__region_blocks": blocks}
-        cfg = config_file.replace(config_file.load(ROOT / "configs" / "schnell_gbs512.toml"), **values)
-        reduced, gathered = tables(cfg, shards, multiprocessors)
-        real = 8 * (reduced + gathered) + gathered
-        bound = memory.pinned(cfg, footprint.layout(cfg, shards, shards), shards, 8)
-        assert real <= bound <= 1.3 * real, (blocks, shards)
-    twice = config_file.replace(cfg, precision__preset="fp8_delayed", precision__dynamic_steps=5)
-    assert memory.pinned(twice, footprint.layout(twice, 8, 8), 8, 8) > 1.9 * bound
-
-
-def test_graphs_that_are_not_captured_pin_nothing():
-    amd = hardware.load("mi355x")[0]
-    for enabled, on_nvidia, on_amd in (("auto", True, False), ("on", True, True), ("off", False, False)):
-        cfg = wide(graph__enabled=enabled)
-        assert (making.captures(cfg, GPU), making.captures(cfg, amd)) == (on_nvidia, on_amd)
-
-
-# Communication
-
-
-class Counted(TorchDispatchMode):
-    """Bytes that one rank would send in rings, by collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "scalars"), 0.0)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name.startswith("c10d::"):
-            group = next(value for value in args if isinstance(value, torch.ScriptObject))
-            n = dist.ProcessGroup.unbox(group).size()
-            if "_allgather_base" in name:
-                self.sent["all_gather"] += args[0].nbytes * (n - 1) / n
-            elif "_reduce_scatter_base" in name:
-                self.sent["reduce_scatter"] += args[1].nbytes * (n - 1) / n
-            elif "allreduce" in name:
-                kind = "all_reduce" if args[0][0].numel() > 1 else "scalars"
-                self.sent[kind] += 2 * args[0][0].nbytes * (n - 1) / n
-        return func(*args, **(kwargs or {}))
-
-
-def test_communication_is_what_a_step_asks_for():
-    for gpus, node, micros, kept in ((3, 8, 1, False), (4, 8, 2, True), (8, 4, 2, False), (8, 4, 2, True)):
-        values = {"train__global_batch": gpus * micros, "parallel__reduce_dtype": "bf16" if kept else "fp32"}
-        if not kept:
-            values["parallel__kept_regions"] = micros
-        cfg = wide(train__micro_batch=1, parallel__reshard_after_forward=not kept, **values)
-        with fake_world(gpus, node=node) as world:
-            state, batch = State.of(sharding.build(cfg, world, seed=None), cfg, world), allocate(cfg.model, micros)
-            with Counted() as counted:
-                train_step(state, batch, Health(world.device), cfg)
-        assert counted.sent == pytest.approx(communication.sent(cfg, footprint.layout(cfg, gpus, node), micros))
+# Time
 
 
 def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
@@ -340,21 +261,14 @@ def test_shares_of_your_own_come_first(tmp_path):
         assert hardware.load("h100", path, precision)[1] == replace(known, **changes), text
 
 
-def test_every_card_has_shares_with_a_source():
-    for name in ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x"):
-        for precision in ("bf16",) if name == "a100" else ("bf16", "fp8"):
-            _, assumed = hardware.load(name, precision=precision)
-            assert 0.2 <= assumed.range <= 0.4 and assumed.source.startswith(("assumed", "fitted")), name
-
-
 WRONG_HARDWARE = [
     ("h20", "", "did you mean h200?"),
     ("zzz", "", "a100, h100"),
     ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
     ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
-    ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-6 to 1e12"),
+    ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-06 to 1e+12"),
     ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
-    ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is a share"),
+    ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is not a number from 0.001 to 1"),
     ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
     ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
     ("h200", "gpu.h200 = 1", "not a table"),
@@ -372,10 +286,13 @@ def test_wrong_hardware_is_refused(tmp_path):
 
 
 def test_every_gpu_of_the_table_loads_and_names_its_source():
-    text = hardware.TABLE.read_text()
-    for block in text.split("\n\n"):
+    for block in hardware.TABLE.read_text().split("\n\n"):
         if "[gpu." in block:
-            assert "https://" in block and hardware.load(block.split("[gpu.")[1].split("]")[0])
+            name = block.split("[gpu.")[1].split("]")[0]
+            for precision in ("bf16",) if name == "a100" else ("bf16", "fp8"):
+                _, assumed = hardware.load(name, precision=precision)
+                assert 0.2 <= assumed.range <= 0.4 and assumed.source.startswith(("assumed", "fitted")), name
+            assert "https://" in block, name
 
 
 # The command
@@ -393,50 +310,20 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
     assert found["moment"]["parts"].keys() == set(memory.PARTS)
     tensors = sum(found["moment"]["parts"].values())
     assert found["total"] == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
-    assert found["pinned"] > 0 and "pinned on the host" in shown
     assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
     assert found["samples"] == SMALL.train.max_samples and "no reference point fits" in shown, "a micro model"
     assert "no public rate of FLUX.1 on h200 in fp32 is known\nnearest public system: Nebius/2x8xH100" in shown
     assert "-0" not in shown.replace("-0.", ""), shown
-
-
-def test_times_have_units_and_ranges():
-    told = {110: "110 (55 to 220) s", 2040: "34 (17 to 68) min", 63_720: "17.7 (8.85 to 35.4) h", 504_000: "5.83"}
-    for seconds, words in told.items():
-        assert commands.span(seconds, 2.0).startswith(words)
-    assert commands.span(504_000, 2.0).endswith("days") and commands.span(0.02, 2.0) == "under 1 s"
-    assert commands.span(float("nan"), 2.0)
     rounded = step_time.Times(0.3, 0.1 + 0.2, *[0.0] * 4, sent={})
     assert commands._ms(rounded.exposed) == "0", "no -0 ms of waiting"
 
 
-def test_hopper_is_not_underrated():
-    """Its products alone would make 38 samples/s. FSDP2 code was said to make 25 to 31; one share for all cards 17."""
-    a_sample = Work(20.4e9, (Product(20.5e12, 0, False),))
-    for name, least in (("h100", 22), ("h200", 25)):
-        gpu, assumed = hardware.load(name)
-        rate, off = 1 / Machine(gpu, assumed, 8).seconds(a_sample), 1 + assumed.range
-        assert least < rate < 31 and rate / off < 25 and rate * off > 31, (name, rate)
-
-
-@pytest.mark.slow  # traces the whole model
-def test_a_plan_of_hopper_says_that_it_is_a_guess():
-    schnell = [str(ROOT / "configs" / "schnell_gbs512.toml"), "--train.micro_batch=32", "--parallel.reduce_dtype=bf16"]
-    args, overrides = commands.parse([*schnell, "--gpus", "8", "--gpu", "h200"])
-    plan = commands.of_file(args.configs[0], args, overrides)
-    assert 22 < plan.samples_per_s / 8 < 31
-    assert "assumed" in (text := " ".join(commands.sources(plan))) and "no public rate of FLUX.1 on h200" in text
-
-
 def test_the_nearest_public_system_stands_beside_the_plan():
     for name, arch, precision, gpus, rows, system in (
-        ("mi300x", "gfx942", "bf16", 512, 8, "Oracle/512xMI300X_Xeon_8480"),
-        ("mi325x", "gfx942", "fp8", 8, 16, "AMD/8xMI325X_EPYC_9575F_pytorch"),
         ("mi325x", "gfx942", "fp8", 512, 8, "AMD/8xMI325X_EPYC_9575F_pytorch"),  # the card counts most
-        ("mi355x", "gfx950", "bf16", 8, 60, "Primus/8xMI355X"),
         ("mi355x", "gfx950", "fp8", 8, 16, "OmniFlow/8xMI355X"),  # then the precision
+        ("mi355x", "gfx950", "bf16", 8, 60, "Primus/8xMI355X"),
         ("gb300", "sm103", "fp8", 1024, 2, "NVIDIA/theia_ngpu512_ngc25.09_nemo"),
-        ("h200", "sm90", "fp8", 8, 32, "Nebius/2x8xH100"),
     ):
         assert public_systems.nearest(name, arch, precision, gpus, rows).system == system
     assert public_systems.nearest("a100", "sm80", "bf16", 8, 32) is None
@@ -453,10 +340,11 @@ def test_what_does_not_fit_has_no_time(tmp_path, capsys):
     own.write_text("gpu.h200.memory_gb = 1")
     path = tmp_path / "plan.json"
     assert commands.main([*ARGS, "--hardware", str(own), "--json", str(path)]) == 1
-    shown, found = capsys.readouterr().out, json.loads(path.read_text())
+    shown = capsys.readouterr().out
+    found = json.loads(path.read_text())
     assert "no times: this config does not fit the card" in shown
     assert "\nstep " not in shown and "samples/s" not in shown
-    assert not found["fits"] and [name for name in commands.TIMED if found[name] is not None] == []
+    assert not found["fits"] and [found[name] for name in commands.TIMED] == [None] * len(commands.TIMED)
 
 
 def test_several_configs_make_a_table(tmp_path, capsys):
@@ -465,7 +353,7 @@ def test_several_configs_make_a_table(tmp_path, capsys):
     other.write_text(MICRO.read_text() + '\ndata.val = ""\n')
     assert commands.main([ARGS[0], str(other), *ARGS[1:], "--json", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "card GB   step ms  time (range)" in shown
+    assert max(map(len, shown.splitlines())) <= 80 and "card GB   step ms  time" in shown
     assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
     with_validation, without = json.loads(path.read_text())["plans"]
     assert with_validation["evaluation"] > 0 == without["evaluation"] == without["evaluations"]
@@ -495,7 +383,6 @@ def test_warnings():
     waiting = replace(sound.times, step=2 * sound.times.compute)
     for changes, words in (
         ({}, "validation: 19 of 64 rows are padding, 30% of its time"),
-        ({"init": 1e4}, "the closed division allows 30"),
         ({"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
         ({"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
         ({"times": waiting}, "communication: 50% of the step waits for it"),

@@ -1,36 +1,24 @@
 """The tables: complete, equal to the committed page, and true of the code that runs."""
 
-import contextlib
-import io
 import re
 from math import ceil, prod
 
 import pytest
 import torch
-from conftest import ROOT
+from tables import page as tables
 from torch import nn
 
 from flux_ref import config_file, optim, ranks, sharding
-from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.speed.linear import PolicyLinear
-from tools.tables import commands as tables
 
 
 @pytest.fixture(scope="module")
-def printed():
-    """The page that the command prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert tables.main([]) == 0
-    return out.getvalue()
-
-
-@pytest.fixture(scope="module")
-def page(printed):
-    """The sections of the page, by the names of their tables."""
-    sections = printed.split("\n## ")[1:]
-    assert [text.splitlines()[0] for text in sections] == [tables.TABLES[name][0] for name in tables.TABLES]
-    return dict(zip(tables.TABLES, sections))
+def page():
+    """The sections of the page, by their headings."""
+    text = tables.page()
+    assert text == tables.PAGE.read_text(), "run PYTHONPATH=. python tests/tables/page.py"
+    return {heading: text.split(f"## {heading}\n")[1].split("\n## ")[0] for heading in tables.TABLES}
 
 
 def rows(text, columns):
@@ -39,25 +27,13 @@ def rows(text, columns):
     return [row for row in table if len(row) == columns][2:]
 
 
-def test_the_committed_page_is_what_the_command_prints(printed):
-    assert printed == (ROOT / "docs" / "tables.md").read_text(), "run python -m tools.tables > docs/tables.md"
-
-
-def test_one_table_by_its_name_and_nothing_else(capsys):
-    assert tables.main(["operations"]) == 0
-    assert capsys.readouterr().out == tables.page(["operations"])
-    for argv in (["speed"], ["log", "parameters"], ["--all"]):
-        with pytest.raises(Refusal, match="shapes, parameters, operations"):
-            tables.main(argv)
-
-
 def test_parameters_are_all_there(page):
-    table = rows(page["parameters"], 6)
+    table = rows(page["Parameters"], 6)
     shapes = parameter_table(tables.BENCHMARK.model)
     assert sum(int(row[1]) for row in table) == len(shapes) == 776
     sizes = [int(row[1]) * prod(map(int, row[2].split(" x "))) for row in table]
     assert sum(sizes) == sum(map(prod, shapes.values())) == 11_891_178_560
-    assert "776 tensors, 11,891,178,560 parameters" in page["parameters"]
+    assert "776 tensors, 11,891,178,560 parameters" in page["Parameters"]
     for name, shape in shapes.items():
         (row,) = [row for row in table if re.fullmatch(re.escape(row[0].strip("`")).replace(r"\*", r"\d+"), name)]
         assert row[2] == " x ".join(map(str, shape))
@@ -65,7 +41,7 @@ def test_parameters_are_all_there(page):
 
 def test_parameters_are_built_as_the_table_says(page, micro):
     """Init, dtype, decay, shard axis and FP8 of a real net."""
-    rows_by_name = {row[0].strip("`"): row for row in rows(page["parameters"], 6)}
+    rows_by_name = {row[0].strip("`"): row for row in rows(page["Parameters"], 6)}
     world = ranks.start(micro.parallel)
     try:
         wide = {"model__hidden": 32, "model__heads": 2, "model__rope_axes": (4, 6, 6)}
@@ -90,14 +66,14 @@ def test_parameters_are_built_as_the_table_says(page, micro):
 
 def test_widths_of_the_uniform_ones_are_xaviers(page):
     with torch.device("cpu"):
-        for row in rows(page["parameters"], 6):
+        for row in rows(page["Parameters"], 6):
             if row[3].startswith("uniform") and int(row[1]) == 1:
                 weight = nn.init.xavier_uniform_(torch.empty(*map(int, row[2].split(" x "))))
                 assert float(row[3].split()[1]) == pytest.approx(weight.abs().max().item(), rel=1e-3)
 
 
 def test_operations_add_up(page):
-    table = rows(page["operations"], 11)
+    table = rows(page["Operations, bytes and kept activations"], 11)
     last = [float(cell.replace(",", "")) for cell in table.pop()[3:10]]
     for column, whole in enumerate(last, 3):
         assert sum(int(row[1]) * float(row[column]) for row in table) == pytest.approx(whole, rel=1e-3)
@@ -108,7 +84,7 @@ def test_operations_add_up(page):
 def test_communication_is_the_formulas(page):
     """By hand, from the shapes alone."""
     shapes = parameter_table(tables.BENCHMARK.model)
-    for size, mesh, padding, gather, kept, scatter, reduce in rows(page["communication"], 7):
+    for size, mesh, padding, gather, kept, scatter, reduce in rows(page["Communication"], 7):
         r, n = map(int, mesh.split(" x "))
         assert r * n == int(size)
         padded = {name: n * ceil(shape[0] / n) * prod(shape[1:]) for name, shape in shapes.items()}
@@ -124,7 +100,7 @@ def test_communication_is_the_formulas(page):
 
 
 def test_log_keys_follow_the_ruleset(page):
-    table = rows(page["log"], 7)
+    table = rows(page["Keys of the benchmark's log"], 7)
     keys = [row[0].strip("`") for row in table]
     landmarks = ["init_start", "submission_benchmark", "global_batch_size", "evaluation_frequency", "init_stop"]
     landmarks += ["run_start", "block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop"]

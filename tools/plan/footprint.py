@@ -10,7 +10,6 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -22,8 +21,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks
 from flux_ref.config import Config
@@ -33,8 +34,6 @@ from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8_product, linear, policy, regions
 from tools.shared import communication
 from tools.shared.communication import Layout
-
-PRODUCTS = ("mm", "addmm", "bmm", "scaled_mm")
 
 
 class Product(NamedTuple):
@@ -145,15 +144,17 @@ class Live(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         made = _tensors(result)
         given = _tensors((args, kwargs))
+        old = _identities(given)
         if is_product(func):
-            self.products.append(count(func, given, made))
-        elif func._schema.is_mutable or not _identities(made) <= _identities(given):
-            self.moved += sum(tensor.nbytes for tensor in (*given, *made))
+            self.products.append(count(func, args, kwargs, result))
+        elif func._schema.is_mutable or not _identities(made) <= old:
+            self.moved += _nbytes(given) + _nbytes(made)
         for tensor in made:
-            if tensor.untyped_storage()._cdata not in _identities(given):  # else a view, or changed in place
+            if tensor.untyped_storage()._cdata not in old:  # else a view, or changed in place
                 self._note(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
@@ -177,20 +178,20 @@ class Live(TorchDispatchMode):
 
 
 def is_product(func: object) -> bool:
-    """Whether an operation is a matrix product or attention."""
-    name = func._schema.name.split("::")[-1] if isinstance(func, torch._ops.OpOverload) else ""
-    return name in PRODUCTS or "scaled_dot_product" in name
+    """Whether torch counts the arithmetic of an operation: it is a matrix product or attention."""
+    return isinstance(func, torch._ops.OpOverload) and func.overloadpacket in flop_registry
 
 
-def count(func, given: list[Tensor], made: list[Tensor]) -> Product:
+def count(func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
-    moved = sum(tensor.nbytes for tensor in (*given, *made))
-    if "scaled_dot_product" in func._schema.name:
-        backward = "backward" in func._schema.name
-        query = given[1] if backward else given[0]
-        return Product((10 if backward else 4) * query.numel() * query.shape[-2], moved, False)
-    left = [tensor for tensor in given if tensor.ndim >= 2][-2]
-    return Product(2 * made[0].numel() * left.shape[-1], moved, left.itemsize == 1)
+    flop = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+    given = _tensors((args, kwargs))
+    is_fp8 = any(tensor.itemsize == 1 for tensor in given)
+    return Product(flop, _nbytes(given) + _nbytes(_tensors(result)), is_fp8)
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _tensors(tree: object) -> list[Tensor]:
@@ -250,43 +251,43 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
     given = [node for node in nodes if node.op == "placeholder"]
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
     real = {*outputs, *given}
-    real.update(node for product in nodes if is_product(product.target) for node in (product, *product.all_input_nodes))
-    sizes, first, last = {}, {}, {}  # of storages: bytes, and the moments of their first and last use
+    for node in nodes:
+        if is_product(node.target):
+            real.update((node, *node.all_input_nodes))
+    inputs = _storages(given)
+    sizes = dict(inputs)  # of storages, in bytes
+    first = dict.fromkeys(inputs, 0)  # moment of a storage
+    last = dict.fromkeys(inputs, 0)
     moved = 0
     products = []
     sources: dict[torch.fx.Node, set[int]] = {}  # the real storages that a node is computed from
     for moment, node in enumerate(nodes):
+        own = _storages([node])
         read = set().union(*(sources[other] for other in node.all_input_nodes))
-        storages = _storages([node])
-        sources[node] = set(storages) if node in real else read
+        sources[node] = set(own) if node in real else read
         if node not in real:
             continue
-        new = storages.keys() - sizes.keys()
-        sizes |= storages
+        new = own.keys() - sizes.keys()
+        sizes |= own
         first |= dict.fromkeys(new, moment)
-        last |= dict.fromkeys(read | storages.keys(), moment)
+        last |= dict.fromkeys(read | own.keys(), moment)
         if is_product(node.target):
-            products.append(count(node.target, _values(node.all_input_nodes), _values([node])))
-        elif new and node.op != "placeholder":
-            moved += sum(sizes[key] for key in read | new)
-    inputs = _storages(given).keys()
-    kept = _storages(outputs).keys()
+            args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+            products.append(count(node.target, args, kwargs, node.meta["val"]))
+        else:
+            moved += sum(sizes[key] for key in read | new if new)
+    kept = _storages(outputs)
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
-    stay = kept | _storages(node for node in given if node.name.startswith(("primals", "tangents"))).keys()
-    change = [0] * (len(nodes) + 1)
-    for key, size in sizes.items():
-        if key not in inputs:
-            change[first[key]] += size
-        if key not in stay:
-            change[last[key] + 1] -= size
-    return sum(sizes[key] for key in kept - inputs), max(accumulate(change)), Work(moved, tuple(products))
-
-
-def _values(nodes: Iterable[torch.fx.Node]) -> list[Tensor]:
-    return [leaf for node in nodes for leaf in _tensors(node.meta.get("val"))]
+    lent = _storages(node for node in given if node.name.startswith(("primals", "tangents")))
+    last |= dict.fromkeys([*kept, *lent], len(nodes))
+    held = [
+        sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]) for moment in range(len(nodes))
+    ]
+    saved = sum(size for key, size in kept.items() if key not in inputs)
+    return saved, max(held) - sum(inputs.values()), Work(moved, tuple(products))
 
 
 def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:
     """{identity: bytes} of the storages behind the values of nodes."""
-    storages = (tensor.untyped_storage() for tensor in _values(nodes))
+    storages = [tensor.untyped_storage() for tensor in _tensors([node.meta.get("val") for node in nodes])]
     return {storage._cdata: storage.nbytes() for storage in storages}

@@ -15,13 +15,12 @@ from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Moment
 from tools.plan.step_time import Machine
-from tools.shared import flops, public_systems
+from tools.shared import flops
 from tools.shared.communication import Layout
 from tools.shared.hardware import Assumed, Gpu
 from tools.shared.reference_samples import samples_to_target
 
 GB = 1e9
-INIT_BUDGET_S = 1800  # closed division, before the clock starts
 LARGEST = 4096  # micro-batch that is tried
 
 
@@ -31,13 +30,15 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     Raises: Refusal if the config does not fit the number of GPUs.
     """
     config_rules.validate_world(cfg, gpus)
-    rows, machine = config.micro_batch(cfg, gpus), Machine(gpu, assumed, gpus)
+    rows = config.micro_batch(cfg, gpus)
+    machine = Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
     moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
     times = step_time.step(cfg, layout, footprints, machine, rows)
-    batch, count = cfg.train.global_batch, val_count(cfg)
+    batch = cfg.train.global_batch
     rate = batch / times.step
+    count = val_count(cfg)
     evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, count) if count else 0.0
     reference = samples_to_target(cfg) if count else None
     samples = reference or cfg.train.max_samples
@@ -45,8 +46,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     evaluations = ceil(samples / every) if count and every else 0
     train = samples / rate + evaluations * evaluation
     largest, dividing = largest_rows(cfg, layout, footprints, machine, rows)
-    checkpoint, sample = BYTES_PER_PARAMETER * layout.parameters, shards.layout(cfg.model).stride
-    nodes, held = ceil(gpus / gpu.node), sum(unit.shard for unit in layout.units)
+    sample = shards.layout(cfg.model).stride
     plan = SimpleNamespace(
         config=cfg.name,
         gpu=name,
@@ -60,8 +60,6 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
         fits=needed(moment, assumed) <= gpu.memory_gb * GB,
-        in_graph=moment.total - sum(moment.parts[part] for part in ("weights", "moments", "buffers")),
-        pinned=memory.pinned(cfg, layout, gpus, rows) if captures(cfg, gpu) else 0,
         largest_rows=largest,
         dividing_rows=dividing,
         assumed=assumed,
@@ -71,25 +69,16 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         evaluation=evaluation,
         evaluations=evaluations,
         samples=samples,
-        public_samples=[one.samples for one in public_systems.systems() if reference and one.global_batch == batch],
         goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
         train=train,
         cost=price * gpus * train / 3600,
         counted="" if cfg.data.train_count else " of the benchmark's samples, as data.train_count and val_count are 0",
         disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
-        read_per_node=sample * rate / nodes,  # bytes per second
-        checkpoint=checkpoint,
-        checkpoint_copy=BYTES_PER_PARAMETER * held / (gpu.host_gb_s * GB),
-        checkpoint_write=checkpoint / (nodes * assumed.storage_gb_s * GB),
-        init=held / assumed.draws_per_s + cfg.train.synthetic_steps * times.step,
+        read_per_node=sample * rate / ceil(gpus / gpu.node),  # bytes per second
+        checkpoint=BYTES_PER_PARAMETER * layout.parameters,
     )
     plan.warnings = warnings(cfg, plan, gpu)
     return plan
-
-
-def captures(cfg: Config, gpu: Gpu) -> bool:
-    """Whether steps are captured as graphs. AMD's cards do so only when asked to."""
-    return cfg.graph.enabled == "on" or (cfg.graph.enabled == "auto" and gpu.arch.startswith("sm"))
 
 
 def val_count(cfg: Config) -> int:
@@ -102,26 +91,29 @@ def needed(moment: Moment, assumed: Assumed) -> float:
     return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
-def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> tuple:
+def largest_rows(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int
+) -> tuple[int, int]:
     """The largest micro-batch that training takes and a card holds, and the largest that divides a rank's batch.
 
     The search assumes that memory is linear in samples, then checks exactly. It can end too low by one, or at 0.
     """
 
-    def fits(candidate: int, exact: bool = False) -> bool:
-        guess = footprint.trace(cfg, gpu.arch, candidate) if exact else footprint.scaled(footprints, candidate / rows)
-        moment = memory.fullest(memory.moments(cfg, layout, guess, machine.gpus, candidate))
-        return needed(moment, machine.assumed) <= gpu.memory_gb * GB
+    def fits(candidate: int, found: dict[str, Footprint]) -> bool:
+        moment = memory.fullest(memory.moments(cfg, layout, found, machine.gpus, candidate))
+        return needed(moment, machine.assumed) <= machine.gpu.memory_gb * GB
 
-    gpu = machine.gpu
+    def seems_too_large(candidate: int) -> bool:
+        return not fits(candidate, footprint.scaled(footprints, candidate / rows))
+
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
     step = policy.MULTIPLE // gcd(*tokens, policy.MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
-    steps = bisect_left(range(step, LARGEST + 1, step), True, key=lambda candidate: not fits(candidate))
-    while steps and not fits(steps * step, exact=True):
-        steps -= max(1, steps // 32)
-    largest = max(0, steps) * step
+    sizes = range(step, LARGEST + 1, step)
+    count = bisect_left(sizes, True, key=seems_too_large)
+    while count and not fits(count * step, footprint.trace(cfg, machine.gpu.arch, count * step)):
+        count -= max(1, count // 32)
     batch = cfg.train.global_batch // machine.gpus
-    return largest, max((rows for rows in range(step, largest + 1, step) if batch % rows == 0), default=0)
+    return count * step, max((size for size in sizes[:count] if batch % size == 0), default=0)
 
 
 def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
@@ -130,25 +122,23 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
     if not plan.fits:
         remedy = f"train.micro_batch={plan.dividing_rows} fits" if plan.dividing_rows else "no micro-batch fits"
         lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {gpu.memory_gb:g} GB; {remedy}")
-    departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, val_count(cfg))
+    count = val_count(cfg)
+    departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, count)
     if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
     if cfg.model == config.ModelConfig():
         lines += convergence.unlike_reference(cfg)
     if cfg.parallel.dtype == "fp32":
         lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
-    count = val_count(cfg)
-    if padding := -count % (plan.gpus * cfg.eval.batch):
-        share = padding / (count + padding)
-        words = f"{padding:,} of {count + padding:,} rows are padding, {share:.0%} of its time"
+    padding = -count % (plan.gpus * cfg.eval.batch)
+    if padding:
+        rows = count + padding
+        words = f"{padding:,} of {rows:,} rows are padding, {padding / rows:.0%} of its time"
         lines.append(f"validation: {words}; eval.batch decides")
     if plan.gpus % gpu.node and plan.gpus > gpu.node:
         lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
-    if plan.fits and plan.init > INIT_BUDGET_S and cfg.mllog.submission_division == "closed":
-        allowed = f"the closed division allows {INIT_BUDGET_S // 60}"
-        lines.append(f"initialisation: {plan.init / 60:.0f} min without compilation, {allowed}")
-    if plan.fits and plan.times.exposed > 0.2 * plan.times.step:
-        share = plan.times.exposed / plan.times.step
+    share = plan.times.exposed / plan.times.step
+    if plan.fits and share > 0.2:
         remedy = "larger micro-batches, parallel.reduce_dtype=bf16 or reshard_after_forward=false would hide more"
         lines.append(f"communication: {share:.0%} of the step waits for it; {remedy}")
     return lines

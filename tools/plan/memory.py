@@ -4,22 +4,19 @@ communication.py says how the weights are split into shards, footprint.py what t
 hold the fullest moment.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.speed import policy
 from flux_ref.speed.regions import reduce_buffers
 from tools.plan.footprint import Footprint
-from tools.shared.communication import ITEM_BYTES, Layout, freed
+from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 
 MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
-TILE = 2048  # bytes that a block of threads copies, as FSDP2's kernels count blocks
-BESIDE = 8192  # bytes of a table beside its blocks: seven numbers per parameter, for up to 140 parameters of a unit
-GATHERED = 1 << 17  # bytes of a table for gathered weights: at most 32 blocks of 8 bytes for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -48,125 +45,112 @@ def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
         step.backward(i)
         step.reduce(i)
     step.note("the optimizer", gradients=step.gradients(layout.units))
-    step.validate(cfg.eval.batch / rows)
+    for i in range(count):
+        step.validate(i, cfg.eval.batch / rows)
     return step.moments
-
-
-def pinned(cfg: Config, layout: Layout, gpus: int, rows: int) -> float:
-    """Bytes of host memory that the captured graphs of one rank keep pinned, at most.
-
-    FSDP2 copies gradients and gathered weights with kernels that read a table from pinned memory: 8 bytes for each
-    TILE. torch rounds a table up to a power of two. A graph keeps the tables of all its copies.
-    Sources: pytorch's TensorShape.cu (get_chunk_cat_metadata, pack_vecs) and CachingHostAllocator.h (free).
-    """
-    reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
-    tables = (8 * (unit.padded // layout.shards) * reduced // TILE + BESIDE for unit in layout.units)
-    gathers = len(layout.units) + freed(cfg.parallel, len(layout.units) - 1)
-    micro = sum(1 << (size - 1).bit_length() for size in tables) + GATHERED * gathers
-    graphs = 2 if policy.layers_with_delayed_scales(cfg) and cfg.precision.dynamic_steps else 1
-    return graphs * micro * (cfg.train.global_batch // (gpus * rows)) + GATHERED * len(layout.units)
 
 
 class _Step:
     """One training step and one validation batch, region by region."""
 
     def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int):
-        self.cfg = cfg
+        self.parallel = cfg.parallel
         self.layout = layout
-        self.footprints = footprints
         *self.regions, self.root = layout.units
+        self.needs = [footprints[unit.kind] for unit in self.regions]
+        self.needs_of_ends = footprints[ROOT]
         self.item = ITEM_BYTES[cfg.parallel.dtype]
         self.reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
-        self.in_flight = reduce_buffers(cfg.parallel)  # inputs of reductions, at most
-        self.ends = self.item * self.root.whole  # the root's gradients, which are reduced last
-        self.saved = [footprints["ends"].saved, *(footprints[unit.kind].saved for unit in self.regions)]
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
         self.stream = rows * tokens * cfg.model.hidden * self.item  # its gradient, between two regions
         self.moments: list[Moment] = []
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
-        self.always = dict.fromkeys(PARTS, 0.0) | {
-            "weights": MASTER * self._shards(layout.units),
-            "moments": (BYTES_PER_PARAMETER - MASTER) * sum(unit.shard for unit in layout.units),
-            "buffers": sample * (cfg.train.global_batch // gpus + cfg.eval.batch),
-        }
+        self.always = dict.fromkeys(PARTS, 0.0)
+        self.always["weights"] = MASTER * self._shards(layout.units)
+        self.always["moments"] = (BYTES_PER_PARAMETER - MASTER) * sum(unit.shard for unit in layout.units)
+        self.always["buffers"] = sample * (cfg.train.global_batch // gpus + cfg.eval.batch)
 
     def forward(self, i: int) -> None:
-        ahead = range(i, min(len(self.regions), i + 1 + self.cfg.parallel.forward_prefetch))
+        ahead = range(i, min(len(self.regions), i + 1 + self.parallel.forward_prefetch))
         self.note(
             f"forward of region {i + 1}",
-            gradients=self.gradients(()) + self._reducing(i=len(self.regions)),
+            gradients=self.gradients([]) + self._reducing(len(self.regions)),
             gathered=self._gathered({i, *range(self.freed, i)}) + sum(map(self._flat, ahead)),
-            activations=sum(self.saved[: i + 1]),
-            working=self.footprints[self.regions[i].kind].forward,
+            activations=self._saved(i),
+            working=self.needs[i].forward,
         )
 
     def backward(self, i: int) -> None:
         """While regions before are gathered, and the regions behind are reduced."""
         self.note(
             f"backward of region {i + 1}",
-            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i + 1) + self.ends,
+            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i + 1) + self.item * self.root.whole,
             gathered=self._gathered({i, *range(self.freed, i)}) + self._prefetched(i),
-            activations=sum(self.saved[: i + 2]),
-            working=self.footprints[self.regions[i].kind].backward + self.stream,
+            activations=self._saved(i + 1),
+            working=self.needs[i].backward + self.stream,
         )
 
     def reduce(self, i: int) -> None:
         """The region's weights and activations are free; its gradients are copied for reduction."""
         # The gradients are freed before the result is made.
         reducing = max(self.item * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
+        unreduced = self.item * self.root.whole + reducing
         self.note(
             f"reduction of region {i + 1}",
-            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i) + self.ends + reducing,
+            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i) + unreduced,
             gathered=self._gathered(range(self.freed, i)) + self._prefetched(i),
-            activations=sum(self.saved[: i + 1]),
+            activations=self._saved(i),
             working=self.stream,
         )
 
-    def validate(self, factor: float) -> None:
-        """factor: samples of a validation batch over those of the footprints."""
-        needs = [factor * self.footprints[unit.kind].evaluate for unit in self.regions]
-        largest = max(range(len(needs)), key=lambda i: needs[i] + self._flat(i))
+    def validate(self, i: int, factor: float) -> None:
+        """While region i computes. factor: samples of a validation batch over those of the footprints."""
         self.note(
             "validation",
-            gathered=self._gathered({largest, *range(self.freed, len(needs))}) + self._flat(largest),
-            working=needs[largest] + factor * self.footprints["ends"].evaluate,
+            gathered=self._gathered({i, *range(self.freed, len(self.regions))}) + self._flat(i),
+            working=factor * (self.needs[i].evaluate + self.needs_of_ends.evaluate),
         )
 
     def note(self, name: str, gathered: float = 0.0, working: float = 0.0, **parts: float) -> None:
         parts |= {"gathered weights": gathered, "working set": working}
         self.moments.append(Moment(name, self.always | parts))
 
-    def gradients(self, done) -> float:
+    def gradients(self, done: list[Unit]) -> float:
         """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
         reduced = self._shards(done)
-        rest = self._shards(self.layout.units) - self._shards(done)
         replicated = self.layout.replicas > 1
         size = MASTER * reduced
         if replicated and self.reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
             size += self.reduced * reduced
         if self.accumulates:  # from the micro-batches before; replicas are summed with the last one only
-            size += (self.reduced if replicated else MASTER) * rest
+            size += (self.reduced if replicated else MASTER) * (self._shards(self.layout.units) - reduced)
         return size
 
-    def _shards(self, units) -> int:
+    def _saved(self, count: int) -> float:
+        """The activations of the ends and of the first regions."""
+        return self.needs_of_ends.saved + sum(need.saved for need in self.needs[:count])
+
+    def _shards(self, units: Iterable[Unit]) -> int:
         return sum(unit.padded // self.layout.shards for unit in units)
 
-    def _gathered(self, regions) -> float:
+    def _gathered(self, regions: Iterable[int]) -> float:
         """The weights of the root and of some regions as layers use them."""
         return self.root.gathered + sum(self.regions[i].gathered for i in regions)
 
     def _flat(self, i: int) -> float:
         """The buffer that a region is gathered into, before it is copied out."""
-        return self.regions[i].gathered if self.layout.shards > 1 and i >= 0 else 0.0
+        return self.regions[i].gathered if self.layout.shards > 1 else 0.0
 
     def _prefetched(self, i: int) -> float:
         """The buffers of the regions that are gathered during backward of a region."""
-        first = i - max(1, self.cfg.parallel.backward_prefetch)
-        return sum(self._flat(j) for j in range(first, min(i, self.freed)))
+        first = i - max(1, self.parallel.backward_prefetch)
+        return sum(map(self._flat, range(max(0, first), min(i, self.freed))))
 
     def _reducing(self, i: int) -> float:
         """Inputs of reductions, region i's being the newest. The last ones of a micro-batch stay into the next."""
-        newest = [*self.regions[i:], *([self.root, *self.regions] if self.accumulates else [])]
-        return self.reduced * sum(unit.padded for unit in newest[: self.in_flight])
+        newest = self.regions[i:]
+        if self.accumulates:
+            newest = [*newest, self.root, *self.regions]
+        return self.reduced * sum(unit.padded for unit in newest[: reduce_buffers(self.parallel)])

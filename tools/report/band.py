@@ -20,9 +20,11 @@ from flux_ref.run.options import Options
 def of_runs(folders: list[Path]) -> list[dict[str, object]]:
     """The rows of a band of your own runs. Raises: Refusal, for example for a run that has not come to its end."""
     curves: dict[tuple, list] = defaultdict(list)
-    for i, folder in enumerate(folders):
-        if folder.resolve() in [other.resolve() for other in folders[:i]]:
+    seen = set()
+    for folder in folders:
+        if folder.resolve() in seen:
             raise Refusal(f"{folder} is given twice; a run counts once")
+        seen.add(folder.resolve())
         cfg = of_run(folder)
         if outcome(folder) != (REACHED if cfg.eval.target else ENDED):
             goal = "its target" if cfg.eval.target else "train.max_samples"

@@ -9,8 +9,6 @@ are printed); 2 the request was refused.
 
 import argparse
 import importlib.util
-import statistics
-import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,12 +19,12 @@ from flux_ref.formats.files import write_whole
 from flux_ref.formats.outside import printable
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
-from tools.report import official, result_files, result_log, score
-from tools.report.score import RUN_COLUMNS, Run, System, show
+from tools.report import official, result_files, result_log, score, text
+from tools.report.score import Run, System
 from tools.shared.json_option import give, json_option, text_beside
 
 INVALID = 1  # exit code
-COLUMNS = 80
+OF_RUN = ("faults", "samples_to_converge", "status", *(name for _, _, name, _ in text.RUN_COLUMNS))
 
 
 def main(argv: list[str]) -> int:
@@ -43,13 +41,13 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     with text_beside(args.json):
         systems = judge_and_print(args)
-    figures = {
+    content = {
         "ruleset": args.ruleset,
         "mlperf_logging": version("mlperf-logging"),
         "points": str(args.points or "official"),
-        "systems": [_system(system) for system in systems],
+        "systems": [figures(system) for system in systems],
     }
-    give(figures, args.json)  # an unknown value is null
+    give(content, args.json)  # an unknown value is null
     return INVALID if any(system.reasons for system in systems) else 0
 
 
@@ -59,23 +57,23 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
         if importlib.util.find_spec("matplotlib") is None:
             raise Refusal("--out draws with matplotlib, which is missing; pip install -r requirements-report.txt")
         args.out.mkdir(parents=True, exist_ok=True)
-    basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: "
-    basis += printable(args.points or "official")
     if args.points:
         official.require_points(args.points)
-    groups = result_files.find(args.paths)
+    points = args.points or "official"
+    basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: {points}"
     systems = []
-    print("\n".join(_wrapped(basis, "")))
+    groups = result_files.find(args.paths)
+    print(text.wrapped(basis, ""))
     for place, (name, files) in enumerate(groups):
         system = score.judge(name, [result_log.read(path) for path in files], args.ruleset, args.points)
         system.place = place
         systems.append(system)
-        print(f"\n{describe(system)}", flush=True)
+        print(f"\n{text.describe(system)}", flush=True)
     if not any(run.log.events for system in systems for run in system.runs):
         first = systems[0].runs[0]
         raise Refusal(f"no log could be read; {first.log.path} {first.faults[0]}")
     if len(systems) > 1:
-        print(f"\n{summary(systems)}")
+        print(f"\n{text.summary(systems)}")
     if args.out:
         from tools.report import page  # brings matplotlib
 
@@ -84,76 +82,38 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
     return systems
 
 
-def _tail(text: str, most: int) -> str:
-    return text if len(text) <= most else "..." + text[3 - most :]
-
-
-def describe(system: System) -> str:
-    """A system for the terminal: its runs, the official checks, the result."""
-    count = result_files.accelerators(system.machine)
-    parts = [f"{key.removeprefix('submission_')} {system.value(key)}" for key in score.SHARED[:2]]
-    model = system.machine.get("accelerator_model_name")
-    parts += [f"{count} x {model}" if model else f"{count} ranks"] if count else []
-    parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
-    lines = [*_wrapped(f"{system.name}: {system.verdict}", ""), *_wrapped(", ".join(parts))]
-    lines.append(f"  {'run':<21}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS))
-    for run in system.runs:
-        values = (f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
-        lines.append(f"  {_tail(run.name, 20):<21}{''.join(values)}")
-        more = [f"and {len(run.faults) - 3} more"] * (len(run.faults) > 3)
-        lines += [line for fault in (*run.faults[:3], *more) for line in _wrapped(f"  failed: {fault}")]
-    texts = (*score.checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons))
-    return "\n".join((*map(printable, lines), *(line for text in texts for line in _wrapped(text))))
-
-
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    """A text in lines of a terminal; a word, such as a path, is broken only if no line can hold it."""
-    rest = indent + "    "
-    return textwrap.wrap(
-        printable(text), COLUMNS, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False
-    )
-
-
-def summary(systems: list[System]) -> str:
-    """A line for each system."""
-    rows = [score.overview(system) for system in systems]
-    table = [{heading: heading for heading in rows[0]}, *rows]
-    names = ["system", *(_tail(system.name, 17) for system in systems)]
-    cells = ["".join(f"{row[heading]:>{max(8, len(heading) + 1)}}" for heading in row) for row in table]
-    return "\n".join(printable(f"{name:<18}{line}") for name, line in zip(names, cells))
-
-
-def _system(system: System) -> dict[str, object]:
-    minutes = [run.minutes for run in system.counted if not system.mixtures]
-    check = system.verdicts.convergence
-    names = ("reasons", "notes", "olympic_mean_minutes", "score_minutes", "samples_to_converge", "machine")
-    means = ("samples_per_s", "samples_per_s_without_evaluation")
+def figures(system: System) -> dict[str, object]:
+    """A system for JSON."""
+    check = system.verdicts.convergence or official.Convergence(None, None)
     return {
         "system": system.name,
         "valid": system.verdict == score.VALID,
         "verdict": system.verdict,
-        **{name: getattr(system, name) for name in names},
-        **{name: system.mean(name) for name in means},
+        "reasons": system.reasons,
+        "notes": system.notes,
+        "olympic_mean_minutes": system.olympic_mean_minutes,
+        "score_minutes": system.score_minutes,
+        "samples_to_converge": system.samples_to_converge,
+        "machine": system.machine,
+        "samples_per_s": system.mean("samples_per_s"),
+        "samples_per_s_without_evaluation": system.mean("samples_per_s_without_evaluation"),
         "normalisation_factor": system.factor,
-        "mean_minutes": statistics.fmean(minutes) if minutes else None,
-        "stdev_minutes": statistics.stdev(minutes) if len(minutes) > 1 else None,
-        "compliant_logs": sum(not complaints for complaints in system.verdicts.compliance),
-        "seeds_pass": None if check is None else not system.verdicts.seeds,
-        "convergence_pass": check and check.passed,
-        "convergence_message": check and check.message,
-        "reference_samples": check and check.reference_mean,
-        "least_samples": check and check.least_mean,
+        "compliant_logs": system.compliant_logs,
+        "seeds_pass": not system.verdicts.seeds if system.verdicts.convergence else None,
+        "convergence_pass": check.passed,
+        "convergence_message": check.message,
+        "reference_samples": check.reference_mean,
+        "least_samples": check.least_mean,
         "settings": {key: system.value(key) for key in score.SHARED},
         "runs": [_run(run) for run in system.runs],
     }
 
 
 def _run(run: Run) -> dict[str, object]:
-    names = ("faults", "samples_to_converge", "status", *(name for _, _, name, _ in RUN_COLUMNS))
     return {
         "file": str(run.log.path),
         "counts": not run.faults,
-        **{name: getattr(run, name) for name in names},
+        **{name: getattr(run, name) for name in OF_RUN},
         "seed": run.log.value("seed"),
         "validation": run.val_curve,
     }

@@ -67,16 +67,17 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
         for path, log in zip(paths, logs):
             path.write_text("".join(log.lines.values()), encoding="latin-1", newline="")
         verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
-        if not any(log.value("submission_division") == "open" for log in logs):
-            complaints = _seeds([str(path) for path in paths], ruleset)
-            for path, log in zip(paths, logs):
-                complaints = [line.replace(str(path), log.name) for line in complaints]
-            verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints))
-            if points or not any(log.value(closed.REHEARSED) for log in logs):
-                verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
-            else:
-                verdicts.convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
-    return verdicts
+        if any(log.value("submission_division") == "open" for log in logs):
+            return verdicts
+        complaints = "\n".join(_seeds([str(path) for path in paths], ruleset))
+        for path, log in zip(paths, logs):
+            complaints = complaints.replace(str(path), log.name)
+        verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints.splitlines()))
+        if points or not any(log.value(closed.REHEARSED) for log in logs):
+            verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
+        else:
+            verdicts.convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
+        return verdicts
 
 
 def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
@@ -90,7 +91,7 @@ def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
         try:
             checker.check_file(str(path), f"training_{ruleset}/common.yaml")
         except Exception as error:  # the checker is not made for damaged logs
-            return [f"the official compliance checker stopped: {_named(error)}"]
+            return [_stopped("compliance", error)]
     return [_one_line(message, log) for message in (*checker.overwritable.values(), *checker.not_overwritable)]
 
 
@@ -113,7 +114,7 @@ def _seeds(paths: list[str], ruleset: str) -> list[str]:
         try:
             passed = SeedChecker(ruleset).check_seeds(paths)
         except Exception as error:
-            return [f"the official seed checker stopped: {_named(error)}"]
+            return [_stopped("seed", error)]
     if passed:
         return []
     text = "\n".join(record.getMessage() for record in records if record.levelno >= logging.ERROR)
@@ -132,7 +133,7 @@ def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> 
             )
         except Exception as error:
             warned = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
-            return Convergence(False, " ".join(warned) or f"the official convergence checker stopped: {_named(error)}")
+            return Convergence(False, " ".join(warned) or _stopped("convergence", error))
     point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
     passed, message = (bool(passed), message) if runs >= LEAST_RUNS else (None, f"needs {LEAST_RUNS} runs")
     mean = point.get("RCP Mean")
@@ -161,5 +162,6 @@ def _captured() -> Iterator[list[logging.LogRecord]]:
         root.setLevel(level)
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no reason given'}"
+def _stopped(checker: str, error: Exception) -> str:
+    why = str(error).splitlines()[0][:120] if str(error) else "no reason given"
+    return f"the official {checker} checker stopped: {type(error).__name__}: {why}"

@@ -4,9 +4,9 @@ import html
 from collections.abc import Iterable
 
 from flux_ref.formats.outside import printable
-from tools.report import charts, score
+from tools.report import charts, score, text
 from tools.report.charts import COLOURS
-from tools.report.score import RUN_COLUMNS, RUNS, System, show
+from tools.report.score import RUNS, System
 
 TITLE = "FLUX.1 training benchmark"
 STYLE = """
@@ -21,7 +21,7 @@ th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--c-grid);vertical-alig
 td:first-child{min-width:150px;overflow-wrap:anywhere}
 .n td+td,.n th+th{text-align:right;white-space:nowrap;padding-left:8px}
 .n td:last-child,.n th:last-child{padding-right:0}
-tr.out td{color:var(--c-soft)}td.differs{font-weight:600}
+td.differs{font-weight:600}pre{font-size:13px;overflow-x:auto;margin:6px 0}
 figure{margin:18px 0 30px}figcaption{font-size:14px;margin-top:2px}svg{width:100%;height:auto;display:block}
 svg text{font-family:system-ui,sans-serif!important}
 .pill{border-radius:9px;padding:1px 9px;font-size:13px;font-weight:600;white-space:nowrap;border:1px solid currentColor}
@@ -32,16 +32,19 @@ svg text{font-family:system-ui,sans-serif!important}
 
 def page(systems: list[System], basis: str) -> str:
     """The whole document. basis: the rules that the verdicts rest on, in words."""
-    title = TITLE + (f": {_text(systems[0].name)}" if len(systems) == 1 else "")
+    title = f"{TITLE}: {_text(systems[0].name)}" if len(systems) == 1 else TITLE
     parts = [f"<h1>{title}</h1><p class=soft>{_text(basis)}</p>", _comparison(systems), "<h2>Charts</h2>"]
     for chart in charts.of_systems(systems):
         caption = f"<figcaption>{_text(chart.caption)}</figcaption>"
         parts.append(f"<figure><h3>{_text(chart.title)}</h3>{charts.svg(chart)}{caption}</figure>")
     parts.append("<h2>Runs and official checks</h2>")
-    parts += map(_system, systems)
+    for system in systems:
+        lines = "\n".join(map(_text, text.describe(system).split("\n")))
+        parts.append(f"<h3>{_label(system)} {_verdict(system)}</h3><pre>{lines}</pre>")
     parts += ["<h2>Configuration</h2>", _compared(systems, [system.settings for system in systems])]
     parts += ["<h2>Environment</h2>", _compared(systems, [system.machine for system in systems])]
-    light, dark = ("".join(f"--c-{name}:{pair[mode]};" for name, pair in COLOURS.items()) for mode in (0, 1))
+    light = "".join(f"--c-{name}:{shade};" for name, (shade, _) in COLOURS.items())
+    dark = "".join(f"--c-{name}:{shade};" for name, (_, shade) in COLOURS.items())
     colours = f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -55,7 +58,7 @@ def _text(value: object) -> str:
     return html.escape(printable(value))
 
 
-def _table(head: Iterable[str], rows: Iterable[str], kind: str = "n") -> str:
+def _table(head: Iterable[str], rows: Iterable[str], kind: str) -> str:
     """kind: "n" for a table of numbers, whose columns stand to the right."""
     cells = "".join(f"<th>{_text(name)}</th>" for name in head)
     return f"<div class=scroll><table class={kind}><tr>{cells}</tr>{''.join(rows)}</table></div>"
@@ -71,37 +74,25 @@ def _verdict(system: System) -> str:
     """Runs that are too few for a result are no failure: whoever compares two runs asks for none."""
     if len(system.runs) < RUNS:
         return f"<span class='pill soft'>{len(system.runs)} of {RUNS} runs</span>"
-    words = "not valid" if system.reasons else "valid" if system.verdict == score.VALID else "rehearsal"
-    return f"<span class='pill {'good' if words == 'valid' else 'bad'}'>{words}</span>"
+    if system.verdict == score.VALID:
+        return "<span class='pill good'>valid</span>"
+    return f"<span class='pill bad'>{'not valid' if system.reasons else 'rehearsal'}</span>"
 
 
 def _comparison(systems: list[System]) -> str:
     rows = []
     for system in systems:
-        cells = "".join(f"<td>{_text(value)}</td>" for value in score.overview(system).values())
+        cells = "".join(f"<td>{_text(value)}</td>" for value in text.overview(system).values())
         rows.append(f"<tr><td>{_label(system)}</td><td>{_verdict(system)}</td>{cells}</tr>")
-    return _table(["system", "", *score.overview(systems[0])], rows)
-
-
-def _system(system: System) -> str:
-    rows = []
-    for run in system.runs:
-        values = [*(show(getattr(run, name), form) for *_, name, form in RUN_COLUMNS), run.log.value("seed")]
-        cells = "".join(f"<td>{_text(value)[:20]}</td>" for value in values)
-        rows.append(f"<tr{' class=out' * bool(run.faults)}><td>{_text(run.name)}</td>{cells}</tr>")
-        rows += [f"<tr><td class=bad colspan={len(values) + 1}>{_text(fault)}</td></tr>" for fault in run.faults]
-    table = _table(["run", *(heading for heading, *_ in RUN_COLUMNS), "seed"], rows)
-    shade = "soft" if len(system.runs) < RUNS else "bad"
-    reasons = "".join(f"<p class={shade}>{_text(reason)}</p>" for reason in system.reasons)
-    lines = "".join(f"<p>{_text(line)}</p>" for line in (*system.notes, *score.checks(system)))
-    return f"<h3>{_label(system)} {_verdict(system)}</h3>{reasons}{lines}{table}"
+    return _table(["system", "", *text.overview(systems[0])], rows, kind="n")
 
 
 def _compared(systems: list[System], tables: list[dict[str, object]]) -> str:
     """A row per key and a column per system; bold where they differ."""
     rows = []
     for key in dict.fromkeys(key for table in tables for key in table):
-        differs = " class=differs" if len({str(table[key]) for table in tables if key in table}) > 1 else ""
-        cells = "".join(f"<td{differs}>{_text(str(table.get(key, '-'))[:200])}</td>" for table in tables)
+        values = [str(table.get(key, "-")) for table in tables]
+        differs = " class=differs" if len({*values} - {"-"}) > 1 else ""
+        cells = "".join(f"<td{differs}>{_text(value[:200])}</td>" for value in values)
         rows.append(f"<tr><th>{_text(key)}</th>{cells}</tr>")
     return _table(["", *(system.name for system in systems)], rows, kind="words")

@@ -27,31 +27,32 @@ def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
     """
     files: dict[Path, Path] = {}  # by the real path, so that a file given twice counts once
     for argument in arguments:
-        if not argument:
-            raise Refusal("an empty path is no result file; give . for the current folder")
-        path = Path(argument)
-        results = [path] if path.is_file() else _below(path) if path.is_dir() else []
-        results = [result for result in results if result == path or _is_result(result)]
-        if not results:
-            raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
-        files |= {result.resolve(): result for result in results if result.resolve() not in files}
-    folders: dict[object, list[Path]] = {}
+        for path in _results(argument):
+            files.setdefault(path.resolve(), path)
+    systems: dict[object, list[Path]] = {}
     for real, path in files.items():
-        folders.setdefault(_system_of(real), []).append(path)
-    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in folders.values()]
-    names = _names(homes)
-    groups = [sorted(group, key=_number) for group in folders.values()]
+        systems.setdefault(_system_of(real), []).append(path)
+    groups = [sorted(group, key=_number) for group in systems.values()]
+    names = _names([Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups])
     return [(f"{n}/{group[0].parent.name}" if names.count(n) > 1 else n, group) for n, group in zip(names, groups)]
 
 
-def _below(folder: Path) -> list[Path]:
-    """The files of a folder tree that may be results, in order. Raises: Refusal for the tree of a whole disk."""
+def _results(argument: str) -> list[Path]:
+    """The results that an argument names, in order. Raises: Refusal if there are none, or for a whole disk's tree."""
+    if not argument:
+        raise Refusal("an empty path is no result file; give . for the current folder")
+    path = Path(argument)
+    if path.is_file():
+        return [path]
     found = []
-    for number, (parent, _, names) in enumerate(os.walk(folder)):
+    for number, (parent, _, names) in enumerate(os.walk(path)):
         if number == MOST_FOLDERS:
-            raise Refusal(f"{folder} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
+            raise Refusal(f"{path} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
         found += [Path(parent, name) for name in names if name.startswith("result_") and name.endswith(".txt")]
-    return sorted(found)
+    found = sorted(filter(_is_result, found))
+    if not found:
+        raise Refusal(f"{argument} holds no result_*.txt; give result files or their folders")
+    return found
 
 
 def _is_result(path: Path) -> bool:
@@ -105,6 +106,7 @@ def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:
 
 def accelerators(machine: dict[str, str]) -> int | None:
     """Accelerators of the whole system; for our own runs the number of ranks."""
-    counts = [whole_number(machine.get(name, ""), 1, 10**7) for name in ("number_of_nodes", "accelerators_per_node")]
-    ranks = whole_number(machine.get("ranks", "").split(" ")[0], 1, 10**7)
-    return ranks or (counts[0] * counts[1] if all(counts) else None)
+    ranks = machine.get("ranks", "").split(" ")[0]
+    counts = [ranks, machine.get("number_of_nodes", ""), machine.get("accelerators_per_node", "")]
+    ranks, nodes, per_node = (whole_number(count, 1, 10**7) for count in counts)
+    return ranks or (nodes * per_node if nodes and per_node else None)

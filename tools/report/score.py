@@ -3,7 +3,6 @@
 Times are in seconds unless a name says minutes. Source: MLPerf's training rules and mlperf-logging's result_summarizer.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -22,15 +21,6 @@ VALID, PASSING_REHEARSAL = "valid result", f"passes the checks as a {closed.REHE
 SHARED = (
     *("submission_org", "submission_platform", "submission_division", "submission_benchmark", "global_batch_size"),
     *("opt_base_learning_rate", "opt_learning_rate_warmup_steps", "gradient_accumulation_steps"),
-)
-# The table of runs: (heading, width on a terminal, attribute of a run, format).
-RUN_COLUMNS = (
-    ("minutes", 9, "minutes", ",.2f"),
-    ("samples", 12, "samples", ",.0f"),
-    ("samples/s", 11, "samples_per_s", ",.1f"),
-    ("training", 10, "samples_per_s_without_evaluation", ",.1f"),
-    ("eval s", 8, "evaluation_s", ",.0f"),
-    ("init s", 7, "init_s", ",.0f"),
 )
 
 
@@ -63,23 +53,33 @@ class Run:
 
     @property
     def samples_per_s(self) -> float | None:
-        return self.samples / (self.run_ms / 1000) if self.samples and self.run_ms else None
+        return self._rate(without_s=0.0)
 
     @property
     def samples_per_s_without_evaluation(self) -> float | None:
-        if not self.samples or not self.run_ms or self.evaluation_s is None:
+        return self._rate(without_s=self.evaluation_s)
+
+    def _rate(self, without_s: float | None) -> float | None:
+        if not self.samples or not self.run_ms or without_s is None:
             return None
-        training_s = self.run_ms / 1000 - self.evaluation_s
-        return self.samples / training_s if training_s > 0 else None
+        seconds = self.run_ms / 1000 - without_s
+        return self.samples / seconds if seconds > 0 else None
 
 
 def measure(log: ResultLog) -> Run:
     """The figures of one log. Whatever contradicts a single timed run becomes a fault."""
     run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or math.nan)
-    if log.events:
-        _clock(run)
-        _curves(run)
-        run.faults += dict.fromkeys(_departures(log))
+    if not log.events:
+        return run
+    # A resumed run has several parts, which have no common clock. Of other runs the first run_stop counts, as other
+    # ranks may repeat it.
+    is_resumed = any(str(event.value).startswith(RESUMED) for event in log.all("disqualified"))
+    starts = log.all("run_start")
+    stops = log.all("run_stop")
+    stop = stops[-1 if is_resumed else 0] if stops else None
+    _clock(run, starts, stop, is_resumed)
+    _evaluations(run, starts[0].line if starts else 0, stop.line if stop else math.inf)
+    run.faults += dict.fromkeys(_departures(log))
     return run
 
 
@@ -91,61 +91,48 @@ def _departures(log: ResultLog) -> Iterator[str]:
         yield from closed.judge(found, bool(log.value(closed.REHEARSED)))
 
 
-def _clock(run: Run) -> None:
-    """The time from the last run_start before the first run_stop, as in mlperf-logging when several ranks write."""
-    begun, ended = (next((event.time_ms for event in run.log.all(f"init_{at}")), math.nan) for at in ("start", "stop"))
-    if ended >= begun:
-        run.init_s = (ended - begun) / 1000
-    all_starts = run.log.all("run_start")
-    stop = _stop(run.log)
-    starts = [event for event in all_starts if not stop or event.line < stop.line]
-    if not starts:
-        run.faults.append("run_start is missing" + (" before run_stop" if all_starts else ""))
+def _clock(run: Run, starts: list[Event], stop: Event | None, is_resumed: bool) -> None:
+    """The time from the last run_start before the run_stop that counts, as in mlperf-logging."""
+    begun = run.log.first("init_start")
+    ended = run.log.first("init_stop")
+    if begun and ended and ended.time_ms >= begun.time_ms:
+        run.init_s = (ended.time_ms - begun.time_ms) / 1000
+    before = [event for event in starts if not stop or event.line < stop.line]
+    if not before:
+        run.faults.append("run_start is missing" + (" before run_stop" if starts else ""))
     if not stop:
         run.faults.append("run_stop is missing: the run was cut off or still goes on")
         return
     run.samples = number(stop.metadata.get("samples_count"))
     run.status = str(stop.metadata.get("status", ""))
-    if any(event.time_ms > stop.time_ms for event in all_starts):
+    if any(event.time_ms > stop.time_ms for event in starts):
         run.faults.append("run_start comes again after run_stop: two runs in one file")
     if run.status != "success":
         reason = str(stop.metadata.get("reason", ""))[:120]
         run.faults.append(f"run_stop has status {run.status!r}" + (f": {reason}" if reason else ""))
-    span_ms = stop.time_ms - starts[-1].time_ms if starts and not _is_resumed(run.log) else math.nan
-    if span_ms > 0:
-        run.run_ms = span_ms
-    elif span_ms <= 0:  # neither is true of NaN
-        run.faults.append("run_stop is not later than run_start")
+    if before and not is_resumed:
+        span_ms = stop.time_ms - before[-1].time_ms
+        if span_ms > 0:
+            run.run_ms = span_ms
+        elif span_ms <= 0:  # neither is true of NaN
+            run.faults.append("run_stop is not later than run_start")
 
 
-def _is_resumed(log: ResultLog) -> bool:
-    """Whether the log holds several parts of one run, which have no common clock."""
-    return any(str(event.value).startswith(RESUMED) for event in log.all("disqualified"))
-
-
-def _stop(log: ResultLog) -> Event | None:
-    """The run_stop that counts: the first, as other ranks may repeat it; of a resumed run the last."""
-    stops = log.all("run_stop")
-    return stops[-1 if _is_resumed(log) else 0] if stops else None
-
-
-def _curves(run: Run) -> None:
-    """Losses and the time of evaluations, from the entries between run_start and run_stop."""
-    start = next((event.line for event in run.log.all("run_start")), 0)
-    last = _stop(run.log)
+def _evaluations(run: Run, first: float, last: float) -> None:
+    """Losses and the time of evaluations, from the entries between two lines."""
     losses: dict[float, float] = {}
     opened = None
     spans_ms = []
     for event in run.log.events:
-        if not start < event.line < (last.line if last else math.inf):
+        if not first < event.line < last:
             continue
-        samples = number(event.metadata.get("samples_count"))
         if event.key == "eval_start":
             opened = opened or event
         elif event.key == "eval_stop" and opened:
             spans_ms.append(event.time_ms - opened.time_ms)
             opened = None
         elif event.key == "eval_accuracy":
+            samples = number(event.metadata.get("samples_count"))
             loss = number(event.value)
             if samples is not None and loss is not None:
                 losses.setdefault(samples, loss)  # several ranks may write it
@@ -187,6 +174,10 @@ class System:
         return [run for run in self.runs if not run.faults and run.minutes is not None]
 
     @property
+    def compliant_logs(self) -> int:
+        return sum(not complaints for complaints in self.verdicts.compliance)
+
+    @property
     def factor(self) -> float | None:
         """Factor that lengthens the score of runs that converged faster than the reference; None without a pass."""
         check = self.verdicts.convergence
@@ -205,7 +196,9 @@ class System:
         """What the logs say before run_start, apart from the seed: for each key the first value that any run gives."""
         settings: dict[str, object] = {}
         for run in self.runs:
-            for event in itertools.takewhile(lambda event: event.key != "run_start", run.log.events):
+            for event in run.log.events:
+                if event.key == "run_start":
+                    break
                 if isinstance(event.value, (str, int, float)) and event.key not in ("seed", "cache_clear"):
                     settings.setdefault(event.key, event.value)
         return settings
@@ -278,45 +271,3 @@ def _mixtures(runs: list[Run]) -> Iterator[str]:
         if len(names) > 1:
             parts = (f"{value} in {files[0]}{' ...' * (len(files) > 1)}" for value, files in names.items())
             yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"
-
-
-def checks(system: System) -> list[str]:
-    """The official checks and the score, in words."""
-    verdicts = system.verdicts
-    passed = sum(not complaints for complaints in verdicts.compliance)
-    lines = [f"compliance: {passed} of {len(system.runs)} logs"]
-    if check := verdicts.convergence:
-        lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
-        outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
-        text = f"convergence: {outcome} ({check.message})"
-        if check.reference_mean:
-            text += f", reference {check.reference_mean:,.0f} samples, accepted from {check.least_mean:,.0f}"
-            text += f", here {show(system.samples_to_converge, ',.0f')}"
-        lines.append(text)
-    else:
-        lines[0] += "; open division: seeds and convergence are not checked"
-    if system.olympic_mean_minutes is not None:
-        lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
-        if system.score_minutes is not None:
-            lines[-1] += f", normalised by {system.factor or 1:.4f}: {system.score_minutes:.2f} minutes"
-    return lines
-
-
-def show(value: float | None, form: str = ",.2f") -> str:
-    """A figure as text; "-" for an unknown one."""
-    return "-" if value is None else format(value, form)
-
-
-def overview(system: System) -> dict[str, str]:
-    """A row of the table of systems, by heading."""
-    count = result_files.accelerators(system.machine)
-    speed = system.mean("samples_per_s")
-    return {
-        "devices": show(count, ","),
-        "batch": str(system.value("global_batch_size")),
-        "runs": f"{len(system.counted)}/{len(system.runs)}",
-        "olympic min": show(system.olympic_mean_minutes),
-        "score min": show(system.score_minutes),
-        "samples/s": show(speed, ",.0f"),
-        "per device": show(speed / count if speed and count else None, ",.1f"),
-    }

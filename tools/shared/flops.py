@@ -28,36 +28,38 @@ class Op(NamedTuple):
     backward_moved: int
     forward_weights: int
     backward_weights: int
-    keeps: str = ""
-    kept: int = 0
+    keeps: str
+    kept: int
 
 
-def product(
-    part: str, name: str, times: int, rows: int, inputs: int, outputs: int, keeps: str = "", kept: int = 0, first=False
-) -> Op:
-    """A linear: x @ w.T. Backward makes the gradients of x and w, of w alone if x is an input of the net (first)."""
+def product(name: str, rows: int, inputs: int, outputs: int, keeps: str = "", kept: int = 0, first: bool = False) -> Op:
+    """A linear: x @ w.T. Backward makes the gradients of x and w, of w alone if x is an input of the net (first).
+
+    kept: 0 for all of x, if it keeps something.
+    """
     once = 2 * rows * inputs * outputs
     tokens = rows * (inputs + outputs)
     weight = inputs * outputs
     both = 1 if first else 2
-    return Op(part, name, times, rows, once, both * once, tokens, both * tokens, weight, both * weight, keeps, kept)
+    kept = (kept or rows * inputs) if keeps else 0
+    return Op("", name, 1, rows, once, both * once, tokens, both * tokens, weight, both * weight, keeps, kept)
 
 
-def pointwise(part: str, name: str, times: int, rows: int, width: int, keeps: str, kept: int = 1, read: int = 1) -> Op:
+def pointwise(name: str, rows: int, width: int, keeps: str, read: int = 1) -> Op:
     """`read` inputs of (rows, width) to one output; backward reads the output's gradient and what is kept, writes one.
 
-    kept: in widths.
+    One width is kept.
     """
     own = rows * width
-    return Op(part, name, times, rows, 0, 0, (read + 1) * own, 3 * own, 0, 0, keeps, kept * own)
+    return Op("", name, 1, rows, 0, 0, (read + 1) * own, 3 * own, 0, 0, keeps, own)
 
 
-def attention(part: str, times: int, tokens: int, width: int) -> Op:
+def attention(tokens: int, width: int) -> Op:
     """Scores, and their sum over values; twice that backward, where computing the scores again does not count."""
     once = 4 * tokens * tokens * width
     own = tokens * width
     keeps = "queries and keys after RoPE, values, output"
-    return Op(part, "attention", times, tokens, once, 2 * once, 4 * own, 8 * own, 0, 0, keeps, 4 * own)
+    return Op("", "attention", 1, tokens, once, 2 * once, 4 * own, 8 * own, 0, 0, keeps, 4 * own)
 
 
 def operations(model: ModelConfig) -> list[Op]:
@@ -65,59 +67,64 @@ def operations(model: ModelConfig) -> list[Op]:
     D = model.hidden
     N = model.image_tokens
     T = model.text_tokens
-    M = model.mlp_ratio * D
     P = model.packed_channels
-    ends = "embedders"
-    return [
-        product(ends, "img_in", 1, N, P, D, "x_t", N * P, first=True),
-        product(ends, "txt_in", 1, T, model.t5_dim, D, "T5 states", T * model.t5_dim, first=True),
-        product(ends, "time_in.in_layer", 1, 1, 256, D, "waves of t", 256, first=True),
-        product(ends, "time_in.out_layer", 1, 1, D, D, "after SiLU", D),
-        product(ends, "vector_in.in_layer", 1, 1, model.clip_dim, D, "pooled CLIP", model.clip_dim, first=True),
-        product(ends, "vector_in.out_layer", 1, 1, D, D, "after SiLU", D),
-        *_double(model.double_blocks, {"img": N, "txt": T}, D, M),
-        *_single(model.single_blocks, N + T, D, M),
-        product("final_layer", "adaLN_modulation.1", 1, 1, D, 2 * D, "conditioning after SiLU", D),
-        pointwise("final_layer", "norm, scale, shift", 1, N, D, "image stream"),
-        product("final_layer", "linear", 1, N, D, P, "its input", N * D),
+    embedders = [
+        product("img_in", N, P, D, "x_t", first=True),
+        product("txt_in", T, model.t5_dim, D, "T5 states", first=True),
+        product("time_in.in_layer", 1, 256, D, "waves of t", first=True),
+        product("time_in.out_layer", 1, D, D, "after SiLU"),
+        product("vector_in.in_layer", 1, model.clip_dim, D, "pooled CLIP", first=True),
+        product("vector_in.out_layer", 1, D, D, "after SiLU"),
     ]
+    final_layer = [
+        product("adaLN_modulation.1", 1, D, 2 * D, "conditioning after SiLU"),
+        pointwise("norm, scale, shift", N, D, "image stream"),
+        product("linear", N, D, P, "its input"),
+    ]
+    found = []
+    for part, times, ops in (
+        ("embedders", 1, embedders),
+        ("double_blocks", model.double_blocks, _double({"img": N, "txt": T}, D, model.mlp_ratio * D)),
+        ("single_blocks", model.single_blocks, _single(N + T, D, model.mlp_ratio * D)),
+        ("final_layer", 1, final_layer),
+    ):
+        found += [op._replace(part=part, times=times) for op in ops]
+    return found
 
 
-def _double(times: int, streams: dict[str, int], D: int, M: int) -> list[Op]:
-    part = "double_blocks"
+def _double(streams: dict[str, int], D: int, M: int) -> list[Op]:
     found = []
     for stream, rows in streams.items():
         found += [
-            product(part, f"{stream}_mod.lin", times, 1, D, 6 * D, "conditioning after SiLU", D),
-            pointwise(part, f"{stream} norm, scale, shift", times, rows, D, f"{stream} stream"),
-            product(part, f"{stream}_attn.qkv", times, rows, D, 3 * D, "its input", rows * D),
-            pointwise(part, f"{stream}_attn.norm, RoPE", times, rows, 2 * D, "queries and keys before their norm"),
+            product(f"{stream}_mod.lin", 1, D, 6 * D, "conditioning after SiLU"),
+            pointwise(f"{stream} norm, scale, shift", rows, D, f"{stream} stream"),
+            product(f"{stream}_attn.qkv", rows, D, 3 * D, "its input"),
+            pointwise(f"{stream}_attn.norm, RoPE", rows, 2 * D, "queries and keys before their norm"),
         ]
-    found.append(attention(part, times, sum(streams.values()), D))
+    found.append(attention(sum(streams.values()), D))
     for stream, rows in streams.items():
         found += [
-            product(part, f"{stream}_attn.proj", times, rows, D, D),
-            pointwise(part, f"{stream} gate, add", times, rows, D, "output of proj", read=2),
-            pointwise(part, f"{stream} norm, scale, shift", times, rows, D, f"{stream} stream"),
-            product(part, f"{stream}_mlp.0", times, rows, D, M, "its input", rows * D),
-            pointwise(part, f"{stream}_mlp GELU", times, rows, M, "output of mlp.0"),
-            product(part, f"{stream}_mlp.2", times, rows, M, D, "its input", rows * M),
-            pointwise(part, f"{stream} gate, add", times, rows, D, "output of mlp.2", read=2),
+            product(f"{stream}_attn.proj", rows, D, D),
+            pointwise(f"{stream} gate, add", rows, D, "output of proj", read=2),
+            pointwise(f"{stream} norm, scale, shift", rows, D, f"{stream} stream"),
+            product(f"{stream}_mlp.0", rows, D, M, "its input"),
+            pointwise(f"{stream}_mlp GELU", rows, M, "output of mlp.0"),
+            product(f"{stream}_mlp.2", rows, M, D, "its input"),
+            pointwise(f"{stream} gate, add", rows, D, "output of mlp.2", read=2),
         ]
     return found
 
 
-def _single(times: int, rows: int, D: int, M: int) -> list[Op]:
-    part = "single_blocks"
+def _single(rows: int, D: int, M: int) -> list[Op]:
     return [
-        product(part, "modulation.lin", times, 1, D, 3 * D, "conditioning after SiLU", D),
-        pointwise(part, "norm, scale, shift", times, rows, D, "stream"),
-        product(part, "linear1", times, rows, D, 3 * D + M, "its input", rows * D),
-        pointwise(part, "norm, RoPE", times, rows, 2 * D, "queries and keys before their norm"),
-        attention(part, times, rows, D),
-        pointwise(part, "GELU", times, rows, M, "the MLP's part of linear1's output"),
-        product(part, "linear2", times, rows, D + M, D, "after GELU; attention's output is kept already", rows * M),
-        pointwise(part, "gate, add", times, rows, D, "output of linear2", read=2),
+        product("modulation.lin", 1, D, 3 * D, "conditioning after SiLU"),
+        pointwise("norm, scale, shift", rows, D, "stream"),
+        product("linear1", rows, D, 3 * D + M, "its input"),
+        pointwise("norm, RoPE", rows, 2 * D, "queries and keys before their norm"),
+        attention(rows, D),
+        pointwise("GELU", rows, M, "the MLP's part of linear1's output"),
+        product("linear2", rows, D + M, D, "after GELU; attention's output is kept already", kept=rows * M),
+        pointwise("gate, add", rows, D, "output of linear2", read=2),
     ]
 
 

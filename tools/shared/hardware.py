@@ -10,7 +10,8 @@ from flux_ref.formats import toml_file
 TABLE = Path(__file__).with_name("hardware.toml")
 KINDS = ("assumed", "gpu", "share")
 OWN_RANGE = 0.1  # of shares of your own without a range
-MAY_BE_ZERO = ("range", "fp8_tflops", "margin", "outside_gb", "hop_us")
+LIMITS = {"gemm_share": (0.001, 1), "memory_share": (0.001, 1), "link_share": (0.001, 1)}
+LIMITS |= dict.fromkeys(("range", "fp8_tflops", "margin", "outside_gb", "hop_us"), (0, 1e12))
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class Gpu:
     domain: int
     scale_up_gb_s: float
     scale_out_gb_s: float
-    host_gb_s: float
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Assumed:
     hop_us: float
     margin: float
     outside_gb: float
-    draws_per_s: float
-    storage_gb_s: float
 
 
 def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[Gpu, Assumed]:
@@ -55,18 +53,18 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
     for table in own:
         if table.startswith("share.") and table not in known:
             raise toml_file.unknown("table", table, known, "put the shares of a new architecture into assumed")
-    tables = {table: known.get(table, {}) | own.get(table, {}) for table in (*known, *own)}
+    tables = {table: known.get(table, {}) | own.get(table, {}) for table in known | own}
     names = _names(tables)
     if name not in names:
         raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
-    gpu = _build(Gpu, f"gpu.{name}", tables)
+    gpu = _build(Gpu, f"gpu.{name}", tables[f"gpu.{name}"])
     if precision == "fp8" and not gpu.fp8_tflops:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
     share = f"share.{gpu.arch}_{precision}"
     mine = own.get(share, {}) | own.get("assumed", {})
     if "gemm_share" in mine or "memory_share" in mine:
         mine = {"range": OWN_RANGE, "source": f"yours, {file.name}"} | mine
-    return gpu, _build(Assumed, "assumed", {"assumed": tables["assumed"] | tables.get(share, {}) | mine})
+    return gpu, _build(Assumed, "assumed", tables["assumed"] | tables.get(share, {}) | mine)
 
 
 def of_device(device: str) -> Gpu | None:
@@ -85,17 +83,18 @@ def _tables(path: Path) -> dict[str, dict[str, object]]:
     for name, content in toml_file.read(path, "hardware file").items():
         if name not in KINDS:
             raise toml_file.unknown("table", name, KINDS, f"known are {', '.join(KINDS)}")
-        many = isinstance(content, dict) and name != "assumed"
-        tables |= {f"{name}.{one}": figures for one, figures in content.items()} if many else {name: content}
-    wrong = next((table for table, figures in tables.items() if not isinstance(figures, dict)), None)
-    if wrong:
-        raise Refusal(f"{wrong} in {path} is not a table of figures; see {TABLE.name}")
+        if name == "assumed" or not isinstance(content, dict):
+            tables[name] = content
+        else:
+            tables |= {f"{name}.{one}": figures for one, figures in content.items()}
+    for table, figures in tables.items():
+        if not isinstance(figures, dict):
+            raise Refusal(f"{table} in {path} is not a table of figures; see {TABLE.name}")
     return tables
 
 
-def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> object:
+def _build(kind: type, table: str, figures: dict[str, object]) -> object:
     types = {field.name: field.type for field in dataclasses.fields(kind)}
-    figures = tables[table]
     for key in figures:
         if key not in types:
             raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
@@ -103,9 +102,9 @@ def _build(kind: type, table: str, tables: dict[str, dict[str, object]]) -> obje
     for key, key_type in types.items():
         if key not in figures:
             raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
-        value = values[key] = toml_file.typed(f"{table}.{key}", figures[key], key_type)
-        if key.endswith("_share") and not 0.001 <= value <= 1:
-            raise Refusal(f"{table}.{key}={value!r} is a share; give a number from 0.001 to 1")
-        if key_type is not str and not (1e-6 <= value <= 1e12 or (value == 0 and key in MAY_BE_ZERO)):
-            raise Refusal(f"{table}.{key}={value!r} is not a number from 1e-6 to 1e12")
+        value = toml_file.typed(f"{table}.{key}", figures[key], key_type)
+        least, most = LIMITS.get(key, (1e-6, 1e12))
+        if key_type is not str and not least <= value <= most:
+            raise Refusal(f"{table}.{key}={value!r} is not a number from {least:g} to {most:g}")
+        values[key] = value
     return kind(**values)

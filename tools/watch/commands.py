@@ -45,8 +45,11 @@ CHART_ROWS = 12
 USUAL = 50  # the usual rate is the median of so many logged steps
 TAIL = 65_536  # bytes to read from the end of a log
 SILENT = 5  # a run is silent after so many times the usual time between two records
-FIGURES = {"metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb")}
-FIGURES["eval.jsonl"] = ("val_loss", "seconds")
+FIGURES = {
+    "metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb"),
+    "eval.jsonl": ("val_loss", "seconds"),
+}
+COLOUR_CODE = r"\x1b\[[\d;]+m"
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class Look:
         """Samples at which the run should end, and why."""
         needed = reference_samples.samples_to_target(self.cfg)
         most = self.cfg.train.max_samples
-        is_ahead = needed is not None and self.samples < needed < most
-        return (needed, "the reference's mean") if is_ahead else (most, "train.max_samples")
+        if needed is not None and self.samples < needed < most:
+            return needed, "the reference's mean"
+        return most, "train.max_samples"
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -97,11 +101,18 @@ class Look:
             return self.outcome, GREEN if self.outcome == REACHED else BOLD
         if not self.steps:
             return "starting", DIM
-        usual_s = self.cfg.train.log_every_samples / max(self.rate, 1e-9)
+        rate = max(self.rate, 1e-9)
+        usual_s = self.cfg.train.log_every_samples / rate
         pause_s = max((record["seconds"] for record in self.evaluations), default=0.0)
         if self.silent_s > SILENT * usual_s + 2 * pause_s + 10:
             return f"silent for {duration(self.silent_s)}", RED
-        return f"training, {duration((self.goal[0] - self.samples) / max(self.rate, 1e-9))} left", BOLD
+        return f"training, {duration((self.goal[0] - self.samples) / rate)} left", BOLD
+
+    @property
+    def progress(self) -> str:
+        """How far the run has come, in words."""
+        goal, why = self.goal
+        return f"{self.samples / goal:4.0%}  {self.samples:,} of {goal:,.0f} samples ({why})"
 
 
 def look(folder: Path, before: Look | None = None) -> Look:
@@ -116,16 +127,25 @@ def look(folder: Path, before: Look | None = None) -> Look:
     nodes = environment["nodes"]
     if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
         raise Refusal(f"{path} is damaged (ranks is no number above 0, or nodes is no list); mend it")
-    environment |= {"nodes": [*map(str, nodes)], "device": str(environment["device"])}
-    steps, evaluations = (records(folder / name, figures=figures) for name, figures in FIGURES.items())
-    written = max((path.stat().st_mtime for name in FIGURES if (path := folder / name).exists()), default=time.time())
-    ending = outcome(folder) or broken_off(folder / "result_0.txt")
-    band = convergence.of_config(cfg)
-    silent_s = max(0.0, time.time() - written)
+    files = [folder / name for name in FIGURES if (folder / name).exists()]
+    written = max((file.stat().st_mtime for file in files), default=time.time())
     now = time.monotonic()
-    if before is not None:
+    if before is None:
+        silent_s = max(0.0, time.time() - written)
+    else:
         silent_s = before.silent_s + now - before.looked if written == before.written else 0.0
-    return Look(folder, cfg, band, environment, steps, evaluations, ending, written, silent_s, now)
+    return Look(
+        folder=folder,
+        cfg=cfg,
+        band=convergence.of_config(cfg),
+        environment={"ranks": ranks, "nodes": [*map(str, nodes)], "device": str(environment["device"])},
+        steps=records(folder / "metrics.jsonl", figures=FIGURES["metrics.jsonl"]),
+        evaluations=records(folder / "eval.jsonl", figures=FIGURES["eval.jsonl"]),
+        outcome=outcome(folder) or broken_off(folder / "result_0.txt"),
+        written=written,
+        silent_s=silent_s,
+        looked=now,
+    )
 
 
 def broken_off(log: Path) -> str:
@@ -150,7 +170,7 @@ def paint(text: str, colour: str) -> str:
 def cut(line: str, width: int) -> str:
     """The first `width` columns of a line, without control characters. Colour codes stay and take no column."""
     column = itertools.count()
-    tokens = re.findall(r"\x1b\[[\d;]+m|[^\x00-\x1f\x7f-\x9f]", line)
+    tokens = re.findall(COLOUR_CODE + r"|[^\x00-\x1f\x7f-\x9f]", line)
     return "".join(token for token in tokens if token[0] == "\x1b" or next(column) < width)
 
 
@@ -158,23 +178,19 @@ def panel(looks: list[Look], columns: int, coloured: bool) -> str:
     """The whole panel, as lines of at most `columns` columns."""
     lines = []
     width = max(LEAST_COLUMNS, columns)
-    bar_width = max(8, width - 4 - max(len(progress(run)) for run in looks))
+    bar_width = max(8, width - 4 - max(len(run.progress) for run in looks))
     for mark, run in zip(MARKS, looks):
         lines += about(run, mark, width, bar_width)
-    lines += chart(looks, width)
+    if any(run.curve for run in looks):
+        lines += chart(looks, width)
     for mark, run in zip(MARKS, looks):
         for alarm in run.alarms:
             text = f"{mark} {alarm.level} at {alarm.samples:,} samples: {alarm.text}"
+            colour = RED if alarm.level == "warning" else YELLOW
             wrapped = textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
-            lines += [paint(line, RED if alarm.level == "warning" else YELLOW) for line in wrapped]
+            lines += [paint(line, colour) for line in wrapped]
     text = "\n".join(cut(line, columns) for line in lines)
-    return text if coloured else re.sub(r"\x1b\[[\d;]+m", "", text)
-
-
-def progress(run: Look) -> str:
-    """How far a run has come, in words."""
-    goal, why = run.goal
-    return f"{run.samples / goal:4.0%}  {run.samples:,} of {goal:,.0f} samples ({why})"
+    return text if coloured else re.sub(COLOUR_CODE, "", text)
 
 
 def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
@@ -182,27 +198,29 @@ def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
     state, colour = run.state
     room = max(8, width - len(state) - 4)
     name = str(run.folder)
-    head = f"{name if len(name) <= room else '…' + name[1 - room :]}"  # the end of a path tells runs apart
+    if len(name) > room:
+        name = "…" + name[1 - room :]  # the end of a path tells runs apart
     bar = "━" * round(min(1.0, run.samples / run.goal[0]) * bar_width)
-    last = run.steps[-1] if run.steps else None
-    losses = f"  loss {last['loss']:.4f}" if last else "  no step logged yet"
-    if run.evaluations:
-        newest = run.evaluations[-1]
-        best = min(loss for _, loss in run.curve)
-        losses += f"   validation {newest['val_loss']:.4f} at {newest['samples']:,} (best {best:.4f})"
-    if run.cfg.eval.target:
-        losses += f"   target {run.cfg.eval.target:g}"
-    lines = [f"{paint(mark, MARKS[mark])} {head:{width - len(state) - 2}}{paint(state, colour)}"]
-    lines += [f"  {bar:─<{bar_width}}  {progress(run)}", losses]
-    if last:
+    losses = "  no step logged yet"
+    speed = []
+    if run.steps:
+        last = run.steps[-1]
+        losses = f"  loss {last['loss']:.4f}"
         tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
         gpu = hardware.of_device(run.environment["device"])
         mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
-        lines.append(
+        speed = [
             f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
             f"   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
-        )
-    return [*lines, ""]
+        ]
+    if run.curve:
+        samples, loss = run.curve[-1]
+        best = min(loss for _, loss in run.curve)
+        losses += f"   validation {loss:.4f} at {samples:,} (best {best:.4f})"
+    if run.cfg.eval.target:
+        losses += f"   target {run.cfg.eval.target:g}"
+    head = f"{paint(mark, MARKS[mark])} {name:{width - len(state) - 2}}{paint(state, colour)}"
+    return [head, f"  {bar:─<{bar_width}}  {run.progress}", losses, *speed, ""]
 
 
 def chart(looks: list[Look], width: int) -> list[str]:
@@ -210,8 +228,6 @@ def chart(looks: list[Look], width: int) -> list[str]:
 
     The loss axis holds all losses but those at the start of a run, which get an arrow in the highest row.
     """
-    if not any(run.curve for run in looks):
-        return []
     band = next((run.band for run in looks if run.band), None)
     target = max(run.cfg.eval.target for run in looks)
     columns = width - 9
@@ -224,31 +240,35 @@ def chart(looks: list[Look], width: int) -> list[str]:
         """Below 0 or at least CHART_ROWS: outside the chart."""
         return round((high - loss) / (high - low) * (CHART_ROWS - 1))
 
-    for column in range(columns):
-        samples = column / (columns - 1) * most_x
+    def column(samples: float) -> int:
+        return round(min(1.0, samples / most_x) * (columns - 1))
+
+    if target:
+        grid[row(target)] = [paint("╌", DIM)] * columns
+    for x in range(columns):
+        samples = x / (columns - 1) * most_x
         if band and band.samples[0] <= samples <= band.samples[-1]:
-            top = row(band.at(samples, "high"))
-            bottom = row(band.at(samples, "low"))
-            for cell in range(max(0, top), min(CHART_ROWS - 1, bottom) + 1):
-                grid[cell][column] = paint("░", DIM)
-        if target and grid[row(target)][column] == " ":
-            grid[row(target)][column] = paint("╌", DIM)
+            top = max(0, row(band.at(samples, "high")))
+            for y in range(top, min(CHART_ROWS, row(band.at(samples, "low")) + 1)):
+                grid[y][x] = paint("░", DIM)
     for (mark, colour), run in zip(MARKS.items(), looks):
         for samples, loss in run.curve:
-            column = round(min(1.0, samples / most_x) * (columns - 1))
-            grid[max(0, row(loss))][column] = paint(mark if row(loss) >= 0 else "↑", colour)
-    labels = {row(x): text if len(text) < 8 else f"{x:.1e}" for x, text in loss_chart.ticks(low, high, 5).items()}
-    labels |= {row(target): f"{target:.4g}"} if target else {}
-    lines = [f"{labels.get(i, '')[:7]:>7} │" + "".join(cells) for i, cells in enumerate(grid)]
-    axis = "─" * columns
+            y = row(loss)
+            grid[max(0, y)][column(samples)] = paint(mark if y >= 0 else "↑", colour)
+    labels = {
+        row(loss): text if len(text) < 8 else f"{loss:.1e}" for loss, text in loss_chart.ticks(low, high, 5).items()
+    }
+    if target:
+        labels[row(target)] = f"{target:.4g}"
+    lines = [f"{labels.get(y, '')[:7]:>7} │" + "".join(cells) for y, cells in enumerate(grid)]
+    axis = ["─"] * columns
     numbers = " " * (columns + 1)
     for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
-        column = round(samples / most_x * (columns - 1))
-        axis = axis[:column] + "┴" + axis[column + 1 :]
-        start = min(column - len(text) // 2, columns - len(text))
-        numbers = numbers[: start + 1] + text + numbers[start + 1 + len(text) :]
+        axis[column(samples)] = "┴"
+        start = min(column(samples) - len(text) // 2, columns - len(text)) + 1
+        numbers = numbers[:start] + text + numbers[start + len(text) :]
     foot = f"░ {band.source}" if band else "validation loss"
-    return [*lines, f"{'':8}└{axis}", f"{'':8}{numbers}", f"{'':9}{foot:{columns - 16}}training samples", ""]
+    return [*lines, f"{'':8}└{''.join(axis)}", f"{'':8}{numbers}", f"{'':9}{foot:{columns - 16}}training samples", ""]
 
 
 def follow(folders: list[Path], every_s: float) -> None:

@@ -1,9 +1,6 @@
-"""Tables for ports, made from the code at the benchmark's shape.
+"""docs/tables.md: tables for ports, made from the code at the benchmark's shape. No weights are allocated.
 
-    python -m tools.tables         all tables, as docs/tables.md holds them
-    python -m tools.tables NAME    one table: shapes, parameters, operations, communication or log
-
-The command needs no device and allocates no weights. Exit codes: 0 done, 2 refused.
+PYTHONPATH=. python tests/tables/page.py          write the page anew
 """
 
 import json
@@ -18,7 +15,6 @@ from flux_ref import config_file
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
 from flux_ref.speed import policy
@@ -29,6 +25,7 @@ BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 NODE = 8  # ranks
 MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
+PAGE = Path(__file__).parents[2] / "docs" / "tables.md"
 DTYPE = BENCHMARK.parallel.dtype
 REDUCE = BENCHMARK.parallel.reduce_dtype
 ITEM = closed_forms.ITEM_BYTES[DTYPE]
@@ -41,14 +38,15 @@ GFLOP = 1e9
 def markdown(header: str, rows: Iterable[Iterable[object]]) -> str:
     """A table. header: the names of the columns, with | between; > before a name aligns the column to the right."""
     columns = [name.strip() for name in header.split("|")]
-    lines = [[name.lstrip(">") for name in columns], ["---:" if name[0] == ">" else "---" for name in columns]]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [*lines, *rows])
+    rules = ["---:" if name.startswith(">") else "---" for name in columns]
+    lines = [[name.lstrip(">") for name in columns], rules, *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def shapes() -> str:
     """The sizes of FLUX.1-schnell at the benchmark's resolution."""
     m = BENCHMARK.model
-    rope = BENCHMARK.model.rope_axes
+    rope = m.rope_axes
     grid = (m.latent_height // 2, m.latent_width // 2)
     latent = " x ".join(map(str, m.latent_shape))
     axes = ", ".join(map(str, rope))
@@ -113,8 +111,8 @@ def operations() -> str:
     for op in listed:
         figures = [f"{getattr(op, field) / unit:.4g}" for field, unit in units.items()]
         rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures, op.keeps])
-    totals = {field: sum(op.times * getattr(op, field) for op in listed) for field in units}
-    rows.append(["all, times their number", "", "", *(f"{totals[field] / units[field]:,.1f}" for field in units), ""])
+    totals = {field: sum(op.times * getattr(op, field) for op in listed) / unit for field, unit in units.items()}
+    rows.append(["all, times their number", "", "", *(f"{total:,.1f}" for total in totals.values()), ""])
     header = (
         "operation | >number | >rows | >forward GFLOP | >backward GFLOP | >forward MB | >backward MB"
         " | >forward weights MB | >backward weights MB | >kept MB | what is kept"
@@ -126,7 +124,7 @@ def operations() -> str:
 - Bytes are those of one kernel per operation in {DTYPE}: it reads each input once and writes each output once.
   tools/shared/flops.py lists what is left out.
 - Kept is what backward reads of forward's values, if no value is kept twice and none is computed again:
-  {ITEM * totals["kept"] / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
+  {totals["kept"] * MB / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
   per block. Eager steps also keep values inside of norms. `python -m tools.plan` counts both, and recomputation.
 
 {markdown(header, rows)}"""
@@ -173,11 +171,10 @@ parallel.replicate=1.
 
 def _uneven(ranks: int) -> str:
     """Which tensors a number of ranks cannot share equally, in words."""
-    found = {_fold(name): shape for name, shape in parameter_table(BENCHMARK.model).items() if shape[0] % ranks}
-    number = sum(1 for shape in parameter_table(BENCHMARK.model).values() if shape[0] % ranks)
-    kinds = Counter(name.rpartition("norm.")[1] + name.rpartition(".")[2] for name in found)
-    assert {*kinds} == {"norm.scale", "weight", "bias"} and len(found) == 8, kinds
-    head = found["final_layer.linear.weight"][0]
+    uneven = {name: shape for name, shape in parameter_table(BENCHMARK.model).items() if shape[0] % ranks}
+    number = len(uneven)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in uneven} == {"linear", "query_norm", "key_norm"}
+    head = uneven["final_layer.linear.weight"][0]
     scale = BENCHMARK.model.head_dim
     return f"""With {ranks} shards, {number} tensors are uneven: `final_layer.linear.weight` and `.bias` with {head}
 rows, and all `query_norm.scale` and `key_norm.scale` with {scale} elements. torch.chunk gives each
@@ -188,7 +185,7 @@ A framework that needs equal shards adds zeros to these tensors, or copies them 
 
 def log() -> str:
     """The benchmark's log: its keys in their order, by ruleset."""
-    logs = {ruleset: _events(ruleset) for ruleset in RULESETS}
+    logs = {ruleset: events(ruleset) for ruleset in RULESETS}
     keys = {ruleset: [event["key"] for event in events] for ruleset, events in logs.items()}
     rows = []
     for event in logs[RULESETS[-1]]:
@@ -209,7 +206,7 @@ def log() -> str:
 {markdown("key | type | value | metadata | " + " | ".join(RULESETS), rows)}"""
 
 
-def _events(ruleset: str) -> list[dict]:
+def events(ruleset: str) -> list[dict]:
     """The events that a run of one evaluation writes."""
     cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset, data__evict=True)
     interval = cfg.eval.every_samples
@@ -229,23 +226,20 @@ def _events(ruleset: str) -> list[dict]:
 
 
 TABLES = {
-    "shapes": ("Shapes", shapes),
-    "parameters": ("Parameters", parameters),
-    "operations": ("Operations, bytes and kept activations", operations),
-    "communication": ("Communication", communication),
-    "log": ("Keys of the benchmark's log", log),
+    "Shapes": shapes,
+    "Parameters": parameters,
+    "Operations, bytes and kept activations": operations,
+    "Communication": communication,
+    "Keys of the benchmark's log": log,
 }
+INTRO = "# Tables\n\n`PYTHONPATH=. python tests/tables/page.py` writes this page. A test keeps it so."
 
 
-def page(wanted: Iterable[str] = TABLES) -> str:
-    """The tables of these names, each under its heading."""
-    return "\n\n".join(f"## {TABLES[name][0]}\n\n{TABLES[name][1]()}" for name in wanted) + "\n"
+def page() -> str:
+    """The tables, each under its heading."""
+    parts = [f"## {heading}\n\n{table()}" for heading, table in TABLES.items()]
+    return "\n\n".join([INTRO, *parts]) + "\n"
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) > 1 or not TABLES.keys() >= set(argv):
-        known = ", ".join(TABLES)
-        raise Refusal(f"{' '.join(argv)!r} is not one table; give one of {known}, or none for docs/tables.md")
-    intro = "# Tables\n\n`python -m tools.tables` prints this page. A test keeps it so.\n\n"
-    print(page(argv) if argv else intro + page(), end="")
-    return 0
+if __name__ == "__main__":
+    PAGE.write_text(page())
