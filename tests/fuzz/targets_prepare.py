@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import shard_damage
-from fuzz import damage, damage_files
+from fuzz.damage import BYTES, JSON, TEXT, at, of_content
+from fuzz.damage_files import ARCHIVE, PLACES, npy_head
 from fuzz.engine import Target
-from fuzz.targets_data import LAYOUT, PLACES, crc, on, places, refuses_os_errors
+from fuzz.targets_data import LAYOUT, crc, refuses_os_errors
 from PIL import Image
 
 from flux_ref.formats import shard_writer
@@ -262,10 +263,10 @@ TARGETS = [
     Target(
         "pictures",
         make_pictures,
-        {f"picture_{name}": hurt for name, hurt in damage.of_bytes("set/*.*g").items()}
-        | {f"text_{name}": hurt for name, hurt in damage.of_text("set/*.txt").items()}
-        | {f"json_{name}": hurt for name, hurt in damage.of_json("set/*.json").items()}
-        | places("set/*.*"),
+        at("set/*.*g", BYTES, "picture_")
+        | at("set/*.txt", TEXT, "text_")
+        | at("set/*.json", JSON, "json_")
+        | at("set/*.*", PLACES),
         run_pictures,
         judge=judge_pictures,
         weight=2,
@@ -274,35 +275,19 @@ TARGETS = [
         Target(
             f"listed_{kind}",
             partial(make_listed, kind=kind),
-            damage.of_bytes("set/metadata.*") | damage.of_text("set/metadata.*") | places("set/*.*"),
+            at("set/metadata.*", TEXT) | at("set/*.*", PLACES),
             run_pictures,
             judge=judge_listed,
         )
         for kind in ("jsonl", "csv")
     ),
-    Target(
-        "archives",
-        make_archives,
-        damage.of_bytes("set/*.tar")
-        | on(
-            "set/*.tar",
-            {
-                "tar_field": damage_files.tar_field,
-                "tar_chain": damage_files.tar_chain,
-                "members": damage_files.members,
-            },
-        ),
-        run_pictures,
-        judge=judge_archives,
-        weight=2,
-    ),
+    Target("archives", make_archives, at("set/*.tar", BYTES | ARCHIVE), run_pictures, judge=judge_archives, weight=2),
     Target(
         "arrow",
         make_arrow,
-        {f"file_{name}": hurt for name, hurt in damage.of_bytes("set/*.arrow").items()}
-        | on("set/*.arrow", {"npy_head": damage_files.npy_head})
-        | {f"state_{name}": hurt for name, hurt in damage.of_json("set/state.json").items()}
-        | {name: damage.on_file("set/*.arrow", change) for name, change in PLACES.items()},
+        at("set/*.arrow", BYTES, "file_")
+        | at("set/*.arrow", of_content(npy_head) | PLACES)
+        | at("set/state.json", JSON, "state_"),
         run_arrow,
         reading=read_arrow,
         weight=2,
@@ -310,8 +295,7 @@ TARGETS = [
     Target(
         "job",
         make_job,
-        {f"plan_{name}": hurt for name, hurt in damage.of_json("train.partial/plan.json").items()}
-        | {f"checked_{name}": hurt for name, hurt in damage.of_json("train.partial/checked.json").items()},
+        at("train.partial/plan.json", JSON, "plan_") | at("train.partial/checked.json", JSON, "checked_"),
         run_job,
     ),
 ]
