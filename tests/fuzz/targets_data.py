@@ -31,18 +31,6 @@ LAYOUT, COUNT, PER_SHARD = shard_damage.LAYOUT, 5, 3
 MICRO = Path(__file__).parents[1] / "micro.toml"
 
 
-def refuses_os_errors(run):
-    """As ranks.agreed and the commands do."""
-
-    def refusing(*given: object) -> object:
-        try:
-            return run(*given)
-        except OSError as error:
-            raise Refusal(str(error)) from None
-
-    return refusing
-
-
 def crc(content: object) -> int:
     return zlib.crc32(bytes(content))
 
@@ -55,7 +43,6 @@ def make_shards(folder: Path) -> None:
         shard_writer.write(folder / name, shard_damage.samples(COUNT, seed), "some", PER_SHARD)
 
 
-@refuses_os_errors
 def run_shards(folder: Path) -> list[tuple]:
     """Key, timestep and checksums of each sample."""
     stored, found = shards.ShardSet(Path("set"), LAYOUT), []
@@ -141,7 +128,6 @@ def make_energon(folder: Path) -> None:
     (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts, "exclude": ["train/shard_000001.tar"]}))
 
 
-@refuses_os_errors
 def run_energon(folder: Path) -> dict[str, list[str]]:
     return {split: [str(path) for path in energon.shards_of(Path("set"), split)] for split in ("train", "val")}
 
@@ -274,7 +260,6 @@ def make_stage(folder: Path) -> None:
     (source / "manifest.sha256").write_text(manifest.written(sums))
 
 
-@refuses_os_errors
 def run_stage(folder: Path) -> list:
     """What would be copied to where, and which files are trusted."""
     files, sums = stage.survey(Path("src").resolve(), Path("dst").resolve())

@@ -18,7 +18,7 @@ import shard_damage
 from fuzz.damage import BYTES, JSON, TEXT, at, of_content
 from fuzz.damage_files import ARCHIVE, PLACES, npy_head
 from fuzz.engine import Target
-from fuzz.targets_data import LAYOUT, crc, refuses_os_errors
+from fuzz.targets_data import LAYOUT, crc
 from PIL import Image
 
 from flux_ref.formats import shard_writer
@@ -80,7 +80,6 @@ def make_archives(folder: Path) -> None:
                 archive.addfile(entry, io.BytesIO(content))
 
 
-@refuses_os_errors
 def run_pictures(folder: Path) -> list[tuple]:
     """Name, caption, timestep and pixels of each sample, or why it is rejected."""
     source, found = raw_images.source("set"), []
@@ -207,7 +206,6 @@ def make_arrow(folder: Path) -> None:
         (folder / name / "state.json").write_text(json.dumps(state))
 
 
-@refuses_os_errors
 def run_arrow(folder: Path) -> list[tuple]:
     rows = mlcommons._inspect(Path("set"), "val", LAYOUT)
     found = mlcommons._samples(rows, range(sum(rows.values())), "val", LAYOUT)
@@ -249,7 +247,6 @@ def make_job(folder: Path) -> None:
     (growing / "shard_000001.tar").write_bytes(b"x")
 
 
-@refuses_os_errors
 def run_job(folder: Path) -> tuple:
     final = Path("train").resolve()
     checked = jobs.growing(final) / images.CHECKED

@@ -21,7 +21,7 @@ import torch
 from fuzz.damage import BYTES, JSON, VALUES, OfContent, at, of_content
 from fuzz.damage_files import ARCHIVE, PLACES, SAFETENSORS
 from fuzz.engine import Target
-from fuzz.targets_data import crc, refuses_os_errors
+from fuzz.targets_data import crc
 from safetensors.torch import save_file
 
 from flux_ref import config_file
@@ -73,7 +73,6 @@ def make_checkpoints(folder: Path) -> None:
     shutil.copytree(final, folder / "other")
 
 
-@refuses_os_errors
 def run_checkpoints(folder: Path) -> list[tuple]:
     """All that the two hold."""
     found = []
@@ -181,7 +180,6 @@ def make_unlisted(folder: Path) -> None:
         index.unlink()
 
 
-@refuses_os_errors
 def run_weights(path: str, folder: Path) -> dict[str, tuple]:
     """Each tensor of the files, after the whole model was read."""
     source = weight_files.open_source(weight_files.find(Path(path)), MODEL)
@@ -238,7 +236,6 @@ def make_vae(folder: Path) -> None:
         save_file(drawn(table, seed), folder / name / "ae.safetensors")
 
 
-@refuses_os_errors
 def run_vae(folder: Path) -> dict[str, tuple]:
     net = vae.load(Path("set/ae.safetensors"), sizes=VAE)
     return {name: (tuple(p.shape), crc_of(p)) for name, p in sorted(net.named_parameters())}
@@ -251,7 +248,6 @@ def make_diffusers_vae(folder: Path) -> None:
     (folder / "set" / "vae" / "config.json").write_text(json.dumps(vae.DIFFUSERS_CONFIG))
 
 
-@refuses_os_errors
 def run_diffusers_vae(folder: Path) -> list:
     return [crc_of(parameter) for parameter in vae.load(Path("set"), sizes=VAE).parameters()]
 
@@ -280,7 +276,6 @@ def make_cache(folder: Path) -> None:
     compile_cache.write(folder / "cache", USE, folder / "code")
 
 
-@refuses_os_errors
 def run_cache(folder: Path) -> list[tuple] | str:
     with tempfile.TemporaryDirectory() as place:
         compile_cache.read(Path("cache"), USE, Path(place))

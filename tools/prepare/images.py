@@ -43,23 +43,12 @@ from flux_ref.sampling import encoders, vae
 from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import jobs, options, raw_images
-from tools.prepare.raw_images import Candidate, Part, Rejected
+from tools.prepare.raw_images import Candidate, Part, Sample
 
 CHECKED = "checked.json"
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
 OTHER_ENCODERS = 0.1  # relative difference of encodings of the empty caption; rounding differs by less
 Checked = list[list]  # for each part [candidates, [[position in the part, name, reason] of each rejected candidate]]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
-
-    name: str
-    rejected: str = ""
-    pixels: Tensor | None = None
-    caption: str = ""
-    timestep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,23 +63,12 @@ class Job:
     parts: list[Part]
     pool: ThreadPoolExecutor
 
-    def load(self, candidate: Candidate) -> Sample:
-        sides = 8 * self.model.latent_height, 8 * self.model.latent_width
-        try:
-            file, caption, timestep = candidate.read()
-            with file:
-                pixels = raw_images.pixels(file, *sides, self.args.min_side)
-            return Sample(candidate.name, "", pixels, caption, timestep)
-        except Rejected as error:
-            return Sample(candidate.name, str(error))
-        except OSError:
-            return Sample(candidate.name, "unreadable file")
-
     def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
         """The samples, in order. Threads load some of the next samples meanwhile."""
         waiting = deque()
+        sizes = 8 * self.model.latent_height, 8 * self.model.latent_width, self.args.min_side
         for candidate in candidates:
-            waiting.append(self.pool.submit(self.load, candidate))
+            waiting.append(self.pool.submit(candidate.load, *sizes))
             if len(waiting) > 2 * max(self.args.batch, self.args.workers):
                 yield waiting.popleft().result()
         while waiting:

@@ -45,11 +45,33 @@ Entry = tuple[BinaryIO, str, int | None]  # a picture that is not decoded yet, i
 
 
 @dataclass(frozen=True)
+class Sample:
+    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
+
+    name: str
+    rejected: str = ""
+    pixels: Tensor | None = None
+    caption: str = ""
+    timestep: int | None = None
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """One sample of the input. read: its user closes the file; raises Rejected, OSError."""
+    """One sample of the input that is not read yet. read: raises Rejected, OSError."""
 
     name: str
     read: Callable[[], Entry]
+
+    def load(self, height: int, width: int, min_side: int) -> Sample:
+        """Read and decode it; for the sizes see `pixels`."""
+        try:
+            file, caption, timestep = self.read()
+            with file:
+                return Sample(self.name, "", pixels(file, height, width, min_side), caption, timestep)
+        except Rejected as error:
+            return Sample(self.name, str(error))
+        except OSError:
+            return Sample(self.name, "unreadable file")
 
 
 Part = Callable[[], Iterator[Candidate]]  # some consecutive candidates; every call gives the same ones
