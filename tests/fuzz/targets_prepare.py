@@ -20,6 +20,7 @@ from fuzz.damage_files import ARCHIVE, PLACES, npy_head
 from fuzz.engine import Target
 from fuzz.targets_data import LAYOUT, crc
 from PIL import Image
+from torch import Tensor
 
 from flux_ref.formats import shard_writer
 from tools.prepare import images, jobs, mlcommons, raw_images
@@ -81,18 +82,18 @@ def make_archives(folder: Path) -> None:
 
 
 def run_pictures(folder: Path) -> list[tuple]:
-    """Name, caption, timestep and pixels of each sample, or why it is rejected."""
+    """Name, caption, timestep and checksum of the pixels of each sample, or why it is rejected."""
     source, found = raw_images.source("set"), []
     for part in source.parts(source.files()):
         for candidate in part():
-            try:
-                file, caption, timestep = candidate.read()
-                with file:
-                    pixels = raw_images.pixels(file, SIDE, SIDE, 8)
-                found.append((candidate.name, caption, timestep, crc(pixels.numpy())))
-            except (raw_images.Rejected, OSError) as error:
-                found.append((candidate.name, str(error) if isinstance(error, raw_images.Rejected) else "unreadable"))
+            sample = candidate.load(SIDE, SIDE, 8)
+            read = (sample.rejected,) if sample.rejected else (sample.caption, sample.timestep, crc_of(sample.pixels))
+            found.append((sample.name, *read))
     return found
+
+
+def crc_of(pixels: Tensor) -> int:
+    return crc(pixels.numpy())
 
 
 def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
@@ -124,7 +125,7 @@ def judge_listed(folder: Path, outcome: list[tuple]) -> str:
     pairs = {(os.path.normpath(str(row.get("file_name"))), str(row.get("text")).strip()) for row in rows}
     for name, caption, *rest in (sample for sample in outcome if len(sample) > 2):
         with Path("set", name).open("rb") as file:
-            if (name, caption) not in pairs or rest[1] != crc(raw_images.pixels(file, SIDE, SIDE, 8).numpy()):
+            if (name, caption) not in pairs or rest[1] != crc_of(raw_images.pixels(file, SIDE, SIDE, 8)):
                 return f"{name} is not what its row says"
     return ""
 
@@ -173,7 +174,7 @@ def _judge(files: dict[str, bytes], found: dict[str, list]) -> str:
             caption = beside[".txt"].decode() if ".txt" in beside else json.loads(beside[".json"])["caption"]
             pictures = [content for suffix, content in beside.items() if suffix.lower() in raw_images.SUFFIXES]
             pixels = raw_images.pixels(io.BytesIO(pictures[0]), SIDE, SIDE, 8)
-            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc(pixels.numpy()):
+            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc_of(pixels):
                 return f"{name} is not what its files say"
     return ""
 

@@ -1,7 +1,9 @@
 """The files of a data set and their checksums, as `sha256sum` writes and checks them."""
 
+import os
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from flux_ref.formats import outside
@@ -15,8 +17,11 @@ def walk(root: Path) -> Iterator[Path]:
     """All that lies below a folder and is no folder, without root/.stage. Links are not followed. Raises: OSError."""
     folders = [root]
     for folder in folders:
-        for path in sorted(folder.iterdir()):
-            if path.is_symlink() or not path.is_dir():
+        for entry in sorted(
+            os.scandir(folder), key=attrgetter("name")
+        ):  # with their kinds
+            path = Path(entry.path)
+            if not entry.is_dir(follow_symlinks=False):
                 yield path
             elif path != root / HIDDEN:
                 folders.append(path)
