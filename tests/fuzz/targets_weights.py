@@ -22,6 +22,7 @@ from fuzz.damage import BYTES, JSON, VALUES, OfContent, at, of_content
 from fuzz.damage_files import ARCHIVE, PLACES, SAFETENSORS
 from fuzz.engine import Target
 from fuzz.targets_data import crc
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from flux_ref import config_file
@@ -191,19 +192,16 @@ def run_weights(path: str, folder: Path) -> dict[str, tuple]:
 
 
 def parsed(path: Path) -> tuple[dict[str, tuple], dict]:
-    """Shape and checksum of each tensor of a safetensors file, and the metadata. Raises: ValueError."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    head, payload, end = json.loads(content[8 : 8 + size]), content[8 + size :], 0
-    metadata = head.pop("__metadata__", {}) or {}
-    for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
-        low, high = entry["data_offsets"]
-        if low != end or high - low != BYTES_OF[entry["dtype"]] * math.prod(entry["shape"]) or high > len(payload):
-            raise ValueError(f"place of {name}")
-        end = high
-    if end != len(payload):
-        raise ValueError("bytes at the end")
-    return {n: (tuple(e["shape"]), crc(payload[slice(*e["data_offsets"])])) for n, e in head.items()}, metadata
+    """Shape and checksum of each tensor of a safetensors file, and the metadata, by its own library.
+
+    Raises: ValueError.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(tensor.shape), crc_of(tensor)) for name, tensor in tensors.items()}, file.metadata()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(str(error)) from None
 
 
 def read_weights(path: str, folder: Path) -> dict[str, tuple]:
@@ -218,7 +216,7 @@ def read_weights(path: str, folder: Path) -> dict[str, tuple]:
         found, own = parsed(file)
         if found.keys() & tensors.keys():
             raise ValueError("a tensor in two files")
-        tensors, places, metadata = tensors | found, places | dict.fromkeys(found, file.name), metadata | own
+        tensors, places, metadata = tensors | found, places | dict.fromkeys(found, file.name), metadata | (own or {})
     if weight_map not in (None, places):
         raise ValueError("the index does not fit")
     info = metadata if metadata.get("trained_by") == weight_files.TRAINER else {}

@@ -643,7 +643,7 @@ def test_only_some_pictures_are_decoded_ahead():
 
     with ThreadPoolExecutor(2) as pool:
         args = Namespace(batch=3, workers=2, min_side=8)
-        for i, sample in enumerate(images.Job(args, None, MODEL, None, None, None, pool).loaded(candidates())):
+        for i, sample in enumerate(images.Job(args, None, MODEL, None, None, pool).loaded(candidates())):
             assert sample == i and len(taken) <= i + 2 * 3 + 1
     assert i == 39 and taken == list(range(40))
 

@@ -17,9 +17,7 @@ def walk(root: Path) -> Iterator[Path]:
     """All that lies below a folder and is no folder, without root/.stage. Links are not followed. Raises: OSError."""
     folders = [root]
     for folder in folders:
-        for entry in sorted(
-            os.scandir(folder), key=attrgetter("name")
-        ):  # with their kinds
+        for entry in sorted(os.scandir(folder), key=attrgetter("name")):  # with their kinds
             path = Path(entry.path)
             if not entry.is_dir(follow_symlinks=False):
                 yield path
