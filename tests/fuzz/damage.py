@@ -5,12 +5,27 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from fuzz.engine import Damage
 
-Change = Callable[[bytes, Random], tuple[bytes, str]]  # a file's content before; after, and what was done
+Change = Callable[[Path, Random], str]  # changes a file or folder, and says how
+
+
+@dataclass(frozen=True)
+class OfContent:
+    """The change of a file by what becomes of its content: from it, the content after, and what was done."""
+
+    change: Callable[[bytes, Random], tuple[bytes, str]]
+
+    def __call__(self, path: Path, random: Random) -> str:
+        content, said = self.change(path.read_bytes(), random)
+        path.write_bytes(content)
+        return said
+
 
 NUMBERS = (
     *"0 -1 1 2 9223372036854775807 9223372036854775808 -9223372036854775808 18446744073709551616 2147483648".split(),
@@ -31,26 +46,25 @@ VALUES = (
 )
 
 
-def in_file(pattern: str, change: Change) -> Damage:
-    """The damage that changes the content of one file whose path matches a pattern such as "*.json"."""
-
-    def hurt(folder: Path, random: Random) -> str:
-        path = random.choice(sorted(path for path in folder.rglob(pattern) if path.is_file()))
-        content, said = change(path.read_bytes(), random)
-        path.write_bytes(content)
-        return f"{path.relative_to(folder)}: {said}"
-
-    return hurt
+def at(pattern: str, changes: dict[str, Change], prefix: str = "") -> dict[str, Damage]:
+    """The damages by which each change hits one file or folder whose path matches a pattern such as "*.json"."""
+    return {f"{prefix}{name}": partial(_hurt, pattern, change) for name, change in changes.items()}
 
 
-def on_file(pattern: str, change: Callable[[Path, Random], str]) -> Damage:
-    """The damage that does something to one file or folder whose path matches a pattern."""
+def _hurt(pattern: str, change: Change, folder: Path, random: Random) -> str:
+    paths = sorted(folder.rglob(pattern))
+    if isinstance(change, OfContent):
+        paths = [path for path in paths if path.is_file()]
+    path = random.choice(paths)
+    return f"{path.relative_to(folder)}: {change(path, random)}"
 
-    def hurt(folder: Path, random: Random) -> str:
-        path = random.choice(sorted(folder.rglob(pattern)))
-        return f"{path.relative_to(folder)}: {change(path, random)}"
 
-    return hurt
+def by_name(*changes: Callable) -> dict[str, Callable]:
+    return {change.__name__: change for change in changes}
+
+
+def of_content(*changes: Callable) -> dict[str, OfContent]:
+    return {change.__name__: OfContent(change) for change in changes}
 
 
 # Bytes
@@ -137,10 +151,6 @@ def depth(content: bytes, random: Random) -> tuple[bytes, str]:
     return content, f"{count} times {opening!a} at byte {match.start()}, {'closed' if closing else 'open'}"
 
 
-BYTES = {change.__name__: change for change in (cut, flip, noise, insert, part_gone, part_twice)}
-TEXT = BYTES | {change.__name__: change for change in (other_lines, number, word, line, depth)}
-
-
 # Files
 
 
@@ -199,9 +209,6 @@ def _remove(path: Path) -> None:
         path.rmdir()
     else:
         path.unlink()
-
-
-FILES = {change.__name__: change for change in (gone, other_kind, other_file)}
 
 
 # JSON
@@ -266,26 +273,9 @@ def _spots(value: object) -> list[tuple]:
     return [(value, key) for key, _ in items] + [spot for _, inner in items for spot in _spots(inner)]
 
 
-# Sets of damages for a target
+# What may happen to each kind of file
 
-
-def of_text(pattern: str) -> dict[str, Damage]:
-    """All damages of a file of text."""
-    changes = {name: in_file(pattern, change) for name, change in TEXT.items()}
-    return changes | {name: on_file(pattern, change) for name, change in FILES.items()}
-
-
-def of_json(pattern: str) -> dict[str, Damage]:
-    """All damages of a JSON file."""
-    return of_text(pattern) | {"tree": in_file(pattern, tree)}
-
-
-def of_json_lines(pattern: str) -> dict[str, Damage]:
-    """All damages of a file with JSON in its lines."""
-    return of_text(pattern) | {"tree_line": in_file(pattern, tree_line)}
-
-
-def of_bytes(pattern: str) -> dict[str, Damage]:
-    """All damages of a file of bytes."""
-    changes = {name: in_file(pattern, change) for name, change in BYTES.items()}
-    return changes | {name: on_file(pattern, change) for name, change in FILES.items()}
+BYTES = of_content(cut, flip, noise, insert, part_gone, part_twice) | by_name(gone, other_kind, other_file)
+TEXT = BYTES | of_content(other_lines, number, word, line, depth)
+JSON = TEXT | of_content(tree)
+JSON_LINES = TEXT | of_content(tree_line)

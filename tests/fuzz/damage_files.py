@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fuzz.damage import VALUES, Change, tree_text
+from fuzz.damage import BYTES, VALUES, OfContent, by_name, of_content, tree_text
 
 BLOCK = 512
 FIELDS = {  # of a tar header: first byte, length
@@ -65,8 +65,8 @@ def tar_chain(content: bytes, random: Random) -> tuple[bytes, str]:
     return content[:at] + chain + content[at:], said
 
 
-def moved(parts: Callable[[bytes], list[int]]) -> Change:
-    """The change that loses, doubles, exchanges or moves parts of a file. parts: where each begins."""
+def moved(parts: Callable[[bytes], list[int]]) -> Callable:
+    """The change of a content that loses, doubles, exchanges or moves parts of a file. parts: where each begins."""
 
     def change(content: bytes, random: Random) -> tuple[bytes, str]:
         begins = parts(content)
@@ -86,9 +86,6 @@ def moved(parts: Callable[[bytes], list[int]]) -> Change:
         return b"".join(pieces), f"part {one} {how}, with {other}"
 
     return change
-
-
-members = moved(headers)
 
 
 def npy_head(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -146,9 +143,6 @@ def safetensors_entry(content: bytes, random: Random) -> tuple[bytes, str]:
     return struct.pack("<Q", len(text)) + text + content[8 + size :], f"{key} of {one} and {other}"
 
 
-SAFETENSORS = {change.__name__: change for change in (safetensors_head, safetensors_entry)}
-
-
 def exchanged(path: Path, random: Random) -> str:
     """A file changes names with one beside it."""
     others = [other for other in sorted(path.parent.iterdir()) if other.is_file() and other != path]
@@ -196,3 +190,11 @@ def doubled(path: Path, random: Random) -> str:
     if path.is_file() and not path.with_name(name).exists():
         shutil.copyfile(source, path.with_name(name))
     return f"is there as {name}, too{'' if source == path else ', of another set'}"
+
+
+# What may happen to each kind of file
+
+ARCHIVE = of_content(tar_field, tar_chain) | {"members": OfContent(moved(headers))}
+NPY = BYTES | of_content(npy_head)
+SAFETENSORS = BYTES | of_content(safetensors_head, safetensors_entry)
+PLACES = by_name(exchanged, of_other_set, renamed, doubled)

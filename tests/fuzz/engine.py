@@ -18,9 +18,8 @@ import sys
 import tempfile
 import traceback
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from random import Random
@@ -32,7 +31,8 @@ REFUSED, SAME, AS_READ = "refusal", "same outcome", "as read"  # the good result
 TRACEBACK, HANG, MEMORY = "traceback", "hang", "memory"
 WRONG, LEFTOVER, UNCLEAR = "wrong acceptance", "leftover", "unclear"  # unclear: several lines, control characters
 GOOD = (REFUSED, SAME, AS_READ)
-RESULTS = (*GOOD, TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
+BAD = (TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
+RESULTS = GOOD + BAD
 MEMORY_BYTES = 2 * 2**30  # an input may take so much memory
 FIRST_S = 100.0  # for the sound input of a target, whose modules may have to be imported
 CHECKED_BYTES = 16 * 2**20  # of a larger file only the size is compared
@@ -49,7 +49,7 @@ class Target:
     name: str
     make: Callable[[Path], None]  # writes a sound input into the empty folder; once per process
     damages: dict[str, Damage]  # each changes files in the folder, and says how in one line without paths
-    run: Callable[[Path], object]  # reads the input; what it found, or a Said. Raises: Refusal, Fault
+    run: Callable[[Path], object]  # reads the input; what it found, or a Said. Raises: Refusal, Fault, OSError
     # What a reader of its own says that `run` must find in the hurt input. Raises: ValueError for a bad input.
     reading: Callable[[Path], object] | None = None
     # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
@@ -147,7 +147,7 @@ class Bench:
         signal.setitimer(signal.ITIMER_REAL, limit_s or target.limit_s)
         try:
             outcome = target.run(folder)
-        except (Refusal, Fault) as error:
+        except (Refusal, Fault, OSError) as error:  # commands make one line of each
             return REFUSED if _is_clear(one_line(error)) else UNCLEAR, one_line(error), None
         except _Hang:
             return HANG, _where(), None
@@ -295,30 +295,6 @@ def _work(connection: multiprocessing.connection.Connection, root: Path) -> None
     connection.send("ready")
     while True:
         connection.send(bench.try_input(*connection.recv()))
-
-
-@dataclass
-class Count:
-    """How the inputs of each target ended."""
-
-    of: dict[str, Counter] = field(default_factory=dict)
-    bad: list[tuple[Input, Result]] = field(default_factory=list)
-
-    def add(self, one: Input, result: Result) -> None:
-        self.of.setdefault(one[0], Counter())[result.kind] += 1
-        if result.kind not in GOOD:
-            self.bad.append((one, result))
-
-    def table(self) -> str:
-        """A row per target, a column per result."""
-        total = sum(self.of.values(), Counter())
-        rows = [("target", *RESULTS, "all")]
-        rows += [
-            (name, *(str(count[kind]) for kind in RESULTS), str(count.total()))
-            for name, count in (*sorted(self.of.items()), ("all", total))
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
 
 def written(one: Input, damage: str) -> str:

@@ -17,7 +17,9 @@ from random import Random
 import numpy as np
 import shard_damage
 import yaml
-from fuzz import damage, damage_files
+from fuzz import damage_files
+from fuzz.damage import BYTES, TEXT, at, of_content
+from fuzz.damage_files import ARCHIVE, NPY, PLACES
 from fuzz.engine import Said, Target, command
 
 from flux_ref.errors import Refusal
@@ -27,18 +29,6 @@ from tools.prepare import manifest, stage
 
 LAYOUT, COUNT, PER_SHARD = shard_damage.LAYOUT, 5, 3
 MICRO = Path(__file__).parents[1] / "micro.toml"
-
-
-def refuses_os_errors(run):
-    """As ranks.agreed and the commands do."""
-
-    def refusing(folder: Path) -> object:
-        try:
-            return run(folder)
-        except OSError as error:
-            raise Refusal(str(error)) from None
-
-    return refusing
 
 
 def crc(content: object) -> int:
@@ -53,7 +43,6 @@ def make_shards(folder: Path) -> None:
         shard_writer.write(folder / name, shard_damage.samples(COUNT, seed), "some", PER_SHARD)
 
 
-@refuses_os_errors
 def run_shards(folder: Path) -> list[tuple]:
     """Key, timestep and checksums of each sample."""
     stored, found = shards.ShardSet(Path("set"), LAYOUT), []
@@ -124,22 +113,7 @@ def end(content: bytes, random: Random) -> tuple[bytes, str]:
     return (content[:count] if count < 0 else content + filling * count), f"{count} bytes {filling!a} at the end"
 
 
-SHARD_CHANGES = {
-    change.__name__: change
-    for change in (damage_files.tar_field, damage_files.tar_chain, damage_files.members, damage_files.npy_head)
-} | {change.__name__: change for change in (samples, own_text, end)}
-PLACES = {
-    change.__name__: change
-    for change in (damage_files.exchanged, damage_files.of_other_set, damage_files.renamed, damage_files.doubled)
-}
-
-
-def on(pattern: str, changes: dict) -> dict:
-    return {name: damage.in_file(pattern, change) for name, change in changes.items()}
-
-
-def places(pattern: str) -> dict:
-    return {name: damage.on_file(pattern, change) for name, change in PLACES.items()}
+SHARDS = BYTES | ARCHIVE | of_content(damage_files.npy_head, samples, own_text, end)
 
 
 # Energon's lists
@@ -154,7 +128,6 @@ def make_energon(folder: Path) -> None:
     (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts, "exclude": ["train/shard_000001.tar"]}))
 
 
-@refuses_os_errors
 def run_energon(folder: Path) -> dict[str, list[str]]:
     return {split: [str(path) for path in energon.shards_of(Path("set"), split)] for split in ("train", "val")}
 
@@ -276,30 +249,23 @@ def make_stage(folder: Path) -> None:
     source, target = folder / "src", folder / "dst"
     (source / "train").mkdir(parents=True)
     shutil.copytree(source, target)
-    (target / stage.HIDDEN).mkdir()
-    sums, lines = {}, []
+    sums = {}
     for number in range(4):
         path = source / "train" / f"shard_{number:06d}.tar"
         path.write_bytes(bytes([number]) * 700)
-        digest = sums[f"train/{path.name}"] = stage.hashlib.sha256(path.read_bytes()).hexdigest()
+        sums[f"train/{path.name}"] = stage.hashlib.sha256(path.read_bytes()).hexdigest()
         os.utime(path, ns=(10**18 + number, 10**18 + number))
         if number < 3:
             shutil.copy2(path, target / "train" / path.name)
-            lines.append(json.dumps([f"train/{path.name}", 700, 10**18 + number, digest]))
     (source / "manifest.sha256").write_text(manifest.written(sums))
-    (target / stage.HIDDEN / "journal").write_text("\n".join(lines))
 
 
-@refuses_os_errors
 def run_stage(folder: Path) -> list:
     """What would be copied to where, and which files are trusted."""
     files, sums = stage.survey(Path("src").resolve(), Path("dst").resolve())
-    disk = stage.Disk(Path("dst").resolve())
-    try:
-        whole = disk.take_stock(files)
-        streams = stage.plan(files, sums, [whole])
-    finally:
-        disk.close()
+    with stage.claimed(Path("dst").resolve()):
+        whole = stage.take_stock(Path("dst").resolve(), files)
+    streams = stage.plan(files, sums, [whole])
     moves = sorted((transfer.file.name, transfer.sha256) for stream in streams for transfer in stream)
     return [sorted(files), sums, whole, moves]
 
@@ -307,9 +273,8 @@ def run_stage(folder: Path) -> list:
 def judge_stage(folder: Path, outcome: list) -> str:
     """Each trusted copy is its source's, and each file is trusted or copied."""
     names, sums, whole, moves = outcome
-    for name, digest in whole.items():
-        copy, source = (Path(root, name).read_bytes() for root in ("dst", "src"))
-        if copy != source or digest != stage.hashlib.sha256(source).hexdigest():
+    for name in whole:
+        if Path("dst", name).read_bytes() != Path("src", name).read_bytes():
             return f"{name} is trusted and is another"
     there = {path.relative_to("src").as_posix() for path in Path("src").rglob("*") if path.is_file()}
     if set(names) != there or {name for name, _ in moves} | set(whole) != there:
@@ -321,7 +286,7 @@ TARGETS = [
     Target(
         "shards",
         make_shards,
-        damage.of_bytes("set/*.tar") | on("set/*.tar", SHARD_CHANGES) | places("set/*.tar"),
+        at("set/*.tar", SHARDS | PLACES),
         run_shards,
         reading=read_shards,
         weight=3,
@@ -329,26 +294,19 @@ TARGETS = [
     Target(
         "energon",
         make_energon,
-        damage.of_text("split.yaml") | on("split.yaml", {"pattern": pattern}) | places("*.tar"),
+        at("split.yaml", TEXT | of_content(pattern)) | at("*.tar", PLACES),
         run_energon,
         reading=read_energon,
         weight=2,
     ),
-    Target(
-        "empty",
-        make_empty,
-        damage.of_bytes("set/*.npy") | on("set/*.npy", {"npy_head": damage_files.npy_head}) | places("set/*.npy"),
-        run_empty,
-        reading=read_empty,
-        weight=2,
-    ),
+    Target("empty", make_empty, at("set/*.npy", NPY | PLACES), run_empty, reading=read_empty, weight=2),
     Target(
         "verify",
         make_set,
-        {f"tar_{name}": hurt for name, hurt in (damage.of_bytes("*.tar") | on("*.tar", SHARD_CHANGES)).items()}
-        | {f"sums_{name}": hurt for name, hurt in damage.of_text("manifest.sha256").items()}
-        | {f"empty_{name}": hurt for name, hurt in damage.of_bytes("*.npy").items()}
-        | places("*.*"),
+        at("*.tar", SHARDS, "tar_")
+        | at("manifest.sha256", TEXT, "sums_")
+        | at("*.npy", BYTES, "empty_")
+        | at("*.*", PLACES),
         run_verify,
         judge=judge_verify,
         writes=("set/manifest.sha256",),
@@ -357,9 +315,7 @@ TARGETS = [
     Target(
         "stage",
         make_stage,
-        {f"sums_{name}": hurt for name, hurt in damage.of_text("manifest.sha256").items()}
-        | {f"journal_{name}": hurt for name, hurt in damage.of_text("journal").items()}
-        | places("*.tar"),
+        at("manifest.sha256", TEXT, "sums_") | at("*.tar", PLACES),
         run_stage,
         judge=judge_stage,
         writes=("dst/.stage*",),

@@ -7,25 +7,28 @@ change places. A changed command line may be accepted only if each of its words 
 import json
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 from fuzz import damage, targets_text
 from fuzz.engine import Said, Target, command
 
+import eval as eval_script
 from flux_ref import config, config_file, config_rules, ranks
-from flux_ref.formats.outside import whole_number
-from flux_ref.run import cli, weight_files
+from flux_ref.run import cli
 from flux_ref.run.attempt import attempt
 from flux_ref.sampling import drawing
 from tools.plan import commands as plan
+from tools.preflight import commands as preflight
+from tools.prepare import commands as prepare
+from tools.prepare import images, mlcommons, shapes, verify
 from tools.report import commands as report
 from tools.shared import hardware
-from tools.watch import commands as watch
-from tools.weights import commands as weights
 
 ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "tests" / "micro.toml"
@@ -37,18 +40,13 @@ def arguments(folder: Path) -> tuple[list[str], dict[str, str]]:
     return content["argv"], content["env"]
 
 
-def made(argv: list[str], env: dict[str, str] | None = None) -> Callable[[Path], None]:
-    """A `make` that writes these arguments."""
-    return lambda folder: (folder / "args.json").write_text(json.dumps({"argv": argv, "env": env or {}})) and None
+def write_arguments(argv: list[str], env: dict[str, str], folder: Path) -> None:
+    """Without null bytes, which no system passes on."""
+    content = json.dumps({"argv": argv, "env": env})
+    (folder / "args.json").write_text(content.replace(r"\u0000", ""))
 
 
 # Damages
-
-
-def _put(folder: Path, argv: list[str], env: dict[str, str]) -> None:
-    no_null = {name: value.replace("\0", "") for name, value in env.items()}  # no system passes null bytes on
-    content = {"argv": [word.replace("\0", "") for word in argv], "env": no_null}
-    (folder / "args.json").write_text(json.dumps(content))
 
 
 def value(folder: Path, random: Random) -> str:
@@ -58,7 +56,7 @@ def value(folder: Path, random: Random) -> str:
     head, eq, _ = argv[at].partition("=")
     said = f"{argv[at][:40]} gets {text[:30]!a} of {len(text)}"
     argv[at] = head + eq + text if eq else text
-    _put(folder, argv, env)
+    write_arguments(argv, env, folder)
     return said
 
 
@@ -79,7 +77,7 @@ def words(folder: Path, random: Random) -> str:
     else:
         word = random.choice(("--", "-h=1", "--no-such", "-", "", "--=", "--=1", "--.=1", "extra", "--json=", "@args"))
         argv.insert(to, word)
-    _put(folder, argv, env)
+    write_arguments(argv, env, folder)
     return f"{word[:40]} {how} to {to}"
 
 
@@ -89,10 +87,10 @@ def variable(folder: Path, random: Random) -> str:
     name, text = random.choice(sorted(env)), random.choice((*damage.NUMBERS, *damage.TEXTS))
     if random.random() < 0.2:
         del env[name]
-        _put(folder, argv, env)
+        write_arguments(argv, env, folder)
         return f"{name} gone"
     env[name] = text.encode("utf-8", "surrogateescape" if text.isascii() else "replace").decode()
-    _put(folder, argv, env)
+    write_arguments(argv, env, folder)
     return f"{name} becomes {text[:30]!a} of {len(text)}"
 
 
@@ -103,7 +101,7 @@ def terminal(folder: Path, random: Random) -> str:
     text = random.choice(("\u2501", "\U0001f600", "\u00e9", "\u0663", "\ud800", "\x9b"))
     said = f"{argv[at][:40]} gets {text!a} more, in {encoding}"
     argv[at] += text
-    _put(folder, argv, env | {TERMINAL: encoding})
+    write_arguments(argv, env | {TERMINAL: encoding}, folder)
     return said
 
 
@@ -133,24 +131,21 @@ SOUND = config.flat(config_file.load(MICRO))
 OVERRIDES = [f"--{key}={config_file._toml(v) if type(v) is not str else v}" for key, v in SOUND.items()]
 
 
-def make_overrides(folder: Path) -> None:
-    made(OVERRIDES)(folder)
+# Command lines. A rule tells which text behind an option makes sense: None for an option without a text, the least
+# and the most of a number, whole if both are whole, or a pattern.
+
+Rule = None | str | tuple[float, float]
+DECIMAL = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"
+ANY = "(?s).+"
 
 
-# Command lines. A rule says whether the text behind an option's = makes sense.
-
-Rule = Callable[[str], bool]
-
-
-def number(least: float, most: float) -> Rule:
-    """A rule of its own: a plain ASCII decimal in range."""
-    return lambda text: (
-        bool(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.A | re.I)) and (least <= float(text) <= most)
-    )
-
-
-def whole(least: int, most: int) -> Rule:
-    return lambda text: bool(re.fullmatch("[0-9]{1,20}", text)) and least <= int(text) <= most
+def makes_sense(rule: Rule, text: str) -> bool:
+    if rule is None or isinstance(rule, str):
+        return rule is None or bool(re.fullmatch(rule, text))
+    least, most = rule
+    is_whole = type(least) is int
+    form = "[0-9]{1,20}" if is_whole else DECIMAL
+    return bool(re.fullmatch(form, text, re.I)) and least <= (int(text) if is_whole else float(text)) <= most
 
 
 def is_override(word: str) -> bool:
@@ -161,257 +156,168 @@ def is_override(word: str) -> bool:
     return True
 
 
-def judge(rules: dict[str, Rule], *counts: int) -> Callable[[Path, Said], str]:
-    """The judge of a command line. counts: how many words may be no options. Twice the same option is fine."""
+def judge(rules: dict[str, Rule], counts: tuple[int, ...], folder: Path, said: Said) -> str:
+    """The judge of a command line. rules: of options and of environment variables.
 
-    def wrong(folder: Path, said: Said) -> str:
-        argv, free = arguments(folder)[0], 0
-        if {"-h", "--help"} & set(argv):
-            return ""
-        it = iter(argv)
-        for word in it:
-            name, eq, text = word.partition("=")
-            if not word.startswith("-"):
-                free += 1
-                continue
-            if name in rules and not eq and rules[name] is not None:
-                text = next(it, "")
-            if name in rules:
-                if rules[name] is not None and not rules[name](text):
-                    return f"{word[:80]} makes no sense"
-            elif not is_override(word):
+    counts: how many words may be no options. Twice the same option is fine.
+    """
+    argv, env = arguments(folder)
+    if {"-h", "--help"} & set(argv):
+        return ""
+    free = 0
+    words = iter(argv)
+    for word in words:
+        name, eq, text = word.partition("=")
+        if not word.startswith("-"):
+            free += 1
+        elif name not in rules:
+            if not is_override(word):
                 return f"{word[:80]} is no option"
-        return "" if free in counts else f"{free} words, want {counts}"
+        elif not makes_sense(rules[name], text if eq or rules[name] is None else next(words, "")):
+            return f"{word[:80]} makes no sense"
+    for name in env.keys() & rules.keys():
+        if not makes_sense(rules[name], env[name]):
+            return f"{name} makes no sense"
+    return "" if free in counts else f"{free} words, want {counts}"
 
-    return wrong
 
-
-def cli_command(main: Callable[[list[str]], int]) -> Callable[[Path], Said]:
-    """A `run` that calls a command with the arguments and the environment of args.json."""
-
-    def run(folder: Path) -> Said:
-        argv, env = arguments(folder)
-        os.environ.update(env)
+def run_command(main: Callable[[list[str]], int], folder: Path) -> Said:
+    """Call a command with the arguments and the environment of args.json."""
+    argv, env = arguments(folder)
+    os.environ.update(env)
+    try:
         return command(main, argv, env.get(TERMINAL, "utf-8"))
+    finally:
+        ranks.stop()
 
-    return run
+
+# Commands up to the point where their work would begin
 
 
-def start(argv: list[str]) -> int:
+def started(argv: list[str]) -> None:
     """What train.py does before it opens the data."""
     cfg = config_file.load(*cli.config_and_overrides(argv, default=str(MICRO)))
     world = ranks.start(cfg.parallel, timeout_s=1)
     config_rules.validate_world(cfg, world.size)
     print(f"rank {world.rank} of {world.size}")
-    return 0
 
 
-def run_train(folder: Path) -> Said:
-    try:
-        return cli_command(lambda argv: cli.run("train.py", "usage", start, argv))(folder)
-    finally:
-        ranks.stop()
+def parsed_eval(argv: list[str]) -> None:
+    options = eval_script.parse(argv)
+    config_file.override(config.Config(), options.overrides)
+    print(options.step)
 
 
-RANKS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-RANKS |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+def planned(argv: list[str]) -> None:
+    """All of a plan's input; nothing is counted."""
+    args, overrides = plan.parse(argv)
+    print(hardware.load(args.gpu, args.hardware)[0].arch)
+    for path in args.configs:
+        config_rules.validate_world(config_file.load(path, overrides), args.gpus)
+
+
+def attempted(task: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
+    """A command of one process."""
+    return lambda argv: attempt("command", lambda: task(argv) or 0)
+
+
+def on_ranks(task: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
+    """A command of several ranks."""
+    return lambda argv: cli.run("command", "usage", lambda argv: task(argv) or 0, argv)
+
+
+def parsed_prepare(argv: list[str]) -> int:
+    """prepare's parsers; no job is started."""
+    with ExitStack() as stack:
+        for module in (shapes, mlcommons, images, verify):
+            stack.enter_context(patch.object(module, "run", return_value=0))
+        return prepare.main(argv)
 
 
 def judge_ranks(folder: Path, said: Said) -> str:
     """Alone, or as torchrun says."""
     env = arguments(folder)[1]
-    size = whole_number(env.get("WORLD_SIZE", "1"), 1, 1)
-    rest = [whole(0, 0)(env.get(name, "0")) for name in ("RANK", "LOCAL_RANK")]
-    is_given = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys()
-    return "" if size and all(rest) and (is_given or not {"RANK", "WORLD_SIZE"} & env.keys()) else "no such ranks"
-
-
-def preflight(argv: list[str]) -> int:
-    from tools.preflight import commands
-
-    return attempt("preflight", lambda: print(commands.parse(argv).node) or 0)
-
-
-def judge_preflight(folder: Path, said: Said) -> str:
-    env = arguments(folder)[1]
-    if "SLURM_NODEID" in env and not whole(0, 10**6)(env["SLURM_NODEID"]):
-        return "SLURM_NODEID is no number"
-    rules = {"--nodes": bool, "--node": whole(0, 2), "--gpus": whole(1, 1024), "--wait": number(1, 86400)}
-    rules |= {"--slow": number(0, 1), "--address": lambda text: bool(re.fullmatch(r".+:[0-9]{1,5}", text, re.A))}
-    return judge(rules, 0)(folder, said)
-
-
-def eval_parse(argv: list[str]) -> int:
-    import eval as script
-
-    def task(argv: list[str]) -> int:
-        options = script.parse(argv)
-        config_file.override(config.Config(), options.overrides)
-        print(options.step)
-        return 0
-
-    return cli.run("eval.py", "usage", task, argv)
-
-
-def prepare_parse(argv: list[str]) -> int:
-    """prepare's parsers; no job is started."""
-    import tools.prepare.commands as commands
-    from tools.prepare import images, mlcommons, shapes, verify
-
-    kept = [(module, module.run) for module in (shapes, mlcommons, images, verify)]
-    try:
-        for module, _ in kept:
-            module.run = lambda args: 0
-        return commands.main(argv)
-    finally:
-        for module, own in kept:
-            module.run = own
-
-
-def plan_parse(argv: list[str]) -> int:
-    """All of a plan's input; nothing is counted."""
-
-    def task() -> int:
-        args, overrides = plan.parse(argv)
-        print(hardware.load(args.gpu, args.hardware)[0].arch)
-        for path in args.configs:
-            config_rules.validate_world(config_file.load(path, overrides), args.gpus)
-        return 0
-
-    return attempt("plan", task)
-
-
-def weights_parse(argv: list[str]) -> int:
-    def task() -> int:
-        args = weights.parse(argv)
-        print(args.checkpoint, weight_files.config_of(args.source, args.config).name)
-        return 0
-
-    return attempt("weights", task)
-
-
-def golden_parse(argv: list[str]) -> int:
-    """golden's parser. Nothing is recorded or compared."""
-    from tools.golden import commands
-
-    stubbed = ("check", "write", "predict", "Golden")
-    tasks = {name: getattr(commands, name) for name in stubbed if hasattr(commands, name)}
-    try:
-        for name in tasks:
-            setattr(commands, name, lambda *args: 0)
-        return commands.main(argv)
-    finally:
-        for name, own in tasks.items():
-            setattr(commands, name, own)
-
-
-def is_card(text: str) -> bool:
-    return f"[gpu.{text}]" in hardware.TABLE.read_text().splitlines()
-
-
-def run_terminal(folder: Path) -> Said:
-    """The panel for a terminal as COLUMNS, LINES and NO_COLOR describe it."""
-
-    def show(argv: list[str]) -> int:
-        columns = shutil.get_terminal_size().columns
-        print(watch.panel([watch.look(Path("run"))], min(watch.MOST_COLUMNS, columns), coloured=False))
-        return 0
-
-    return cli_command(show)(folder)
-
-
-def judge_terminal(folder: Path, said: Said) -> str:
-    """The text cut to the columns; 80 if the variable makes no sense."""
-    text = arguments(folder)[1].get("COLUMNS", "80")
-    columns = int(text) if whole(1, 10**9)(text) else 100
-    return "" if max(map(len, said.out.splitlines())) <= min(100, columns) else f"wider than {columns}"
-
-
-def make_watched(folder: Path) -> None:
-    targets_text.make_run(folder)
-    made(["run", "--once", "--every=2"], {"COLUMNS": "80", "LINES": "24", "NO_COLOR": "1"})(folder)
+    needed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    is_sound = needed <= env.keys() or not {"RANK", "WORLD_SIZE"} & env.keys()
+    numbers = {"WORLD_SIZE": (1, 1), "RANK": (0, 0), "LOCAL_RANK": (0, 0)}
+    return judge(numbers, (1,), folder, said) if is_sound else "no such ranks"
 
 
 def make_reported(folder: Path) -> None:
     targets_text.make_points(folder)
-    made(["logs", "--ruleset=6.0.0", "--points=points.json", "--json=figures.json"])(folder)
+    write_arguments(["logs", "--ruleset=6.0.0", "--points=points.json", "--json=figures.json"], {}, folder)
 
 
 FREE = str(MICRO)
-JSON = {"--json": lambda text: text.endswith(".json")}
-PLANNED = {"--gpus": whole(1, 16384), "--gpu": is_card, "--price-per-gpu-hour": number(0, 1e9), "--hardware": bool}
-REPORTED = JSON | {"--ruleset": lambda text: text in config_rules.CHOICES["mllog.ruleset"], "--points": bool}
-STEP = whole(0, 2**63 - 1)
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+SLURM = {"SLURM_NODEID": "1", "SLURM_PROCID": "1"}
+STEP = (0, 2**63 - 1)
+JSON = {"--json": r"(?s).*\.json"}
+CARDS = "|".join(map(re.escape, tomllib.loads(hardware.TABLE.read_text())["gpu"]))
+RULESETS = "|".join(map(re.escape, config_rules.CHOICES["mllog.ruleset"]))
+PLANNED = {"--gpus": (1, 16384), "--gpu": CARDS, "--price-per-gpu-hour": (0.0, 1e9), "--hardware": ANY}
+EVAL = {"--checkpoint": STEP, "--json": None, "--all": None, "--draw-only": None, "--prompt": "(?s).*"}
+EVAL |= dict.fromkeys(("--config", "--prompts", "--t5", "--clip", *(f"--{name}" for name in drawing.SHORT)), ANY)
+PREFLIGHT = {"--nodes": ANY, "--node": (0, 2), "--gpus": (1, 1024), "--wait": (1.0, 86400.0), "--slow": (0.0, 1.0)}
+PREFLIGHT |= {"--address": "(?s).+:[0-9]{1,5}", "SLURM_NODEID": (0, 10**6)}
+
+
+def line(name: str, main: Callable, argv: list[str], rules: dict[str, Rule], *counts: int, **more: object) -> Target:
+    """A target whose input is a command line."""
+    make = more.pop("make", partial(write_arguments, argv, more.pop("env", {})))
+    damages = more.pop("damages", ARGV)
+    return Target(name, make, damages, partial(run_command, main), judge=partial(judge, rules, counts), **more)
+
+
 TARGETS = [
-    Target("overrides", make_overrides, ARGV, run_overrides, read_overrides, weight=2),
-    Target("train_options", made([FREE, "--train.seed=3"]), ARGV, run_train, judge=judge({}, 1)),
-    Target("ranks", made([FREE], RANKS), ENV, run_train, judge=judge_ranks, weight=2),
+    Target("overrides", partial(write_arguments, OVERRIDES, {}), ARGV, run_overrides, read_overrides, weight=2),
     Target(
+        "ranks",
+        partial(write_arguments, [FREE], ALONE),
+        ENV,
+        partial(run_command, on_ranks(started)),
+        judge=judge_ranks,
+        weight=2,
+    ),
+    line("train_options", on_ranks(started), [FREE, "--train.seed=3"], {}, 1),
+    line(
         "eval_options",
-        made(["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--prompt=a cat"]),
-        ARGV,
-        cli_command(eval_parse),
-        judge=judge(
-            {"--checkpoint": STEP, "--json": None, "--all": None, "--draw-only": None, "--prompt": lambda text: True}
-            | dict.fromkeys(
-                ("--config", "--prompts", "--t5", "--clip", *(f"--{name}" for name in drawing.SHORT)), bool
-            ),
-            1,
-        ),
+        on_ranks(parsed_eval),
+        ["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--prompt=a cat"],
+        EVAL,
+        1,
     ),
-    Target(
+    line(
         "preflight_options",
-        made(
-            ["--nodes=a,b,c", "--address=a:29500", "--gpus=8", "--wait=60", "--slow=.8"],
-            {"SLURM_NODEID": "1", "SLURM_PROCID": "1"},
-        ),
-        ARGV | ENV,
-        cli_command(preflight),
-        judge=judge_preflight,
+        attempted(lambda argv: print(preflight.parse(argv).node)),
+        ["--nodes=a,b,c", "--address=a:29500", "--gpus=8", "--wait=60", "--slow=.8"],
+        PREFLIGHT,
+        0,
+        env=SLURM,
+        damages=ARGV | ENV,
     ),
-    Target(
+    line(
         "prepare_options",
-        made(["shapes", "--out=made", f"--config={FREE}"]),
-        ARGV,
-        cli_command(prepare_parse),
-        judge=judge(dict.fromkeys(("--out", "--config"), bool), 1),
+        parsed_prepare,
+        ["shapes", "--out=made", f"--config={FREE}"],
+        {"--out": ANY, "--config": ANY},
+        1,
     ),
-    Target(
+    line(
         "plan_options",
-        made([FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"]),
-        ARGV,
-        cli_command(plan_parse),
-        judge=judge(PLANNED | JSON, 1, 2, 3),
+        attempted(planned),
+        [FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"],
+        PLANNED | JSON,
+        *(1, 2, 3),
     ),
-    Target(
+    line(
         "report_options",
-        make_reported,
-        ARGV,
-        cli_command(report.main),
-        judge=judge(REPORTED, 1, 2),
+        report.main,
+        [],
+        JSON | {"--ruleset": RULESETS, "--points": ANY},
+        *(1, 2),
+        make=make_reported,
         writes=("*.json",),
-    ),
-    Target(
-        "watch_options",
-        make_watched,
-        ARGV,
-        cli_command(watch.main),
-        judge=judge({"--once": None, "--every": number(0.01, 3600)}, 1, 2),
-    ),
-    Target("terminal", make_watched, ENV, run_terminal, judge=judge_terminal, weight=0.5),
-    Target(
-        "weights_options",
-        made(["inspect", "w.safetensors", "--checkpoint=7", f"--config={FREE}", "--verify"]),
-        ARGV,
-        cli_command(weights_parse),
-        judge=judge({"--checkpoint": STEP, "--config": bool, "--verify": None}, 2),
-    ),
-    Target(
-        "golden_options",
-        made(["check", "--from=dump.safetensors", "--golden=values"]),
-        ARGV,
-        cli_command(golden_parse),
-        judge=judge({"--from": bool, "--golden": bool}, 1, 2),
-        weight=0.5,
     ),
 ]

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import shard_damage
-from fuzz import damage, damage_files
+from fuzz.damage import BYTES, JSON, TEXT, at, of_content
+from fuzz.damage_files import ARCHIVE, PLACES, npy_head
 from fuzz.engine import Target
-from fuzz.targets_data import LAYOUT, PLACES, crc, on, places, refuses_os_errors
+from fuzz.targets_data import LAYOUT, crc
 from PIL import Image
+from torch import Tensor
 
 from flux_ref.formats import shard_writer
 from tools.prepare import images, jobs, mlcommons, raw_images
@@ -79,20 +81,19 @@ def make_archives(folder: Path) -> None:
                 archive.addfile(entry, io.BytesIO(content))
 
 
-@refuses_os_errors
 def run_pictures(folder: Path) -> list[tuple]:
-    """Name, caption, timestep and pixels of each sample, or why it is rejected."""
+    """Name, caption, timestep and checksum of the pixels of each sample, or why it is rejected."""
     source, found = raw_images.source("set"), []
     for part in source.parts(source.files()):
         for candidate in part():
-            try:
-                file, caption, timestep = candidate.read()
-                with file:
-                    pixels = raw_images.pixels(file, SIDE, SIDE, 8)
-                found.append((candidate.name, caption, timestep, crc(pixels.numpy())))
-            except (raw_images.Rejected, OSError) as error:
-                found.append((candidate.name, str(error) if isinstance(error, raw_images.Rejected) else "unreadable"))
+            sample = candidate.load(SIDE, SIDE, 8)
+            read = (sample.rejected,) if sample.rejected else (sample.caption, sample.timestep, crc_of(sample.pixels))
+            found.append((sample.name, *read))
     return found
+
+
+def crc_of(pixels: Tensor) -> int:
+    return crc(pixels.numpy())
 
 
 def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
@@ -124,7 +125,7 @@ def judge_listed(folder: Path, outcome: list[tuple]) -> str:
     pairs = {(os.path.normpath(str(row.get("file_name"))), str(row.get("text")).strip()) for row in rows}
     for name, caption, *rest in (sample for sample in outcome if len(sample) > 2):
         with Path("set", name).open("rb") as file:
-            if (name, caption) not in pairs or rest[1] != crc(raw_images.pixels(file, SIDE, SIDE, 8).numpy()):
+            if (name, caption) not in pairs or rest[1] != crc_of(raw_images.pixels(file, SIDE, SIDE, 8)):
                 return f"{name} is not what its row says"
     return ""
 
@@ -173,7 +174,7 @@ def _judge(files: dict[str, bytes], found: dict[str, list]) -> str:
             caption = beside[".txt"].decode() if ".txt" in beside else json.loads(beside[".json"])["caption"]
             pictures = [content for suffix, content in beside.items() if suffix.lower() in raw_images.SUFFIXES]
             pixels = raw_images.pixels(io.BytesIO(pictures[0]), SIDE, SIDE, 8)
-            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc(pixels.numpy()):
+            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc_of(pixels):
                 return f"{name} is not what its files say"
     return ""
 
@@ -206,7 +207,6 @@ def make_arrow(folder: Path) -> None:
         (folder / name / "state.json").write_text(json.dumps(state))
 
 
-@refuses_os_errors
 def run_arrow(folder: Path) -> list[tuple]:
     rows = mlcommons._inspect(Path("set"), "val", LAYOUT)
     found = mlcommons._samples(rows, range(sum(rows.values())), "val", LAYOUT)
@@ -248,7 +248,6 @@ def make_job(folder: Path) -> None:
     (growing / "shard_000001.tar").write_bytes(b"x")
 
 
-@refuses_os_errors
 def run_job(folder: Path) -> tuple:
     final = Path("train").resolve()
     checked = jobs.growing(final) / images.CHECKED
@@ -262,10 +261,10 @@ TARGETS = [
     Target(
         "pictures",
         make_pictures,
-        {f"picture_{name}": hurt for name, hurt in damage.of_bytes("set/*.*g").items()}
-        | {f"text_{name}": hurt for name, hurt in damage.of_text("set/*.txt").items()}
-        | {f"json_{name}": hurt for name, hurt in damage.of_json("set/*.json").items()}
-        | places("set/*.*"),
+        at("set/*.*g", BYTES, "picture_")
+        | at("set/*.txt", TEXT, "text_")
+        | at("set/*.json", JSON, "json_")
+        | at("set/*.*", PLACES),
         run_pictures,
         judge=judge_pictures,
         weight=2,
@@ -274,35 +273,19 @@ TARGETS = [
         Target(
             f"listed_{kind}",
             partial(make_listed, kind=kind),
-            damage.of_bytes("set/metadata.*") | damage.of_text("set/metadata.*") | places("set/*.*"),
+            at("set/metadata.*", TEXT) | at("set/*.*", PLACES),
             run_pictures,
             judge=judge_listed,
         )
         for kind in ("jsonl", "csv")
     ),
-    Target(
-        "archives",
-        make_archives,
-        damage.of_bytes("set/*.tar")
-        | on(
-            "set/*.tar",
-            {
-                "tar_field": damage_files.tar_field,
-                "tar_chain": damage_files.tar_chain,
-                "members": damage_files.members,
-            },
-        ),
-        run_pictures,
-        judge=judge_archives,
-        weight=2,
-    ),
+    Target("archives", make_archives, at("set/*.tar", BYTES | ARCHIVE), run_pictures, judge=judge_archives, weight=2),
     Target(
         "arrow",
         make_arrow,
-        {f"file_{name}": hurt for name, hurt in damage.of_bytes("set/*.arrow").items()}
-        | on("set/*.arrow", {"npy_head": damage_files.npy_head})
-        | {f"state_{name}": hurt for name, hurt in damage.of_json("set/state.json").items()}
-        | {name: damage.on_file("set/*.arrow", change) for name, change in PLACES.items()},
+        at("set/*.arrow", BYTES, "file_")
+        | at("set/*.arrow", of_content(npy_head) | PLACES)
+        | at("set/state.json", JSON, "state_"),
         run_arrow,
         reading=read_arrow,
         weight=2,
@@ -310,8 +293,7 @@ TARGETS = [
     Target(
         "job",
         make_job,
-        {f"plan_{name}": hurt for name, hurt in damage.of_json("train.partial/plan.json").items()}
-        | {f"checked_{name}": hurt for name, hurt in damage.of_json("train.partial/checked.json").items()},
+        at("train.partial/plan.json", JSON, "plan_") | at("train.partial/checked.json", JSON, "checked_"),
         run_job,
     ),
 ]

@@ -9,7 +9,7 @@ import random
 import tomllib
 from pathlib import Path
 
-from fuzz import damage
+from fuzz.damage import BYTES, JSON, JSON_LINES, TEXT, at
 from fuzz.engine import Said, Target, command
 from made_logs import MadeLog
 
@@ -18,8 +18,8 @@ from flux_ref.benchmark import convergence
 from flux_ref.formats import jsonl
 from flux_ref.run import folder as run_folder
 from tools.plan import commands as plan
-from tools.report import band, result_log, score
 from tools.report import commands as report
+from tools.report import result_log, score
 from tools.shared import hardware
 from tools.watch import commands as watch
 
@@ -120,35 +120,10 @@ def run_watch(folder: Path) -> Said:
     return command(watch.main, ["run", "--once"])
 
 
-def run_charts(folder: Path) -> Said:
-    return command(watch.main, ["run", "--tensorboard"])
-
-
-def judge_charts(folder: Path, said: Said) -> str:
-    """It says how many records it found; TensorBoard counts samples with 64 bits."""
-    found = [record for name in watch.FIGURES for record in _records(folder / "run" / name, ())]
-    count = sum(record["samples"] < 2**63 for record in found)
-    return "" if said.out.endswith(f" ({count:,} records)\n" if count else "run\n") else "other records"
-
-
 def judge_watch(folder: Path, said: Said) -> str:
     """The panel of other records is another; it must have lines of 80 columns."""
     read_records(folder)
     return "" if max(map(len, said.out.splitlines())) <= 80 else "a line is too long"
-
-
-def run_band(folder: Path) -> object:
-    return band.of_runs([folder / "run"])
-
-
-def judge_band(folder: Path, rows: object) -> str:
-    _, losses, ending, _ = read_records(folder)
-    points = {}
-    for record in losses:
-        points.setdefault(record["samples"], []).append(record["val_loss"])
-    found = [(row["samples"], row["val_loss_min"], row["val_loss_max"]) for row in rows]
-    want = [(at, min(values), max(values)) for at, values in sorted(points.items())]
-    return "" if ending and found == want else f"want {want}"
 
 
 def make_unfinished(folder: Path) -> None:
@@ -167,29 +142,6 @@ def run_claim(folder: Path) -> object:
         if not start.is_new:
             return jsonl.records(run / "metrics.jsonl", 120, ("loss",))
     return []
-
-
-def make_finished(folder: Path) -> None:
-    make_unfinished(folder)
-    end = {"outcome": jsonl.ENDED, "step": 10, "samples": 120, "val_loss": 0.6}
-    (folder / "run" / "outcome.json").write_text(json.dumps(end))
-    (folder / "run" / "checkpoints" / "step_000000010").mkdir(parents=True)
-
-
-def run_extension(folder: Path) -> str:
-    """A run claims the folder of a finished one, to train for longer."""
-    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train", run__dir="run")
-    with run_folder.claim(config_file.replace(cfg, train__max_samples=240), False) as start:
-        return start.checkpoint.name
-
-
-def judge_extension(folder: Path, found: object) -> str:
-    """A run whose end is not told is one that broke off."""
-    path = folder / "run" / "outcome.json"
-    end = json.loads(path.read_bytes()) if path.exists() else {"outcome": jsonl.ENDED, "samples": 120}
-    is_sound = end["outcome"] in (jsonl.REACHED, jsonl.ENDED) and _is_number(end["samples"]) and end["samples"] < 240
-    is_above = not _is_number(end.get("val_loss")) or end["val_loss"] > 0.5
-    return "" if found == "step_000000010" and is_sound and is_above else f"extended after {end}"
 
 
 def judge_claim(folder: Path, found: object) -> str:
@@ -296,33 +248,9 @@ def judge_curves(folder: Path, found: tuple) -> str:
     return ""
 
 
-def make_hardware(folder: Path) -> None:
+def make_plan(folder: Path) -> None:
     (folder / "own.toml").write_text(hardware.TABLE.read_text())
     make_config(folder)
-
-
-def run_hardware(folder: Path) -> object:
-    return hardware.load("h200", folder / "own.toml")
-
-
-def read_hardware(folder: Path) -> object:
-    tree = tomllib.loads((folder / "own.toml").read_bytes().decode())
-    table = tomllib.loads(hardware.TABLE.read_text())
-    gpu = table["gpu"]["h200"] | tree.get("gpu", {}).get("h200", {})
-    share, own = table["share"]["sm90_bf16"], tree.get("share", {}).get("sm90_bf16", {})
-    mine = own | tree.get("assumed", {})
-    if "gemm_share" in mine or "memory_share" in mine:
-        mine = {"range": hardware.OWN_RANGE, "source": "yours, own.toml"} | mine
-    assumed = table["assumed"] | share | mine
-    if {*tree} - {"gpu", "assumed", "share"} or {*tree.get("share", {})} - {*table["share"]}:
-        raise ValueError("a table too many")
-    if not all(value >= 0 for name, value in assumed.items() if name != "source"):
-        raise ValueError("a negative figure")
-    return hardware.Gpu(**_floats(gpu)), hardware.Assumed(**_floats(assumed))
-
-
-def _floats(table: dict[str, object]) -> dict[str, object]:
-    return {k: v if isinstance(v, str) or k in ("node", "domain") else float(v) for k, v in table.items()}
 
 
 def sizes(folder: Path, random: random.Random) -> str:
@@ -344,34 +272,28 @@ def judge_plan(folder: Path, said: Said) -> str:
     wanted = ("total", "disk", "checkpoint", *(("samples_per_s", "evaluation") if said.code == 0 else ()))
     wrong = [name for name in wanted if not isinstance(figures[name], (int, float)) or not figures[name] >= 0]
     run_config(folder)
-    run_hardware(folder)
+    hardware.load("h200", folder / "own.toml")
     return f"{wrong} are no figures" if wrong else ""
 
 
-RUN_FILES = ("metrics.jsonl", "eval.jsonl", "outcome.json", "environment.json", "config.toml", "result_0.txt")
-OF_RUN = damage.of_text("run/*") | {
-    "tree_of_metrics": damage.in_file("metrics.jsonl", damage.tree_line),
-    "tree_of_eval": damage.in_file("eval.jsonl", damage.tree_line),
-    "tree_of_outcome": damage.in_file("outcome.json", damage.tree),
-    "tree_of_environment": damage.in_file("environment.json", damage.tree),
+RUN = at("run/*", TEXT) | {
+    "tree_of_metrics": at("metrics.jsonl", JSON_LINES)["tree_line"],
+    "tree_of_eval": at("eval.jsonl", JSON_LINES)["tree_line"],
+    "tree_of_outcome": at("outcome.json", JSON)["tree"],
+    "tree_of_environment": at("environment.json", JSON)["tree"],
 }
-OF_LOGS = damage.of_bytes("logs/result_*") | {"many": many}
-OF_LOGS |= {f"log_{name}": hurt for name, hurt in damage.of_json_lines("result_0.txt").items()}
-OF_CLAIM = {name: hurt for name, hurt in OF_RUN.items() if name != "tree_of_outcome"}
-OF_PLAN = damage.of_text("*.toml") | dict.fromkeys(("sizes", "sizes_too", "sizes_as_well"), sizes)
+UNFINISHED = {name: hurt for name, hurt in RUN.items() if name != "tree_of_outcome"}
+LOGS = at("logs/result_*", BYTES) | {"many": many} | at("result_0.txt", JSON_LINES, "log_")
+PLAN = at("*.toml", TEXT) | dict.fromkeys(("sizes", "sizes_too", "sizes_as_well"), sizes)
 CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
-    Target("config", make_config, damage.of_text("one.toml"), run_config, read_config, weight=2),
-    Target("records", make_run, OF_RUN, run_records, read_records),
-    Target("watch", make_run, OF_RUN, run_watch, judge=judge_watch, weight=2),
-    Target("charts", make_run, OF_RUN, run_charts, judge=judge_charts, writes=("run/tensorboard*",), weight=0.5),
-    Target("band_of_runs", make_run, OF_RUN, run_band, judge=judge_band),
-    Target("claim", make_unfinished, OF_CLAIM, run_claim, judge=judge_claim, writes=CLAIMED),
-    Target("extension", make_finished, OF_RUN, run_extension, judge=judge_extension, writes=CLAIMED),
-    Target("logs", make_logs, OF_LOGS, run_logs, judge=judge_logs, weight=2),
-    Target("report", make_logs, OF_LOGS, run_report, judge=judge_report, writes=("figures.json",)),
-    Target("points", make_points, damage.of_json("points.json"), run_points, judge=judge_points, weight=0.5),
-    Target("curves", make_curves, damage.of_text("curves.csv"), run_curves, judge=judge_curves),
-    Target("hardware", make_hardware, damage.of_text("own.toml"), run_hardware, read_hardware),
-    Target("plan", make_hardware, OF_PLAN, run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3),
+    Target("config", make_config, at("one.toml", TEXT), run_config, read_config, weight=2),
+    Target("records", make_run, RUN, run_records, read_records),
+    Target("watch", make_run, RUN, run_watch, judge=judge_watch, weight=2),
+    Target("claim", make_unfinished, UNFINISHED, run_claim, judge=judge_claim, writes=CLAIMED),
+    Target("logs", make_logs, LOGS, run_logs, judge=judge_logs, weight=2),
+    Target("report", make_logs, LOGS, run_report, judge=judge_report, writes=("figures.json",)),
+    Target("points", make_points, at("points.json", JSON), run_points, judge=judge_points, weight=0.5),
+    Target("curves", make_curves, at("curves.csv", TEXT), run_curves, judge=judge_curves),
+    Target("plan", make_plan, PLAN, run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3),
 ]

@@ -12,16 +12,17 @@ import math
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
-from fuzz import damage, damage_files
-from fuzz.damage import Change
+from fuzz.damage import BYTES, JSON, VALUES, OfContent, at, of_content
+from fuzz.damage_files import ARCHIVE, PLACES, SAFETENSORS
 from fuzz.engine import Target
-from fuzz.targets_data import PLACES, crc, on, refuses_os_errors
+from fuzz.targets_data import crc
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from flux_ref import config_file
@@ -73,7 +74,6 @@ def make_checkpoints(folder: Path) -> None:
     shutil.copytree(final, folder / "other")
 
 
-@refuses_os_errors
 def run_checkpoints(folder: Path) -> list[tuple]:
     """All that the two hold."""
     found = []
@@ -111,11 +111,11 @@ def read_checkpoints(folder: Path) -> list[tuple]:
     return found
 
 
-def with_right_sum(change: Change) -> Change:
+def with_right_sum(name: str, change: OfContent) -> tuple[str, OfContent]:
     """The change of a manifest, with its checksum made right again."""
 
     def renewed(content: bytes, random: Random) -> tuple[bytes, str]:
-        text, said = change(content, random)
+        text, said = change.change(content, random)
         try:
             table = json.loads(text)
             del table["crc32"]
@@ -124,7 +124,7 @@ def with_right_sum(change: Change) -> Change:
         except (ValueError, TypeError, KeyError, RecursionError):
             return text, said
 
-    return renewed
+    return f"renewed_{name}", OfContent(renewed)
 
 
 def field(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -141,7 +141,7 @@ def field(content: bytes, random: Random) -> tuple[bytes, str]:
     ]
     spots += [(file, key) for file in table["files"].values() for key in ("bytes", "crc32")]
     holder, key = random.choice(spots)
-    value = random.choice((0, -1, 2**31, 2**62, 2**64, 10**400, 1.5, True, None, "7", [], [0] * 9, *damage.VALUES[:9]))
+    value = random.choice((0, -1, 2**31, 2**62, 2**64, 10**400, 1.5, True, None, "7", [], [0] * 9, *VALUES[:9]))
     if random.random() < 0.4 and isinstance(holder, dict) and key in other:
         value = other[key]
     holder[key] = value
@@ -181,58 +181,46 @@ def make_unlisted(folder: Path) -> None:
         index.unlink()
 
 
-def reading_weights(path: str) -> Callable[[Path], object]:
-    @refuses_os_errors
-    def run(folder: Path) -> dict[str, tuple]:
-        """Each tensor of the files, after the whole model was read."""
-        source = weight_files.open_source(weight_files.find(Path(path)), MODEL)
-        for name, shape in parameter_table(MODEL).items():
-            source.read(name, 0, shape[0])
-        tensors = source.tensors
-        found = {
-            name: (shape, crc_of(tensors.read(name, 0, shape[0]))) for name, shape in sorted(tensors.shapes.items())
-        }
-        return found | {"info": {key: source.info.get(key) for key in ("step", "samples")}}
-
-    return run
+def run_weights(path: str, folder: Path) -> dict[str, tuple]:
+    """Each tensor of the files, after the whole model was read."""
+    source = weight_files.open_source(weight_files.find(Path(path)), MODEL)
+    for name, shape in parameter_table(MODEL).items():
+        source.read(name, 0, shape[0])
+    tensors = source.tensors
+    found = {name: (shape, crc_of(tensors.read(name, 0, shape[0]))) for name, shape in sorted(tensors.shapes.items())}
+    return found | {"info": {key: source.info.get(key) for key in ("step", "samples")}}
 
 
 def parsed(path: Path) -> tuple[dict[str, tuple], dict]:
-    """Shape and checksum of each tensor of a safetensors file, and the metadata. Raises: ValueError."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    head, payload, end = json.loads(content[8 : 8 + size]), content[8 + size :], 0
-    metadata = head.pop("__metadata__", {}) or {}
-    for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
-        low, high = entry["data_offsets"]
-        if low != end or high - low != BYTES_OF[entry["dtype"]] * math.prod(entry["shape"]) or high > len(payload):
-            raise ValueError(f"place of {name}")
-        end = high
-    if end != len(payload):
-        raise ValueError("bytes at the end")
-    return {n: (tuple(e["shape"]), crc(payload[slice(*e["data_offsets"])])) for n, e in head.items()}, metadata
+    """Shape and checksum of each tensor of a safetensors file, and the metadata, by its own library.
+
+    Raises: ValueError.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(tensor.shape), crc_of(tensor)) for name, tensor in tensors.items()}, file.metadata()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(str(error)) from None
 
 
-def parsed_all(path: str) -> Callable[[Path], object]:
-    def read(folder: Path) -> dict[str, tuple]:
-        given = next(place for place in (Path(path) / "transformer", Path(path)) if place.exists())
-        index = given / f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json"
-        files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-        weight_map = json.loads(index.read_bytes())["weight_map"] if index.is_file() else None
-        if weight_map is not None:
-            files = [given / name for name in sorted(set(weight_map.values()))]
-        tensors, places, metadata = {}, {}, {}
-        for file in files:
-            found, own = parsed(file)
-            if found.keys() & tensors.keys():
-                raise ValueError("a tensor in two files")
-            tensors, places, metadata = tensors | found, places | dict.fromkeys(found, file.name), metadata | own
-        if weight_map not in (None, places):
-            raise ValueError("the index does not fit")
-        info = metadata if metadata.get("trained_by") == weight_files.TRAINER else {}
-        return dict(sorted(tensors.items())) | {"info": {key: info.get(key) for key in ("step", "samples")}}
-
-    return read
+def read_weights(path: str, folder: Path) -> dict[str, tuple]:
+    given = next(place for place in (Path(path) / "transformer", Path(path)) if place.exists())
+    index = given / f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json"
+    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    weight_map = json.loads(index.read_bytes())["weight_map"] if index.is_file() else None
+    if weight_map is not None:
+        files = [given / name for name in sorted(set(weight_map.values()))]
+    tensors, places, metadata = {}, {}, {}
+    for file in files:
+        found, own = parsed(file)
+        if found.keys() & tensors.keys():
+            raise ValueError("a tensor in two files")
+        tensors, places, metadata = tensors | found, places | dict.fromkeys(found, file.name), metadata | (own or {})
+    if weight_map not in (None, places):
+        raise ValueError("the index does not fit")
+    info = metadata if metadata.get("trained_by") == weight_files.TRAINER else {}
+    return dict(sorted(tensors.items())) | {"info": {key: info.get(key) for key in ("step", "samples")}}
 
 
 # The autoencoder
@@ -246,7 +234,6 @@ def make_vae(folder: Path) -> None:
         save_file(drawn(table, seed), folder / name / "ae.safetensors")
 
 
-@refuses_os_errors
 def run_vae(folder: Path) -> dict[str, tuple]:
     net = vae.load(Path("set/ae.safetensors"), sizes=VAE)
     return {name: (tuple(p.shape), crc_of(p)) for name, p in sorted(net.named_parameters())}
@@ -259,7 +246,6 @@ def make_diffusers_vae(folder: Path) -> None:
     (folder / "set" / "vae" / "config.json").write_text(json.dumps(vae.DIFFUSERS_CONFIG))
 
 
-@refuses_os_errors
 def run_diffusers_vae(folder: Path) -> list:
     return [crc_of(parameter) for parameter in vae.load(Path("set"), sizes=VAE).parameters()]
 
@@ -288,7 +274,6 @@ def make_cache(folder: Path) -> None:
     compile_cache.write(folder / "cache", USE, folder / "code")
 
 
-@refuses_os_errors
 def run_cache(folder: Path) -> list[tuple] | str:
     with tempfile.TemporaryDirectory() as place:
         compile_cache.read(Path("cache"), USE, Path(place))
@@ -305,39 +290,31 @@ def judge_cache(folder: Path, outcome: list) -> str:
     return "" if is_right else "code of a damaged file"
 
 
-def archive_of(change: Change) -> Change:
+def archive_of(name: str, change: OfContent) -> tuple[str, OfContent]:
     """The change of a cache's archive, with its checksum made right again."""
 
     def renewed(content: bytes, random: Random) -> tuple[bytes, str]:
         head, _, archive = content.partition(b"\n")
-        archive, said = change(archive, random)
+        archive, said = change.change(archive, random)
         table = json.loads(head) | {"sha256": hashlib.sha256(archive).hexdigest()}
         return json.dumps(table).encode() + b"\n" + archive, said
 
-    return renewed
+    return f"archive_{name}", OfContent(renewed)
 
 
-def _of(pattern: str, prefix: str = "", changes: dict = damage_files.SAFETENSORS) -> dict:
-    return {f"{prefix}{name}": hurt for name, hurt in (damage.of_bytes(pattern) | on(pattern, changes)).items()}
-
-
-def _places(pattern: str) -> dict:
-    return {name: damage.on_file(pattern, change) for name, change in PLACES.items()}
-
-
-ARCHIVE = {"cut": damage.cut, "flip": damage.flip, "noise": damage.noise, "members": damage_files.members}
-ARCHIVE |= {"field": damage_files.tar_field, "chain": damage_files.tar_chain}
-SUMS = {"tree": damage.tree, "number": damage.number, "field": field, "word": damage.word}
+INSIDE = {name: BYTES[name] for name in ("cut", "flip", "noise")} | {"members": ARCHIVE["members"]}
+INSIDE |= {"field": ARCHIVE["tar_field"], "chain": ARCHIVE["tar_chain"]}
+SUMS = {name: JSON[name] for name in ("tree", "number", "word")} | of_content(field)
 
 TARGETS = [
     Target(
         "checkpoints",
         make_checkpoints,
-        _of("run/**/*.safetensors", "file_")
-        | {f"manifest_{name}": hurt for name, hurt in damage.of_json("run/**/manifest.json").items()}
-        | on("run/**/manifest.json", {f"renewed_{name}": with_right_sum(change) for name, change in SUMS.items()})
-        | _places("run/**/rank_*")
-        | {f"folder_{name}": damage.on_file("step_*", PLACES[name]) for name in ("renamed",)},
+        at("run/**/*.safetensors", SAFETENSORS, "file_")
+        | at("run/**/manifest.json", JSON, "manifest_")
+        | at("run/**/manifest.json", dict(with_right_sum(*item) for item in SUMS.items()))
+        | at("run/**/rank_*", PLACES)
+        | at("step_*", {"renamed": PLACES["renamed"]}, "folder_"),
         run_checkpoints,
         reading=read_checkpoints,
         weight=3,
@@ -345,41 +322,40 @@ TARGETS = [
     Target(
         "bfl",
         make_bfl,
-        _of("set/*.safetensors"),
-        reading_weights("set/w.safetensors"),
-        reading=parsed_all("set/w.safetensors"),
+        at("set/*.safetensors", SAFETENSORS),
+        partial(run_weights, "set/w.safetensors"),
+        reading=partial(read_weights, "set/w.safetensors"),
     ),
     Target(
         "diffusers",
         make_diffusers,
-        _of("set/**/*.safetensors", "file_")
-        | {f"index_{name}": hurt for name, hurt in damage.of_json("set/**/*.index.json").items()}
-        | {f"config_{name}": hurt for name, hurt in damage.of_json("set/**/config.json").items()}
-        | _places("set/**/*.safetensors"),
-        reading_weights("set"),
-        reading=parsed_all("set"),
+        at("set/**/*.safetensors", SAFETENSORS, "file_")
+        | at("set/**/*.index.json", JSON, "index_")
+        | at("set/**/config.json", JSON, "config_")
+        | at("set/**/*.safetensors", PLACES),
+        partial(run_weights, "set"),
+        reading=partial(read_weights, "set"),
         weight=2,
     ),
     Target(
         "unlisted",
         make_unlisted,
-        _of("set/**/*.safetensors") | _places("set/**/*.safetensors"),
-        reading_weights("set"),
-        reading=parsed_all("set"),
+        at("set/**/*.safetensors", SAFETENSORS | PLACES),
+        partial(run_weights, "set"),
+        reading=partial(read_weights, "set"),
     ),
-    Target("vae", make_vae, _of("set/*.safetensors"), run_vae, reading=read_vae),
+    Target("vae", make_vae, at("set/*.safetensors", SAFETENSORS), run_vae, reading=read_vae),
     Target(
         "vae_of_diffusers",
         make_diffusers_vae,
-        _of("set/**/*.safetensors", "file_")
-        | {f"config_{name}": hurt for name, hurt in damage.of_json("set/**/config.json").items()},
+        at("set/**/*.safetensors", SAFETENSORS, "file_") | at("set/**/config.json", JSON, "config_"),
         run_diffusers_vae,
         reading=read_diffusers_vae,
     ),
     Target(
         "compile_cache",
         make_cache,
-        damage.of_bytes("cache") | on("cache", {f"archive_{name}": archive_of(c) for name, c in ARCHIVE.items()}),
+        at("cache", BYTES) | at("cache", dict(archive_of(*item) for item in INSIDE.items())),
         run_cache,
         judge=judge_cache,
     ),

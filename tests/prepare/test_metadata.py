@@ -10,7 +10,6 @@ from PIL import Image
 
 from flux_ref.errors import Refusal
 from tools.prepare import raw_images
-from tools.prepare.raw_images import Rejected
 
 
 def put(folder: Path, texts: dict[str, str], pictures: tuple[str, ...] = ("a.png", "b.png", "sub/c.png")) -> Path:
@@ -30,13 +29,9 @@ def outcome(folder: Path, column: str = "") -> list[tuple[str, str]]:
     source, found = raw_images.source(str(folder), column), []
     for part in source.parts(source.files()):
         for candidate in part():
-            try:
-                file, caption, timestep = candidate.read()
-                file.close()
-                assert timestep is None
-                found.append((candidate.name, f"= {caption}"))
-            except Rejected as error:
-                found.append((candidate.name, str(error)))
+            sample = candidate.load(8, 8, 8)
+            assert sample.timestep is None
+            found.append((sample.name, sample.rejected or f"= {sample.caption}"))
     return found
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import ranks, sharding
@@ -43,7 +42,7 @@ from flux_ref.sampling import encoders, vae
 from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import jobs, options, raw_images
-from tools.prepare.raw_images import Candidate, Part, Rejected
+from tools.prepare.raw_images import Candidate, Part, Sample
 
 CHECKED = "checked.json"
 WAIT_S = 14 * 86_400.0  # for the slowest rank at the end of a pass
@@ -52,45 +51,22 @@ Checked = list[list]  # for each part [candidates, [[position in the part, name,
 
 
 @dataclass(frozen=True)
-class Sample:
-    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
-
-    name: str
-    rejected: str = ""
-    pixels: Tensor | None = None
-    caption: str = ""
-    timestep: int | None = None
-
-
-@dataclass(frozen=True)
 class Job:
-    """What this rank makes of a set, and from what. folder: where the shards grow."""
+    """What this rank makes of a set, and from what. final: the folder that the set becomes."""
 
     args: argparse.Namespace
-    split: str
+    final: Path
     model: ModelConfig
     world: World
-    folder: Path
     parts: list[Part]
     pool: ThreadPoolExecutor
-
-    def load(self, candidate: Candidate) -> Sample:
-        sides = 8 * self.model.latent_height, 8 * self.model.latent_width
-        try:
-            file, caption, timestep = candidate.read()
-            with file:
-                pixels = raw_images.pixels(file, *sides, self.args.min_side)
-            return Sample(candidate.name, "", pixels, caption, timestep)
-        except Rejected as error:
-            return Sample(candidate.name, str(error))
-        except OSError:
-            return Sample(candidate.name, "unreadable file")
 
     def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
         """The samples, in order. Threads load some of the next samples meanwhile."""
         waiting = deque()
+        sizes = 8 * self.model.latent_height, 8 * self.model.latent_width, self.args.min_side
         for candidate in candidates:
-            waiting.append(self.pool.submit(self.load, candidate))
+            waiting.append(self.pool.submit(candidate.load, *sizes))
             if len(waiting) > 2 * max(self.args.batch, self.args.workers):
                 yield waiting.popleft().result()
         while waiting:
@@ -98,7 +74,7 @@ class Job:
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
-        text = f"{what} {self.split}, rank 0 of {self.world.size}"
+        text = f"{what} {self.final.name}, rank 0 of {self.world.size}"
         return progress(total=total, desc=text, unit=" images", disable=self.world.rank > 0)
 
 
@@ -114,27 +90,26 @@ def _make(args: argparse.Namespace) -> int:
     args.vae = args.vae or args.model
     args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
     finals = [args.output / split for split in ([args.split] if args.split else ["val", "train"])]
+    own = finals if world.rank == 0 else []  # rank 0 claims and names them for all
     with ranks.agreed():
         if args.output.resolve().is_relative_to(Path(args.input).resolve()):
             raise Refusal(f"--output {args.output} lies in --input, which may not change; choose another")
         source = raw_images.source(args.input, args.caption_column)
-        listed = []
-        if world.rank == 0:
-            for final in finals:
-                jobs.require_new(final)
-            listed = source.files()
+        for final in own:
+            jobs.require_new(final)
+        listed = source.files() if own else []
     listed = ranks.gather_objects(listed)[0]
     with ranks.agreed():
         parts = source.parts(listed)
         nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
-    with ExitStack() as claims, ThreadPoolExecutor(args.workers) as pool:  # claims of rank 0, for all
+    with ExitStack() as claims, ThreadPoolExecutor(args.workers) as pool:
         with ranks.agreed():
-            for final in finals if world.rank == 0 else ():
+            for final in own:
                 claims.enter_context(jobs.claimed(final, _plan(args, final.name, model, listed)))
                 _write_empty(final, nets.empty, shards.layout(model))
         for final in finals:
-            own = [partial(_of_split, part, final.name, args.val_share) for part in parts] if args.val_share else parts
-            _make_set(Job(args, final.name, model, world, jobs.growing(final), own, pool), nets)
+            mine = [partial(_of_split, part, final.name, args.val_share) for part in parts] if args.val_share else parts
+            _make_set(Job(args, final, model, world, mine, pool), nets)
     return 0
 
 
@@ -143,22 +118,23 @@ def _make_set(job: Job, nets: Encoders) -> None:
     checked = _check(job)
     rejected = [row for _, rows in checked for row in rows]
     count = sum(candidates for candidates, _ in checked) - len(rejected)
-    report = job.args.output / f"{job.split}_rejected.tsv"
+    report = job.final.with_name(f"{job.final.name}_rejected.tsv")
     reasons = Counter(why for *_, why in rejected)
-    counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common())
-    summary = f"{count} samples; {len(rejected)} rejected ({counts or 'none'}), see {report}"
-    least = TIMESTEPS if job.split == "val" else 1
+    counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common()) or "none"
+    summary = f"{count} samples; {len(rejected)} rejected ({counts}), see {report}"
+    is_val = job.final.name == "val"
+    least = TIMESTEPS if is_val else 1
     with ranks.agreed():
         if job.world.rank == 0:
             _report(rejected, report)
         if count < least:
-            raise_share = "; raise --val-share" if job.split == "val" and not rejected else ""
-            raise Refusal(f"{job.args.output / job.split} needs {least} or more samples and has {summary}{raise_share}")
+            raise_share = "; raise --val-share" if is_val and not rejected else ""
+            raise Refusal(f"{job.final} needs {least} or more samples and has {summary}{raise_share}")
     _encode(job, checked, count, nets)
     with ranks.agreed():
         pass  # all shards are there
     if job.world.rank == 0:
-        print(f"{job.args.output / job.split}: {summary}")
+        print(f"{job.final}: {summary}")
 
 
 def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
@@ -196,11 +172,11 @@ def _write_empty(final: Path, encodings: dict[str, np.ndarray], layout: shards.L
 
 def _check(job: Job) -> Checked:
     """Decode every picture, unless an earlier job did. Collective; each rank takes its share of the parts."""
-    path = job.folder / CHECKED
-    mine = {}
+    path = jobs.growing(job.final) / CHECKED
     if ranks.gather_objects(path.exists())[0]:
         with ranks.agreed():
             return _read_checked(path)
+    mine = []
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
             count = 0
@@ -210,19 +186,23 @@ def _check(job: Job) -> Checked:
                     rejected.append([count, sample.name, sample.rejected])
                 count += 1
                 bar.update()
-            mine[number] = [count, rejected]
-    merged = {number: part for share in ranks.gather_objects([*mine.items()]) for number, part in share}
-    checked = [merged[number] for number in range(len(job.parts))]
+            mine.append([number, [count, rejected]])
+    shares = ranks.gather_objects(mine)
+    checked = [part for _, part in sorted(row for share in shares for row in share)]
     with ranks.agreed():
         if job.world.rank == 0:
-            files.write_whole(path, json.dumps({"crc32": zlib.crc32(json.dumps(checked).encode()), "parts": checked}))
+            files.write_whole(path, json.dumps({"crc32": _crc32(checked), "parts": checked}))
     return checked
+
+
+def _crc32(checked: object) -> int:
+    return zlib.crc32(json.dumps(checked).encode())
 
 
 def _read_checked(path: Path) -> Checked:
     """The outcome of an earlier job's first pass. Raises: Refusal."""
     content = outside.read_json(path, "list of checked pictures", outside.OWN_BYTES)
-    if zlib.crc32(json.dumps(content.get("parts")).encode()) != content.get("crc32"):
+    if _crc32(content.get("parts")) != content.get("crc32"):
         raise Refusal(f"list of checked pictures {path} is damaged; remove it to check all pictures again")
     return content["parts"]
 
@@ -240,8 +220,8 @@ def _report(rejected: list[list], path: Path) -> None:
 
 def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> None:
     """Write the shards that are missing of this rank's share. count: all samples."""
-    missing = jobs.missing(job.args.output / job.split, count, job.args.per_shard)
-    mine = {n: indices for n, indices in missing.items() if n % job.world.size == job.world.rank}
+    missing = jobs.missing(job.final, count, job.args.per_shard)
+    mine = {number: indices for number, indices in missing.items() if number % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():
             _write_shard(job, number, indices, _survivors(job.parts, checked, indices), nets, bar)
@@ -264,17 +244,18 @@ def _write_shard(
 ) -> None:
     """Encode and write a shard. Raises: Fault if the input has changed since the first pass."""
     samples = job.loaded(candidates)
+    split = job.final.name
     index = indices.start
-    with new_shard(shard_path(job.folder, number)) as shard:
+    with new_shard(shard_path(jobs.growing(job.final), number)) as shard:
         while batch := list(islice(samples, job.args.batch)):
             for sample in batch:
                 if sample.rejected:
                     raise Fault(f"{sample.name}: {sample.rejected}, though it was good a while ago", alone=True)
             members = nets.encode(torch.stack([s.pixels for s in batch]), [s.caption for s in batch])
             for i, sample in enumerate(batch):
-                blobs = {name: npy_blob(members[name][i]) for name in shards.MEMBERS}
+                blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
                 timestep = index % TIMESTEPS if sample.timestep is None else sample.timestep
-                shard.add(key_of(job.split, index), blobs, timestep if job.split == "val" else None, sample.caption)
+                shard.add(key_of(split, index), blobs, timestep if split == "val" else None, sample.caption)
                 index += 1
             bar.update(len(batch))
         if index < indices.stop:

@@ -1,24 +1,36 @@
-"""The checksums of a folder's files, as `sha256sum` writes and checks them."""
+"""The files of a data set and their checksums, as `sha256sum` writes and checks them."""
 
+import os
 import re
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from flux_ref.formats import outside
 
 MANIFEST = "manifest.sha256"
+HIDDEN = ".stage"  # in which stage.py keeps unfinished files
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 
+def walk(root: Path) -> Iterator[Path]:
+    """All that lies below a folder and is no folder, without root/.stage. Links are not followed. Raises: OSError."""
+    folders = [root]
+    for folder in folders:
+        for entry in sorted(os.scandir(folder), key=attrgetter("name")):  # with their kinds
+            path = Path(entry.path)
+            if not entry.is_dir(follow_symlinks=False):
+                yield path
+            elif path != root / HIDDEN:
+                folders.append(path)
+
+
 def read(path: Path) -> tuple[dict[str, str], list[int]]:
-    """`parse` of a file. Raises: Refusal."""
-    return parse(outside.read_bytes(path, "manifest", outside.OWN_BYTES).decode(errors="replace"))
-
-
-def parse(text: str) -> tuple[dict[str, str], list[int]]:
-    """The SHA-256 of each file, by name, and the numbers of the lines that are not usable.
+    """The SHA-256 of each file, by name, and the numbers of the lines that are not usable. Raises: Refusal.
 
     A line is not usable if it has another form or names a file again.
     """
+    text = outside.read_bytes(path, "manifest", outside.OWN_BYTES).decode(errors="replace")
     sums = {}
     unusable = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -28,10 +40,6 @@ def parse(text: str) -> tuple[dict[str, str], list[int]]:
         else:
             unusable.append(number)
     return sums, unusable
-
-
-def is_sha256(value: object) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
 
 
 def written(sums: dict[str, str]) -> str:

@@ -46,28 +46,27 @@ def _inspect(source: Path, split: str, layout: Layout) -> dict[Path, int]:
 def _paths(source: Path) -> list[Path]:
     """The arrow files of a folder: those in state.json, without it all by name. Raises: Refusal."""
     state = source / "state.json"
-    if not state.is_file():
-        paths = sorted(source.glob("data-*.arrow"))
-        if not paths:
+    if state.is_file():
+        try:
+            names = [entry["filename"] for entry in outside.read_json(state, "list of arrow files")["_data_files"]]
+        except (KeyError, TypeError) as error:
+            raise Refusal(f"{state} is damaged ({error!r}); download it again or remove it") from None
+        for name in names:  # data from outside may not lead out of the folder
+            if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+\.arrow", name)):
+                name = outside.shown(name)
+                raise Refusal(f"{state} lists {name}, which is no name of an arrow file; download it again")
+    else:
+        names = sorted(path.name for path in source.glob("data-*.arrow"))
+        if not names:
             raise Refusal(f"{source} holds neither state.json nor data-*.arrow; give the folder in which they are")
-        return _whole_set(paths)
-    try:
-        names = [entry["filename"] for entry in outside.read_json(state, "list of arrow files")["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise Refusal(f"{state} is damaged ({error!r}); download it again or remove it") from None
-    for name in names:  # data from outside may not lead out of the folder
-        if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+\.arrow", name)):
-            raise Refusal(f"{state} lists {outside.shown(name)}, which is no name of an arrow file; download it again")
-    return _whole_set([source / name for name in names])
-
-
-def _whole_set(paths: list[Path]) -> list[Path]:
-    """The paths. Raises: Refusal unless those that are named data-I-of-N.arrow are all N of one set."""
-    matches = [re.fullmatch(r"data-([0-9]{5,9})-of-([0-9]{5,9})\.arrow", path.name) for path in paths]
-    found = sorted((int(match[1]), int(match[2])) for match in matches if match)
-    if found != [(number, len(found)) for number in range(len(found))]:
-        raise Refusal(f"{paths[0].parent} holds {len(found)} arrow files of sets of {found[0][1]}; download all of one")
-    return paths
+    numbered = []  # (number of a file, number of files) of those that are named data-I-of-N.arrow
+    for name in names:
+        if match := re.fullmatch(r"data-([0-9]{5,9})-of-([0-9]{5,9})\.arrow", name):
+            numbered.append((int(match[1]), int(match[2])))
+    if sorted(numbered) != [(number, len(numbered)) for number in range(len(numbered))]:
+        total = min(numbered)[1]
+        raise Refusal(f"{source} holds {len(numbered)} arrow files of sets of {total}; download all of one")
+    return [source / name for name in names]
 
 
 def _table(path: Path):
@@ -98,11 +97,11 @@ def _table(path: Path):
 
 def _timesteps(table, split: str, path: Path) -> list[int | None]:
     """The timesteps of a file: 0 to 7 for val, None for train. Raises: Refusal."""
-    columns = [table.column(i) for i, name in enumerate(table.schema.names) if name == "timestep"]
-    values = columns[0].to_pylist() if columns else [None] * len(table)
+    index = table.schema.get_field_index("timestep")  # -1 for none, or for several
+    values = [None] * len(table) if index < 0 else table.column(index).to_pylist()
+    wanted = range(TIMESTEPS) if split == "val" else (None,)
     for row, value in enumerate(values):
-        is_timestep = type(value) is int and 0 <= value < TIMESTEPS
-        if not (is_timestep if split == "val" else value is None):
+        if value not in wanted or type(value) not in (int, type(None)):
             want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
             raise Refusal(f"{path}, row {row}: timestep {value!r}, want {want}; is this the {split} split?")
     return values

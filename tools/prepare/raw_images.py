@@ -26,10 +26,11 @@ from webdataset import tariterators
 from flux_ref.errors import Refusal
 from flux_ref.formats import braces, outside
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import metadata
+from tools.prepare import manifest, metadata
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+TEXTS = (".txt", ".json")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 MEMBER_BYTES = 2**28  # of a picture in an archive
 TWINS = "several images for one caption"  # which of them the caption describes is unknown
@@ -45,11 +46,39 @@ Entry = tuple[BinaryIO, str, int | None]  # a picture that is not decoded yet, i
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One sample of the input. read: its user closes the file; raises Rejected, OSError."""
+class Sample:
+    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
 
     name: str
-    read: Callable[[], Entry]
+    rejected: str = ""
+    pixels: Tensor | None = None
+    caption: str = ""
+    timestep: int | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One sample of the input that is not read yet.
+
+    read: raises Rejected, OSError. rejected: why it is not even to be read.
+    """
+
+    name: str
+    read: Callable[[], Entry] | None
+    rejected: str = ""
+
+    def load(self, height: int, width: int, min_side: int) -> Sample:
+        """Read and decode it; for the sizes see `pixels`."""
+        if self.rejected:
+            return Sample(self.name, self.rejected)
+        try:
+            file, caption, timestep = self.read()
+            with file:
+                return Sample(self.name, "", pixels(file, height, width, min_side), caption, timestep)
+        except Rejected as error:
+            return Sample(self.name, str(error))
+        except OSError:
+            return Sample(self.name, "unreadable file")
 
 
 Part = Callable[[], Iterator[Candidate]]  # some consecutive candidates; every call gives the same ones
@@ -122,34 +151,29 @@ class Folder:
     column: str = ""  # of the captions in it
 
     def files(self) -> Files:
-        names = []
-        for folder, folders, found in os.walk(self.root, onerror=_fail):
-            found += [name for name in folders if Path(folder, name).is_symlink()]  # not followed, so rejected
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            names += [os.path.relpath(Path(folder, name), self.root) for name in found if not name.startswith(".")]
-        return [_stat(self.root / name, name) for name in sorted(names)]
+        names = sorted(path.relative_to(self.root).as_posix() for path in manifest.walk(self.root))
+        return [_stat(self.root / name, name) for name in names if "/." not in f"/{name}"]  # none is hidden
 
     def parts(self, files: Files) -> list[Part]:
         """Raises: Refusal if captions are where they are not looked for, or in two places."""
-        texts = {name for name, *_ in files if name.lower().endswith((".txt", ".json"))}
+        texts = {name for name, *_ in files if name.lower().endswith(TEXTS)}
         names = [name for name, *_ in files if name not in texts]
-        shown = [os.path.splitext(name)[0] for name in names if name.lower().endswith(SUFFIXES)]
+        stems = Counter(_stem(name) for name in names if name.lower().endswith(SUFFIXES))
         if self.listing:
-            beside = (f"{stem}{suffix}" for stem in shown for suffix in (".txt", ".json"))
-            if extra := next((name for name in beside if name in texts), None):
-                raise Refusal(f"{self.root} has captions in {self.listing.name} and in {extra}; keep one kind")
+            for beside in (stem + suffix for stem in stems for suffix in TEXTS):
+                if beside in texts:
+                    raise Refusal(f"{self.root} has captions in {self.listing.name} and in {beside}; keep one kind")
             entries = metadata.entries(self.listing, self.column, names)
         else:
-            if below := next((name for name in names if os.path.basename(name) in metadata.NAMES), None):
-                raise Refusal(f"{self.root / below} is not at the top of --input; give {(self.root / below).parent}")
-            stems = Counter(shown)
-            entries = [(name, TWINS if stems[os.path.splitext(name)[0]] > 1 else "", None) for name in names]
+            for path in (self.root / name for name in names):
+                if path.name in metadata.NAMES:
+                    raise Refusal(f"{path} is not at the top of --input; give {path.parent}")
+            entries = [(name, TWINS if stems[_stem(name)] > 1 else "", None) for name in names]
         return [partial(self._part, entries[start : start + PART]) for start in range(0, len(entries), PART)]
 
     def _part(self, entries: list[metadata.Entry]) -> Iterator[Candidate]:
         for name, reason, caption in entries:
-            read = partial(_reject, reason) if reason else partial(self._read, self.root / name, caption)
-            yield Candidate(name, read)
+            yield Candidate(name, partial(self._read, self.root / name, caption), reason)
 
     def _read(self, path: Path, caption: object) -> Entry:
         if path.suffix.lower() not in SUFFIXES:
@@ -157,8 +181,8 @@ class Folder:
         if self.listing:
             texts = {"json": json.dumps({"caption": caption})}
         else:
-            beside = {kind: path.with_suffix(f".{kind}") for kind in ("txt", "json")}
-            texts = {kind: _text(text) for kind, text in beside.items() if text.is_file()}
+            beside = [path.with_suffix(suffix) for suffix in TEXTS]
+            texts = {text.suffix[1:]: _text(text) for text in beside if text.is_file()}
         described = _described(texts)
         if not path.is_file():  # a pipe, for one, would never end
             raise Rejected("missing file")
@@ -190,15 +214,13 @@ class Archives:
         for sample in tariterators.group_by_keys(_members(path, note), handler=note):
             yield Candidate(f"{path}/{sample['__key__']}", partial(self._read, sample))
         if damages:
-            yield Candidate(str(path), partial(_reject, "damaged archive, some of it is lost"))
+            yield Candidate(str(path), None, "damaged archive, some of it is lost")
 
     @staticmethod
     def _read(sample: dict) -> Entry:
         images = [sample[suffix[1:]] for suffix in SUFFIXES if suffix[1:] in sample]
-        if not images:
-            raise Rejected("no image of a supported type")
-        if len(images) > 1:
-            raise Rejected(TWINS)
+        if len(images) != 1:
+            raise Rejected(TWINS if images else "no image of a supported type")
         return io.BytesIO(images[0]), *_described(sample)
 
 
@@ -217,7 +239,7 @@ def _members(path: Path, note: Callable[[Exception], object]) -> Iterator[dict]:
         with _Bounded(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 archive.members = []  # of millions
-                if not member.isreg() or not member.name.lower().endswith((*SUFFIXES, ".txt", ".json")):
+                if not member.isreg() or not member.name.lower().endswith(SUFFIXES + TEXTS):
                     continue
                 if member.size > MEMBER_BYTES:
                     note(ValueError(f"{member.name} is too large"))
@@ -251,17 +273,13 @@ def source(text: str, column: str = "") -> Folder | Archives:
     return Archives(tars) if tars else Folder(path, next(iter(listings), None), column)
 
 
-def _fail(error: OSError) -> None:
-    raise error  # os.walk would pass over a folder that it cannot read
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]
 
 
 def _stat(path: Path, name: str) -> list:
     status = path.stat() if path.is_file() else None
     return [name, status.st_size, status.st_mtime_ns] if status else [name, -1, 0]
-
-
-def _reject(reason: str) -> Entry:
-    raise Rejected(reason)
 
 
 def _text(path: Path) -> bytes:

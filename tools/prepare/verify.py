@@ -12,7 +12,8 @@ import hashlib
 import os
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,22 +34,24 @@ SPLITS = ("train", "val")
 SHOWN = 20  # lines per kind of problem
 CHUNK = 4 << 20  # bytes
 OTHER_BYTES = 2**36  # of a file that is no shard
+WANTED = {  # the timesteps of each split, in words and as values
+    "train": ("none", (None,)),
+    "val": (f"0 to {TIMESTEPS - 1}", range(TIMESTEPS)),
+    "any": (f"none or 0 to {TIMESTEPS - 1}", (None, *range(TIMESTEPS))),
+}
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
 # to -30 .. 20, BFL's autoencoder does not.
 PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logvar": (-100.0, 20.0)}
 
 
-class Problems:
-    """What is wrong, in lines by kind."""
-
-    def __init__(self):
-        self.lines: dict[str, list[str]] = defaultdict(list)
+class Problems(list):
+    """What is wrong: pairs of a kind and a line."""
 
     def add(self, kind: str, where: object, what: str = "") -> None:
         """where: a place, or an error whose message says all."""
         line = f"{where}: {what}" if what else str(where)
-        self.lines[kind].append(outside.printable(line))
+        self.append((kind, outside.printable(line)))
 
 
 @dataclass
@@ -57,7 +60,6 @@ class Report:
 
     path: Path
     split: str
-    fast: bool  # only the first and the last sample were read
     bytes: int = 0
     samples: int = 0
     sha256: str = ""  # "" if not all was read
@@ -69,49 +71,54 @@ class Report:
 # One file
 
 
-def look(job: tuple[Path, str, bool, Layout], advance: pool.Advance) -> Report:
-    """Look at one file: (path, split, fast, layout). advance: gets the number of bytes read."""
-    path, _, fast, layout = job
-    report = Report(*job[:3])
-    shard = None
-    rows = layout.rows()
-    try:
-        if not path.is_file():  # a FIFO would wait for ever
-            raise Refusal(f"{path} is no file")
-        report.bytes = path.stat().st_size
-        shard = _opened(report, layout) if report.split else None
-        if fast:
-            for position in sorted({0, report.samples - 1}) if shard else ():
-                _look_at_sample(report, shard, position, rows)
-            return report
-        if not shard and report.bytes > OTHER_BYTES:
-            raise Refusal(f"{path} has {report.bytes:,} bytes, which no file beside sound shards has")
-        digest, chunk = hashlib.sha256(), memoryview(bytearray(layout.stride if shard else CHUNK))  # a sample at a time
-        with path.open("rb", buffering=0) as file:
-            for position, count in enumerate(iter(lambda: file.readinto(chunk), 0)):
-                digest.update(chunk[:count])
-                if position < report.samples:  # its bytes are in the page cache now
-                    _look_at_sample(report, shard, position, rows)
-                advance(count)
-        report.sha256 = digest.hexdigest()
-    except (Refusal, OSError) as error:
-        report.problems.add("unreadable", error)
-    finally:
-        if shard:
-            shard.close()
+def look(path: Path, split: str, fast: bool, layout: Layout, advance: pool.Advance) -> Report:
+    """Look at one file. fast: at its first and last sample only. advance: gets the number of bytes read."""
+    report = Report(path, split)
+    with ExitStack() as opened:
+        try:
+            if not path.is_file():  # a FIFO would wait for ever
+                raise Refusal(f"{path} is no file")
+            report.bytes = path.stat().st_size
+            shard = _opened(report, layout, opened) if split else None
+            if not fast:
+                _read(report, shard, layout, advance)
+            elif shard:
+                for position in sorted({0, shard.count - 1}):
+                    _look_at_sample(report, shard, position, layout.rows())
+        except (Refusal, OSError) as error:
+            report.problems.add("unreadable", error)
     return report
 
 
-def _opened(report: Report, layout: Layout) -> Shard | None:
+def _opened(report: Report, layout: Layout, opened: ExitStack) -> Shard | None:
     """The shard, if its samples can be found."""
     try:
         shard = Shard(report.path, layout)
         shard.open()
+        opened.callback(shard.close)
         report.samples = shard.count
         shard.require_end()
     except (Refusal, BadSample) as error:
         report.problems.add("layout", error)
     return shard if report.samples else None
+
+
+def _read(report: Report, shard: Shard | None, layout: Layout, advance: pool.Advance) -> None:
+    """Read all bytes of a file, and all samples if it is a shard. Raises: Refusal; OSError."""
+    if not shard and report.bytes > OTHER_BYTES:
+        raise Refusal(f"{report.path} has {report.bytes:,} bytes, which no file beside sound shards has")
+    rows = layout.rows()
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(layout.stride if shard else CHUNK))  # of a shard a sample at a time
+    position = 0
+    with report.path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            if position < report.samples:  # its bytes are in the page cache now
+                _look_at_sample(report, shard, position, rows)
+            position += 1
+            advance(count)
+    report.sha256 = digest.hexdigest()
 
 
 def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str, np.ndarray]) -> None:
@@ -124,12 +131,11 @@ def _look_at_sample(report: Report, shard: Shard, position: int, rows: dict[str,
     for name in MEMBERS:
         if problem := implausible(name, rows[name]):
             report.problems.add("values", where, problem)
-    split = report.split
-    if (meta.timestep is None and split != "val") or (meta.timestep in range(TIMESTEPS) and split != "train"):
+    words, wanted = WANTED[report.split]
+    if meta.timestep in wanted:
         report.timesteps[meta.timestep] += 1
     else:
-        wanted = {"train": "none", "val": f"0 to {TIMESTEPS - 1}", "any": f"none or 0 to {TIMESTEPS - 1}"}[split]
-        report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {wanted}")
+        report.problems.add("timestep", where, f"has timestep {meta.timestep}, want {words}")
     report.keys.append((position, meta.key))
 
 
@@ -153,7 +159,8 @@ def _folders(root: Path, problems: Problems) -> dict[str, Path]:
         raise Refusal(f"{root} is no folder")
     inside = {name: root / name for name in SPLITS if (root / name).is_dir()}
     if not inside or any(root.glob("*.tar")):
-        return {root.resolve().name if root.resolve().name in SPLITS else "any": root}
+        name = root.resolve().name
+        return {name if name in SPLITS else "any": root}
     for name in SPLITS if (root / META).is_dir() else (*SPLITS, EMPTY):  # Energon's folders have EMPTY beside them
         if not (root / name).is_dir():
             problems.add("missing", root / name, "there is no such folder; a single set is verified by its own path")
@@ -165,29 +172,26 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
-    ends = {path: re.search(r"([0-9]+)\.tar$", path.name) for path in paths}
-    numbers = sorted({int(end[1]) for end in ends.values() if end})
-    for path in (path for path, end in ends.items() if not end):
-        problems.add("file name", path, "does not end with a number")
-    for before, number in pairwise([-1, *numbers]):
+    numbers = {-1}
+    for path in paths:
+        if end := re.search(r"([0-9]+)\.tar$", path.name):
+            numbers.add(int(end[1]))
+        else:
+            problems.add("file name", path, "does not end with a number")
+    for before, number in pairwise(sorted(numbers)):
         if number > before + 1:
             gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
-            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {numbers[-1]}")
+            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {max(numbers)}")
     return paths
 
 
 def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
     """All other files, because the manifest covers them too. Raises: OSError."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
     others = []
-    for folder, folders, names in os.walk(root, onerror=fail):
-        if Path(folder) == root:
-            folders[:] = [name for name in folders if name != ".stage"]  # stage.py writes there
-            names = [name for name in names if MANIFEST not in name]
-        others += [Path(folder, name) for name in names if Path(folder, name) not in known]
+    for path in manifest.walk(root):
+        is_manifest = path.parent == root and MANIFEST in path.name
+        if path not in known and not is_manifest and not path.is_dir():  # links to folders are not followed
+            others.append(path)
     for path in (*others, *known):
         if not manifest.fits(str(path.relative_to(root))):
             problems.add("file name", path, f"does not fit into a line of {MANIFEST}")
@@ -206,19 +210,22 @@ def _check_keys(reports: list[Report], problems: Problems) -> None:
                 problems.add("repeated key", place, f"so is the key of {other}")
 
 
-def _sum_up(folder: Path, split: str, reports: list[Report], expect: int, problems: Problems) -> str:
-    """The line about a folder of shards. expect: so many samples are wanted; 0: any number."""
+def _sum_up(folder: Path, split: str, reports: list[Report], args: argparse.Namespace, problems: Problems) -> str:
+    """The line about a folder of shards."""
+    reports = [report for report in reports if report.split == split]
     samples = sum(report.samples for report in reports)
     size = sum(report.bytes for report in reports)
+    line = f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes"
+    expect = getattr(options.config(args.config).data, f"{split}_count", 0)
     if expect not in (0, samples):
         problems.add("sample count", folder, f"holds {samples:,} samples, want {expect:,}")
+    if split != "val":
+        return line
     timesteps = sum((report.timesteps for report in reports), Counter())
     counts = [timesteps[k] for k in range(TIMESTEPS)]
-    if split == "val" and max(counts) > min(counts) + 1 and not any(report.fast for report in reports):
+    if max(counts) > min(counts) + 1 and not args.fast:
         problems.add("timestep counts", folder, f"timesteps 0 to {TIMESTEPS - 1} come {counts} times")
-    parts = ", ".join(f"{count:,} of {k}" for k, count in sorted(timesteps.items(), key=str))
-    listed = f"; timesteps: {parts}" * (split == "val")
-    return f"{split}: {samples:,} samples in {len(reports)} shards, {size:,} bytes" + listed
+    return f"{line}; timesteps: {', '.join(f'{count:,} of {k}' for k, count in sorted(timesteps.items()))}"
 
 
 def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
@@ -262,31 +269,29 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError; KeyboardInterrupt."""
     began = time.monotonic()
     problems = Problems()
-    cfg = options.config(args.config)
-    layout = shards.layout(cfg.model)
+    layout = shards.layout(options.config(args.config).model)
     folders = _folders(args.dir, problems)
     path = args.dir / MANIFEST
     listed = manifest.read(path) if path.exists() else None  # before the hours that reading all files may take
-    paths = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
-    paths |= dict.fromkeys(_others(args.dir, set(paths), problems), "")
-    jobs = [(path, split, args.fast, layout) for path, split in paths.items()]
-    total = sum(path.stat().st_size for path in paths if path.is_file())
+    splits = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
+    splits |= dict.fromkeys(_others(args.dir, set(splits), problems), "")
+
+    def look_at(path: Path, advance: pool.Advance) -> Report:
+        return look(path, splits[path], args.fast, layout, advance)
+
+    total = sum(path.stat().st_size for path in splits if path.is_file())
     with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
-        reports = pool.run(look, jobs, 1 if args.fast else args.workers, bar)
+        reports = pool.run(look_at, list(splits), 1 if args.fast else args.workers, bar)
     for report in reports:
-        for kind, found in report.problems.lines.items():
-            problems.lines[kind] += found
+        problems.extend(report.problems)
     _check_keys(reports, problems)
-    lines = []
-    for split, folder in folders.items():
-        parts = [report for report in reports if report.split == split]
-        lines.append(_sum_up(folder, split, parts, getattr(cfg.data, f"{split}_count", 0), problems))
+    lines = [_sum_up(folder, split, reports, args, problems) for split, folder in folders.items()]
     if (args.dir / EMPTY).is_dir():
         _check_empty(args.dir / EMPTY, layout, problems)
-    sums = {r.path.relative_to(args.dir).as_posix(): r.sha256 for r in reports}
+    sums = {report.path.relative_to(args.dir).as_posix(): report.sha256 for report in reports}
     if listed is not None:
         _check_manifest(path, *listed, sums, problems)
-    elif not args.fast and not problems.lines:
+    elif not args.fast and not problems:
         try:
             files.write_whole(path, manifest.written(sums))
         except OSError as error:
@@ -294,11 +299,17 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     size = sum(report.bytes for report in reports)
     speed = "first and last samples" if args.fast else f"{size / seconds / 1e6:,.0f} MB/s"
-    for kind, found in problems.lines.items():
-        print("\n".join(found[:SHOWN]))
-        if len(found) > SHOWN:
-            print(f"... and {len(found) - SHOWN:,} more of this kind: {kind}")
-    counts = ", ".join(f"{kind} {len(found):,}" for kind, found in problems.lines.items())
-    lines += [f"problems: {counts or 'none'}", f"{'FAIL' if counts else 'PASS'} in {seconds:.1f} s, {speed}"]
+    lines.append(f"problems: {_print(problems)}")
+    lines.append(f"{'FAIL' if problems else 'PASS'} in {seconds:.1f} s, {speed}")
     print("\n".join(lines))
-    return int(bool(counts))
+    return int(bool(problems))
+
+
+def _print(problems: Problems) -> str:
+    """Print the problems, SHOWN of each kind at most. Returns their numbers by kind."""
+    counts = Counter(kind for kind, _ in problems)
+    for kind, count in counts.items():
+        print("\n".join([line for own, line in problems if own == kind][:SHOWN]))
+        if count > SHOWN:
+            print(f"... and {count - SHOWN:,} more of this kind: {kind}")
+    return ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
