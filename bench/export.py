@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -99,13 +100,14 @@ def measure(model: ModelConfig, folder: Path) -> dict:
 def write_random(path: Path, model: ModelConfig) -> None:
     """Random weights in BFL's layout, written a few rows at a time."""
     table = parameter_table(model)
-    file = safetensors_io.CheckedFile(path)
-    file.write(safetensors_io.header({name: ("F32", shape) for name, shape in table.items()}, {"format": "pt"})[0])
-    for rows, *rest in table.values():
-        many = max(1, PIECE_BYTES // (4 * prod(rest)))
-        for row in range(0, rows, many):
-            file.write_tensor(torch.rand(min(many, rows - row), *rest))
-    file.close()
+
+    def pieces() -> Iterator[torch.Tensor]:
+        for rows, *rest in table.values():
+            many = max(1, PIECE_BYTES // (4 * prod(rest)))
+            for row in range(0, rows, many):
+                yield torch.rand(min(many, rows - row), *rest)
+
+    safetensors_io.write(path, {name: ("F32", shape) for name, shape in table.items()}, {"format": "pt"}, pieces())
 
 
 def step(source: Path, out: Path, name: str, *options: str) -> dict:
