@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from braceexpand import braceexpand
 from fuzz import engine
 
 from flux_ref.formats import braces, checkpoint_files, checkpoint_reader
@@ -40,7 +39,7 @@ def tensors_in_two_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def endless_braces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(braces, "expanded", lambda patterns: [name for text in patterns for name in braceexpand(text)])
+    patch.setattr(braces, "MOST", 10**15)
 
 
 def any_kind_of_number(patch: pytest.MonkeyPatch) -> None:
