@@ -17,7 +17,7 @@ from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling import grid
 from flux_ref.sampling.encoders import KINDS, Encoders
-from flux_ref.sampling.euler import Artist, Text, stored_captions
+from flux_ref.sampling.euler import Artist, stored_captions
 from flux_ref.sampling.vae import FETCH
 from flux_ref.step import State
 from flux_ref.toy import shapes
