@@ -20,13 +20,13 @@ from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files
-from flux_ref.formats.checkpoint_files import HEAD_BYTES, TensorSlice
+from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.ranks import World
 from flux_ref.step import State
 
-BUFFER_BYTES = 2**30  # a power of two, and small beside a rank's shards
+BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 
 
 def rows_of(state: State) -> dict[str, TensorSlice]:
@@ -63,21 +63,20 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
 
 
 def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
-    """The same rows as undefined host tensors, in a few large buffers. pin: in pinned memory.
+    """The same rows, all fp32, as undefined host tensors in a few large buffers. pin: in pinned memory.
 
     torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
     """
-    sizes = {key: -(-part.local.nbytes // 16) * 16 for key, part in rows.items()}  # any dtype may begin there
-    left = sum(sizes.values())
-    room = torch.empty(0, dtype=torch.uint8)
+    left = sum(part.local.numel() for part in rows.values())
+    room = torch.empty(0)
     copies = {}
     for key, part in rows.items():
-        if sizes[key] > len(room):
-            room = torch.empty(max(sizes[key], min(left, BUFFER_BYTES)), dtype=torch.uint8, pin_memory=pin)
-        flat = room[: part.local.nbytes].view(part.local.dtype)
-        copies[key] = replace(part, local=flat.view(part.local.shape))
-        room = room[sizes[key] :]
-        left = left - sizes[key]
+        count = part.local.numel()
+        if count > len(room):
+            room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
+        copies[key] = replace(part, local=room[:count].view(part.local.shape))
+        room = room[count:]
+        left -= count
     return copies
 
 
@@ -102,6 +101,7 @@ class Saver:
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
+        self.bytes = BYTES_PER_PARAMETER * sum(map(prod, parameter_table(cfg.model).values()))  # of one checkpoint
         self.host: dict[str, TensorSlice] = {}
         self.thread: threading.Thread | None = None
         self.step = saved  # of the newest save
@@ -110,13 +110,13 @@ class Saver:
 
     def _require_place(self) -> None:
         """Try the disk: every rank writes a file to the place of its later files."""
-        size = BYTES_PER_PARAMETER * sum(prod(shape) for shape in parameter_table(self.cfg.model).values())
-        trial = checkpoint_files.folder_of(self.run) / f".step_trial.{self.nonce}"
+        folder = checkpoint_files.folder_of(self.run)
+        trial = folder / f".step_trial.{self.nonce}"
         try:
             with ranks.agreed():
                 if self.world.rank == 0:
                     trial.mkdir(parents=True)
-                    checkpoint_files.require_space(trial.parent, size)
+                    checkpoint_files.require_space(folder, self.bytes)
             with ranks.agreed():
                 (trial / str(self.world.rank)).touch()
         except Refusal as error:
@@ -136,11 +136,8 @@ class Saver:
         self.wait()
         if self.step == state.step and self.failure is None:
             return
-        try:
-            copied = self._copy(state)
-        except (MemoryError, RuntimeError) as error:  # perhaps on this rank alone; `_write` tells all ranks
-            self.host = {}
-            copied = OSError(f"the copy to host memory failed: {error}")
+        self.step = state.step
+        final = checkpoint_files.folder_of(self.run) / f"step_{state.step:09d}"
         info = {
             "step": state.step,
             "samples": state.samples,
@@ -151,8 +148,13 @@ class Saver:
             "world_size": self.world.size,
             "torch": torch.__version__,
         }
-        self.step = state.step
-        self.thread = threading.Thread(target=self._save, args=(info, copied), daemon=True)
+        try:
+            with ranks.agreed(self.group):
+                wait_for_copy = self._copy(state)
+        except Refusal as error:
+            self._fail(final, error)
+            return
+        self.thread = threading.Thread(target=self._save, args=(final, info, wait_for_copy), daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
@@ -166,30 +168,35 @@ class Saver:
         if self.failure is not None:
             raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
 
-    def _copy(self, state: State) -> object:
-        """Copy the state to host buffers that live as long as the run. Returns the mark of the copy's end."""
-        own = rows_of(state)
-        self.host = self.host or allocate_host_buffers(own, self.world.pin)
-        for key, rows in own.items():
-            self.host[key].local.copy_(rows.local, non_blocking=True)
-        return ranks.record_copy_event(self.world.device)
+    def _copy(self, state: State) -> Callable[[], None]:
+        """Begin to copy the state to host buffers that live as long as the run. Returns what waits for the end.
 
-    def _save(self, info: dict, copied: object) -> None:
-        """In a thread of its own, on every rank."""
-        name = f"step_{info['step']:09d}"
-        begin = time.perf_counter()
-        final = checkpoint_files.folder_of(self.run) / name
-        partial = final.with_name(f".{name}.{self.nonce}")
+        Raises: OSError if this rank has no memory for the copy.
+        """
         try:
-            self._write(partial, final, info, copied)
-            self.failure = None
+            own = rows_of(state)
+            self.host = self.host or allocate_host_buffers(own, self.world.pin)
+            for key, rows in own.items():
+                self.host[key].local.copy_(rows.local, non_blocking=True)
+            event = ranks.record_copy_event(self.world.device)
+            return event.synchronize if event else lambda: None
+        except (MemoryError, RuntimeError) as error:
+            self.host = {}
+            raise OSError(f"the copy to host memory failed: {error}") from None
+
+    def _save(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
+        """In a thread of its own, on every rank."""
+        begin = time.perf_counter()
+        partial = final.with_name(f".{final.name}.{self.nonce}")
+        try:
+            self._write(partial, final, info, wait_for_copy)
         except Exception as error:  # on every rank: disks fill up
-            self.failure = " ".join(str(error).split())
-        if self.world.rank > 0:
+            if self.world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            self._fail(final, error)
             return
-        if self.failure is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+        self.failure = None
+        if self.world.rank > 0:
             return
         self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
         try:
@@ -197,17 +204,18 @@ class Saver:
         except OSError as error:
             self.say(f"older checkpoints are not deleted: {error}; training goes on")
 
-    def _write(self, partial: Path, final: Path, info: dict, copied: object) -> None:
+    def _fail(self, final: Path, error: Exception) -> None:
+        self.failure = " ".join(str(error).split())
+        if self.world.rank == 0:
+            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+
+    def _write(self, partial: Path, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
         with ranks.agreed(self.group):
-            if isinstance(copied, OSError):
-                raise copied
-            if copied is not None:
-                copied.synchronize()
+            wait_for_copy()
             if self.world.rank == 0:
-                partial.parent.mkdir(exist_ok=True)  # it was removed; a run folder that was removed stays away
-                size = sum(rows.shape.numel() * rows.local.itemsize for rows in self.host.values())
-                checkpoint_files.require_space(partial.parent, size + HEAD_BYTES * len(self.host) * self.world.size)
+                partial.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
+                checkpoint_files.require_space(partial.parent, self.bytes)
                 partial.mkdir()
         with ranks.agreed(self.group):
             part = checkpoint_files.write_rank(partial, self.world.rank, rows_to_write(self.host, self.world))

@@ -1,49 +1,38 @@
 """Brace patterns as in shard_{000000..000109}.tar, written out. None is expanded before its size is known."""
 
+import itertools
 import re
 from math import prod
 
-from braceexpand import braceexpand
-
-MOST, DEPTH = 1_000_000, 20  # names, braces inside braces
-LETTERS = 52  # a range of letters has no more
-RANGE = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})(\.\.-?[0-9]{1,18})?(?=\})")
+MOST = 1_000_000  # names
+GROUP = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 
 
 def expanded(patterns: list[str]) -> list[str]:
-    """The names of all patterns, in order. Raises: ValueError."""
+    """The names of all patterns, in order. Braces hold a range of numbers or a list: {000..109} or {a,b}.
+
+    Raises: ValueError for other braces, and for too many names.
+    """
     names = []
     for pattern in patterns:
-        names += _expanded(pattern, MOST - len(names))
+        if re.search(r"[{}]", GROUP.sub("", pattern)):
+            raise ValueError("its braces are nested, or one is missing")
+        texts = GROUP.split(pattern)
+        parts = [[text] for text in texts]
+        parts[1::2] = map(_choices, texts[1::2])  # what stood in braces
+        if len(names) + prod(map(len, parts)) > MOST:
+            raise ValueError(f"its braces stand for more than {MOST:,} names")
+        names += map("".join, itertools.product(*parts))
     return names
 
 
-def _expanded(pattern: str, room: int) -> list[str]:
-    """At most `room` names of a pattern.
-
-    Raises: ValueError for unbalanced braces, for too many names, and for what hides their number.
-    """
-    if "{" not in pattern:
-        return [pattern]
-    if not (pattern.isascii() and pattern.isprintable()) or "\\" in pattern:  # braceexpand takes digits of any script
-        raise ValueError("a pattern with braces holds only ASCII, and no backslash")
-    sizes = [abs(int(last) - int(first)) + 1 for first, last, _ in RANGE.findall(pattern)]
-    rest = RANGE.sub("", pattern)
-    if re.search(r"[0-9]\.\.", rest) or _most(rest) * prod(sizes) > room:
-        raise ValueError(f"its braces stand for more than {MOST:,} names")
-    return list(braceexpand(pattern))
-
-
-def _most(pattern: str) -> int:
-    """An upper bound of the names that lists and ranges of letters stand for. Raises: ValueError for deep braces."""
-    most, choices = LETTERS ** min(4, pattern.count("..")), []  # choices: of the braces that are open
-    for character in pattern:
-        if character == "{":
-            choices.append(1)
-        elif character == "," and choices:
-            choices[-1] += 1
-        elif character == "}" and choices:
-            most = min(most * choices.pop(), 2 * MOST)
-        if len(choices) > DEPTH:
-            raise ValueError(f"its braces are nested more than {DEPTH} deep")
-    return most
+def _choices(inside: str) -> list[str]:
+    if ".." not in inside:
+        return inside.split(",")
+    limits = RANGE.fullmatch(inside)
+    numbers = range(int(limits[1]), int(limits[2]) + 1) if limits else ()
+    if not 0 < len(numbers) <= MOST:
+        raise ValueError(f"{{{inside[:40]}}} is no range of 1 to {MOST:,} numbers")
+    width = len(limits[1]) if limits[1].startswith("0") else 1
+    return [f"{number:0{width}}" for number in numbers]

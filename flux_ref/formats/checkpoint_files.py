@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flux_ref.formats import safetensors_io
 from flux_ref.formats.files import remove, sync
-from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, CheckedFile, FileEntry, header
+from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, FileEntry
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-HEAD_BYTES = 512  # upper bound of what one tensor's rows take in the head of their file and in the manifest
 NAME = re.compile(r"step_([0-9]{9})")
 
 
@@ -93,8 +93,12 @@ class Manifest:
                 raise ValueError(f"rows of {key} are missing")
 
     def dump(self) -> str:
-        files, tensors = ({key: vars(entry) for key, entry in table.items()} for table in (self.files, self.tensors))
-        content = {"format": FORMAT, "info": self.info, "files": files, "tensors": tensors}
+        content = {
+            "format": FORMAT,
+            "info": self.info,
+            "files": {name: vars(entry) for name, entry in self.files.items()},
+            "tensors": {key: vars(entry) for key, entry in self.tensors.items()},
+        }
         return json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())})
 
 
@@ -119,18 +123,16 @@ def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Part:
     if not rows:
         return {}, {}
     name = f"rank_{rank:05d}.safetensors"
-    tensors = {}
     entries = {key: (DTYPE_NAMES[part.local.dtype], part.local.shape) for key, part in rows.items()}
     offsets = {key: {"saved_offsets": [part.first, *(0 for _ in part.shape[1:])]} for key, part in rows.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    head, begins = header(entries, metadata)
-    file = CheckedFile(folder / name)
-    file.write(head)
+    pieces = (part.local for part in rows.values())
+    file, begins = safetensors_io.write(folder / name, entries, metadata, pieces)
+    tensors = {}
     for key, part in rows.items():
-        file.write_tensor(part.local)
         chunk = (name, begins[key], part.first, len(part.local))
-        tensors[key] = vars(TensorEntry(entries[key][0], list(part.shape), [chunk]))
-    return {name: vars(file.close())}, tensors
+        tensors[key] = {"dtype": entries[key][0], "shape": list(part.shape), "chunks": [chunk]}
+    return {name: vars(file)}, tensors
 
 
 def manifest(info: dict, parts: list[Part]) -> Manifest:

@@ -7,22 +7,12 @@ import zlib
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside
-from flux_ref.formats.checkpoint_files import (
-    FORMAT,
-    MANIFEST,
-    NAME,
-    Manifest,
-    TensorEntry,
-    folder_of,
-    list_checkpoints,
-    step_of,
-)
+from flux_ref.formats import checkpoint_files, outside
+from flux_ref.formats.checkpoint_files import FORMAT, MANIFEST, NAME, Manifest, TensorEntry
 from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 
 MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
@@ -31,43 +21,25 @@ INFO = {"step": int, "samples": int, "name": str, "config": dict}  # what each m
 MORE_INFO = {"train_samples": int, "val_samples": int, "skipped": dict}  # what a run's checkpoint says besides
 
 
-def parse_manifest(text: bytes) -> Manifest:
-    """Raises: Refusal for another version; ValueError, KeyError, TypeError or AttributeError for damage."""
-    content = outside.parse_json(text)
-    checksum = content.pop("crc32")
-    if content["format"] != FORMAT:
-        raise Refusal(f"format version {content['format']!r}, this flux_ref reads {FORMAT}")
-    if zlib.crc32(json.dumps(content).encode()) != checksum:
-        raise ValueError("its checksum differs")
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
-    _require_kinds(content["info"], files, tensors)
-    return Manifest(content["info"], files, tensors)
-
-
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Raises: ValueError or KeyError if a value is of the wrong kind, or a number is out of range."""
-    for key, kind in (INFO | {key: kind for key, kind in MORE_INFO.items() if key in info}).items():
-        if type(info[key]) is not kind or (kind is int and not _are_counts([info[key]])):
+    """Raises: ValueError, LookupError or TypeError if a value is of the wrong kind, or a number is out of range."""
+    for key, kind in (INFO | MORE_INFO).items():
+        if type(info[key] if key in INFO else info.get(key, kind())) is not kind:
             raise ValueError(f"its {key} is {outside.shown(info[key])}")
     batch = info["config"].get("train.global_batch")
     if type(batch) is int and info["samples"] != info["step"] * batch:
         raise ValueError(f"step {info['step']} and {info['samples']} samples do not belong together")
-    if any(outside.whole_number(sample, 0, MOST) is None for sample in info.get("skipped", ())):
-        raise ValueError("it lists skipped samples that are no numbers")
+    counts = {"info": [value for value in info.values() if type(value) is int]}
+    counts["skipped"] = [int(sample) for sample in info.get("skipped", ())]
     for name, file in files.items():
-        if not (_are_counts([file.bytes]) and _are_counts(file.crc32)):
-            raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no number")
+        counts[name] = [file.bytes, *file.crc32]
     for key, tensor in tensors.items():
-        chunks = tensor.chunks if isinstance(tensor.chunks, list) else [()]
-        is_sound = all(len(chunk) == 4 and type(chunk[0]) is str and _are_counts(chunk[1:]) for chunk in chunks)
-        if not (is_sound and _are_counts(tensor.shape) and tensor.shape and prod(tensor.shape[1:]) <= MOST):
-            raise ValueError(f"its entry of {outside.printable(key)[:80]} has no shape or no place of rows")
-
-
-def _are_counts(numbers: object) -> bool:
-    """Whether it is a list of whole numbers from 0 to MOST."""
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= MOST for number in numbers)
+        counts[key] = [*tensor.shape, prod(tensor.shape[1:])]
+        for _, *place in tensor.chunks:
+            counts[key] += place
+    for name, numbers in counts.items():
+        if not all(type(number) is int and 0 <= number <= MOST for number in numbers):
+            raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no count")
 
 
 def whole_manifest(folder: Path) -> Manifest:
@@ -76,23 +48,35 @@ def whole_manifest(folder: Path) -> Manifest:
     Raises: ValueError that says what is damaged; Refusal for another version.
     """
     path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a checkpoint: {path} is missing")
+    text = outside.read_bytes(path, "checkpoint manifest", MANIFEST_BYTES)
     try:
-        text = outside.read_bytes(path, f"{folder} is not a checkpoint:", MANIFEST_BYTES)
-    except Refusal as error:
-        raise ValueError(str(error)) from None
-    try:
-        manifest = parse_manifest(text)
-    except Refusal as error:
-        raise Refusal(f"checkpoint {folder} is of {error}; use the flux_ref that wrote it") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = outside.parse_json(text)
+        checksum = content.pop("crc32")
+        if content["format"] != FORMAT:
+            version = outside.shown(content["format"])
+            raise Refusal(
+                f"checkpoint {folder} is of format version {version}, this flux_ref reads {FORMAT};"
+                " use the flux_ref that wrote it"
+            )
+        if zlib.crc32(json.dumps(content).encode()) != checksum:
+            raise ValueError("its checksum differs")
+        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
+        _require_kinds(content["info"], files, tensors)
+        manifest = Manifest(content["info"], files, tensors)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint manifest {path} is damaged: {error}") from None
-    if NAME.fullmatch(folder.name) and step_of(folder) != manifest.info["step"]:
-        raise ValueError(f"checkpoint {folder} holds step {manifest.info['step']}, so this is not the name that it had")
+    step = manifest.info["step"]
+    if NAME.fullmatch(folder.name) and checkpoint_files.step_of(folder) != step:
+        raise ValueError(f"checkpoint {folder} holds step {step}, so this is not the name that it had")
     for name, entry in manifest.files.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-        if size != entry.bytes:
-            fault = f"has {size} bytes, its manifest says {entry.bytes}" if size >= 0 else "is missing"
-            raise ValueError(f"checkpoint file {folder / name} {fault}")
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"checkpoint file {file} is missing")
+        if (size := file.stat().st_size) != entry.bytes:
+            raise ValueError(f"checkpoint file {file} has {size} bytes, its manifest says {entry.bytes}")
     return manifest
 
 
@@ -102,15 +86,18 @@ def instead_of(folder: Path) -> str:
     Nothing takes an older checkpoint by itself: a run would train again on what it has trained on, unasked.
     """
     run = folder.parent.parent
-    if not NAME.fullmatch(folder.name) or folder.parent != folder_of(run):
+    if not NAME.fullmatch(folder.name) or folder.parent != checkpoint_files.folder_of(run):
         return "use another checkpoint"
-    for older in reversed([path for path in list_checkpoints(run) if path.name < folder.name]):
+    for older in reversed(checkpoint_files.list_checkpoints(run)):
+        if older.name >= folder.name:
+            continue
         with contextlib.suppress(ValueError, OSError, Refusal):
             whole_manifest(older)
+            step = checkpoint_files.step_of(older)
             aside = shlex.join(("mv", str(folder), f"{folder}.damaged"))
             return (
-                f"the newest older checkpoint that is whole is that of step {step_of(older)}: `{aside}` lets the same"
-                f" command take it; eval.py and tools.weights also take --checkpoint={step_of(older)}"
+                f"the newest older checkpoint that is whole is that of step {step}: `{aside}` lets the same"
+                f" command take it; eval.py and tools.weights also take --checkpoint={step}"
             )
     return "no older checkpoint of the run is whole; --run.overwrite=true begins the run again"
 
@@ -136,7 +123,7 @@ class Checkpoint:
         count = entry.shape[0] - first if count is None else count
         width = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
-        content = rows.reshape(-1).view(torch.uint8).numpy()
+        content = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
         for file, offset, start, length in entry.chunks:
             low = max(first, start)
             high = min(first + count, start + length)
@@ -151,14 +138,14 @@ class Checkpoint:
             for number in range(len(entry.crc32)):
                 self._block(name, number)
 
-    def _read(self, name: str, start: int, content: np.ndarray) -> None:
+    def _read(self, name: str, start: int, content: memoryview) -> None:
         """Fill `content` with the bytes of a file from `start` on."""
-        end = start + len(content)
-        for number in range(start // BLOCK, -(-end // BLOCK)):
-            low = max(start, number * BLOCK)
-            high = min(end, (number + 1) * BLOCK)
-            block = np.frombuffer(self._block(name, number), np.uint8)
-            content[low - start : high - start] = block[low - number * BLOCK : high - number * BLOCK]
+        filled = 0
+        while filled < len(content):
+            number, skipped = divmod(start + filled, BLOCK)
+            part = self._block(name, number)[skipped : skipped + len(content) - filled]
+            content[filled : filled + len(part)] = part
+            filled += len(part)
 
     def _block(self, name: str, number: int) -> bytes:
         if name in self._cache and self._cache[name][0] == number:

@@ -3,6 +3,7 @@
 Such a folder holds .nv-meta. Its split.yaml lists the shards of each split, and what to leave out.
 """
 
+import itertools
 from pathlib import Path
 
 import yaml
@@ -20,26 +21,27 @@ def shards_of(folder: Path, split: str) -> list[Path]:
     text = outside.read_text(listing, "list of shards", LIST_BYTES)
     try:
         content = yaml.safe_load(text)
-        parts = {name: _expanded(lines) for name, lines in content["split_parts"].items()}
-        names = parts[split]
+        parts = {name: _expanded(patterns) for name, patterns in content["split_parts"].items()}
         excluded = set(_expanded(content.get("exclude") or []))
+        names = [name for name in parts[split] if name not in excluded]
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = outside.printable(" ".join(str(error).split()))[:200]
         raise Refusal(f"{listing} lists no shards for {split!r} ({reason}); prepare the folder again") from None
-    if len(set(names)) < len(names):
-        raise Refusal(f"{listing} lists a shard of {split!r} more than once; prepare the folder again")
-    for other, listed in parts.items():
-        if other != split and (both := set(names) & set(listed) - excluded):
-            raise Refusal(f"{listing} lists {min(both)} for {split!r} and for {other!r}; prepare the folder again")
-    if samples := [name for name in excluded if not name.endswith(".tar")]:
-        raise Refusal(f"{listing} excludes the sample {samples[0]}; flux_ref can leave out whole shards only")
-    paths = [Path(name) for name in names if name not in excluded]
-    for path in paths:  # a shard itself may be a link to elsewhere, as in Hugging Face's cache
+    if not names:
+        raise Refusal(f"{listing} lists no shards for {split!r}; prepare the folder again")
+    for name in excluded:
+        if not name.endswith(".tar"):
+            raise Refusal(f"{listing} excludes the sample {name}; flux_ref can leave out whole shards only")
+    seen = set()
+    for name in itertools.chain(*parts.values()):
+        if name in seen and name not in excluded:
+            raise Refusal(f"{listing} lists {name} twice, for one split or for two; prepare the folder again")
+        seen.add(name)
+    for name in names:  # a shard itself may be a link to elsewhere, as in Hugging Face's cache
+        path = Path(name)
         if ".." in path.parts or path.is_absolute() or not (folder / path).is_file():
             raise Refusal(f"{listing} lists {path}, which is not a file in {folder}; prepare the folder again")
-    if not paths:
-        raise Refusal(f"{listing} lists no shards for {split!r}; prepare the folder again")
-    return [folder / path for path in paths]
+    return [folder / name for name in names]
 
 
 def _expanded(patterns: object) -> list[str]:

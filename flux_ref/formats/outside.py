@@ -40,13 +40,11 @@ def opened(path: Path, what: str) -> Iterator[BinaryIO]:
 def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
     """The bytes of a regular file of at most `most`. what: its kind, for the message. Raises: Refusal."""
     with opened(path, what) as file:
-        content = bytearray()
         size = os.fstat(file.fileno()).st_size
-        while max(size, len(content)) <= most and (part := file.read(2**20)):  # a file may grow, or tell no size
-            content += part
+        content = file.read(most + 1) if size <= most else b""  # a file may grow, or tell no size
     if max(size, len(content)) > most:
         raise Refusal(f"{what} {path} is larger than {most:,} bytes; give the right file")
-    return bytes(content)
+    return content
 
 
 def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:

@@ -5,6 +5,7 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -59,18 +60,26 @@ class CheckedFile:
         return FileEntry(self.bytes, self.crc32)
 
 
-def header(entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file with tensors of (dtype, shape) back to back, and the offset of each tensor.
+def write(
+    path: Path, entries: dict[str, tuple[str, Iterable[int]]], metadata: dict[str, str], pieces: Iterable[Tensor]
+) -> tuple[FileEntry, dict[str, int]]:
+    """Write a new safetensors file. When this returns, the file is on the disk. Raises: OSError.
 
-    Format: 8 bytes little-endian length, then JSON (github.com/huggingface/safetensors).
+    entries: (dtype, shape) of each tensor.
+    pieces:  the rows of all tensors in the order of `entries`, on the host and in these dtypes.
+    Returns: size and checksums of the file, and the byte at which each tensor begins.
+    Format:  8 bytes little-endian length, then JSON, then the tensors (github.com/huggingface/safetensors).
     """
     table = {"__metadata__": metadata}
-    begins = {}
-    offset = 0
+    end = 0
     for name, (dtype, shape) in entries.items():
-        begins[name] = offset
-        offset += DTYPES[dtype].itemsize * torch.Size(shape).numel()
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[name], offset]}
+        begin = end
+        end += DTYPES[dtype].itemsize * prod(shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in begins.items()}
+    file = CheckedFile(path)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for piece in pieces:
+        file.write_tensor(piece)
+    return file.close(), {name: 8 + len(text) + table[name]["data_offsets"][0] for name in entries}

@@ -60,14 +60,16 @@ def new_shard(path: Path) -> Iterator[ShardWriter]:
 
 def description(key: str, timestep: int | None, caption: str) -> bytes:
     """The json member, in one tar block. Raises: ValueError if the key alone is too long."""
-    while True:
-        content = {"key": key, "timestep": timestep} | ({"caption": caption} if caption else {})
-        text = json.dumps(content, ensure_ascii=False).encode()
-        if len(text) <= BLOCK:
-            return text
-        if not caption:
-            raise ValueError(f"key {key!r} is too long")
-        caption = caption[: max(0, len(caption) - max(1, (len(text) - BLOCK) // 4))]
+    content = {"key": key, "timestep": timestep}
+    if caption:
+        content["caption"] = caption
+    text = json.dumps(content, ensure_ascii=False).encode()
+    excess = len(text) - BLOCK
+    if excess <= 0:
+        return text
+    if not caption:
+        raise ValueError(f"key {key!r} is too long")
+    return description(key, timestep, caption[: -max(1, excess // 4)])  # a character takes 4 bytes at most
 
 
 def npy_blob(bits: np.ndarray) -> bytes:

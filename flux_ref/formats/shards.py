@@ -10,7 +10,6 @@ uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
     sample             2,169,344, without a gap to the next
 
 Every member has a fixed size, so sample i of a shard begins at i * stride, and the file's size gives the count.
-One read puts each payload straight into its row.
 """
 
 import contextlib
@@ -104,19 +103,13 @@ class Shard:
         self.path = path
         self.layout = layout
         self.stamp = _stamp(path.stat())
+        self.descriptor = -1  # until opened
         size = self.stamp[0]
         stride = layout.stride
-        most = max(0, size - END_BYTES) // stride
-        ends = {n: n * stride + END_BYTES for n in range(max(1, most - RECORD // stride), most + 1)}
-        exact = [n for n, end in ends.items() if size == end]
-        counts = exact or [n for n, end in ends.items() if size == _round_up(end, RECORD)]
-        if len(counts) > 1:
-            raise Refusal(
-                f"shard {path} ({size} bytes) is padded to records of {RECORD} bytes, and samples of {stride} bytes are"
-                f" so small that it may hold {counts[0]} to {counts[-1]} of them; pack it again with tar"
-                " --blocking-factor=1, which does not pad"
-            )
-        if not counts:
+        self.count = max(0, size - END_BYTES) // stride
+        end = self.count * stride + END_BYTES
+        padding = size - end
+        if not self.count or (padding and _round_up(end, RECORD) != size):
             if (found := _first_shapes(path)) not in ({}, layout.shapes):
                 raise Refusal(
                     f"shard {path} is of another config: its samples have shapes {found}, want {layout.shapes};"
@@ -124,11 +117,16 @@ class Shard:
                 )
             raise Refusal(
                 f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
-                f" {stride} bytes each and end after {most} of them at byte {most * stride + END_BYTES};"
-                f" copy it again; {ORDER}"
+                f" {stride} bytes each and end after {self.count} of them at byte {end}; copy it again; {ORDER}"
             )
-        self.count = counts[0]
-        self.descriptor = -1  # until opened
+        # What looks like the last samples may be padding, too.
+        fewest = max(1, self.count - (RECORD - 1 - padding) // stride)
+        if padding and fewest < self.count:
+            raise Refusal(
+                f"shard {path} ({size} bytes) is padded to records of {RECORD} bytes, and samples of {stride} bytes are"
+                f" so small that it may hold {fewest} to {self.count} of them; pack it again with tar"
+                " --blocking-factor=1, which does not pad"
+            )
 
     def open(self) -> None:
         self.descriptor = os.open(self.path, os.O_RDONLY)
@@ -150,53 +148,47 @@ class Shard:
 
         Raises: BadSample; the rows then hold anything.
         """
-        json_part = bytearray(2 * BLOCK)
-        heads = {}
-        parts: list = [json_part]
-        for name in MEMBERS:
-            size = self.layout.payload_bytes[name]
-            heads[name] = bytearray(BLOCK + NPY_HEADER)
-            padding = bytearray(_round_up(NPY_HEADER + size) - NPY_HEADER - size)
-            parts += [heads[name], rows[name].reshape(-1).view(np.uint8), padding]
-        # One system call scatters the sample: the 2 MB of T5 go from the kernel to their row, no copy between.
-        self._fill([part for part in parts if len(part)], position)
+        content = self._bytes(position)
         where = self.where(position)
-        member, size = _tar_entry(json_part, where)
+        member, size = _tar_entry(content, 0, where)
         if not member.endswith(".json") or size > BLOCK:
             raise BadSample(f"{where}: found member {member!r} of {size} bytes, want KEY.json of 512 at most; {ORDER}")
-        meta = parse_meta(member.removesuffix(".json"), json_part[BLOCK : BLOCK + size], where)
+        meta = parse_meta(member.removesuffix(".json"), bytes(content[BLOCK : BLOCK + size]), where)
         where += f", key {meta.key}"
+        begin = 2 * BLOCK
         for name in MEMBERS:
-            member, size = _tar_entry(heads[name], where)
+            payload_bytes = self.layout.payload_bytes[name]
+            member, size = _tar_entry(content, begin, where)
             if member != f"{meta.key}.{name}.bytes":
                 raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {ORDER}")
-            if heads[name][BLOCK:] != self.layout.npy_headers[name]:
-                header = heads[name][BLOCK + 10 :].decode("latin-1").strip(" \n\0")  # after the magic bytes
-                raise BadSample(f"{where}: {name} is {header[:80]!r}, want uint16 {self.layout.shapes[name]}")
-            if size != NPY_HEADER + self.layout.payload_bytes[name]:
+            payload = begin + BLOCK + NPY_HEADER
+            header = bytes(content[begin + BLOCK : payload])
+            if header != self.layout.npy_headers[name]:
+                text = header[10:].decode("latin-1").strip(" \n\0")  # after the magic bytes
+                raise BadSample(f"{where}: {name} is {text[:80]!r}, want uint16 {self.layout.shapes[name]}")
+            if size != NPY_HEADER + payload_bytes:
                 raise BadSample(f"{where}: {name} has {size} bytes")
+            rows[name].reshape(-1)[:] = content[payload : payload + payload_bytes].view(np.uint16)
             if _not_finite(rows[name]):
                 raise BadSample(f"{where}: {name} holds NaN or infinite values")
+            begin += BLOCK + _round_up(NPY_HEADER + payload_bytes)
         return meta
 
-    def _fill(self, parts: list, position: int) -> None:
-        """Fill the parts with the bytes of a sample. Network file systems may take more than one call."""
-        views = [memoryview(part).cast("B") for part in parts]
-        offset = position * self.layout.stride
-        while views:
+    def _bytes(self, position: int) -> np.ndarray:
+        """The bytes of a sample. Raises: BadSample."""
+        content = np.empty(self.layout.stride, np.uint8)
+        filled = 0
+        while filled < len(content):  # network file systems may take more than one call
             try:
-                count = os.preadv(self.descriptor, views, offset)
+                count = os.preadv(self.descriptor, [content[filled:]], position * len(content) + filled)
             except OSError as error:
                 raise BadSample(f"{self.where(position)}: {error.strerror}") from None
             if count == 0:
                 raise BadSample(f"{self.where(position)}: the file ends within the sample")
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+            filled += count
         if _stamp(os.fstat(self.descriptor)) != self.stamp:
             raise BadSample(f"{self.where(position)}: the file has changed since the start; copy it again")
+        return content
 
 
 class ShardSet:
@@ -279,8 +271,9 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
-    """(name, size) of the member whose header begins the block."""
+def _tar_entry(content: np.ndarray | bytes, begin: int, where: str) -> tuple[str, int]:
+    """(name, size) of the member whose tar header begins at a byte. Raises: BadSample."""
+    block = bytes(content[begin : begin + BLOCK])
     try:
         if block[257:262] != b"ustar" or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
             raise ValueError
@@ -292,17 +285,18 @@ def _tar_entry(block: bytearray, where: str) -> tuple[str, int]:
 def _first_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the first sample of a shard, whatever they are; {} if there is none."""
     found = {}
-    offset = 2 * BLOCK
+    begin = 2 * BLOCK
     with contextlib.suppress(Exception), outside.opened(path, "shard") as file:  # numpy's parser raises a dozen kinds
         for name in MEMBERS:
-            file.seek(offset)
-            offset += BLOCK + _round_up(_tar_entry(file.read(BLOCK), str(path))[1])
+            file.seek(begin)
+            _, size = _tar_entry(file.read(BLOCK), 0, str(path))
             np.lib.format.read_magic(file)
             found[name] = np.lib.format.read_array_header_1_0(file)[0]
+            begin += BLOCK + _round_up(size)
     return found if len(found) == len(MEMBERS) else {}
 
 
-def parse_meta(key: str, text: bytes | bytearray, where: str) -> Meta:
+def parse_meta(key: str, text: bytes, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
     try:
         content = outside.parse_json(text)
@@ -345,24 +339,17 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         shape = layout.shapes[name]
         content = outside.read_bytes(path, "empty encoding", NPY_MOST + 4 * prod(shape))
         try:
-            npy = _npy(content, (shape, (1, *shape)))
+            file = io.BytesIO(content)
+            npy = np.load(file)  # refuses pickles
+            if file.read(1):
+                raise ValueError("it goes on after its last number")
+            if npy.shape not in (shape, (1, *shape)) or npy.dtype not in (np.float16, np.float32, np.uint16):
+                raise ValueError(f"it is {npy.dtype} {npy.shape}")
         except Exception as error:  # numpy's parser raises a dozen kinds
             reason = outside.printable(" ".join(str(error).split()))[:200]
             raise Refusal(f"empty encoding {path}: {reason}; want uint16, float16 or float32 {shape}") from None
-        bits = encodings[name] = (npy if npy.dtype == np.uint16 else to_bf16_bits(npy)).reshape(shape)
+        bits = npy if npy.dtype == np.uint16 else to_bf16_bits(npy)
+        encodings[name] = bits.reshape(shape)
         if _not_finite(bits) or not np.isfinite(npy).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
     return encodings
-
-
-def _npy(content: bytes, shapes: tuple) -> np.ndarray:
-    """The array of a .npy file, of one of the shapes. Nothing is allocated by its header alone. Raises: Exception."""
-    file = io.BytesIO(content)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }[np.lib.format.read_magic(file)]
-    shape, by_columns, dtype = read_header(file)
-    if shape not in shapes or dtype not in (np.float16, np.float32, np.uint16):
-        raise ValueError(f"it is {dtype} {shape}")
-    return np.frombuffer(file.read(), dtype).reshape(shape, order="F" if by_columns else "C")

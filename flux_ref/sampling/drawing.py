@@ -17,7 +17,7 @@ from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling import grid
 from flux_ref.sampling.encoders import KINDS, Encoders
-from flux_ref.sampling.euler import Artist, Text, stored_captions
+from flux_ref.sampling.euler import Artist, stored_captions
 from flux_ref.sampling.vae import FETCH
 from flux_ref.step import State
 from flux_ref.toy import shapes
@@ -36,7 +36,6 @@ class Gallery:
         self.artist = Artist(cfg, world)
         self.captions = captions
         self.train_set = train_set
-        self.texts: list[Text] = []
         self.newest = -1  # training samples at the newest sheet
 
     def paint(self, state: State, at: Callable[[str], None]) -> None:
@@ -53,10 +52,10 @@ class Gallery:
             torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
         self.newest = samples
         begin = time.perf_counter()
-        self.texts = self.texts or stored_captions(self.captions.shards, cfg.count)
-        pictures = self.artist.paint(state.net, self.texts, self.train_set.empty, at)
+        texts = stored_captions(self.captions.shards, cfg.count)
+        pictures = self.artist.paint(state.net, texts, self.train_set.empty, at)
         path = self.report.folder / "samples" / f"{samples:09d}.png"
-        names = [caption for caption, _ in self.texts]
+        names = [caption for caption, _ in texts]
         with self.report.spare(path.name):
             if pictures:
                 grid.save(pictures, names, path)
@@ -117,13 +116,20 @@ class Drawing:
     def draw(self, net: nn.Module, folder: Path, stem: str, at: Callable[[str], None]) -> str:
         """Save a sheet in a new file of the folder. Returns its path on rank 0, "" on other ranks. Collective."""
         pictures = self.artist.paint(net, self.texts, self.empty, at)
-        return str(grid.save_new(pictures, [caption for caption, _ in self.texts], folder, stem)) if pictures else ""
+        if not pictures:
+            return ""
+        captions = [caption for caption, _ in self.texts]
+        return str(grid.save_new(pictures, captions, folder, stem))
 
 
 def _nearby(names: tuple[str, ...], cfg: Config, options: argparse.Namespace) -> Path | None:
     """What has one of the names in or beside the autoencoder or the model, as in FLUX.1-schnell's repository."""
-    folders = [folder for path in (cfg.sample.vae, options.path) if path for folder in (Path(path), Path(path).parent)]
-    return next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
+    for path in (cfg.sample.vae, options.path):
+        for folder in (Path(path), Path(path).parent) if path else ():
+            for name in names:
+                if (folder / name).exists():
+                    return folder / name
+    return None
 
 
 def _encode(

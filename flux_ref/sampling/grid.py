@@ -21,20 +21,22 @@ def save(pictures: list[np.ndarray], captions: list[str], path: Path, columns: i
     """Save (3, H, W) pictures in [-1, 1] as one PNG, each over its caption."""
     from PIL import Image  # not needed for training, so not at the top
 
-    height, width = pictures[0].shape[1:]
-    scale = max(1.0, HEIGHT / height)
-    size = round(width * scale), round(height * scale)
-    step_x = size[0] + GAP
-    step_y = size[1] + CAPTION_HEIGHT + GAP
+    rows, columns_of_pixels = pictures[0].shape[1:]
+    scale = max(1.0, HEIGHT / rows)
+    width = round(columns_of_pixels * scale)
+    height = round(rows * scale)
+    step_x = width + GAP
+    step_y = height + CAPTION_HEIGHT + GAP
     columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new("RGB", (GAP + columns * step_x, GAP + rows * step_y), "white")
-    for i, (picture, caption) in enumerate(zip(pictures, captions)):
-        left = GAP + i % columns * step_x
-        top = GAP + i // columns * step_y
+    lines = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (GAP + columns * step_x, GAP + lines * step_y), "white")
+    for number, (picture, caption) in enumerate(zip(pictures, captions)):
+        line, column = divmod(number, columns)
+        left = GAP + column * step_x
+        top = GAP + line * step_y
         pixels = ((picture.transpose(1, 2, 0) + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
-        sheet.paste(Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST), (left, top))
-        _write(sheet, caption, (left + 4, top + size[1] + 3), size[0])
+        sheet.paste(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST), (left, top))
+        _write(sheet, caption, (left + 4, top + height + 3), width)
     path.parent.mkdir(exist_ok=True)
     with whole(path) as partial:
         sheet.save(partial, format="PNG")
@@ -64,16 +66,18 @@ def strip(folder: Path, height: int, samples: int) -> None:
     """
     from PIL import Image
 
-    sheets = {int(path.stem): path for path in folder.iterdir() if SHEET.fullmatch(path.name)}
-    numbers = sorted((number for number in sheets if number <= samples), reverse=True)
-    numbers = numbers[:: -(-len(numbers) // STRIP_ROWS)][::-1]  # always with the newest
+    paths = [path for path in folder.iterdir() if SHEET.fullmatch(path.name) and int(path.stem) <= samples]
+    paths.sort(key=lambda path: int(path.stem))
+    every = -(-len(paths) // STRIP_ROWS)
+    paths = paths[::-every][::-1]  # always with the newest
     step = max(height, HEIGHT) + GAP
-    with Image.open(sheets[samples]) as newest:
-        image = Image.new("RGB", (STRIP_LEFT + newest.width, len(numbers) * step + CAPTION_HEIGHT + GAP), "white")
-    for top, number in zip(range(0, image.height, step), numbers):
-        with Image.open(sheets[number]) as sheet:  # the next row covers the captions of this one
+    with Image.open(paths[-1]) as newest:
+        image = Image.new("RGB", (STRIP_LEFT + newest.width, len(paths) * step + CAPTION_HEIGHT + GAP), "white")
+    for row, path in enumerate(paths):
+        top = row * step
+        with Image.open(path) as sheet:  # the next row covers the captions of this one
             image.paste(sheet.crop((0, 0, sheet.width, step + CAPTION_HEIGHT)), (STRIP_LEFT, top))
-        _write(image, f"{number:,}", (GAP, top + GAP), STRIP_LEFT)
+        _write(image, f"{int(path.stem):,}", (GAP, top + GAP), STRIP_LEFT)
     with whole(folder / "strip.png") as partial:
         image.save(partial, format="PNG")
 

@@ -36,7 +36,7 @@ FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
 BREAKS = {  # what fails, and on which rank; -1: the last
-    "copying": (checkpoint.Saver, "_copy", -1),
+    "copying": (checkpoint, "rows_of", -1),
     "choosing rows": (checkpoint, "rows_to_write", -1),
     "the folder": (checkpoint_files, "require_space", 0),
     "opening a file": (safetensors_io.CheckedFile, "__init__", -1),

@@ -23,7 +23,7 @@ PACKAGES = (
     "transformers",
     "pyarrow",
 )
-PACKAGES += ("tensorboard", "matplotlib", "ml_dtypes", "yaml", "braceexpand")
+PACKAGES += ("tensorboard", "matplotlib", "ml_dtypes", "yaml")
 
 
 def pytest_addoption(parser) -> None:

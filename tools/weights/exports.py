@@ -56,26 +56,28 @@ def _require_new(out: Path) -> None:
 def _write(
     path: Path, table: dict[str, tuple], parts: dict[str, list[Part]], source: Source, dtype: str, metadata: dict
 ) -> tuple[safetensors_io.FileEntry, dict[str, int]]:
-    """Write the tensors of a table to one safetensors file. parts: the source's rows of which each tensor is made."""
+    """Write the tensors of a table to one safetensors file. parts: the source's rows of which each tensor is made.
+
+    Returns: as `safetensors_io.write`.
+    """
     kind = SAFETENSORS_NAMES[dtype]
-    head, begins = safetensors_io.header({name: (kind, shape) for name, shape in table.items()}, metadata)
-    file = safetensors_io.CheckedFile(path)
-    file.write(head)
-    total = sum(prod(shape) for shape in table.values()) * safetensors_io.DTYPES[kind].itemsize
-    with progress(total=total, unit="B", unit_scale=True, desc=path.name.strip("."), leave=False) as bar:
-        for name, shape in table.items():
-            for rows in _pieces(source, parts[name], 4 * prod(shape[1:])):
-                rows = rows.to(safetensors_io.DTYPES[kind])
-                file.write_tensor(rows)
-                bar.update(rows.nbytes)
-    return file.close(), begins
+    entries = {name: (kind, shape) for name, shape in table.items()}
+
+    def rounded() -> Iterator[Tensor]:
+        for name in progress(table, desc=path.name.strip("."), unit=" tensors", leave=False):
+            for rows in _pieces(source, parts[name], table[name]):
+                yield rows.to(safetensors_io.DTYPES[kind])
+
+    return safetensors_io.write(path, entries, metadata, rounded())
 
 
-def _pieces(source: Source, parts: list[Part], row_bytes: int) -> Iterator[Tensor]:
-    rows_at_once = max(1, PIECE_BYTES // row_bytes)
+def _pieces(source: Source, parts: list[Part], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """The rows of a tensor of this shape, in order, at most PIECE_BYTES at a time."""
+    rows_at_once = max(1, PIECE_BYTES // (4 * prod(shape[1:])))
     for part in parts:
-        for row in range(part.first, part.first + part.rows, rows_at_once):
-            yield source.read(part.name, row, min(rows_at_once, part.first + part.rows - row))
+        end = part.first + part.rows
+        for row in range(part.first, end, rows_at_once):
+            yield source.read(part.name, row, min(rows_at_once, end - row))
 
 
 def import_(source: Source, cfg: Config, out: Path) -> None:
@@ -114,7 +116,7 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
         if isinstance(source.tensors, Checkpoint):
             source.tensors.verify()
         for name, shape in progress(table.items(), desc="reading", unit=" tensors", leave=False):
-            for _ in _pieces(source, [Part(name, 0, shape[0])], 4 * prod(shape[1:])):
+            for _ in _pieces(source, [Part(name, 0, shape[0])], shape):
                 pass
         lines.append("  verified  every value is finite, every checksum right")
     return "\n".join(lines)
