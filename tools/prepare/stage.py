@@ -149,8 +149,9 @@ class Disk:
     def _open_journal(self) -> dict[File, str]:
         path = self.dst / HIDDEN / "journal"
         staged = {}
-        if (own := claim.take(path.with_name("claim"))) is None:
-            raise Refusal(f"{self.dst} is being staged already; every node needs its own DST")
+        place = path.with_name("claim")
+        if (own := claim.take(place)) is None:
+            raise Refusal(f"{self.dst} is being staged already ({claim.owner(place)}); every node needs its own DST")
         self.opened.enter_context(own)
         written = outside.read_bytes(path, "journal", outside.OWN_BYTES) if os.path.lexists(path) else b""
         for line in written.splitlines():
