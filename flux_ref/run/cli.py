@@ -14,8 +14,8 @@ from typing import NoReturn
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
-from flux_ref.run import key_list, launcher
-from flux_ref.run.alive import SIGNALS, received
+from flux_ref.run import key_list
+from flux_ref.run.alive import SIGNALS, follow_launcher, received
 from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
 
 LINGER_S = 5.0
@@ -30,7 +30,7 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
+        threading.Thread(target=follow_launcher, args=(name,), daemon=True).start()
     with lasting_terminal():
         code = _attempt(name, task, argv)
     # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.

@@ -16,7 +16,7 @@ WITHOUT_TORCH = {
     *("benchmark.header", "benchmark.mllog", "benchmark.reference_points", "config", "config_file"),
     *("config_rules", "errors", "formats.braces", "formats.claim", "formats.energon", "formats.files"),
     *("formats.jsonl", "formats.outside", "formats.shard_writer", "formats.shards", "formats.toml_file"),
-    *("rng", "run.attempt", "run.forecast", "run.launcher", "run.loss_chart", "run.options"),
+    *("rng", "run.attempt", "run.forecast", "run.loss_chart", "run.options"),
     *("run.progress", "run.tensorboard", "schedule", "speed.number_formats", "speed.policy", "toy.make"),
     *("toy.shapes", "tools.compare.commands", "tools.preflight.verdict", "tools.prepare.commands"),
     *("tools.prepare.jobs", "tools.prepare.manifest", "tools.prepare.metadata"),

@@ -39,7 +39,9 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     place = final.with_name(f".{final.name}.claim")
     own = claim.take(place)
     if own is None:
-        raise Refusal(f"{folder} is in use by another job ({claim.owner(place)}); wait for it or choose another --output")
+        raise Refusal(
+            f"{folder} is in use by another job ({claim.owner(place)}); wait for it or choose another --output"
+        )
     with own:
         plan_path = folder / PLAN
         wanted = json.dumps(plan)
