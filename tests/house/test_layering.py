@@ -13,7 +13,7 @@ COMMANDS, SHARED = {f"tools.{name}" for name in COMMANDS}, "tools.shared"
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     *("benchmark.alarms", "benchmark.closed", "benchmark.convergence", "benchmark.facts"),
-    *("benchmark.header", "benchmark.mllog", "benchmark.reference_points", "config", "config_file"),
+    *("benchmark.header", "benchmark.mllog", "config", "config_file"),
     *("config_rules", "errors", "formats.braces", "formats.claim", "formats.energon", "formats.files"),
     *("formats.jsonl", "formats.outside", "formats.shard_writer", "formats.shards", "formats.toml_file"),
     *("rng", "run.attempt", "run.forecast", "run.loss_chart", "run.options"),

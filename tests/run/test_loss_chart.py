@@ -64,6 +64,6 @@ def test_the_chart_names_what_is_there_and_holds_every_loss(tmp_path, monkeypatc
         "losses": [axis, "validation loss"],
     }
     pixels = np.asarray(Image.open(tmp_path / "losses.png"))
-    for x, y in ((loss_chart.LEFT, loss_chart.TOP), (loss_chart.RIGHT, 440)):
+    for x, y in ((loss_chart.LEFT, loss_chart.TOP), (loss_chart.RIGHT, 445)):
         around = pixels[y - 4 : y + 5, x - 4 : x + 5]
         assert (around == loss_chart.VAL).all(-1).sum() > 40, (x, y)
