@@ -86,7 +86,7 @@ class RateWatch:
         self.records: deque[dict] = deque(maxlen=RATE_BEFORE + RATE_NOW)
 
     def add(self, record: dict) -> Alarm | None:
-        """Take in the next record. Returns an alarm where a lasting fall was noticed. The slow rate is usual from then."""
+        """Take in the next record. Returns an alarm where a lasting fall was noticed."""
         self.records.append(record)
         before = list(self.records)[:-RATE_NOW]
         now = list(self.records)[-RATE_NOW:]
@@ -97,7 +97,7 @@ class RateWatch:
         is_low = last[-2] < RATE_DROP * statistics.median(usual)
         if not is_low or statistics.median(last) >= usual[len(usual) // 10]:
             return None
-        self.records.clear()
+        self.records.clear()  # the slow rate is the usual one from now on
         text = f"training is slower: {_described(now)}; before {_described(before)}; is there other load?"
         return Alarm(record["samples"], "slow", text)
 

@@ -1,5 +1,6 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
+import inspect
 import os
 import re
 import signal
@@ -11,10 +12,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NoReturn
 
-from flux_ref import ranks
+from flux_ref import config, ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
-from flux_ref.run import key_list
 from flux_ref.run.alive import SIGNALS, follow_launcher, received
 from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
 
@@ -26,7 +26,7 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     make_terminal_patient()
     if "-h" in argv or "--help" in argv:
         if "flux_ref/config.py" in usage:  # its options are keys
-            usage += key_list.text()
+            usage += key_list()
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -37,6 +37,15 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     if code == 0 or ranks.is_single():
         ranks.stop()
     return code
+
+
+def key_list() -> str:
+    """Every key of a config, as config.py has it."""
+    lines = ["", "Every key of a config, with its type, default and meaning. Give it as --section.key=value:"]
+    for section, default in config.SECTIONS.items():
+        source = inspect.getsource(type(default))
+        lines += ["", f"{section}:", *re.findall(r"^    \w+: .* = .*$", source, re.M)]
+    return "\n".join(lines)
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
