@@ -30,7 +30,7 @@ from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.ranks import World
 from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
-from flux_ref.run.hang_watch import HangWatch
+from flux_ref.run.alive import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling import drawing
 from flux_ref.step import State

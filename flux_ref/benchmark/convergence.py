@@ -1,4 +1,4 @@
-"""Bands of validation losses, of published runs and of your own, and what in a config is unlike all known runs.
+"""Bands of validation losses, of published runs and of your own.
 
 public_curves.csv holds quartiles of the losses in the 160 result files of MLPerf Training v5.1
 (github.com/mlcommons/training_results_v5.1, Apache-2.0). Those runs validated with captions dropped, which raises a
@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from flux_ref.benchmark.facts import TARGET
-from flux_ref.benchmark.reference_points import points
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import decimal, read_text, shown
@@ -25,8 +24,6 @@ QUARTILES = ("val_loss_p25", "val_loss_median", "val_loss_p75")
 HEADER = ("global_batch", "lr", "warmup_steps", "samples", "runs", "val_loss_min", *QUARTILES, "val_loss_max")
 AT_LEAST_SOME = ("global_batch", "runs", *QUARTILES, "val_loss_min", "val_loss_max")  # are above zero
 CURVES = ("low", "median", "high", "spread")
-PUBLIC_LR = (1.85e-4, 2e-4)  # of the public runs, at every batch
-LEEWAY = 1.5  # factor by which a learning rate may lie outside what has converged
 
 
 @dataclass(frozen=True)
@@ -111,35 +108,3 @@ def of_config(cfg: Config) -> Band | None:
 def is_benchmark(cfg: Config) -> bool:
     """Whether a config trains the model of the public runs to their target."""
     return cfg.model == ModelConfig() and cfg.eval.target == TARGET
-
-
-def unlike_reference(cfg: Config) -> list[str]:
-    """What in a config of the benchmark's model differs from all that is known to converge; one line each."""
-    if not is_benchmark(cfg):
-        return []
-    batch = cfg.train.global_batch
-    lr = cfg.optim.lr
-    warmup_steps = cfg.optim.warmup_steps
-    known = points(cfg.mllog.ruleset)
-    batches = [point.global_batch for point in known]
-    complaints = []
-    if batch not in batches:
-        complaints.append(
-            f"train.global_batch={batch} is no reference convergence point ({', '.join(map(str, batches))}): learning"
-            f" rate and warm-up are yours to find; above {batches[-1]} a closed submission needs points of its own"
-        )
-    reference_lr = float(np.interp(batch, batches, [point.lr for point in known]))
-    least = min(*PUBLIC_LR, reference_lr)
-    most = max(*PUBLIC_LR, reference_lr)
-    if not least / LEEWAY <= lr <= most * LEEWAY:
-        complaints.append(f"optim.lr={lr:g}: runs are known to converge from {least:g} to {most:g} at this batch")
-    warmups = [point.warmup_steps * point.global_batch for point in known]  # samples: comparable between batches
-    needs_warmup = lr > max(PUBLIC_LR) * 1.25  # the public runs took none
-    least_steps = np.interp(batch, batches, warmups) / batch / 2 if needs_warmup else 0
-    most_steps = 2 * max(warmups) / batch
-    if not least_steps <= warmup_steps <= most_steps:
-        complaints.append(
-            f"optim.warmup_steps={warmup_steps}: half to twice the reference's warm-up is {least_steps:.0f} to"
-            f" {most_steps:.0f} steps at this batch and learning rate"
-        )
-    return complaints

@@ -1,16 +1,18 @@
 """How a command of one process ends: an error becomes one line and an exit code. For ranks see cli.py."""
 
 import errno
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from flux_ref.errors import Fault, Interrupted, Refusal, Stop
 from flux_ref.formats.outside import one_line
-from flux_ref.run import launcher
 
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -75,8 +77,10 @@ def complain(name: str, error: Stop | OSError | str) -> None:
     """Print the one line with which a command ends."""
     line = one_line(f"{name}: {error}")
     print(line, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        launcher.tell(line)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its own report
+        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": cause}))
 
 
 def _give_stdout_up() -> None:

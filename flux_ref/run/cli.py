@@ -1,5 +1,6 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
+import inspect
 import os
 import re
 import signal
@@ -11,11 +12,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NoReturn
 
-from flux_ref import ranks
+from flux_ref import config, ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
-from flux_ref.run import key_list, launcher
-from flux_ref.run.alive import SIGNALS, received
+from flux_ref.run.alive import SIGNALS, follow_launcher, received
 from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
 
 LINGER_S = 5.0
@@ -26,17 +26,26 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     make_terminal_patient()
     if "-h" in argv or "--help" in argv:
         if "flux_ref/config.py" in usage:  # its options are keys
-            usage += key_list.text()
+            usage += key_list()
         print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=launcher.follow, args=(name,), daemon=True).start()
+        threading.Thread(target=follow_launcher, args=(name,), daemon=True).start()
     with lasting_terminal():
         code = _attempt(name, task, argv)
     # After a fault, other ranks may wait in a collective. Leaving the process group would then wait for them.
     if code == 0 or ranks.is_single():
         ranks.stop()
     return code
+
+
+def key_list() -> str:
+    """Every key of a config, as config.py has it."""
+    lines = ["", "Every key of a config, with its type, default and meaning. Give it as --section.key=value:"]
+    for section, default in config.SECTIONS.items():
+        source = inspect.getsource(type(default))
+        lines += ["", f"{section}:", *re.findall(r"^    \w+: .* = .*$", source, re.M)]
+    return "\n".join(lines)
 
 
 def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:

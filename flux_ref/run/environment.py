@@ -35,15 +35,14 @@ def commit(folder: Path = Path(__file__).parent) -> str:
     Nothing is written: `git describe --dirty` would lock and rewrite the index.
     """
     git = ["git", "--no-optional-locks", "-C", str(folder)]
-    asked = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]
+    git += ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        head, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in asked
-        )
+        told = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
-    return f"{head}{'+' if changes else ''}"
+    head = told[0].removeprefix("# branch.oid ")
+    is_changed = any(not line.startswith("#") for line in told)
+    return "" if head == "(initial)" else f"{head[:12]}{'+' if is_changed else ''}"
 
 
 def peak_memory_gb(device: torch.device) -> float:

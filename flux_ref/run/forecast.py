@@ -5,26 +5,28 @@ from flux_ref.config import Config
 
 
 def forecast(
-    cfg: Config, ranks: int, samples: int, is_evaluated: bool, val_count: int, warm_s: float, captured: bool
+    cfg: Config, ranks: int, samples: int, is_evaluated: bool, val_count: int, warm_s: float, is_captured: bool
 ) -> str:
     """One line.
 
     samples:      trained so far. is_evaluated: a resumed run has this evaluation already.
     warm_s:       seconds of a training step and a validation batch together.
+    is_captured:  whether steps are replayed, which is faster than the steps of the warm-up.
     """
     batch = cfg.train.global_batch
-    rows = cfg.train.global_batch / ranks
+    rows = batch / ranks
     left = range(samples, cfg.train.max_samples, batch)
     step_s = warm_s * 3 * rows / (3 * rows + cfg.eval.batch)  # a backward takes about as long as two forwards
     val_s = (warm_s - step_s) * schedule.steps_for(val_count, ranks * cfg.eval.batch)
     due = [clock for clock in (*left, left.stop) if schedule.evaluates(clock, cfg)]
-    count = len(due) - (is_evaluated and samples in due) + cfg.eval.permuted_captions
-    is_most = cfg.eval.target or captured  # a captured step is faster than those of the warm-up
-    return (
-        f"{'at most ' * bool(is_most)}about {duration(len(left) * step_s + count * val_s)}:"
-        f" {len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s, as measured in the warm-up"
-        f"{'; without the drawings' * bool(cfg.sample.count)}"
-    )
+    count = len(due) + cfg.eval.permuted_captions
+    if is_evaluated and samples in due:
+        count -= 1
+    is_most = cfg.eval.target or is_captured
+    about = f"{'at most ' if is_most else ''}about {duration(len(left) * step_s + count * val_s)}"
+    parts = f"{len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"
+    drawings = "; without the drawings" if cfg.sample.count else ""
+    return f"{about}: {parts}, as measured in the warm-up{drawings}"
 
 
 def duration(seconds: float) -> str:

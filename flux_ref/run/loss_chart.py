@@ -9,6 +9,8 @@ INK = (40, 40, 40)
 PALE = (215, 215, 215)
 TRAIN = (110, 150, 205)
 VAL = (200, 70, 40)
+GOAL = (60, 140, 70)
+LEFT, TOP, RIGHT, BOTTOM = 80, 50, 860, 460  # pixels
 EARLY = 0.1  # this share of a run has losses so high that they would hide all others
 
 Curve = list[tuple[float, float]]  # training samples, loss
@@ -33,49 +35,35 @@ def ticks(low: float, high: float, most: int) -> dict[float, str]:
 
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
-    """Save losses over training samples as a PNG. An arrow with a number is a validation loss above the chart."""
+    """Save losses over training samples as a PNG. target: 0 for none. Losses above the chart lie on its upper edge."""
     from PIL import Image, ImageDraw, ImageFont
 
-    width = 900
-    height = 520
-    left = 80
-    right = 860
-    bottom = 460
-    top = 50
-    image = Image.new("RGB", (width, height), "white")
+    image = Image.new("RGB", (900, 520), "white")
     pen = ImageDraw.Draw(image)
-    font = ImageFont.load_default(size=15)
-    most_x = max([x for x, _ in train + val] + [1])
+    pen.font = ImageFont.load_default(size=15)
+    most_x = max([samples for samples, _ in (*train, *val)], default=0) or 1
     low, high = span([curve for curve in (train, val) if curve], target)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + x / most_x * (right - left), bottom - (y - low) / (high - low) * (bottom - top)
+    def place(samples: float, loss: float) -> tuple[float, float]:
+        height = (min(loss, high) - low) / (high - low) * (BOTTOM - TOP)
+        return LEFT + samples / most_x * (RIGHT - LEFT), BOTTOM - height
 
-    losses = ticks(low, high, 8)
-    for y in losses:
-        pen.line([place(0, y), place(most_x, y)], fill=PALE)
-    for x in range(left, right, 16) if target > 0 else ():
-        pen.line([(x, place(0, target)[1]), (x + 8, place(0, target)[1])], fill=VAL)
-    pen.line([place(*point) for point in train], fill=TRAIN, width=2)
-    pen.line([place(*point) for point in val], fill=VAL, width=2)
-    pen.rectangle((0, 0, width, top - 1), fill="white")  # over what is above the chart
-    for y, text in losses.items():
-        pen.text((left - 8, place(0, y)[1]), text, fill=INK, font=font, anchor="rm")
-    for x, text in ticks(0, most_x, 8).items():
-        pen.text((place(x, 0)[0], bottom + 8), text, fill=INK, font=font, anchor="mt")
-    pen.text(((left + right) / 2, bottom + 32), "training samples", fill=INK, font=font, anchor="mt")
+    for loss, text in ticks(low, high, 8).items():
+        pen.line([place(0, loss), place(most_x, loss)], fill=PALE)
+        pen.text((LEFT - 8, place(0, loss)[1]), text, fill=INK, anchor="rm")
+    for samples, text in ticks(0, most_x, 8).items():
+        pen.text((place(samples, 0)[0], BOTTOM + 8), text, fill=INK, anchor="mt")
+    pen.text(((LEFT + RIGHT) / 2, BOTTOM + 32), "training samples", fill=INK, anchor="mt")
+
+    lines = {f"target {target:g}": (GOAL, [(0, target), (most_x, target)] if target else [])}
+    lines |= {"training loss": (TRAIN, train), "validation loss": (VAL, val)}
+    x = LEFT
+    for name, (colour, curve) in lines.items():
+        if curve:
+            pen.line([place(*point) for point in curve], fill=colour, width=2)
+            pen.text((x, 12), name, fill=colour)
+            x += pen.textlength(name) + 30
     for point in val:
-        x, y = place(*point)
-        if y >= top:
-            pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=VAL)
-        else:
-            pen.polygon([(x - 5, top + 7), (x + 5, top + 7), (x, top - 3)], fill=VAL)
-            pen.text((x + 9, top + 2), f"{point[1]:.3g} (off the chart)", fill=VAL, font=font, anchor="lm")
-    x = left
-    lines = (("training loss", TRAIN, train), ("validation loss", VAL, val), (f"- - target {target:g}", VAL, target))
-    for text, colour, is_there in lines:
-        if is_there:
-            pen.text((x, 12), text, fill=colour, font=font)
-            x += pen.textlength(text, font) + 30
+        pen.circle(place(*point), 4, fill=VAL)
     with whole(path) as partial:
         image.save(partial, format="PNG")

@@ -3,8 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -33,6 +35,15 @@ from flux_ref.speed.attention import attention_kernel
 from flux_ref.step import NEVER, Health, State
 
 
+@dataclass
+class Mark:
+    """When the newest record of metrics.jsonl was written, and what the next record is measured from."""
+
+    time: float  # in s, of a clock that nobody sets
+    samples: int
+    wait_s: float  # of waiting for data, since training began
+
+
 class Reporter:
     """Terminal, metrics.jsonl, eval.jsonl, loss.png, outcome.json and TensorBoard's files of one run."""
 
@@ -52,9 +63,9 @@ class Reporter:
                 self.board = Board(self.folder, self.spare)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
-        self.rates = alarms.RateWatch(shared_cpu=world.device.type == "cpu" and len(set(world.nodes)) == 1)
+        self.rates = alarms.RateWatch()
         self.bar: tqdm | None = None
-        self.logged: tuple | None = None  # a step whose values are on their way: what `settle` unpacks
+        self.pending: Callable[[], None] | None = None  # writes the record of a step whose values are on their way
 
     def say(self, line: str) -> None:
         """One line on the terminal and in the result file."""
@@ -80,33 +91,34 @@ class Reporter:
             return
         cfg = self.cfg
         world = self.world
+        facts = environment(world)
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
+        shards = world.size // world.replicas
         micro = config.micro_batch(cfg, world.size)
         parts = cfg.train.global_batch // (world.size * micro)
-        mesh = f"replicas x shards: {world.replicas} x {world.size // world.replicas}"
-        facts = environment(world)
         compute, *sides = policy.describe(cfg)
-        taken, emulated = native.require_native_sizes(cfg, arch := fp8_product.architecture(world.device), micro)
-        if taken + emulated:
-            sides.append(f"  products of blocks on {arch}, all stages: {taken} native (unproven), {emulated} emulated")
+        arch = fp8_product.architecture(world.device)
+        native_count, emulated = native.require_native_sizes(cfg, arch, micro)
+        if native_count + emulated:
+            counts = f"{native_count} native (unproven), {emulated} emulated"
+            sides.append(f"  products of blocks on {arch}, all stages: {counts}")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
-        left = ", eval.jsonl" * bool(cfg.data.val) + ", samples/" * bool(cfg.sample.count)
-        left += f", checkpoints/ ({BYTES_PER_PARAMETER * 1e-6 * parameters:,.0f} MB each)" * cfg.checkpoint.save
-        self.say(
-            f"flux_ref {cfg.name}: FLUX.1 with {cfg.model.double_blocks} + {cfg.model.single_blocks} blocks,"
-            f" {parameters:,} parameters\n"
-            f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
-            f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}\n"
-            f"  steps   {steps.mode(cfg, world.device)}\n"
-            f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
-            f" x {parts} micro-batch{'es' * (parts > 1)}\n"
-            f"  weights {weights}\n"
-            f"  data    {train_count:,} samples in {cfg.data.train}, {validation}\n"
-            f"  run     {self.folder}: loss.png, metrics.jsonl, result_0.txt{left}"
+        size = f" (a checkpoint: {BYTES_PER_PARAMETER * 1e-6 * parameters:,.0f} MB)" if cfg.checkpoint.save else ""
+        blocks = f"{cfg.model.double_blocks} + {cfg.model.single_blocks} blocks"
+        lines = (
+            f"flux_ref {cfg.name}: FLUX.1 with {blocks}, {parameters:,} parameters",
+            f"  ranks   {world.size} x {facts['device']} (replicas x shards: {world.replicas} x {shards}),"
+            f" torch {torch.__version__}",
+            f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
+            f"  steps   {steps.mode(cfg, world.device)}",
+            f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
+            f"  weights {weights}",
+            f"  data    {train_count:,} samples in {cfg.data.train}, {validation}",
+            f"  run     {self.folder}{size}",
         )
-        complaints = (f"warning: {complaint}" for complaint in convergence.unlike_reference(cfg))
-        for line in (*sides, *closed.warnings(cfg, train_count, val_count), *complaints):
+        self.say("\n".join(lines))
+        for line in (*sides, *closed.warnings(cfg, train_count, val_count)):
             self.say(line)
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
@@ -123,7 +135,7 @@ class Reporter:
                 rewrite(self.folder / "eval.jsonl", evaluated)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
-        self.val_curve = [tuple(point) for point in ranks.gather_objects(self.val_curve)[0]]  # JSON has no tuples
+        self.val_curve = ranks.gather_objects(self.val_curve)[0]
         self.log.disqualify(f"{RESUMED} {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
@@ -135,13 +147,20 @@ class Reporter:
             folder.write_config(self.cfg)
             (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
         if warm_s and self.speaks:
-            captured = steps.mode(self.cfg, self.world.device) == steps.CAPTURED
-            run = self.cfg, self.world.size, samples, self.val_loss_at(samples) is not None
-            self.say(f"  time    {forecast(*run, self.val_count, warm_s, captured)}")
+            words = forecast(
+                self.cfg,
+                ranks=self.world.size,
+                samples=samples,
+                is_evaluated=self.val_loss_at(samples) is not None,
+                val_count=self.val_count,
+                warm_s=warm_s,
+                is_captured=steps.mode(self.cfg, self.world.device) == steps.CAPTURED,
+            )
+            self.say(f"  time    {words}")
         if self.board:
             self.say(f"  charts  {self.board.begin(samples)}")
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
-        self.since = time.perf_counter(), samples, 0.0  # of the newest record: when, samples, seconds of waiting
+        self.since = Mark(time.perf_counter(), samples, wait_s=0.0)
 
     def tick(self) -> None:
         """A step is launched: settle the report of the step before it, and move the bar."""
@@ -154,8 +173,8 @@ class Reporter:
         Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
         """
         values = torch.cat((health.flags[1:], torch.stack((loss, grad_norm, state.opt.lr)).double()))
-        skipped = data.skipped_everywhere()
-        self.logged = ranks.gather_later(values), state.step, state.samples, skipped, feed.wait_s
+        read = ranks.gather_later(values)
+        self.pending = partial(self._record, read, state.step, state.samples, feed.wait_s, data.skipped_everywhere())
         if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
             self.settle()
 
@@ -166,29 +185,33 @@ class Reporter:
 
         Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
         """
-        if self.logged is None:
-            return
-        (read, step, samples, skipped, wait_s), self.logged = self.logged, None
-        *flags, losses, norms, lrs = zip(*read())
-        if complaint := blame(list(zip(*flags)), self.cfg.train.global_batch):
-            raise Fault(complaint)
-        if len(skipped) > self.cfg.data.skip_bad:
-            raise Fault(
-                f"{len(skipped)} bad training samples, data.skip_bad={self.cfg.data.skip_bad} allows no more:"
-                f" {'; '.join(skipped.values())}"
-            )
-        if skipped and self.cfg.mllog.submission_division == "closed":  # rules: "each datum still appears exactly once"
-            self.log.disqualify("damaged training samples were skipped")
-        begin, samples_then, wait_s_then = self.since
-        elapsed = time.perf_counter() - begin
+        if write := self.pending:
+            self.pending = None
+            write()
+
+    def _record(
+        self, read: Callable[[], list], step: int, samples: int, wait_s: float, skipped: dict[int, str]
+    ) -> None:
+        """Write the record of a logged step. read: waits for its values, those of `step` of every rank."""
+        bad_losses, bad_norms, losses, grad_norms, rates = zip(*read())
+        self._require_finite(list(zip(bad_losses, bad_norms)))
+        allowed = self.cfg.data.skip_bad
+        if len(skipped) > allowed:
+            found = "; ".join(skipped.values())
+            raise Fault(f"{len(skipped)} bad training samples, data.skip_bad={allowed} allows no more: {found}")
+        if skipped and self.cfg.mllog.submission_division == "closed":
+            self.log.disqualify(
+                "damaged training samples were skipped"
+            )  # rules: "each datum still appears exactly once"
+        elapsed = time.perf_counter() - self.since.time
         record = {
             "step": step,
             "samples": samples,
             "loss": sum(losses) / len(losses),
-            "grad_norm": norms[0],
-            "lr": lrs[0],
-            "samples_per_s": (samples - samples_then) / elapsed,
-            "data_wait": (wait_s - wait_s_then) / elapsed,  # share of the time
+            "grad_norm": grad_norms[0],
+            "lr": rates[0],
+            "samples_per_s": (samples - self.since.samples) / elapsed,
+            "data_wait": (wait_s - self.since.wait_s) / elapsed,  # share of the time
             "peak_memory_gb": peak_memory_gb(self.world.device),
             "skipped": len(skipped),
         }
@@ -197,7 +220,7 @@ class Reporter:
             self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
         self.train_curve.append((samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
-        self.since = time.perf_counter(), samples, wait_s
+        self.since = Mark(time.perf_counter(), samples, wait_s)
 
     def require_healthy(self, health: Health) -> None:
         """Raises: Fault, on every rank, if a loss or a norm since the run began was not finite. Collective.
@@ -205,7 +228,10 @@ class Reporter:
         sync: the host waits for the device.
         """
         self.settle()
-        if complaint := blame(ranks.gather(health.flags[1:]), self.cfg.train.global_batch):
+        self._require_finite(ranks.gather(health.flags[1:]))
+
+    def _require_finite(self, first_bad: list[list[float]]) -> None:
+        if complaint := blame(first_bad, self.cfg.train.global_batch):
             raise Fault(complaint)
 
     def val_loss_at(self, samples: int) -> float | None:
@@ -218,11 +244,8 @@ class Reporter:
         self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
-        error = f" +- {result.stderr:.4f}" * is_number(result.stderr)
-        self.say(
-            f"samples {samples:>10,}  validation loss {result.loss:.4f}{error}"
-            f" over {result.count:,} samples in {seconds:.1f} s{target}"
-        )
+        loss = f"validation loss {result.loss:.4f} +- {result.stderr:.4f} over {result.count:,} samples"
+        self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
         for alarm in alarms.of_losses(self.val_curve, self.band):
             if alarm.samples == samples:
                 self.say(f"{alarm.level}: {alarm.text}")
@@ -236,7 +259,7 @@ class Reporter:
 
     def pause(self, seconds: float) -> None:
         """Leave the seconds of an evaluation or of pictures out of the rate of training."""
-        self.since = (self.since[0] + seconds, *self.since[1:])
+        self.since.time += seconds
 
     def conclude(self, state: State, reached: bool) -> None:
         """Print how the run ended and where its files are. outcome.json marks the run as finished."""
@@ -244,10 +267,13 @@ class Reporter:
         val_loss = self.val_curve[-1][1] if self.val_curve else None
         if val_loss is None:  # no evaluation has drawn it
             self._chart()
-        pictures = f"\n  pictures  {self.folder}/samples" if self.cfg.sample.count else ""
-        weights = f"\n  weights   python eval.py {self.folder}" if self.cfg.checkpoint.save else ""
-        weights += " --draw-only --prompt TEXT" * bool(weights and not self.cfg.data.val)
-        self.say(f"{outcome}\n  losses    {self.folder}/loss.png{pictures}{weights}")
+        lines = [outcome, f"  losses    {self.folder}/loss.png"]
+        if self.cfg.sample.count:
+            lines.append(f"  pictures  {self.folder}/samples")
+        if self.cfg.checkpoint.save:
+            options = "" if self.cfg.data.val else " --draw-only --prompt TEXT"
+            lines.append(f"  weights   python eval.py {self.folder}{options}")
+        self.say("\n".join(lines))
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": val_loss, "not_a_timed_result": self.log.flaw}
@@ -255,7 +281,7 @@ class Reporter:
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
-            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # no later checkpoint outlives a line
+            append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
         if self.board:
             self.board.add(name, record)
 
@@ -266,19 +292,19 @@ class Reporter:
             self.board.add_pictures()
 
 
-def blame(ranks: list[list[float]], global_batch: int) -> str | None:
-    """The complaint about the first bad loss and the first bad norm of each rank. None if all values were finite."""
-    bad = [(int(loss_step), rank) for rank, (loss_step, _) in enumerate(ranks) if loss_step != NEVER]
-    norm_step = int(ranks[0][1])
+def blame(first_bad: list[list[float]], global_batch: int) -> str | None:
+    """The complaint about the (first bad loss, first bad norm) of each rank. None if all values were finite."""
+    bad = [(step, rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
+    norm_step = first_bad[0][1]
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
         step, rank = min(bad)
-        where = rank_slice(step, rank, len(ranks), global_batch)
+        where = rank_slice(int(step), rank, len(first_bad), global_batch)
         return (
-            f"loss is not finite at step {step} on rank {rank}'s data"
+            f"loss is not finite at step {step:.0f} on rank {rank}'s data"
             f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
         )
     if norm_step != NEVER:
-        return f"gradient norm is not finite at step {norm_step} though every rank's loss was; lower optim.lr"
+        return f"gradient norm is not finite at step {norm_step:.0f} though every rank's loss was; lower optim.lr"
     return None
 
 

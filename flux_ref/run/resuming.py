@@ -21,18 +21,21 @@ FREE = (
     *("eval.permuted_captions", "precision.gather", "precision.native", "data.train", "data.val", "data.empty"),
     *("data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
 )
-MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and not key.endswith("dtype")]
+FIXED = ("parallel.dtype", "parallel.reduce_dtype")  # among FREE
+MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and key not in FIXED]
 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
-    own = config.flat(cfg)
     ran = config.flat(config_file.load(folder / "config.toml"))
-    keys = [key for key in own if own[key] != ran[key] and key not in MAY_DIFFER]
-    if differ := [f"{key}={own[key]!r}, there {ran[key]!r}" for key in keys]:
+    differ = []
+    for key, value in config.flat(cfg).items():
+        if value != ran[key] and key not in MAY_DIFFER:
+            differ.append(f"{key}={value!r}, there {ran[key]!r}")
+    if differ:
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
-            f" run.overwrite=true; these keys may change, dtypes excepted: {', '.join(FREE)}"
+            f" run.overwrite=true; these keys may change, but not {' and '.join(FIXED)}: {', '.join(FREE)}"
         )
     batch = cfg.train.global_batch
     most = cfg.train.max_samples
@@ -43,9 +46,11 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
         return
     end = jsonl.json_object(folder / "outcome.json")
     samples, loss = (end[key] if jsonl.is_number(end.get(key)) else math.inf for key in ("samples", "val_loss"))
-    wants = [f"train.max_samples above {samples}"] if samples >= most else []
-    wants += [f"eval.target below {loss} or 0"] if loss <= cfg.eval.target else []
-    wants = wants if saved else ["a checkpoint, which it lacks"]
+    wants = [] if saved else ["a checkpoint, which it lacks"]
+    if saved and samples >= most:
+        wants.append(f"train.max_samples above {samples}")
+    if saved and loss <= cfg.eval.target:
+        wants.append(f"eval.target below {loss} or 0")
     if wants:
         raise Refusal(
             f"{folder} already holds a finished run; to train longer give {' and '.join(wants)};"

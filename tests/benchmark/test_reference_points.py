@@ -4,7 +4,6 @@ import pytest
 from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 from flux_ref import config_file
-from flux_ref.benchmark import reference_points
 from flux_ref.config import Config
 from tools.shared import reference_samples
 
@@ -16,7 +15,7 @@ def samples_at(ruleset: str, batch: int) -> float | None:
 
 def test_points_and_what_lies_between_are_the_official_checkers():
     for ruleset in ("5.1.0", "6.0.0", "6.1.0"):
-        official, points = RCP_Checker("training", ruleset, "flux1", False), reference_points.points(ruleset)
+        official, points = RCP_Checker("training", ruleset, "flux1", False), reference_samples.points(ruleset)
         means = {record["BS"]: record["RCP Mean"] for record in official.rcp_data.values()}
         assert {point.global_batch: point.mean_samples for point in points} == means
         pruned = {record["BS"]: record for record in official.pruned_rcp_data.values()}

@@ -16,7 +16,7 @@ from run_files import require_equal_runs
 
 from flux_ref import config_file, data, ranks, sharding, steps
 from flux_ref.errors import Fault
-from flux_ref.run.hang_watch import HangWatch
+from flux_ref.run.alive import HangWatch
 from flux_ref.speed import graphs, regions
 from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import NEVER, State, validation_step

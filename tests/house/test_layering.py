@@ -13,10 +13,10 @@ COMMANDS, SHARED = {f"tools.{name}" for name in COMMANDS}, "tools.shared"
 # A port to another framework takes these as they are.
 WITHOUT_TORCH = {
     *("benchmark.alarms", "benchmark.closed", "benchmark.convergence", "benchmark.facts"),
-    *("benchmark.header", "benchmark.mllog", "benchmark.reference_points", "config", "config_file"),
+    *("benchmark.header", "benchmark.mllog", "config", "config_file"),
     *("config_rules", "errors", "formats.braces", "formats.claim", "formats.energon", "formats.files"),
     *("formats.jsonl", "formats.outside", "formats.shard_writer", "formats.shards", "formats.toml_file"),
-    *("rng", "run.attempt", "run.forecast", "run.launcher", "run.loss_chart", "run.options"),
+    *("rng", "run.attempt", "run.forecast", "run.loss_chart", "run.options"),
     *("run.progress", "run.tensorboard", "schedule", "speed.number_formats", "speed.policy", "toy.make"),
     *("toy.shapes", "tools.compare.commands", "tools.preflight.verdict", "tools.prepare.commands"),
     *("tools.prepare.jobs", "tools.prepare.manifest", "tools.prepare.metadata"),

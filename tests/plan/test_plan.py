@@ -394,11 +394,9 @@ def test_warnings():
     assert "fp32 takes longer" in " ".join(making.make(SMALL, "h200", 4, GPU, ASSUMED).warnings)
 
 
-def test_warnings_of_convergence_come_from_the_reference():
-    overrides = ["--train.global_batch=8192", "--optim.lr=1e-2", "--train.caption_drop=0.5"]
-    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", overrides)
+def test_warnings_name_what_is_no_benchmark_result():
+    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
     words = " ".join(making.warnings(cfg, making.make(SMALL, "h200", 4, GPU, ASSUMED), GPU))
-    assert "train.global_batch=8192 is no reference convergence point" in words and "optim.lr=0.01" in words
     assert "no benchmark result: train.caption_drop=0.5" in words
 
 

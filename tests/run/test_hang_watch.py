@@ -17,7 +17,7 @@ from conftest import ROOT, called, micro_run
 from killing import Job
 from run_files import count
 
-from flux_ref.run.hang_watch import HangWatch, judge
+from flux_ref.run.alive import HangWatch, judge
 
 
 def told(beat: int, still: float, collectives: int, place: str = "the end of step 9", last: str = "") -> dict:
@@ -73,9 +73,9 @@ def test_a_rank_that_never_spoke_is_named_and_not_waited_for():
     watch = object.__new__(HangWatch)
     watch.store, watch.world = torch.distributed.HashStore(), SimpleNamespace(rank=0, size=2)
     watch.store.set("0", json.dumps(told(1, 9.0, 90)))
-    before = watch._heard()
+    before = watch._records()
     watch.store.set("0", json.dumps(told(5, 9.0, 90)))
-    assert judge(before, watch._heard(), 6.0)[0] == [1]
+    assert judge(before, watch._records(), 6.0)[0] == [1]
 
 
 @pytest.fixture
@@ -121,9 +121,9 @@ def test_a_rank_that_freezes_is_named_and_the_job_ends(endless, rank):
 LOCKED = """
 import ctypes, sys, time
 from flux_ref import config, ranks
-from flux_ref.run import cli, hang_watch
+from flux_ref.run import alive, cli
 world = ranks.start(config.ParallelConfig())
-watch = hang_watch.HangWatch("train.py", world, ranks.groups(world), 1.0)
+watch = alive.HangWatch("train.py", world, ranks.groups(world), 1.0)
 if sys.argv[1] == "closed":
     watch.close()
 time.sleep(0.5)

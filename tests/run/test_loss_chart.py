@@ -3,7 +3,8 @@
 import math
 import random
 
-from PIL import ImageDraw
+import numpy as np
+from PIL import Image, ImageDraw
 
 from flux_ref.run import loss_chart
 
@@ -42,7 +43,8 @@ def test_the_first_losses_do_not_set_the_range():
     assert low < 0.3 and high > 0.6
 
 
-def test_the_legend_names_only_what_is_there(tmp_path, monkeypatch):
+def test_the_chart_names_what_is_there_and_holds_every_loss(tmp_path, monkeypatch):
+    """The first loss is above the chart: its dot lies on the upper edge."""
     written, real = [], ImageDraw.ImageDraw.text
 
     def text(self, place, words, *args, **kwargs):
@@ -54,11 +56,14 @@ def test_the_legend_names_only_what_is_there(tmp_path, monkeypatch):
     for name, lines in {"all": (training, curve, 0.2), "losses": ([], curve, 0.0)}.items():
         written.clear()
         loss_chart.chart(*lines, tmp_path / f"{name}.png")
-        assert "2 (off the chart)" in written
         said[name] = [words for words in written if not words.split()[0].replace(".", "").isdigit()]
         assert {"0", "10", "20", "30", "40"} <= {*written}
     axis = "training samples"
     assert said == {
-        "all": [axis, "training loss", "validation loss", "- - target 0.2"],
+        "all": [axis, "target 0.2", "training loss", "validation loss"],
         "losses": [axis, "validation loss"],
     }
+    pixels = np.asarray(Image.open(tmp_path / "losses.png"))
+    for x, y in ((loss_chart.LEFT, loss_chart.TOP), (loss_chart.RIGHT, 445)):
+        around = pixels[y - 4 : y + 5, x - 4 : x + 5]
+        assert (around == loss_chart.VAL).all(-1).sum() > 40, (x, y)

@@ -121,13 +121,3 @@ def test_a_run_that_ends_early_reads_its_logged_step_first(trained):
     for want, (values, count) in ends.items():
         events, records = trained("gpu", **values)
         assert (", ".join(events), len(records)) == (want, count)
-
-
-def test_curves_of_a_resumed_run_are_those_of_the_run_before(micro, tmp_path):
-    """Alarms compare points as tuples. JSON, in which ranks speak, has lists only."""
-    cfg = config_file.replace(micro, run__dir=str(tmp_path))
-    (tmp_path / "eval.jsonl").write_text('{"samples": 12, "val_loss": 0.5}\n{"samples": 24, "val_loss": 0.25}\n')
-    report = Reporter(cfg, ranks.start(cfg.parallel), BenchmarkLog(None))
-    report.resume(2, 24)
-    ranks.stop()
-    assert report.val_curve == [(12, 0.5), (24, 0.25)]

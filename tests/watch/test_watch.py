@@ -89,12 +89,7 @@ def test_alarms_are_told(put):
     records = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
     records[60:] = [record | {"samples_per_s": 800.0} for record in records[60:]]
     (slow / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    places = {"GPUs": ("NVIDIA GB200", ["a"]), "a CPU": ("cpu", ["a"]), "CPUs of two nodes": ("cpu", ["a", "b"])}
-    levels = {}
-    for place, (device, nodes) in places.items():
-        (slow / "environment.json").write_text(json.dumps({"ranks": 2, "device": device, "nodes": nodes}))
-        levels[place] = [alarm.level for alarm in watch.look(slow).alarms]
-    assert levels == {"GPUs": ["warning"], "a CPU": ["note"], "CPUs of two nodes": ["warning"]}
+    assert [(alarm.kind, alarm.level) for alarm in watch.look(slow).alarms] == [("slow", "note")]
 
 
 def test_several_runs_share_a_chart(put):

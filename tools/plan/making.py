@@ -5,7 +5,7 @@ from math import ceil, gcd
 from types import SimpleNamespace
 
 from flux_ref import config, config_rules, schedule
-from flux_ref.benchmark import closed, convergence
+from flux_ref.benchmark import closed
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shards
@@ -126,8 +126,6 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, count)
     if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
-    if cfg.model == config.ModelConfig():
-        lines += convergence.unlike_reference(cfg)
     if cfg.parallel.dtype == "fp32":
         lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
     padding = -count % (plan.gpus * cfg.eval.batch)

@@ -36,9 +36,12 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
-    own = claim.take(final.with_name(f".{final.name}.claim"))
+    place = final.with_name(f".{final.name}.claim")
+    own = claim.take(place)
     if own is None:
-        raise Refusal(f"{folder} is in use by another job; wait for it or choose another --output")
+        raise Refusal(
+            f"{folder} is in use by another job ({claim.owner(place)}); wait for it or choose another --output"
+        )
     with own:
         plan_path = folder / PLAN
         wanted = json.dumps(plan)

@@ -104,9 +104,10 @@ def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
 def claimed(dst: Path) -> Iterator[None]:
     """No other process stages to DST during the block. Raises: Refusal, OSError."""
     (dst / HIDDEN).mkdir(parents=True, exist_ok=True)
-    own = claim.take(dst / HIDDEN / "claim")
+    place = dst / HIDDEN / "claim"
+    own = claim.take(place)
     if own is None:
-        raise Refusal(f"{dst} is being staged already; every node needs its own DST")
+        raise Refusal(f"{dst} is being staged already ({claim.owner(place)}); every node needs its own DST")
     with own:
         yield
 

@@ -1,10 +1,35 @@
-"""How many training samples the reference needs to the target, as the official convergence checker interpolates it."""
+"""How many training samples the reference needs to the target, as the official convergence checker interpolates it.
+
+The reference convergence points are in mlperf-logging's own files, one for each ruleset.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from mlperf_logging import rcp_checker
 
 from flux_ref.benchmark.convergence import is_benchmark
-from flux_ref.benchmark.reference_points import Point, points
 from flux_ref.config import Config
+
+
+@dataclass(frozen=True)
+class Point:
+    """One reference convergence point: what the reference needed to reach the target."""
+
+    global_batch: int
+    mean_samples: float  # over its runs, without the fastest and the slowest
+
+
+def points(ruleset: str) -> list[Point]:
+    """The reference's points by ascending batch."""
+    path = Path(rcp_checker.__file__).parent / f"training_{ruleset}" / "rcps_flux1.json"
+    found = []
+    for entry in json.loads(path.read_text(encoding="utf-8")).values():
+        kept = sorted(entry["samples to converge"])[1:-1]
+        found.append(Point(entry["BS"], sum(kept) / len(kept)))
+    return sorted(found, key=lambda point: point.global_batch)
 
 
 def samples_to_target(cfg: Config) -> float | None:

@@ -91,8 +91,7 @@ class Look:
 
     @property
     def alarms(self) -> list[Alarm]:
-        shared_cpu = self.environment["device"] == "cpu" and len(set(self.environment["nodes"])) < 2
-        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps, shared_cpu)
+        return alarms.of_losses(self.curve, self.band) + alarms.of_rates(self.steps)
 
     @property
     def state(self) -> tuple[str, str]:
