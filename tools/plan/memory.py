@@ -11,7 +11,7 @@ from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.speed import policy
-from flux_ref.speed.regions import reduce_buffers
+from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint
 from tools.shared.communication import ITEM_BYTES, Layout, freed
 
@@ -79,7 +79,7 @@ class _Step:
         self.reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
-        self.in_flight = reduce_buffers(cfg.parallel)  # inputs of reductions, at most
+        self.in_flight = REDUCTIONS  # inputs of reductions, at most
         self.ends = self.item * self.root.whole  # the root's gradients, which are reduced last
         self.saved = [footprints["ends"].saved, *(footprints[unit.kind].saved for unit in self.regions)]
         tokens = cfg.model.image_tokens + cfg.model.text_tokens
