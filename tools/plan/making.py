@@ -11,6 +11,7 @@ from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.speed import policy
+from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Moment
@@ -115,7 +116,7 @@ def largest_rows(cfg: Config, layout: Layout, footprints: dict[str, Footprint], 
 
     gpu = machine.gpu
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
-    step = policy.MULTIPLE // gcd(*tokens, policy.MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
+    step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
     steps = bisect_left(range(step, LARGEST + 1, step), True, key=lambda candidate: not fits(candidate))
     while steps and not fits(steps * step, exact=True):
         steps -= max(1, steps // 32)
