@@ -128,10 +128,6 @@ class ParallelConfig:
     recompute: str = "none"  # without compile: keep only the input of each "block" or "region" for backward
     forward_prefetch: int = 0  # gather so many regions ahead; 0: gather the next region while one computes
     backward_prefetch: int = 0  # the same in backward
-    separate_reduce_scatter: bool = False  # reduce gradients in a process group of their own (torch 2.13)
-    reduce_buffers: int = 0  # regions whose gradients are being reduced at a time; 0: two, with torch before 2.13 one
-    sum_reduction: bool = False  # reduce gradients by sums and divide afterwards; false: by averages
-    symmetric_memory: bool = False  # gather inside a node through symmetric memory (NVIDIA devices, torch 2.13)
     attention: str = "auto"  # kernel on a GPU: cudnn, flash, efficient, math; auto: the fastest
 
 

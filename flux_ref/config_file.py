@@ -13,6 +13,13 @@ from flux_ref.config import SECTIONS, TYPES, Config, flat
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
+REMOVED = {  # keys of earlier versions, with the only value that is left
+    "parallel.separate_reduce_scatter": False,
+    "parallel.reduce_buffers": 0,
+    "parallel.sum_reduction": False,
+    "parallel.symmetric_memory": False,
+}
+
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """The config in a TOML file with `--section.key=value` overrides applied.
@@ -55,7 +62,7 @@ def dump(cfg: Config) -> str:
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Raises: Refusal."""
-    return _build(name, dict(_renamed(key, value) for key, value in values.items()))
+    return _build(name, dict(_renamed(key, value) for key, value in values.items() if not _is_removed(key, value)))
 
 
 def replace(cfg: Config, **values: object) -> Config:
@@ -70,7 +77,8 @@ def _read(path: Path) -> dict[str, object]:
             key, value = _renamed(f"{section}.{name}".rstrip("."), value)
             if key in values:
                 raise Refusal(f"config {path} gives {key} twice; keep one line of the two")
-            values[key] = value
+            if not _is_removed(key, value):
+                values[key] = value
     return values
 
 
@@ -79,6 +87,15 @@ def _renamed(key: str, value: object) -> tuple[str, object]:
     if key == "fp8.recipe":
         return "precision.preset", {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.get(str(value), value)
     return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
+
+
+def _is_removed(key: str, value: object) -> bool:
+    """Whether a key of an earlier version says only what every run does today. Raises: Refusal if it says more."""
+    if key not in REMOVED:
+        return False
+    if value != REMOVED[key]:
+        raise Refusal(f"{key}={_toml(value)}: this key was removed, runs have {_toml(REMOVED[key])}; delete the key")
+    return True
 
 
 def _check_key(key: str) -> None:

@@ -102,11 +102,6 @@ def _validate_parallel(cfg) -> None:
         raise Refusal(f"parallel.recompute={cfg.recompute} needs parallel.compile=false, or set activation_budget")
     if cfg.kept_regions and not cfg.reshard_after_forward:
         raise Refusal(f"parallel.kept_regions={cfg.kept_regions} needs reshard_after_forward=true, or set it to 0")
-    if cfg.reduce_buffers > 1 and cfg.symmetric_memory and cfg.sum_reduction:  # FSDP2 reuses one symmetric buffer
-        raise Refusal(
-            f"parallel.reduce_buffers={cfg.reduce_buffers} does not go with symmetric_memory and sum_reduction,"
-            " which reduce in symmetric memory; set reduce_buffers=1"
-        )
 
 
 def _validate_precision(cfg) -> None:

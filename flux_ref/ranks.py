@@ -232,16 +232,6 @@ def groups(world: World) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in (dist.group.WORLD, *world.mesh.get_all_groups())}.values())
 
 
-def require_symmetric(world: World) -> None:
-    """Refuse parallel.symmetric_memory where a rank cannot map the memory of all shards. Raises: Refusal."""
-    shards = dist.get_process_group_ranks(world.mesh.get_group("shard"))
-    nodes = len({world.nodes[rank] for rank in shards})
-    if nodes > 1:
-        raise Refusal(f"parallel.symmetric_memory=true: the shards lie on {nodes} nodes; set parallel.replicate=0")
-    if dist.get_backend() != "nccl" or torch.version.hip:
-        raise Refusal("parallel.symmetric_memory=true needs NVIDIA devices and NCCL; set it to false")
-
-
 def collectives(group: dist.ProcessGroup) -> int:
     """How many collectives this rank has begun in a group."""
     return group._get_sequence_number_for_group()

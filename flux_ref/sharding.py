@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flux_ref import ranks, rng
+from flux_ref import rng
 from flux_ref.config import DTYPE_NAMES, Config, micro_batch
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
@@ -69,8 +69,6 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
         is_freed = parallel.reshard_after_forward and i < len(units) - parallel.kept_regions
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
     fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
-    if parallel.symmetric_memory:
-        ranks.require_symmetric(world)
     regions.overlap(net, units, parallel)
     return net
 

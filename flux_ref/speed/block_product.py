@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flux_ref.speed import casts, native
 from flux_ref.speed.chances import chances
-from flux_ref.speed.policy import PRODUCTS, Pair, Side
+from flux_ref.speed.sides import PRODUCTS, Products, Side
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear; R rows and S columns, which are summed over.
 INPUT, WEIGHT, GRADIENT = range(3)  # what a side is a cast of
@@ -25,7 +25,7 @@ class Draws(NamedTuple):
     """What the chances of a linear's stochastic rounding depend on: int64 scalars on the device.
 
     step: steps trained so far. sample: the first of this micro-batch, in the global batch. linear: its place in
-    policy.layers. A seed that is no tensor would be part of compiled code.
+    layers.layers. A seed that is no tensor would be part of compiled code.
     """
 
     seed: Tensor
@@ -72,7 +72,7 @@ class BlockMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, pairs: dict[str, Pair], arch: str, draws: Draws | None, rows: int):
+    def forward(ctx, x_MK, weight_NK, bias_N, pairs: Products, arch: str, draws: Draws | None, rows: int):
         ctx.save_for_backward(x_MK, weight_NK)
         ctx.pairs = pairs
         ctx.arch = arch

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref.errors import Refusal
-from flux_ref.speed.policy import MULTIPLE
+from flux_ref.speed.layers import MULTIPLE
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)

@@ -41,9 +41,6 @@ def obstacle(device: torch.device, cfg: Config) -> str:
         return "on HIP graphs are captured only when asked for"
     if _is_expandable() and os.environ.get(REGISTER, "0") != "0":
         return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
-    if cfg.parallel.symmetric_memory:
-        # github.com/NVIDIA/Megatron-LM pull request 5987: a replay may find the addresses in other use.
-        return "parallel.symmetric_memory=true has a memory pool outside of the graph's"
     if cfg.sample.every_samples:
         return f"sample.every_samples={cfg.sample.every_samples} draws pictures, which need the memory of graphs"
     return ""

@@ -21,7 +21,9 @@ from flux_ref.config import Config
 from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.block_product import BlockMatmul
 from flux_ref.speed.fp8_product import Fp8Matmul, cast, magnitudes, scales_of
+from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E4M3
+from flux_ref.speed.sides import Products, way
 
 SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
 
@@ -48,7 +50,7 @@ class PolicyLinear(nn.Linear):
         self.bias = linear.bias
         self.widths = getattr(linear, "widths", None)
         stages = policy.stages(cfg)
-        is_fp8 = any(policy.way(stage.pairs[layer]) == "tensor" for stage in stages)
+        is_fp8 = any(way(stage.pairs[layer]) == "tensor" for stage in stages)
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
         self.layer = layer
@@ -65,10 +67,10 @@ class PolicyLinear(nn.Linear):
                 buffer = torch.zeros(shape, device=linear.weight.device) if is_delayed else None
                 self.register_buffer(f"{side}_{name}", buffer, persistent=False)
 
-    def take(self, pairs: dict[str, policy.Pair]) -> None:
+    def take(self, pairs: Products) -> None:
         """Multiply with these sides from now on."""
         self.pairs = pairs
-        self.way = policy.way(pairs)
+        self.way = way(pairs)
 
     @torch.no_grad()
     def encode(self) -> None:
@@ -124,6 +126,6 @@ def convert(net: nn.Module, cfg: Config, arch: str, rows: int = 0) -> None:
     casts stay as they are. Raises: Refusal.
     """
     native.require_native_sizes(cfg, arch, rows)
-    for module, layer in policy.layers(cfg.model).items():
-        if any(policy.way(stage.pairs[layer]) != "plain" for stage in policy.stages(cfg)):
-            net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer, cfg, arch))
+    for module, layer in layers(cfg.model).items():
+        if any(way(stage.pairs[layer.name]) != "plain" for stage in policy.stages(cfg)):
+            net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer.name, cfg, arch))

@@ -10,8 +10,10 @@ from torch.utils.flop_counter import register_flop_formula
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.speed.casts import encode, scale_codes
+from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E2M1, E4M3, E4M3FNUZ, Format
-from flux_ref.speed.policy import Side, layer_sizes, stages, way
+from flux_ref.speed.policy import stages
+from flux_ref.speed.sides import Side, way
 
 # Shapes: M tokens, K inputs and N outputs; R rows and S columns of a side, which are summed over.
 DTYPES = {E4M3.name: torch.float8_e4m3fn, E4M3FNUZ.name: torch.float8_e4m3fnuz, E2M1.name: torch.float4_e2m1fn_x2}
@@ -79,7 +81,9 @@ def require_native_sizes(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
     """
     counts = [0, 0]
     for stage in stages(cfg):
-        for products, (k, n, m) in zip(stage.pairs.values(), layer_sizes(cfg.model, rows)):
+        for layer in layers(cfg.model).values():
+            products = stage.pairs[layer.name]
+            k, n, m = layer.inputs, layer.outputs, rows * layer.tokens
             if way(products) == "blocks":
                 for pair, sizes in zip(products.values(), ((m, n, k), (m, k, n), (n, k, m))):
                     found = product(arch, *pair) if cfg.precision.native else None

@@ -17,7 +17,9 @@ from flux_ref.config import Config
 from flux_ref.speed import policy
 from flux_ref.speed.block_product import Draws
 from flux_ref.speed.fp8_product import scale_of_magnitude
+from flux_ref.speed.layers import layers
 from flux_ref.speed.linear import PolicyLinear
+from flux_ref.speed.sides import is_delayed
 
 
 class Precision:
@@ -36,7 +38,7 @@ class Precision:
         self.precision = cfg.precision
         self.stages = policy.stages(cfg)
         filling = cfg.precision.dynamic_steps
-        remembering = [stage for stage in self.stages if any(map(policy.is_delayed, stage.pairs.values()))]
+        remembering = [stage for stage in self.stages if any(map(is_delayed, stage.pairs.values()))]
         later = {stage.first + filling for stage in remembering if self.stage(stage.first + filling) is stage}
         self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
@@ -49,7 +51,7 @@ class Precision:
         self.history = torch.zeros(len(largest), self.precision.history, device=device)
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         self.first_sample = first_sample
-        names = list(policy.layers(cfg.model).values())
+        names = [layer.name for layer in layers(cfg.model).values()]
         seed = torch.tensor(cfg.train.seed, device=device)
         for linear in self.linears:
             number = torch.tensor(names.index(linear.layer), device=device)
@@ -77,7 +79,7 @@ class Precision:
         remembers = step >= stage.first + self.precision.dynamic_steps
         for linear in self.linears:
             linear.take(stage.pairs[linear.layer])
-            linear.is_delayed = remembers and policy.is_delayed(linear.pairs)
+            linear.is_delayed = remembers and is_delayed(linear.pairs)
 
     def micro_batch(self, start: int) -> None:
         """start: the first row of the next micro-batch, among this rank's rows."""

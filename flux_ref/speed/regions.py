@@ -16,7 +16,8 @@ from flux_ref.config import Config, ParallelConfig
 from flux_ref.errors import Refusal
 from flux_ref.speed import policy
 
-BUFFERS = "set_reduce_scatter_max_input_buffers"  # a method of FSDP2
+# Regions whose gradients FSDP2 reduces at a time, before backward waits for a reduction. Before torch 2.13 it is one.
+REDUCTIONS = 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
 GRAPHS = 64  # at most: one per kind and length of region, mode, precision and batch shape
 
 
@@ -114,32 +115,9 @@ def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
 
 
 def overlap(net: FSDPModule, units: list[FSDPModule], cfg: ParallelConfig) -> None:
-    """Set what FSDP2 prefetches and reduces beside computing, as the config asks. Raises: Refusal.
-
-    By itself FSDP2 gathers the next unit while one unit computes.
-    """
-    buffers = reduce_buffers(cfg)
-    for key, remedy, method, is_asked in (
-        ("separate_reduce_scatter=true", "false", "set_separate_reduce_scatter_group", cfg.separate_reduce_scatter),
-        (f"reduce_buffers={buffers}", "0", BUFFERS, buffers > 1),
-        ("symmetric_memory=true", "false", "set_symm_mem_for_comm", cfg.symmetric_memory),
-    ):
-        if is_asked and not hasattr(net, method):
-            raise Refusal(f"parallel.{key} needs torch 2.13, this is {torch.__version__}; set it to {remedy}")
-    if cfg.separate_reduce_scatter:
-        net.set_separate_reduce_scatter_group()
-    if buffers > 1:
-        net.set_reduce_scatter_max_input_buffers(buffers)
+    """Set what FSDP2 gathers and reduces beside computing. By itself it gathers the next unit while one computes."""
+    if REDUCTIONS > 1:
+        net.set_reduce_scatter_max_input_buffers(REDUCTIONS)
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + cfg.forward_prefetch])
         unit.set_modules_to_backward_prefetch(units[max(0, i - cfg.backward_prefetch) : i][::-1])
-    for unit in (*units, net):
-        unit.set_force_sum_reduction_for_comms(cfg.sum_reduction)
-        if cfg.symmetric_memory:  # the last call: it looks at the kind and the group of reductions
-            unit.set_symm_mem_for_comm()
-
-
-def reduce_buffers(cfg: ParallelConfig) -> int:
-    """How many regions' gradients FSDP2 reduces at a time, before backward waits for a reduction."""
-    in_symmetric_memory = cfg.symmetric_memory and cfg.sum_reduction
-    return cfg.reduce_buffers or (2 if hasattr(FSDPModule, BUFFERS) and not in_symmetric_memory else 1)

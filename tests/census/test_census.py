@@ -18,7 +18,9 @@ from flux_ref import config_file, data, flow
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
 from flux_ref.speed import casts, policy
+from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E5M2, Format, Scaling
+from flux_ref.speed.sides import PRODUCTS
 from tools.census import commands, products
 from tools.weights import exports
 
@@ -61,14 +63,14 @@ def test_the_sides_are_those_of_the_step(cfg, prepared):
     sides = products.sides(net, batch)
     assert products.gradients(net, batch)[0] == pytest.approx(flow.losses(net, batch, torch.bfloat16).mean().item())
     wrong = []
-    for module, layer in policy.layers(cfg.model).items():
+    for module, layer in layers(cfg.model).items():
         linear = net.get_submodule(module)
-        (x, w), (g, turned_w), (turned_g, turned_x) = (sides[layer, product] for product in policy.PRODUCTS)
+        (x, w), (g, turned_w), (turned_g, turned_x) = (sides[layer.name, product] for product in PRODUCTS)
         same = [torch.equal(w, linear.weight), torch.equal(turned_w, w.t()), torch.equal(turned_x, x.t())]
         want = linear.weight.grad.float()
         error = (turned_g.float() @ turned_x.float().t() - want).norm() / want.norm()
         wrong += [(layer, same, error)] * (not (all(same) and torch.equal(turned_g, g.t()) and error < 0.01))
-    assert not wrong and len(sides) == 3 * len(policy.layers(cfg.model)) == 66
+    assert not wrong and len(sides) == 3 * len(layers(cfg.model)) == 66
 
 
 def test_the_samples_are_those_that_the_run_trains_on_next(cfg, checkpoint):
@@ -134,8 +136,8 @@ def test_the_command_shows_what_fits_and_says_what_does_not(checkpoint, tmp_path
         names = record["preset"], re.sub(r"\.\d+\.", ".", record["layer"]), record["product"]
         worst[names] = max(worst.get(names, 0), record["error"])
     assert [row[:2] for row in rows] == sorted(map(list, {names[1:] for names in worst}))
-    for layers, product, *errors in rows:
-        assert errors == [f"{worst[preset, layers, product]:.2g}" for preset in ("fp8", "nvfp4")]
+    for names, product, *errors in rows:
+        assert errors == [f"{worst[preset, names, product]:.2g}" for preset in ("fp8", "nvfp4")]
     picture = (tmp_path / "census.svg").read_text()
     assert picture.count("<rect") == len(records) and picture.count("<text") == len(worst) + 1
     assert picture.count(">double.0.img.qkv forward: ") == 2
@@ -268,7 +270,7 @@ def test_blame_takes_delayed_sides_by_their_own_magnitude(low, prepared):
     """No history of scales is read. Scales of 1 would let small gradients vanish."""
     own, found = low(precision__preset="fp8_delayed", precision__dynamic_steps=0)
     prepared[1]["weight"].mul_(1e-6)
-    records = [{"layer": layer, "product": product, "error": 0.1} for layer in found for product in policy.PRODUCTS]
+    records = [{"layer": layer, "product": product, "error": 0.1} for layer in found for product in PRODUCTS]
     assert products.blame(*prepared, own, found, records, 0.2) == ([], 1)
 
 
@@ -279,7 +281,7 @@ def test_blame_names_a_product_in_e5m2_that_needs_e4m3(low, prepared):
     e4m3 = one["forward"][0]
     e5m2, fine = (dataclasses.replace(e4m3, form=form) for form in (E5M2, Format("e5m10", 5, 10, 15, 65504.0)))
     for pairs in found.values():
-        pairs |= dict.fromkeys(policy.PRODUCTS, (fine, fine))
+        pairs |= dict.fromkeys(PRODUCTS, (fine, fine))
     results = []
     for side in (e4m3, e5m2):
         one["forward"] = side, side

@@ -12,11 +12,9 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 from streams import EAGER, Stream, Streams
-from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import config_file, ranks, sharding, steps
 from flux_ref.ranks import World
-from flux_ref.speed import regions
 from flux_ref.step import State
 from flux_ref.steps import Steps
 
@@ -49,8 +47,6 @@ CASES = {  # ranks of a node, and settings
     "one rank per node": (1, accumulated(2)),
     "FP8 gather": (2, FP8 | accumulated(2)),
 }
-if hasattr(FSDPModule, regions.BUFFERS):
-    CASES["three reductions at a time"] = (2, {"parallel__reduce_buffers": 3} | accumulated(2))
 
 
 class Recorder:

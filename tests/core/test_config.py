@@ -159,6 +159,14 @@ def test_a_key_that_a_file_gives_twice_is_refused(tmp_path):
     assert loaded(tmp_path, "'train.seed' = 2").train.seed == 2
 
 
+def test_a_removed_key_is_read_where_it_says_what_runs_do_and_refused_elsewhere(tmp_path):
+    for key, value in config_file.REMOVED.items():
+        assert loaded(tmp_path, f"{key} = {str(value).lower()}") == loaded(tmp_path, "")
+        assert config_file.from_flat("config", {key: value}) == Config(name="config")
+        asked = str(not value).lower()
+        assert refusal(tmp_path, f"{key} = {asked}").startswith(f"{key}={asked}: this key was removed"), key
+
+
 def test_the_tables_of_rules_name_only_keys_that_exist():
     assert set(POSITIVE) <= set(NUMBERS) and len(set(POSITIVE)) == len(POSITIVE)
     assert {key for key in CHOICES if TYPES.get(key) is not str} == set()

@@ -47,11 +47,10 @@ SPLITS = {  # ways to run the same steps
     "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__reshard_after_forward": False},
 }
 LEVERS = {  # of FSDP2, none of which changes a bit
-    **{"parallel__kept_regions": 2, "parallel__forward_prefetch": 1, "parallel__backward_prefetch": 2},
-    **{"parallel__reduce_buffers": 3, "parallel__separate_reduce_scatter": True},
+    "parallel__kept_regions": 2,
+    "parallel__forward_prefetch": 1,
+    "parallel__backward_prefetch": 2,
 }
-HALF = {"parallel__dtype": "bf16", "parallel__reduce_dtype": "bf16"}
-SUMMED = {"parallel__sum_reduction": True}
 GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
 VAL_SAMPLES = 36  # the clock at which validation is measured
 TIMEOUT_S = 100
@@ -99,10 +98,6 @@ def open_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     for data_set in sets:
         data_set.open()
     return sets
-
-
-def new_fsdp() -> bool:
-    return hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_max_input_buffers")
 
 
 def initial(cfg: Config, world: World) -> dict:
@@ -308,17 +303,12 @@ def main(data: str, out: str) -> int:
         found["refusing"] = refusing(world)
         found["loading a NaN"] = loading_nan(cfg, world, out)
         found["fp8"] = precision_ranks.measure(world, out / "fp8")
-    found["levers"] = training(config_file.replace(cfg, **(LEVERS if new_fsdp() else {})), world)
-    found["summed"] = training(config_file.replace(cfg, **SUMMED), world)
-    if world.size in (2, 4):
-        for name, values in {"half": HALF, "half summed": HALF | SUMMED}.items():
-            found[name] = training(config_file.replace(cfg, train__micro_batch=1, **values), world)
+    found["levers"] = training(config_file.replace(cfg, **LEVERS), world)
     if world.size == 4:
         flat = replace(world, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
         found["flat initial"] = initial(cfg, flat)
         found["flat"] = training(cfg, flat)
         found["fp8 gathers"] = precision_ranks.gathers(precision_ranks.fp8_config(), world)
-        found["flat summed"] = training(config_file.replace(cfg, **SUMMED), flat)
     found["optimizer"] = optimizer(cfg, world)
     if world.size in (2, 3):
         found["rounding"] = precision_ranks.rounding(world, micro=2)

@@ -6,6 +6,7 @@ from conftest import ROOT
 
 from flux_ref.config import ModelConfig
 from flux_ref.speed import policy
+from flux_ref.speed.sides import SIDES
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
 
@@ -20,5 +21,5 @@ def test_its_examples_decide_and_its_tables_are_whole():
     bases, presets = (
         re.findall(r"(?m)^\| ([a-z0-9_, ]+) \|", part) for part in re.split("## (?:Presets|Emulated)", PAGE)[:2]
     )
-    assert set(", ".join(bases).split(", ")) >= policy.SIDES.keys()
+    assert set(", ".join(bases).split(", ")) >= SIDES.keys()
     assert presets == ["preset", *policy.PRESETS]

@@ -15,6 +15,7 @@ from flux_ref.speed import casts, policy
 from flux_ref.speed.block_product import Draws, decoded
 from flux_ref.speed.chances import chances
 from flux_ref.speed.linear import PolicyLinear
+from flux_ref.speed.sides import PRODUCTS, SIDES
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
 SEED, STEP, NUMBER = 5, 9, 3
@@ -60,7 +61,7 @@ def test_products_are_those_of_the_decoded_sides(name):
     x_MK, g_MN, w_NK = x.flatten(0, 1), grad.flatten(0, 1), linear.weight.detach()
 
     def side(product: int, place: int, tensor: Tensor, kind: int, turned: bool) -> Tensor:
-        how, chance = linear.pairs[policy.PRODUCTS[product]][place], None
+        how, chance = linear.pairs[PRODUCTS[product]][place], None
         if how and how.stochastic:
             chance = chances(torch.tensor([SEED, STEP, 9 * NUMBER + 3 * product + kind, 0]), tensor)
         if turned:
@@ -82,7 +83,7 @@ def test_every_preset_comes_near_the_exact_products():
     exact = run(made("* *: bf16 x bf16").float(), x.float(), grad.float())
     wrong = []
     for name, bound in {"mxfp8": 0.06, "mxfp4_backward": 0.25, "mxfp6_fp4": 0.3, "nvfp4": 0.25}.items():
-        for product, found, want in zip(policy.PRODUCTS, run(made(RULES[name]), x, grad), exact):
+        for product, found, want in zip(PRODUCTS, run(made(RULES[name]), x, grad), exact):
             error = ((found.float() - want).norm() / want.norm()).item()
             plain = made(RULES[name]).pairs[product] == (None, None)
             wrong += [(name, product, error)] * (not (0.003 * (not plain) < error < (0.005 if plain else bound)))
@@ -93,7 +94,7 @@ def test_a_side_is_what_its_codes_and_scales_say():
     """decoded = codes by the table, times the block's scale, times the tensor's scale."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 64, generator=generator)
-    for name, side in policy.SIDES.items():
+    for name, side in SIDES.items():
         values, scales, whole = casts.scaled(x, side.form, side.scaling)
         codes = decode(side.form, casts.encode(side.form, values))
         rows, columns = side.scaling.rows or 64, side.scaling.columns or 64

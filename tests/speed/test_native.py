@@ -16,7 +16,8 @@ from flux_ref.errors import Refusal
 from flux_ref.speed import casts, fp8_product, native
 from flux_ref.speed.block_product import decoded
 from flux_ref.speed.number_formats import E2M1
-from flux_ref.speed.policy import SIDES, parse
+from flux_ref.speed.policy import parse
+from flux_ref.speed.sides import SIDES
 
 M, N, K = 160, 96, 256  # 160 and 96 rows do not fill a tile of 128
 BF16, FP32, FP8, FP4 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float4_e2m1fn_x2

@@ -12,7 +12,9 @@ from flux_ref.config import ModelConfig, flat
 from flux_ref.errors import Refusal
 from flux_ref.model import parameter_table
 from flux_ref.speed import policy
+from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E2M1, E2M3, E4M3, Scaling
+from flux_ref.speed.sides import format_pair, way
 
 TINY = config_file.load(ROOT / "configs/tiny.toml")
 SCHNELL, SMALL = ModelConfig(), TINY.model
@@ -26,8 +28,8 @@ def found_in(model: ModelConfig, *rules: str) -> dict:
 def test_rules_name_the_linears_of_the_blocks_that_see_tokens():
     for model in (SCHNELL, SMALL):
         names = {name.removesuffix(".weight") for name in parameter_table(model) if name.endswith(".weight")}
-        assert policy.layers(model).keys() == {name for name in names if LINEAR.fullmatch(name)}
-    assert len(set(policy.layers(SCHNELL).values())) == 228
+        assert layers(model).keys() == {name for name in names if LINEAR.fullmatch(name)}
+    assert len({layer.name for layer in layers(SCHNELL).values()}) == 228
 
 
 def test_the_last_rule_that_matches_decides():
@@ -44,7 +46,7 @@ def test_the_last_rule_that_matches_decides():
                     where, what, sides = rule.replace(":", "").split(" ", 2)
                     if fnmatchcase(layer, where) or (where == "last.*" and is_last):
                         want = sides if fnmatchcase(product, what) else want
-                assert policy.format_pair(pair) == want, (layer, product, order)
+                assert format_pair(pair) == want, (layer, product, order)
 
 
 def test_presets_hold_what_their_sources_say():
@@ -169,9 +171,9 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
         (11, "fp8_delayed"),
         (20, "bf16"),
     ]
-    ways = {layer: policy.way(products) for layer, products in first.pairs.items()}
+    ways = {layer: way(products) for layer, products in first.pairs.items()}
     assert ways["double.0.txt.qkv"] == ways["single.1.linear1"] == "plain" and ways["single.0.linear1"] == "blocks"
-    assert {policy.way(products) for products in second.pairs.values()} == {"tensor"}
+    assert {way(products) for products in second.pairs.values()} == {"tensor"}
     assert not policy.is_low(last)
     assert policy.layers_with_delayed_scales(cfg) == set(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
     assert (policy.narrowest(cfg), policy.narrowest(config_file.replace(TINY, parallel__dtype="bf16"))) == (
@@ -179,19 +181,25 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
         None,
     )
     eight = config_file.replace(TINY, precision__preset="fp8", parallel__dtype="bf16", train__micro_batch=4)
-    assert policy.layers_gathered_in_fp8(eight) == policy.layers(TINY.model)
+    assert policy.layers_gathered_in_fp8(eight) == {module: layer.name for module, layer in layers(TINY.model).items()}
     mixed = config_file.replace(eight, precision__rules=("*.qkv grad_weight: bf16 x bf16", "last.* *: bf16 x bf16"))
     assert len(policy.layers_gathered_in_fp8(mixed)) == 8 + 2 and policy.narrowest(mixed, "forward") == "fp8"
 
 
-def test_the_table_counts_every_linear_once_and_names_ranges_of_blocks():
-    rules = ("* *: mxfp8 x mxfp8", "double.[1-2].* forward: bf16 x bf16", "single.1.linear1 *: bf16 x bf16")
-    model = replace(SMALL, double_blocks=4, single_blocks=3)
-    head, *lines = policy.table(found_in(model, *rules))
-    assert head.split() == ["linears", *policy.PRODUCTS, "layers"]
-    assert sum(int(line.split()[0]) for line in lines) == 8 * 4 + 2 * 3
-    assert [line.split("  ")[-1].strip() for line in lines] == [
-        "double 0; double 3; single 0; single 1 (linear2); single 2",
-        "double 1 to 2",
-        "single 1 (linear1)",
+def test_the_table_counts_the_products_of_each_rule():
+    cfg = config_file.replace(
+        TINY,
+        parallel__dtype="bf16",
+        model__double_blocks=4,
+        model__single_blocks=3,
+        precision__preset="mxfp8",
+        precision__rules=("double.[1-2].* forward: bf16 x bf16", "single.1.linear1 *: bf16 x bf16"),
+    )
+    (stage,) = policy.stages(cfg)
+    assert [line.split(maxsplit=2) for line in policy.table(stage, cfg.model)] == [
+        [str(3 * 4 * 8 + 3 * 3 * 2 - 16 - 3), "products:", "* *: mxfp8 x mxfp8"],
+        ["16", "products:", "double.[1-2].* forward: bf16 x bf16"],
+        ["3", "products:", "single.1.linear1 *: bf16 x bf16"],
     ]
+    bare = config_file.replace(TINY, parallel__dtype="bf16", precision__rules=("last.* *: mxfp8 x mxfp8",))
+    assert policy.table(policy.stages(bare)[0], bare.model)[0].endswith("products: * *: bf16 x bf16")

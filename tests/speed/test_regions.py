@@ -26,13 +26,6 @@ def world():
     ranks.stop()
 
 
-BUFFERS = 2 if hasattr(torch.distributed.fsdp.FSDPModule, regions.BUFFERS) else 1  # before torch 2.13
-
-
-SYMMETRIC = {"parallel__symmetric_memory": True}
-CUDA = torch.device("cuda", 0)
-
-
 def micro(**values: object) -> Config:
     return config_file.replace(config_file.load(MICRO), **values)
 
@@ -59,8 +52,11 @@ def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_b
         want = steps(world, micro(parallel__region_blocks=blocks))
         assert len(calls) == 3 * 4  # blocks times passes: of three training steps and one validation step
         for key, value, passes in (
-            *(("recompute", "block", 7), ("recompute", "region", 7), ("forward_prefetch", 2, 4)),
-            *(("backward_prefetch", 2, 4), ("kept_regions", 1, 4), ("sum_reduction", True, 4)),
+            ("recompute", "block", 7),
+            ("recompute", "region", 7),
+            ("forward_prefetch", 2, 4),
+            ("backward_prefetch", 2, 4),
+            ("kept_regions", 1, 4),
         ):
             calls.clear()
             cfg = micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value})
@@ -74,18 +70,20 @@ class Noted:
     """A collective of FSDP2 that is only written down."""
 
     def __init__(self, log: list, what: str):
-        self.log, self.what = log, what
+        self.log = log
+        self.what = what
 
     def allocate(self, size, *, dtype, device):
         return torch.zeros(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
-        self.log.append((self.what, op, group.group_name))
+        self.log.append(self.what)
 
 
-def collectives(**values: object) -> list[tuple]:
-    """What a rank of four asks of FSDP2 in a step: gather or reduce, the operation and the group."""
-    cfg, log = deep(**values), []
+def collectives(**values: object) -> list[str]:
+    """What a rank of four asks of FSDP2 in a step: to gather or to reduce, in this order."""
+    cfg = deep(**values)
+    log = []
     with fake_world(4) as four:
         state = State.build(cfg, four, seed=None)
         for unit in (*state.net.double_blocks, *state.net.single_blocks):
@@ -97,34 +95,12 @@ def collectives(**values: object) -> list[tuple]:
 
 def test_levers_reach_fsdp():
     """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
-    plain, ahead = collectives(), collectives(parallel__backward_prefetch=3)
-    kept = collectives(parallel__kept_regions=4)
-    found = [[what for what, *_ in log].index("reduce") - 10 for log in (plain, ahead, kept)]
-    assert found == [2, 4, 0] and [len(log) for log in (plain, ahead, kept)] == [30, 30, 26]
-    summed = collectives(parallel__sum_reduction=True)
-    average, total = ({str(op) for what, op, _ in log if what == "reduce"} for log in (plain, summed))
-    assert [len(average), len(total)] == [1, 1] and "AVG" in str(average) and "SUM" in str(total)
-    assert len({group for *_, group in plain}) == 1
-    if BUFFERS == 2:  # else this torch has no such method
-        apart = {(what, group) for what, _, group in collectives(parallel__separate_reduce_scatter=True)}
-        assert len({group for _, group in apart}) == len(apart) == 2
+    logs = [collectives(), collectives(parallel__backward_prefetch=3), collectives(parallel__kept_regions=4)]
+    assert [log.index("reduce") - 10 for log in logs] == [2, 4, 0]
+    assert [len(log) for log in logs] == [30, 30, 26]
 
 
-def test_what_this_torch_or_machine_lacks_is_refused(world, monkeypatch):
-    fsdp = torch.distributed.fsdp.FSDPModule
-    for key, value, method in (
-        ("separate_reduce_scatter", True, "set_separate_reduce_scatter_group"),
-        ("reduce_buffers", 2, "set_reduce_scatter_max_input_buffers"),
-        ("symmetric_memory", True, "set_symm_mem_for_comm"),
-    ):
-        cfg = micro(**{f"parallel__{key}": value})
-        with monkeypatch.context() as patch:
-            patch.setattr(ranks, "require_symmetric", lambda world: None)
-            patch.delattr(fsdp, method, raising=False)
-            asked = f"{key}={value}".replace("True", "true")
-            with pytest.raises(Refusal, match=rf"parallel\.{asked} needs torch 2.13, this is .*; set it to"):
-                State.build(cfg, world, seed=0)
-            assert regions.reduce_buffers(config.ParallelConfig()) == (1 if key == "reduce_buffers" else BUFFERS)
+def test_compiling_on_a_cpu_needs_a_c_compiler(world, monkeypatch):
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
     with pytest.raises(Refusal, match=r"parallel\.compile=true needs a C\+\+ compiler .* set parallel\.compile=false"):
         State.build(micro(parallel__compile=True), world, seed=0)
@@ -136,28 +112,20 @@ def test_what_excludes_each_other_is_refused():
         ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
         ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
         ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
-        (SYMMETRIC | {"parallel__sum_reduction": True, "parallel__reduce_buffers": 2}, "reduce_buffers=2 does not go"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):
         with pytest.raises(Refusal, match=message):
             micro(**values)
 
 
-def test_symmetric_memory_is_refused_where_it_cannot_be_and_keeps_steps_out_of_graphs(world, monkeypatch):
-    with pytest.raises(Refusal, match="symmetric_memory=true needs NVIDIA devices and NCCL; set it to false"):
-        State.build(micro(**SYMMETRIC), world, seed=0)
-    assert regions.reduce_buffers(micro(**SYMMETRIC, parallel__sum_reduction=True).parallel) == 1
-    ranks.stop()
-    for node, message in ((4, "the shards lie on 2 nodes; set parallel.replicate=0"), (8, "needs NVIDIA devices")):
-        with fake_world(8, node=node, replicate=1) as split, pytest.raises(Refusal, match=message):
-            ranks.require_symmetric(split)
+def test_pictures_during_a_run_keep_steps_out_of_graphs(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     drawing = {"sample__every_samples": 24, "sample__count": 2}
-    reasons = ("parallel.symmetric_memory=true has a memory pool outside", "sample.every_samples=24 draws pictures")
-    for values, reason in zip((SYMMETRIC, drawing), reasons):
-        assert steps_module.mode(micro(**values), CUDA).startswith(f"eager ({reason}")
-        with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
-            steps_module.mode(micro(**values, graph__enabled="on"), CUDA)
+    device = torch.device("cuda", 0)
+    reason = "sample.every_samples=24 draws pictures"
+    assert steps_module.mode(micro(**drawing), device).startswith(f"eager ({reason}")
+    with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
+        steps_module.mode(micro(**drawing, graph__enabled="on"), device)
 
 
 def test_pictures_are_drawn_without_the_compiler():

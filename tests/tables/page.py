@@ -17,7 +17,7 @@ from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
-from flux_ref.speed import policy
+from flux_ref.speed.layers import layers
 from tools.shared import communication as closed_forms
 from tools.shared import flops
 
@@ -80,7 +80,7 @@ def parameters() -> str:
             continue
         kind, width = initialiser(name, shape)
         module, _, leaf = name.rpartition(".")
-        is_fp8 = leaf == "weight" and module in policy.layers(BENCHMARK.model)
+        is_fp8 = leaf == "weight" and module in layers(BENCHMARK.model)
         theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))
         theirs += " (halves exchanged)" if parts[name][0].first else ""
         start = f"{kind} {width:.4g}" if width else kind

@@ -17,10 +17,12 @@ from flux_ref.errors import Refusal
 from flux_ref.model import Flux
 from flux_ref.run.progress import progress
 from flux_ref.run.weight_files import Source
-from flux_ref.speed import casts, fp8_product, linear, policy
+from flux_ref.speed import casts, fp8_product, linear
 from flux_ref.speed.block_product import decoded
 from flux_ref.speed.chances import chances
+from flux_ref.speed.layers import layers
 from flux_ref.speed.precision import Precision
+from flux_ref.speed.sides import Products, Side, format_pair
 
 BF16 = (None, None)  # the sides of a product that is not cast
 FACTS = ("zeros", "overflow", "largest", "smallest")
@@ -51,7 +53,7 @@ def gradients(net: Flux, batch: data.Batch) -> tuple[float, list[Tensor]]:
 
 
 def sides(net: Flux, batch: data.Batch) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-    """Both sides of each product, by layer and product, as policy.py lays them out. Leaves hooks on the linears."""
+    """Both sides of each product, by layer and product, as sides.py lays them out. Leaves hooks on the linears."""
     found = {}
 
     def note(layer: str, linear: nn.Linear, _: object, grads: tuple[Tensor, ...]) -> None:
@@ -61,26 +63,26 @@ def sides(net: Flux, batch: data.Batch) -> dict[tuple[str, str], tuple[Tensor, T
         found[layer, "forward"], found[layer, "grad_input"] = (x_MK, w_NK), (g_MN, w_NK.t())
         found[layer, "grad_weight"] = g_MN.t(), x_MK.t()
 
-    for module, layer in policy.layers(net.cfg).items():
+    for module, layer in layers(net.cfg).items():
         linear = net.get_submodule(module)
         linear.register_forward_hook(lambda m, x, _: setattr(m, "seen", torch.cat(x, -1).detach().flatten(0, -2)))
-        linear.register_full_backward_hook(partial(note, layer))
+        linear.register_full_backward_hook(partial(note, layer.name))
     gradients(net, batch)
     return found
 
 
-def census(sides: dict, found: dict[str, dict[str, policy.Pair]], seed: int, name: str) -> Iterator[dict]:
+def census(sides: dict, found: dict[str, Products], seed: int, name: str) -> Iterator[dict]:
     """A record of each product that a policy casts. found: the pairs of a stage."""
     for number, ((layer, product), both) in enumerate(progress(sides.items(), desc=name)):
         if (pair := found[layer][product]) != BF16:
-            record = {"preset": name, "layer": layer, "product": product, "cast": policy.format_pair(pair)}
+            record = {"preset": name, "layer": layer, "product": product, "cast": format_pair(pair)}
             left, right = map(partial(look, record, seed, number), ("left", "right"), both, pair)
             exact = both[0].float() @ both[1].float().t()
             error = norm([left @ right.t() - exact]) / (norm([exact]) or 1.0)
             yield record | {"error": math.inf if math.isnan(error) else error}
 
 
-def look(record: dict, seed: int, number: int, place: str, x_RS: Tensor, side: policy.Side | None) -> Tensor:
+def look(record: dict, seed: int, number: int, place: str, x_RS: Tensor, side: Side | None) -> Tensor:
     """What a tensor becomes as a side. The record gets what happens to the values. number: of the product."""
     raw = values = x_RS.float()
     size = raw.abs()

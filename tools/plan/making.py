@@ -11,6 +11,7 @@ from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.speed import policy
+from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
 from tools.plan.memory import Moment
@@ -107,7 +108,7 @@ def largest_rows(
         return not fits(candidate, footprint.scaled(footprints, candidate / rows))
 
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
-    step = policy.MULTIPLE // gcd(*tokens, policy.MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
+    step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
     sizes = range(step, LARGEST + 1, step)
     count = bisect_left(sizes, True, key=seems_too_large)
     while count and not fits(count * step, footprint.trace(cfg, machine.gpu.arch, count * step)):

@@ -11,7 +11,7 @@ from math import prod
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.speed.regions import reduce_buffers
+from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 
@@ -153,4 +153,4 @@ class _Step:
         newest = self.regions[i:]
         if self.accumulates:
             newest = [*newest, self.root, *self.regions]
-        return self.reduced * sum(unit.padded for unit in newest[: reduce_buffers(self.parallel)])
+        return self.reduced * sum(unit.padded for unit in newest[: REDUCTIONS])

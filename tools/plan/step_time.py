@@ -11,7 +11,7 @@ from math import ceil, log2
 
 from flux_ref.config import Config
 from flux_ref.optim import BYTES_PER_PARAMETER
-from flux_ref.speed.regions import reduce_buffers
+from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint, Work
 from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed, sent
 from tools.shared.hardware import Assumed, Gpu
@@ -106,9 +106,7 @@ class _Pace:
         self.item = ITEM_BYTES[cfg.parallel.dtype]
         self.reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.freed = freed(cfg.parallel, len(layout.units) - 1)  # regions that are gathered again for backward
-        self.separate = cfg.parallel.separate_reduce_scatter
-        self.buffers = reduce_buffers(cfg.parallel)
-        self.free = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
+        self.free = {"compute": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         self.computing = {
             kind: (machine.seconds(region.forward_work), machine.seconds(region.backward_work))
             for kind, region in footprints.items()
@@ -142,9 +140,8 @@ class _Pace:
     def micro_batch(self, last: bool) -> None:
         """Forward and backward; replicas are summed with the last micro-batch only.
 
-        The next region is gathered while one computes. Gathers and reductions share a communicator unless
-        parallel.separate_reduce_scatter; backward may be ahead of the reductions by as many regions as there are
-        buffers.
+        The next region is gathered while one computes. Gathers and reductions share a communicator.
+        Backward may be ahead of the reductions by REDUCTIONS regions.
         """
         *regions, root = self.layout.units
         begun = self.put("compute", self.forward(root), self.put("all_gather", self.gather(root)))
@@ -157,7 +154,7 @@ class _Pace:
         ready = self.put("all_gather", self.gather(regions[-1]), begun) if self.freed == len(regions) else 0.0
         ends: list[float] = []  # of reductions
         for i in reversed(range(len(regions))):
-            begun = max(self.free["compute"], ready, ends[-1 - self.buffers] if len(ends) > self.buffers else 0.0)
+            begun = max(self.free["compute"], ready, ends[-1 - REDUCTIONS] if len(ends) > REDUCTIONS else 0.0)
             if 0 < i <= self.freed:
                 ready = self.put("all_gather", self.gather(regions[i - 1]), begun)
             ends.append(self._reduce(regions[i], self.put("compute", self.backward(i), begun), last))
@@ -166,7 +163,7 @@ class _Pace:
 
     def _reduce(self, unit: Unit, after: float, last: bool) -> float:
         """Returns when the gradients of a unit are reduced inside a replica."""
-        end = self.put("reduce_scatter" if self.separate else "all_gather", self.scatter(unit), after)
+        end = self.put("all_gather", self.scatter(unit), after)
         if last:
             self.put("all_reduce", self.sum_replicas(unit), end)
         return end

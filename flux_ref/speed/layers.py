@@ -1,0 +1,101 @@
+"""The layers whose products a policy decides, and which sides their sizes forbid.
+
+They are the linears of the blocks that see tokens.
+"""
+
+from typing import NamedTuple
+
+from flux_ref.config import ModelConfig
+from flux_ref.errors import Refusal
+from flux_ref.speed.sides import Products, format_pair, way
+
+LAST = 0.15  # share of the blocks that "last" means; at least one
+MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
+TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
+
+
+class Layer(NamedTuple):
+    """A linear of a block."""
+
+    name: str  # in rules
+    inputs: int  # K
+    outputs: int  # N
+    tokens: int  # of a sample; M is this times the samples of a micro-batch
+    is_last: bool
+
+
+def layers(model: ModelConfig) -> dict[str, Layer]:
+    """All layers, by Black Forest Labs' names of the modules."""
+    h = model.hidden
+    inner = model.mlp_ratio * h
+    image = model.image_tokens
+    text = model.text_tokens
+    linears = {  # of a block: module, name in rules, K, N, tokens of a sample
+        "double": (
+            ("img_attn.qkv", "img.qkv", h, 3 * h, image),
+            ("img_attn.proj", "img.proj", h, h, image),
+            ("img_mlp.0", "img.mlp_in", h, inner, image),
+            ("img_mlp.2", "img.mlp_out", inner, h, image),
+            ("txt_attn.qkv", "txt.qkv", h, 3 * h, text),
+            ("txt_attn.proj", "txt.proj", h, h, text),
+            ("txt_mlp.0", "txt.mlp_in", h, inner, text),
+            ("txt_mlp.2", "txt.mlp_out", inner, h, text),
+        ),
+        "single": (
+            ("linear1", "linear1", h, 3 * h + inner, image + text),
+            ("linear2", "linear2", h + inner, h, image + text),
+        ),
+    }
+    blocks = [("double", block) for block in range(model.double_blocks)]
+    blocks += [("single", block) for block in range(model.single_blocks)]
+    first_last = len(blocks) - max(1, round(LAST * len(blocks)))
+    found = {}
+    for place, (kind, block) in enumerate(blocks):
+        for module, name, inputs, outputs, tokens in linears[kind]:
+            layer = Layer(f"{kind}.{block}.{name}", inputs, outputs, tokens, place >= first_last)
+            found[f"{kind}_blocks.{block}.{module}"] = layer
+    return found
+
+
+def require_possible(layer: Layer, products: Products, rows: int) -> None:
+    """rows: samples of a micro-batch, 0 if unknown. Raises: Refusal, naming the product, the side and the remedy."""
+    for product, pair in products.items():
+        for place, side in enumerate(pair):
+            reason = _obstacle(layer, products, product, place, rows) if side else ""
+            if reason:
+                given = f"{layer.name} {product}: {format_pair(pair)}"
+                raise Refusal(f"precision: {given}: {side.name} {reason}, or write another rule")
+
+
+def _obstacle(layer: Layer, products: Products, product: str, place: int, rows: int) -> str:
+    """Why a side cannot be, with the remedy; "" if it can. place: 0 on the left, 1 on the right."""
+    side = products[product][place]
+    other = products[product][1 - place]
+    scaling = side.scaling
+    tokens = rows * layer.tokens
+    is_weight = place == 1 and product != "grad_weight"
+    if is_weight and scaling.rows and (layer.outputs if product == "forward" else layer.inputs) % scaling.rows:
+        sizes = (layer.inputs, layer.outputs)
+        return f"has {scaling.rows} rows, which do not divide a weight of {sizes}; set model.hidden"
+    summed = {"forward": layer.inputs, "grad_input": layer.outputs, "grad_weight": tokens}[product]
+    divisor = max(scaling.columns or MULTIPLE, side.hadamard)
+    if summed % divisor:
+        of_tokens = product == "grad_weight"
+        what = f"{summed} tokens of a micro-batch" if of_tokens else f"{summed} features"
+        return f"cannot sum over {what}, which {divisor} does not divide; set {TOKENS if of_tokens else 'model.hidden'}"
+    if side.delayed and tokens % MULTIPLE:
+        return f"needs tokens of a micro-batch that {MULTIPLE} divides, not {tokens}; set {TOKENS}"
+    if side.hadamard != (other.hadamard if other else 0):
+        return "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
+    if side.delayed and not _is_as_fp8_delayed(products):
+        return "needs a layer with the three products of the preset fp8_delayed; take e4m3 or e5m2"
+    if scaling.rows > 1 and not is_weight:
+        return "has 2-D blocks, which only a weight can have; take the 1-D side"
+    return ""
+
+
+def _is_as_fp8_delayed(products: Products) -> bool:
+    """Whether forward and grad_input are those of the preset. grad_weight shares their sides, or is in bf16."""
+    forward = format_pair(products["forward"]) == "e4m3_delayed x e4m3"
+    grad_input = format_pair(products["grad_input"]) == "e5m2_delayed x e4m3"
+    return forward and grad_input and way(products) == "tensor"
