@@ -30,7 +30,7 @@ from flux_ref.errors import Refusal
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 TOP = 15
 DEVICE_SPANS = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
@@ -152,7 +152,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     """Profile some training steps on a synthetic batch. Collective."""
     config_rules.validate_world(cfg, world.size)
     state = State.of(build(cfg, world, synthetic=True), cfg, world)
-    run, clock = Steps(state, cfg, world), Clock(world.device)
+    run, clock = StepRunner(state, cfg, world), Clock(world.device)
 
     def task() -> None:
         run_steps(run, None, clock, args.steps)

@@ -28,7 +28,7 @@ from flux_ref.errors import Fault
 from flux_ref.run import cli
 from flux_ref.run.options import Options
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 from tools.plan import footprint, memory
 from tools.plan.memory import Moment
 from tools.shared import json_option
@@ -90,7 +90,7 @@ def measure(name: str, out: Path) -> int:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
-        steps = Steps(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State.of(net, cfg, world), cfg, world)
         steps.state.opt.moments()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):

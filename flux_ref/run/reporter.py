@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, ranks, schedule, steps
+from flux_ref import config, ranks, schedule, step_runner
 from flux_ref.benchmark import alarms, closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
@@ -98,7 +98,7 @@ class Reporter:
             f" {parameters:,} parameters\n"
             f"  ranks   {world.size} x {facts['device']} ({mesh}), torch {torch.__version__}\n"
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}\n"
-            f"  steps   {steps.mode(cfg, world.device)}\n"
+            f"  steps   {step_runner.mode(cfg, world.device)}\n"
             f"  batch   {cfg.train.global_batch} = {world.size} rank{'s' * (world.size > 1)} x {micro} samples"
             f" x {parts} micro-batch{'es' * (parts > 1)}\n"
             f"  weights {weights}\n"
@@ -128,14 +128,14 @@ class Reporter:
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:
-        """Tell how long the rest takes, show the bar, start counting time. warm_s: Steps.warm_s. Raises: Refusal."""
+        """Tell how long the rest takes, show the bar, start the clock. warm_s: of the StepRunner. Raises: Refusal."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if self.speaks:
             folder.write_config(self.cfg)
             (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
         if warm_s and self.speaks:
-            captured = steps.mode(self.cfg, self.world.device) == steps.CAPTURED
+            captured = step_runner.mode(self.cfg, self.world.device) == step_runner.CAPTURED
             run = self.cfg, self.world.size, samples, self.val_loss_at(samples) is not None
             self.say(f"  time    {forecast(*run, self.val_count, warm_s, captured)}")
         if self.board:
@@ -153,7 +153,7 @@ class Reporter:
 
         Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
         """
-        values = torch.cat((health.flags[1:], torch.stack((loss, grad_norm, state.opt.lr)).double()))
+        values = torch.cat((health.first_bad, torch.stack((loss, grad_norm, state.opt.lr)).double()))
         skipped = data.skipped_everywhere()
         self.logged = ranks.gather_later(values), state.step, state.samples, skipped, feed.wait_s
         if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
@@ -205,7 +205,7 @@ class Reporter:
         sync: the host waits for the device.
         """
         self.settle()
-        if complaint := blame(ranks.gather(health.flags[1:]), self.cfg.train.global_batch):
+        if complaint := blame(ranks.gather(health.first_bad), self.cfg.train.global_batch):
             raise Fault(complaint)
 
     def val_loss_at(self, samples: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Trains with evaluations in between, eagerly and by graphs, for test_steps and test_gpu_graph.
+"""Trains with evaluations in between, eagerly and by graphs, for test_step_runner and test_gpu_graph.
 
     torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT [--section.key=value ...]
 
@@ -14,14 +14,14 @@ import torch
 from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, ranks, sharding, steps
+from flux_ref import config_file, ranks, sharding, step_runner
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
-from flux_ref.steps import Steps, require_settled
+from flux_ref.step_runner import StepRunner, require_settled
 
 STEPS, EVALUATE_EVERY = 20, 5
 
@@ -82,11 +82,11 @@ class StandInRecorder:
         self.log.append("synchronize")
 
 
-def places(steps: Steps) -> list[int]:
+def places(steps: StepRunner) -> list[int]:
     """The addresses of all that a step reads and writes."""
     opt, precision = steps.state.opt, steps.state.precision
     own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
-    kept = (steps.health.flags, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
+    kept = (steps.health.step, steps.health.first_bad, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
     moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
     remembered = (precision.history, *precision.amaxes, *precision.scales, *precision.inverses)
     return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
@@ -111,7 +111,7 @@ def history(cfg: Config, world: World) -> dict:
     val_set.open()
     net = sharding.build(cfg, world, seed=3)
     state = State.of(net, cfg, world)
-    steps = Steps(state, cfg, world)
+    steps = StepRunner(state, cfg, world)
     steps.warm_up()
     warm = everything(state)
     steps.capture()
@@ -135,7 +135,7 @@ def history(cfg: Config, world: World) -> dict:
         "results": torch.stack(results).tolist(),
         "validations": validations,
         "afterwards": evaluate(),
-        "flags": steps.health.flags.tolist(),
+        "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
         "before the capture": warm,
         "after the capture": captured,
@@ -158,7 +158,7 @@ def main(data: str, out: str, *overrides: str) -> int:
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":
-        steps.Recorder, steps.obstacle = StandInRecorder, lambda device, asked: ""
+        step_runner.Recorder, step_runner.obstacle = StandInRecorder, lambda device, asked: ""
     else:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)

@@ -23,7 +23,7 @@ import torch
 from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
-from flux_ref import steps
+from flux_ref import step_runner
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.formats.checkpoint_reader import Checkpoint
@@ -164,14 +164,14 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Calla
     """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
     place, at, name, victim = (plan or "never 0 SIGTERM self").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    train_step, validation_loss = steps.train_step, train.validation_loss
+    train_step, validation_loss = step_runner.train_step, train.validation_loss
 
     def strike() -> None:
         if rank == size - 1:
             os.kill({"self": os.getpid(), "launcher": os.getppid()}[victim], signal.Signals[name])
 
     def recorded_step(state, batch, health, cfg):
-        step = int(health.flags[0])
+        step = int(health.step)
         if place == "step" and step == int(at):
             strike()
         if place == "step" and step >= int(at):
@@ -186,7 +186,7 @@ def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Calla
             strike()
         return validation_loss(steps, val, samples, *args)
 
-    return {(steps, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
+    return {(step_runner, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flux_ref import ranks, steps
+from flux_ref import ranks, step_runner
 from flux_ref.speed import graphs
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
@@ -142,8 +142,8 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         ("graphs", cuda, "graph_pool_handle", lambda: "a pool"),
         ("graphs", cuda, "CUDAGraph", SimpleNamespace),
         ("graphs", cuda, "graph", Capture),
-        ("graphs", steps, "Recorder", Recorder),
-        ("graphs", steps, "obstacle", lambda device, cfg: ""),
+        ("graphs", step_runner, "Recorder", Recorder),
+        ("graphs", step_runner, "obstacle", lambda device, cfg: ""),
     )
     for kind, module, name, function in stand_ins:
         replace(module, name, noted(kind, function))

@@ -1,4 +1,4 @@
-"""The recorder of graphs, against the signatures of torch's own functions. test_steps.py tests what uses it."""
+"""The recorder of graphs, against the signatures of torch's own functions. test_step_runner.py tests what uses it."""
 
 import inspect
 

@@ -8,14 +8,13 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 
-from flux_ref import config, config_file, ranks, schedule
-from flux_ref import steps as steps_module
+from flux_ref import config, config_file, ranks, schedule, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
 from flux_ref.speed import regions
-from flux_ref.step import Health, State, train_step, validation_step, warm_up
+from flux_ref.step import Health, State, train_step, validation_step
 
 
 @pytest.fixture
@@ -155,9 +154,9 @@ def test_symmetric_memory_is_refused_where_it_cannot_be_and_keeps_steps_out_of_g
     drawing = {"sample__every_samples": 24, "sample__count": 2}
     reasons = ("parallel.symmetric_memory=true has a memory pool outside", "sample.every_samples=24 draws pictures")
     for values, reason in zip((SYMMETRIC, drawing), reasons):
-        assert steps_module.mode(micro(**values), CUDA).startswith(f"eager ({reason}")
+        assert step_runner.mode(micro(**values), CUDA).startswith(f"eager ({reason}")
         with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
-            steps_module.mode(micro(**values, graph__enabled="on"), CUDA)
+            step_runner.mode(micro(**values, graph__enabled="on"), CUDA)
 
 
 def test_pictures_are_drawn_without_the_compiler():
@@ -182,11 +181,12 @@ def test_compiled_equals_eager_with_four_graphs(world, region_blocks):
 @pytest.mark.slow
 def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same(world):
     cfg = micro(parallel__compile=True)
-    state, (batch, val_batch) = State.build(cfg, world, seed=3), (synthetic(cfg.model, rows) for rows in (12, 8))
-    warm_up(state, batch, val_batch, cfg)
-    train_step(state, batch, Health(world.device), cfg)
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
-    validation_step(state.net, val_batch, sums, cfg)
+    state = State.build(cfg, world, seed=3)
+    runner = step_runner.StepRunner(state, cfg, world)
+    runner.warm_up()
+    runner.train()
+    sums = torch.zeros_like(runner.sums)
+    runner.validate(sums)
     with regions.uncompiled(cfg.parallel):
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):

@@ -14,13 +14,13 @@ from graph_ranks import Log, StandInRecorder, everything, history, require_same_
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
 
-from flux_ref import config_file, data, ranks, sharding, steps
+from flux_ref import config_file, data, ranks, sharding, step_runner
 from flux_ref.errors import Fault
 from flux_ref.run.hang_watch import HangWatch
 from flux_ref.speed import graphs, regions
 from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import NEVER, State, validation_step
-from flux_ref.steps import CAPTURED, Steps, mode, require_settled
+from flux_ref.step_runner import CAPTURED, StepRunner, mode, require_settled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +34,9 @@ def log(monkeypatch) -> Log:
     """Steps are captured by stand-ins from here on; tells what happens."""
     log = Log()
     monkeypatch.setattr(StandInRecorder, "log", log)
-    monkeypatch.setattr(steps, "Recorder", StandInRecorder)
-    monkeypatch.setattr(steps, "obstacle", lambda device, cfg: "")
-    monkeypatch.setattr(steps, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
+    monkeypatch.setattr(step_runner, "Recorder", StandInRecorder)
+    monkeypatch.setattr(step_runner, "obstacle", lambda device, cfg: "")
+    monkeypatch.setattr(step_runner, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
     return log
 
 
@@ -65,10 +65,10 @@ def world():
 def make(micro, world):
     """Makes the steps of a fresh net, warmed up."""
 
-    def fresh(**values: object) -> Steps:
+    def fresh(**values: object) -> StepRunner:
         cfg = config_file.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
         net = sharding.build(cfg, world, seed=3)
-        steps = Steps(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State.of(net, cfg, world), cfg, world)
         steps.warm_up()
         return steps
 
@@ -76,10 +76,10 @@ def make(micro, world):
 
 
 @pytest.fixture
-def made(monkeypatch) -> list[Steps]:
+def made(monkeypatch) -> list[StepRunner]:
     """The steps of the runs of a test."""
-    capture, made = Steps.capture, []
-    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
+    capture, made = StepRunner.capture, []
+    monkeypatch.setattr(StepRunner, "capture", lambda steps: (made.append(steps), capture(steps)))
     return made
 
 
@@ -286,7 +286,8 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(eage
     log.broken_at = None
     assert train(tmp_path / "run", shapes_dir) == 0
     assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
-    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
+    assert [float(steps.health.step) for steps in made] == [3, 5]
+    assert all(steps.health.first_bad.tolist() == [NEVER, NEVER] for steps in made)
     require_equal_runs(tmp_path / "run", eager)
 
 
@@ -332,7 +333,7 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
     cfg = fp8_config(precision__dynamic_steps=2)
     net = sharding.build(cfg, world, seed=3)
-    steps = Steps(State.of(net, cfg, world), cfg, world)
+    steps = StepRunner(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
     scaling, capture = [], StandInRecorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
@@ -348,8 +349,9 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
     replayed = []
     for name in steps.graphs:
         steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)
-    for steps.state.step in range(5):
+    for _ in range(5):
         steps.train()
+        steps.state.advance(1)
     assert replayed == ["train 0"] * 2 + ["train 2"] * 3
     steps.close()
 
