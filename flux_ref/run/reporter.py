@@ -170,7 +170,7 @@ class Reporter:
             return
         (read, step, samples, skipped, wait_s), self.logged = self.logged, None
         *flags, losses, norms, lrs = zip(*read())
-        if complaint := blame(list(zip(*flags)), self.cfg.train.global_batch):
+        if complaint := blame(list(zip(*flags)), self.cfg):
             raise Fault(complaint)
         if len(skipped) > self.cfg.data.skip_bad:
             raise Fault(
@@ -205,7 +205,7 @@ class Reporter:
         sync: the host waits for the device.
         """
         self.settle()
-        if complaint := blame(ranks.gather(health.first_bad), self.cfg.train.global_batch):
+        if complaint := blame(ranks.gather(health.first_bad), self.cfg):
             raise Fault(complaint)
 
     def val_loss_at(self, samples: int) -> float | None:
@@ -266,13 +266,13 @@ class Reporter:
             self.board.add_pictures()
 
 
-def blame(ranks: list[list[float]], global_batch: int) -> str | None:
+def blame(ranks: list[list[float]], cfg: Config) -> str | None:
     """The complaint about the first bad loss and the first bad norm of each rank. None if all values were finite."""
     bad = [(int(loss_step), rank) for rank, (loss_step, _) in enumerate(ranks) if loss_step != NEVER]
     norm_step = int(ranks[0][1])
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
         step, rank = min(bad)
-        where = rank_slice(step, rank, len(ranks), global_batch)
+        where = rank_slice(cfg, step, rank, len(ranks))
         return (
             f"loss is not finite at step {step} on rank {rank}'s data"
             f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"

@@ -319,7 +319,7 @@ def test_torchrun_is_told_the_line_by_the_rank_that_prints_it(monkeypatch, tmp_p
 def met_by(rank: int, step: int = 1) -> int:
     """A training sample that a rank of two meets first in a step, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
-    return next(int(order[p]) for p in data.rank_slice(step, rank, 2, CFG.train.global_batch) if 0 < order[p] < 49)
+    return next(int(order[p]) for p in data.rank_slice(CFG, step, rank, 2) if 0 < order[p] < 49)
 
 
 def test_a_rank_that_torchrun_has_told_to_end_does_not_complain_of_a_lost_rank(monkeypatch, capsys):

@@ -87,7 +87,7 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 def rows_of(train_set: data.TrainSet, number: int) -> dict[str, np.ndarray]:
     """Which positions, epochs and samples a rank takes in a step, and the captions that it drops. number: from 0."""
     cfg = train_set.cfg
-    positions = data.rank_slice(number, train_set.rank, train_set.size, cfg.train.global_batch)
+    positions = data.rank_slice(cfg, number, train_set.rank, train_set.size)
     pairs = next(train_set._plan(number))
     drawn = [rng.train_draw(cfg.train.seed, *pair, cfg.model.latent_shape, cfg.train.caption_drop) for pair in pairs]
     rows = {"position": positions, "epoch": [epoch for epoch, _ in pairs], "sample": [sample for _, sample in pairs]}
