@@ -472,7 +472,11 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
         ),
         ("precision__algorithm", "mean", "precision.algorithm='mean' is not one of max, most_recent"),
         ("precision__margin", 9, "precision.margin=9 leaves"),
-        ("precision__max_scale_exponent", 127, "precision.max_scale_exponent=127 is beyond fp32"),
+        (
+            "precision__max_scale_exponent",
+            127,
+            "precision.max_scale_exponent=127 must be a finite number from 0 to 126",
+        ),
     ):
         sizes = {"model__rope_axes": (4, 2, 2)} if key == "model__hidden" else {}
         with pytest.raises(Refusal) as refused:

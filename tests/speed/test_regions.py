@@ -133,7 +133,10 @@ def test_what_excludes_each_other_is_refused():
     for values, message in (
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
         ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
-        ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
+        (
+            {"parallel__activation_budget": 1.5, "parallel__compile": True},
+            "activation_budget=1.5 must be a finite number from 0 to 1",
+        ),
         ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
         (SYMMETRIC | {"parallel__sum_reduction": True, "parallel__reduce_buffers": 2}, "reduce_buffers=2 does not go"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
