@@ -83,8 +83,9 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) 
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
     mesh = make_mesh(device.type, size, replica_count(cfg.replicate, nodes))
     if timeout:  # groups of a mesh would have the backend's own
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
     return World(rank, size, device, mesh, nodes)
 
 
