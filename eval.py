@@ -34,7 +34,7 @@ from flux_ref.run.alive import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling import drawing
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 MOST_PROMPTS = 256  # their encodings are in memory together
 
@@ -113,7 +113,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count
     pictures = drawing.Drawing(cfg, world, options, val_set, watch.at) if draws else None
-    steps = Steps(State.build(cfg, world, seed=None, trains=False), cfg, world)
+    steps = StepRunner(State.build(cfg, world, seed=None, trains=False), cfg, world)
     records = []
 
     for path in paths:
@@ -121,8 +121,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             source = weight_files.open_source(path, cfg.model)
             weight_files.load(steps.state.net, source)
         samples = int(source.info.get("samples", 0))
-        steps.state.step = samples // cfg.train.global_batch
-        steps.state.precision.begin(steps.state.step)  # the precision of the run at that time
+        steps.state.set_clock(samples // cfg.train.global_batch, samples)  # for the precision of the run at that time
         record = {"weights": str(path), "samples": samples}
         say(f"{path} after {f'{samples:,}' if 'samples' in source.info else 'an unknown number of'} training samples")
         if not options.draw_only:

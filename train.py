@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, steps
+from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, step_runner
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
@@ -26,6 +26,7 @@ from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling.drawing import Gallery
 from flux_ref.step import State
+from flux_ref.step_runner import StepRunner
 from flux_ref.toy import make
 
 
@@ -35,14 +36,15 @@ def main(argv: list[str]) -> int:
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     config_rules.validate_world(cfg, world.size)
     with ranks.agreed():
-        mode = steps.mode(cfg, world.device)
+        mode = step_runner.mode(cfg, world.device)
     ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
     result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
     with contextlib.ExitStack() as stack:
-        own_compiler(cfg, world, stack)
-        start = stack.enter_context(folder.claimed(cfg, world))
+        if cfg.parallel.compile:
+            compile_cache.own_folder(cfg, world, stack)
+        claim = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(*sizes.values())
@@ -56,30 +58,31 @@ def main(argv: list[str]) -> int:
             log.cache_clear()
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
-        state = initial_state(cfg, world, start.checkpoint)
-        resumed = None
-        if start.checkpoint:
-            resumed = resuming.load_weights(start.checkpoint, state, sizes)
-        own_steps = steps.Steps(state, cfg, world)
-        stack.callback(own_steps.close)
+        state = initial_state(cfg, world, claim.checkpoint)
+        resumed = resuming.load_weights(claim.checkpoint, state, sizes) if claim.checkpoint else None
+        steps = StepRunner(state, cfg, world)
+        stack.callback(steps.close)
         saved_step = resumed and resumed.info["step"]
         saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
-        warm_up(own_steps, cfg, world, report)
+        if cfg.parallel.compile_cache:
+            report.say(compile_cache.warm_up(steps, cfg, world))
+        else:
+            steps.warm_up()
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
-        if not start.is_new:
+        if not claim.is_new:
             report.resume(state.step, state.samples)
-        own_steps.capture()
+        steps.capture()
 
-        run = Run(cfg, state, own_steps, train_set, val_set, saver, report, log, alive, gallery)
+        run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
         run.save(finish=True)
         alive.let_go()
         if cfg.eval.permuted_captions:
             report.say(f"with captions permuted among the samples: {run.evaluate(permute_captions=True).loss:.4f}")
-        own_steps.close(agreed=True)  # the pictures need the memory of the graphs
+        steps.close(agreed=True)  # the pictures need the memory of the graphs
         if gallery:
             gallery.paint(state, alive.watch.at)
         report.conclude(state, reached)
@@ -95,26 +98,13 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def own_compiler(cfg: Config, world: World, stack: contextlib.ExitStack) -> None:
-    """Keep the compiler's files in a folder that the stack removes. Collective."""
-    if cfg.parallel.compile:
-        compile_cache.own_folder(cfg, world, stack)
-
-
-def initial_state(cfg: Config, world: World, start: Path | None) -> State:
-    """A state with the weights of the seed or of init.weights. start: a checkpoint, whose weights come later."""
-    given = cfg.init.weights and not start
-    state = State.build(cfg, world, None if start or given else cfg.train.seed)
-    if given:
+def initial_state(cfg: Config, world: World, saved: Path | None) -> State:
+    """A state with the weights of the seed or of init.weights. saved: a checkpoint, whose weights come later."""
+    seed = None if saved or cfg.init.weights else cfg.train.seed
+    state = State.build(cfg, world, seed)
+    if cfg.init.weights and not saved:
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
-
-
-def warm_up(own_steps: steps.Steps, cfg: Config, world: World, report: Reporter) -> None:
-    """The steps on synthetic data, which compile what parallel.compile_cache does not hold. Collective."""
-    if not cfg.parallel.compile_cache:
-        return own_steps.warm_up()
-    report.say(compile_cache.warm_up(own_steps, cfg, world))
 
 
 @dataclass(frozen=True)
@@ -123,14 +113,14 @@ class Run:
 
     cfg: Config
     state: State
-    steps: steps.Steps
+    steps: StepRunner
     train_set: TrainSet
     val_set: ValSet
     saver: checkpoint.Saver | None
     report: Reporter
     log: BenchmarkLog
     alive: Alive
-    gallery: object | None  # of sampling/drawing.py
+    gallery: Gallery | None
 
     def train_on_the_clock(self) -> bool:
         """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
@@ -163,7 +153,6 @@ class Run:
         report.begin(state.samples, steps.warm_s)
         try:
             while True:
-                state.precision.begin(state.step)
                 if state.step and (stage := state.precision.stage(state.step)).first == state.step:
                     report.say(f"samples {state.samples:>10,}  precision switches to {stage.preset}")
                 if schedule.due(state.samples, cfg.sample.every_samples, batch):

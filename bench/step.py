@@ -30,7 +30,7 @@ from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
 from flux_ref.speed import policy
 from flux_ref.step import NEVER, Health, State, train_step
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 from flux_ref.toy import make
 
 SPLIT_STEPS = 5
@@ -52,10 +52,10 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     train_set = None if args.synthetic else data_set(cfg, world)
     net = build(cfg, world, args.synthetic)
     state = State.of(net, cfg, world)
-    run = Steps(state, cfg, world)
+    run = StepRunner(state, cfg, world)
     run.warm_up()
     if policy.layers_with_delayed_scales(cfg):
-        state.step = cfg.precision.dynamic_steps  # all but the first steps are like those from here on
+        state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
     feed = None
     profile = {}
     try:
@@ -134,14 +134,14 @@ class MarkedFeed:
         self.clock.mark("step")
 
 
-def run_steps(steps: Steps, feed: Feed | None, clock: Clock, count: int) -> float:
+def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) -> float:
     """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite."""
     marked, loss = MarkedFeed(feed, clock), torch.zeros(())
     steps.health.restart(steps.state.step)
     for _ in range(count):
         loss, _ = steps.train_on(marked)
         clock.mark(END)
-    if (steps.health.flags[1:] != NEVER).any():
+    if (steps.health.first_bad != NEVER).any():
         raise Fault("the loss or the gradient norm is not finite, so the times mean nothing; lower optim.lr")
     return float(loss)
 

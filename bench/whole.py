@@ -28,7 +28,7 @@ from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import Flux, parameter_table
-from flux_ref.optim import Optimizer
+from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
@@ -121,7 +121,7 @@ def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clo
     for number, shape in enumerate(parameter_table(cfg.model).values()):
         local = torch.randn(-(-shape[0] // rank_count), *shape[1:], device=world.device)
         shards.register_parameter(f"p{number}", nn.Parameter(DTensor.from_local(local, world.mesh, [Shard(0)])))
-    opt = Optimizer(shards, cfg.optim, world)
+    opt = ShardedAdamW(shards, cfg.optim, world)
     opt.lr.fill_(cfg.optim.lr)
     gradients = [DTensor.from_local(torch.randn_like(local), world.mesh, [Shard(0)]) for local in opt.shards]
 

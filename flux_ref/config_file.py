@@ -113,7 +113,7 @@ def _build(name: str, values: dict[str, object]) -> Config:
         section, field_name = key.split(".")
         sections[section][field_name] = toml_file.typed(key, value, TYPES[key])
     cfg = Config(name=name, **{s: dataclasses.replace(SECTIONS[s], **v) for s, v in sections.items()})
-    config_rules.validate(cfg, flat(cfg))
+    config_rules.validate(cfg)
     return cfg
 
 

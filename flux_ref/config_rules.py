@@ -1,9 +1,9 @@
 """The values and combinations of keys that are refused.
 
-Each refusal names the key, the value, the rule and the remedy. `cfg` is a config.Config.
+Each refusal names the key, the value, the rule and the remedy.
 """
 
-from flux_ref.config import DTYPE_NAMES, micro_batch
+from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig, flat, micro_batch
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 from flux_ref.speed import policy
@@ -30,14 +30,18 @@ POSITIVE = (
     *("parallel.region_blocks", "precision.history", "sample.steps"),
 )
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
-MOST = dict.fromkeys(("model", "eval.batch", "train.global_batch", "train.micro_batch", "precision", "parallel"), 2**24)
+MOST = dict.fromkeys(("model", "eval.batch", "precision", "parallel"), 2**24)
+MOST |= dict.fromkeys(("train.global_batch", "train.micro_batch"), 2**20)
 MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 256)
 MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample.count", "sample.steps", "sample.guidance"), 10**6)
-MOST_ELEMENTS, MOST_MICRO_BATCHES = 2**50, 100_000  # of a step's largest tensor; of a step
+MOST |= {"train.caption_drop": 1, "parallel.activation_budget": 1}  # a probability, a share
+MOST |= {"precision.max_scale_exponent": 126}  # the greatest of fp32
+MOST_ELEMENTS = 2**50  # of a step's largest tensor
 
 
-def validate(cfg, values: dict[str, object]) -> None:
-    """Rules that need no knowledge of the machine. values: the same as {"section.key": value}. Raises: Refusal."""
+def validate(cfg: Config) -> None:
+    """Rules that need no knowledge of the machine. Raises: Refusal."""
+    values = flat(cfg)
     for key, choices in CHOICES.items():
         if values[key] not in choices:
             raise Refusal(f"{key}={values[key]!r} is not one of {', '.join(choices)}")
@@ -51,31 +55,30 @@ def validate(cfg, values: dict[str, object]) -> None:
         texts = "".join(leaf for leaf in toml_file.leaves(value) if isinstance(leaf, str))
         if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in texts):
             raise Refusal(f"{key}={value!r} holds a null byte or is not UTF-8")
-    if not cfg.train.caption_drop <= 1:
-        raise Refusal(f"train.caption_drop={cfg.train.caption_drop} is a probability; use a value from 0 to 1")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg)
     _validate_parallel(cfg.parallel)
     _validate_precision(cfg)
-    if (file := cfg.parallel.compile_cache) and not (cfg.parallel.compile and cfg.train.synthetic_steps):
-        raise Refusal(f"parallel.compile_cache={file} needs parallel.compile=true and train.synthetic_steps above 0")
+    cache = cfg.parallel.compile_cache
+    if cache and not (cfg.parallel.compile and cfg.train.synthetic_steps):
+        raise Refusal(f"parallel.compile_cache={cache} needs parallel.compile=true and train.synthetic_steps above 0")
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
-    needs_val = ("eval.target", "eval.at_start", "eval.permuted_captions")
-    if not cfg.data.val and (key := next((key for key in needs_val if values[key]), None)):
-        raise Refusal(f"{key}={str(values[key]).lower()} needs a validation set: set data.val, or {key} to 0 or false")
+    for key in ("eval.target", "eval.at_start", "eval.permuted_captions"):
+        if values[key] and not cfg.data.val:
+            value = str(values[key]).lower()
+            raise Refusal(f"{key}={value} needs a validation set: set data.val, or {key} to 0 or false")
     if cfg.sample.every_samples and not cfg.sample.count:
         raise Refusal(f"sample.every_samples={cfg.sample.every_samples} draws no picture; set sample.count above 0")
     if cfg.data.kind == "shapes" and cfg.sample.vae:
         raise Refusal(f"sample.vae={cfg.sample.vae} decodes FLUX's latents; data.kind=shapes has its own codec")
 
 
-def _validate_model(cfg) -> None:
+def _validate_model(cfg: Config) -> None:
     model = cfg.model
-    rows = max(cfg.train.micro_batch or cfg.train.global_batch, cfg.eval.batch)
     if model.hidden % model.heads:
         raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
@@ -86,39 +89,38 @@ def _validate_model(cfg) -> None:
         raise Refusal("model.latent_height and model.latent_width must be even: tokens are 2 x 2 patches")
     tokens = model.text_tokens + model.image_tokens
     wide = max(model.hidden * (3 + 2 * model.mlp_ratio), model.t5_dim, model.packed_channels, model.heads * tokens)
-    if (elements := max(rows * tokens, model.hidden, model.clip_dim) * wide) > MOST_ELEMENTS:
+    rows = max(micro_batch(cfg, world_size=1), cfg.eval.batch)
+    elements = max(rows * tokens, model.hidden, model.clip_dim) * wide
+    if elements > MOST_ELEMENTS:
         raise Refusal(f"model.* and the batches give a tensor of {elements:.1e} elements; make them smaller")
 
 
-def _validate_parallel(cfg) -> None:
-    budget = cfg.activation_budget
-    if budget > 1:
-        raise Refusal(f"parallel.activation_budget={budget} is a share; use a value from 0 to 1")
-    if budget < 1 and not cfg.compile:
+def _validate_parallel(parallel: ParallelConfig) -> None:
+    if parallel.activation_budget < 1 and not parallel.compile:
+        budget = parallel.activation_budget
         raise Refusal(f"parallel.activation_budget={budget} needs parallel.compile=true, or set parallel.recompute")
-    if cfg.attention in ("cudnn", "flash") and cfg.dtype == "fp32":
-        raise Refusal(f"parallel.attention={cfg.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto")
-    if cfg.recompute != "none" and cfg.compile:
-        raise Refusal(f"parallel.recompute={cfg.recompute} needs parallel.compile=false, or set activation_budget")
-    if cfg.kept_regions and not cfg.reshard_after_forward:
-        raise Refusal(f"parallel.kept_regions={cfg.kept_regions} needs reshard_after_forward=true, or set it to 0")
+    if parallel.attention in ("cudnn", "flash") and parallel.dtype == "fp32":
+        raise Refusal(
+            f"parallel.attention={parallel.attention} knows no fp32; set parallel.dtype=bf16 or attention=auto"
+        )
+    if parallel.recompute != "none" and parallel.compile:
+        raise Refusal(f"parallel.recompute={parallel.recompute} needs parallel.compile=false, or set activation_budget")
+    if parallel.kept_regions and not parallel.reshard_after_forward:
+        raise Refusal(f"parallel.kept_regions={parallel.kept_regions} needs reshard_after_forward=true, or set it to 0")
 
 
-def _validate_precision(cfg) -> None:
+def _validate_precision(cfg: Config) -> None:
     own = cfg.precision
     if own.margin > 8:
         raise Refusal(f"precision.margin={own.margin} leaves e4m3 too few binades; use 0 to 8")
-    if own.max_scale_exponent > 126:
-        raise Refusal(f"precision.max_scale_exponent={own.max_scale_exponent} is beyond fp32; use at most 126")
     if policy.layers_gathered_in_fp8(cfg) and not own.eval:
         rule = "validates in bf16, but precision.gather=true gathers in FP8"
         raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
 
 
-def validate_world(cfg, world_size: int) -> None:
+def validate_world(cfg: Config, world_size: int) -> None:
     """Rules that tie the config to the number of ranks. Raises: Refusal."""
     train = cfg.train
-    replicate = cfg.parallel.replicate
     chunk = world_size * max(1, train.micro_batch)
     if train.global_batch % chunk:
         low = train.global_batch // chunk * chunk
@@ -128,10 +130,4 @@ def validate_world(cfg, world_size: int) -> None:
             f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
             f"{', or another micro_batch' if micro else ''}"
         )
-    if train.micro_batch and train.global_batch // chunk > MOST_MICRO_BATCHES:
-        raise Refusal(
-            f"train.micro_batch={train.micro_batch} makes over {MOST_MICRO_BATCHES:,} micro-batches; raise it"
-        )
-    if replicate and world_size % replicate:
-        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
     policy.require_rows(cfg, micro_batch(cfg, world_size))

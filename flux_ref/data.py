@@ -6,12 +6,11 @@ decides which rank sees which sample. A resumed run starts at position `samples`
 Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
 """
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]
         "noise": (latent, torch.float32),
         "t": ((), torch.float32),  # time of the flow, in [0, 1)
         "weight": ((), torch.float32),  # 1, or 0 for padding and skipped samples
-        "timestep": ((), torch.int64),  # validation: t = timestep / 8
+        "timestep": ((), torch.int64),  # validation: t = timestep / TIMESTEPS
     }
 
 
@@ -61,33 +60,37 @@ class HostBatch:
             name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
             for name, tensor in self.tensors.items()
         }
-        self.in_use = None  # of an asynchronous copy; its `synchronize` returns once the buffer may be overwritten
+        self.copied = None  # the end of an asynchronous copy from the buffer, which `synchronize` waits for
 
 
-@dataclass
 class Feed:
     """Fills host batches in the order of a plan, ahead of their use, and gives them out one by one.
 
     plan:   per batch, one item per row.
-    expect: expect(items) is called before a batch is read, to start reading ahead.
+    expect: expect(items) is called as a batch is begun, so that the system reads its samples ahead.
     fill:   fill(rows, i, item) puts an item into row i.
     """
 
-    plan: Iterator[Sequence]
-    expect: Callable[[Sequence], None]
-    fill: Callable[[Rows, int, object], None]
-    buffers: list[HostBatch]
-    workers: int
-    wait_s: float = 0.0  # seconds that `take` has waited for data while the device was idle
-    _free: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    _ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    _stopped: bool = False
+    def __init__(
+        self,
+        plan: Iterator[Sequence],
+        expect: Callable[[Sequence], None],
+        fill: Callable[[Rows, int, object], None],
+        buffers: list[HostBatch],
+        workers: int,
+    ):
+        self.plan = plan
+        self.expect = expect
+        self.fill = fill
+        self.buffers = buffers
+        self.wait_s = 0.0  # seconds that `take` has waited for data while the device was idle
+        self._pool = ThreadPoolExecutor(workers)
+        self._begun: deque[tuple[HostBatch, list[Future]]] = deque()  # batches in their order, and the work on each
 
-    def __post_init__(self):
+    def start(self) -> None:
+        """Begin to fill all buffers."""
         for buffer in self.buffers:
-            self._free.put(buffer)
-        self._thread = threading.Thread(target=self._produce, daemon=True)
-        self._thread.start()
+            self.give_back(buffer)
 
     def copy_into(self, static: Batch) -> None:
         """Copy the next batch into static buffers. On an accelerator the copy is enqueued and the host goes on."""
@@ -100,7 +103,7 @@ class Feed:
             host = self.take(idle=work.query)
         for name, tensor in static.items():
             tensor.copy_(host.tensors[name], non_blocking=True)
-        host.in_use = ranks.record_copy_event(device)
+        host.copied = ranks.record_copy_event(device)
         self.give_back(host)
 
     def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
@@ -109,72 +112,78 @@ class Feed:
         idle:   whether the device has no work left. Waiting counts only then.
         Raises: the error of a reading thread.
         """
-        while self._ready.empty() and not idle():
-            time.sleep(2e-4)
+        batch, work = self._begun.popleft()
+        while not idle() and wait(work, timeout=2e-4).not_done:
+            pass
         begin = time.perf_counter()
-        item = self._ready.get()
+        for part in work:
+            part.result()
         self.wait_s += time.perf_counter() - begin
-        if isinstance(item, BaseException):
-            self._ready.put(item)  # for the next call
-            raise item
-        return item
+        return batch
 
     def give_back(self, buffer: HostBatch) -> None:
-        self._free.put(buffer)
+        """Begin to fill a buffer with the next batch of the plan, if there is one."""
+        items = next(self.plan, None)
+        if items is None:
+            return
+        work = [self._pool.submit(self.expect, items)]
+        for i, item in enumerate(items):
+            work.append(self._pool.submit(self._fill_row, buffer, i, item))
+        self._begun.append((buffer, work))
 
     def close(self) -> None:
         """Stop reading. Returns when no thread touches the buffers any more."""
-        self._stopped = True
-        self._free.put(None)
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _produce(self) -> None:
-        try:
-            with ThreadPoolExecutor(self.workers) as pool:
-                for items in self.plan:
-                    self.expect(items)
-                    buffer = self._free.get()
-                    if self._stopped:
-                        return
-                    if buffer.in_use is not None:
-                        buffer.in_use.synchronize()
-                    workers = min(self.workers, len(items))
-                    shares = [range(w, len(items), workers) for w in range(workers)]
-                    list(pool.map(partial(self._fill_share, buffer, items), shares))
-                    self._ready.put(buffer)
-        except BaseException as error:  # the training thread raises it
-            self._ready.put(error)
-
-    def _fill_share(self, buffer: HostBatch, items: Sequence, share: range) -> None:
-        for i in share:
-            if self._stopped:
-                return
-            self.fill(buffer.rows, i, items[i])
+    def _fill_row(self, buffer: HostBatch, i: int, item: object) -> None:
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        self.fill(buffer.rows, i, item)
 
 
-def rank_slice(step: int, rank: int, size: int, global_batch: int) -> range:
+def rank_slice(cfg: Config, step: int, rank: int, size: int) -> range:
     """The positions of the run that a rank trains on in a step."""
-    rows = global_batch // size
-    start = step * global_batch + rank * rows
-    return range(start, start + rows)
+    rows = rank_batch(cfg, size)
+    first = step * cfg.train.global_batch + rank * rows
+    return range(first, first + rows)
 
 
-class TrainSet:
-    """The training samples of one rank, in the order of the run."""
+class SampleSet:
+    """The samples of data.train or data.val that one rank reads. A row's item is (epoch or evaluation, sample)."""
 
-    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
+    def __init__(self, cfg: Config, split: str, rows: int, rank: int, size: int, pin: bool):
+        """rows: of a batch. Raises: Refusal."""
         self.cfg = cfg
         self.rank = rank
         self.size = size
-        self.shards = open_set(cfg, "train")
-        self.buffers = [HostBatch(cfg.model, rank_batch(cfg, size), pin) for _ in range(cfg.data.prefetch)]
+        self.shards = open_set(cfg, split)
+        self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch)]
+
+    def open(self) -> None:
+        """Read the first bytes. Raises: Refusal."""
+        self.shards.open(self.rank, self.size)
+
+    def _start(self, plan: Iterator[Sequence], fill: Callable[[Rows, int, object], None]) -> Feed:
+        feed = Feed(plan, self._expect, fill, self.buffers, self.cfg.data.workers)
+        feed.start()
+        return feed
+
+    def _expect(self, items: list[tuple[int, int]]) -> None:
+        self.shards.expect(sample for _, sample in items if sample < len(self.shards))
+
+
+class TrainSet(SampleSet):
+    """The training samples of one rank, in the order of the run."""
+
+    def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
+        super().__init__(cfg, "train", rank_batch(cfg, size), rank, size, pin)
         self.skipped: dict[int, str] = {}  # damaged samples that this rank left out, with the reason
         self.may_skip = cfg.data.skip_bad > 0  # the same on every rank
         self._lock = threading.Lock()
 
     def open(self) -> None:
         """Read the first bytes, those of the empty caption included. Raises: Refusal."""
-        self.shards.open(self.rank, self.size)
+        super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
     def restore_skipped(self, skipped: dict[str, str]) -> None:
@@ -190,18 +199,14 @@ class TrainSet:
 
     def feed(self, samples: int) -> Feed:
         """Batches from position `samples` of the run on, without end."""
-        plan = self._plan(samples // self.cfg.train.global_batch)
-        return Feed(plan, self._expect, self._fill, self.buffers, self.cfg.data.workers)
-
-    def _expect(self, items: list[tuple[int, int]]) -> None:
-        self.shards.expect(sample for _, sample in items)
+        return self._start(self._plan(samples // self.cfg.train.global_batch), self._fill)
 
     def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
         """(epoch, sample) of each row of this rank's batches. The order of an epoch is drawn once."""
         orders: dict[int, np.ndarray] = {}
         while True:
             items = []
-            for position in rank_slice(step, self.rank, self.size, self.cfg.train.global_batch):
+            for position in rank_slice(self.cfg, step, self.rank, self.size):
                 epoch, i = divmod(position, len(self.shards))
                 if epoch not in orders:
                     orders = {epoch: rng.order(self.cfg.train.seed, epoch, len(self.shards))}
@@ -219,35 +224,28 @@ class TrainSet:
             self._skip(rows, i, sample, error)
         draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
         if draw.drop_caption:  # spec: T5 and CLIP together
-            rows["t5"][i], rows["clip"][i] = self.empty["t5"], self.empty["clip"]
-        rows["t"][i], rows["latent_eps"][i], rows["noise"][i] = draw.t, draw.latent_eps, draw.noise
+            rows["t5"][i] = self.empty["t5"]
+            rows["clip"][i] = self.empty["clip"]
+        rows["t"][i] = draw.t
+        rows["latent_eps"][i] = draw.latent_eps
+        rows["noise"][i] = draw.noise
 
     def _skip(self, rows: Rows, i: int, sample: int, error: shards.BadSample) -> None:
         """Give a damaged sample weight 0 if the config allows one more."""
+        most = self.cfg.data.skip_bad
         with self._lock:
-            if sample not in self.skipped and len(self.skipped) == self.cfg.data.skip_bad:
-                raise Fault(
-                    f"bad training sample: {error}; data.skip_bad={self.cfg.data.skip_bad} allows no more", alone=True
-                )
+            if sample not in self.skipped and len(self.skipped) == most:
+                raise Fault(f"bad training sample: {error}; data.skip_bad={most} allows no more", alone=True)
             self.skipped[sample] = str(error)
-        for name in shards.MEMBERS:
+        for name in (*shards.MEMBERS, "weight"):
             rows[name][i] = 0
-        rows["weight"][i] = 0.0
 
 
-class ValSet:
+class ValSet(SampleSet):
     """The validation samples of one rank. spec: all ranks together see each sample once; padding rows have weight 0."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
-        self.cfg = cfg
-        self.rank = rank
-        self.size = size
-        self.shards = open_set(cfg, "val")
-        self.buffers = [HostBatch(cfg.model, cfg.eval.batch, pin) for _ in range(cfg.data.prefetch)]
-
-    def open(self) -> None:
-        """Read the first bytes. Raises: Refusal."""
-        self.shards.open(self.rank, self.size)
+        super().__init__(cfg, "val", cfg.eval.batch, rank, size, pin)
 
     @property
     def batches(self) -> int:
@@ -258,23 +256,21 @@ class ValSet:
         """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
         count = len(self.shards)
         texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
-        fill = partial(self._fill, texts, evaluation)
-        return Feed(self._plan(), self._expect, fill, self.buffers, self.cfg.data.workers)
+        return self._start(self._plan(evaluation), partial(self._fill, texts))
 
-    def _expect(self, samples: range) -> None:
-        self.shards.expect(sample for sample in samples if sample < len(self.shards))
-
-    def _plan(self) -> Iterator[range]:
+    def _plan(self, evaluation: int) -> Iterator[list[tuple[int, int]]]:
+        """(evaluation, sample) of each row of this rank's batches. Padding has numbers beyond the last sample."""
+        rows = self.cfg.eval.batch
         for k in range(self.batches):
-            start = (k * self.size + self.rank) * self.cfg.eval.batch
-            yield range(start, start + self.cfg.eval.batch)
+            first = (k * self.size + self.rank) * rows
+            yield [(evaluation, sample) for sample in range(first, first + rows)]
 
-    def _fill(self, texts: Sequence[int], evaluation: int, rows: Rows, i: int, sample: int) -> None:
+    def _fill(self, texts: Sequence[int], rows: Rows, i: int, item: tuple[int, int]) -> None:
+        evaluation, sample = item
         if sample >= len(self.shards):
             for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
                 values[i] = 0
             return
-        rows["weight"][i] = 1.0
         text = int(texts[sample])
         members = {name: rows[name][i] for name in shards.MEMBERS}
         try:
@@ -284,29 +280,33 @@ class ValSet:
             meta = self.shards.read(sample, members)
         except shards.BadSample as error:
             raise Fault(f"bad validation sample: {error}", alone=True) from None
-        if meta.timestep is None or not 0 <= meta.timestep < schedule.TIMESTEPS:
+        if meta.timestep not in range(schedule.TIMESTEPS):
             raise Fault(
-                f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep}; want 0 to 7",
+                f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep};"
+                f" want 0 to {schedule.TIMESTEPS - 1}",
                 alone=True,
             )
-        rows["timestep"][i], rows["t"][i] = meta.timestep, schedule.validation_time(meta.timestep)
-        rows["latent_eps"][i], rows["noise"][i] = rng.val_draw(
-            self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape
-        )
+        latent_eps, noise = rng.val_draw(self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape)
+        rows["weight"][i] = 1.0
+        rows["timestep"][i] = meta.timestep
+        rows["t"][i] = schedule.validation_time(meta.timestep)
+        rows["latent_eps"][i] = latent_eps
+        rows["noise"][i] = noise
 
 
 def open_set(cfg: Config, split: str) -> shards.ShardSet:
     """The shards of data.train or data.val, checked by their sizes alone. Raises: Refusal."""
     folder = getattr(cfg.data, split)
-    count = getattr(cfg.data, f"{split}_count")
-    opened = shards.ShardSet(folder, shards.layout(cfg.model), split)
-    if folder and count not in (0, len(opened)):
-        made = f"{len(opened)}, or remove {Path(folder).parent} and it is made again"
+    wanted = getattr(cfg.data, f"{split}_count")
+    found = shards.ShardSet(folder, shards.layout(cfg.model), split)
+    if folder and wanted not in (0, len(found)):
+        remedy = "0 for any number"
+        if cfg.data.kind == "shapes":
+            remedy = f"{len(found)}, or remove {Path(folder).parent} and it is made again"
         raise Refusal(
-            f"{folder} holds {len(opened)} samples, data.{split}_count={count} asks for {count};"
-            f" set it to {made if cfg.data.kind == 'shapes' else '0 for any number'}"
+            f"{folder} holds {len(found)} samples, data.{split}_count={wanted} asks for {wanted}; set it to {remedy}"
         )
-    return opened
+    return found
 
 
 def synthetic(model: ModelConfig, rows: int) -> Batch:

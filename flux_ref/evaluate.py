@@ -13,7 +13,7 @@ import torch
 from flux_ref import ranks, sharding
 from flux_ref.data import ValSet
 from flux_ref.errors import Fault
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Validation:
 
 
 def validation_loss(
-    steps: Steps,
+    steps: StepRunner,
     val: ValSet,
     samples: int,
     permute_captions: bool = False,

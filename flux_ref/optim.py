@@ -1,13 +1,10 @@
-"""AdamW and gradient clipping on this rank's shards: one collective, no pass for clipping, no host sync.
+"""What training asks of an optimizer, and AdamW with gradient clipping on this rank's shards.
 
-Another optimizer has the same interface; the benchmark's log (mllog.py) and `tools.plan` know AdamW, too:
-    lr                  device scalar, filled in place before each step
-    step(norm_factor)   clips, updates, clears gradients, returns the gradient norm
-    names, moments()    what a checkpoint holds beside the weights
-    set_steps, reset    after a resume, after the warm-up
+AdamW takes one collective, no pass over memory for clipping, and no host sync.
 """
 
 import warnings
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,11 +19,48 @@ BYTES_PER_PARAMETER = 12  # in a checkpoint: a weight and its moments, all fp32
 CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
-class Optimizer:
-    """AdamW over the local shards of a sharded net. It equals torch's AdamW and clip_grad_norm_ over its DTensors.
+class Optimizer(Protocol):
+    """What the training loop, checkpoints and graphs use of an optimizer. State.of makes it.
 
-    The shards share storage with the net's parameters. `lr` is a device scalar, because a captured graph reads the
-    learning rate from device memory.
+    Beside this, BYTES_PER_PARAMETER must count a weight and its moments. The benchmark's log (benchmark/header.py) and
+    `tools.plan` know AdamW, too.
+
+    lr:    a scalar on the device, filled in place before each step: a captured graph reads it from device memory.
+    names: the names of the parameters, in the order of the shards.
+    """
+
+    lr: Tensor
+    names: tuple[str, ...]
+
+    def step(self, norm_factor: Tensor | None = None) -> Tensor:
+        """Clip by the norm over all parameters of all ranks, update the weights, clear the gradients.
+
+        At learning rate 0 no bit of a weight changes: the warm-up relies on it. If the norm is not finite, neither a
+        weight nor a moment changes. A graph may hold the step, so it works on the device alone, without a host sync.
+
+        norm_factor: a device scalar, the same on all ranks, multiplied into the norm. NaN marks the step as bad; None
+                     is 1.
+        Returns:     the norm before clipping, an fp32 device scalar with the same bits on all ranks.
+        """
+
+    def moments(self) -> dict[str, list[Tensor]]:
+        """The moments by kind, {kind: one tensor per parameter's shard}: every kind for every parameter.
+
+        A moment has the shape of its shard and is zero before the first step. A checkpoint holds the moments beside
+        the weights. A call allocates what is not allocated yet.
+        """
+
+    def set_steps(self, steps: int) -> None:
+        """Set the step count, after moments were loaded."""
+
+    def reset(self) -> None:
+        """Zero moments and step counts in place, as if no step had been taken."""
+
+
+class ShardedAdamW:
+    """An Optimizer over the local shards of a sharded net: torch's AdamW and clip_grad_norm_ over its DTensors.
+
+    The shards share storage with the net's parameters.
     """
 
     def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
@@ -48,18 +82,15 @@ class Optimizer:
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     def step(self, norm_factor: Tensor | None = None) -> Tensor:
-        """Clip, update and clear the gradients. Returns the gradient norm before clipping, an fp32 device scalar.
-
-        A norm that is not finite changes neither weights nor moments. `step.Health` remembers the norm.
-        norm_factor: multiplied into the norm, the same on all ranks. NaN marks the step as bad; None is 1.
-        """
+        """See Optimizer. spec: at learning rate 0 AdamW's decay factor is 1 and its update is 0."""
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad.to_local()
         # numerics: replicas hold equal gradients. A sum over all ranks gives all ranks the same bits of the norm.
         squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()
-        norm = norm if norm_factor is None else norm * norm_factor
+        if norm_factor is not None:
+            norm = norm * norm_factor
         # torch's fused kernel divides gradients by grad_scale and does nothing if found_inf is 1 (as for GradScaler).
         # So clipping needs no pass over memory, and the check for infinity needs no host sync.
         self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
@@ -70,7 +101,6 @@ class Optimizer:
         return norm
 
     def moments(self) -> dict[str, list[Tensor]]:
-        """The moments by name, {"exp_avg", "exp_avg_sq"}, one tensor per shard. They are zero before the first step."""
         for shard in self.shards:
             if not self.adamw.state[shard]:
                 zeros = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
@@ -78,13 +108,11 @@ class Optimizer:
         return {name: [self.adamw.state[shard][name] for shard in self.shards] for name in MOMENTS}
 
     def set_steps(self, steps: int) -> None:
-        """Set the step count of moments that were loaded."""
         self.moments()
         for state in self.adamw.state.values():
             state["step"].fill_(steps)
 
     def reset(self) -> None:
-        """Zero the moments and step counts in place, as if no step had been taken."""
         for state in self.adamw.state.values():
             for tensor in state.values():
                 tensor.zero_()

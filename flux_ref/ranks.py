@@ -8,11 +8,11 @@ import json
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -98,17 +98,17 @@ def replica_count(wanted: int, nodes: list[str]) -> int:
         if len(nodes) % wanted:
             raise Refusal(f"parallel.replicate={wanted} does not divide the {len(nodes)} ranks")
         return wanted
-    runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
-    again = next((node for i, (node, _) in enumerate(runs) if node in [other for other, _ in runs[:i]]), None)
-    if again is not None:
-        raise Refusal(
-            f"the ranks of {again} do not follow each other, so a replica per node is impossible;"
-            " start with torchrun or number the ranks node by node"
-        )
-    if len({count for _, count in runs}) > 1:
-        counts = ", ".join(f"{count} on {node}" for node, count in runs)
-        raise Refusal(f"nodes differ in their ranks ({counts}); start equally many on each or set parallel.replicate=1")
-    return len(runs)
+    counts = Counter(nodes)
+    for node, grouped in zip(nodes, counts.elements()):
+        if node != grouped:
+            raise Refusal(
+                f"the ranks of {grouped} do not follow each other, so a replica per node is impossible;"
+                " start with torchrun or number the ranks node by node"
+            )
+    if len(set(counts.values())) > 1:
+        text = ", ".join(f"{count} on {node}" for node, count in counts.items())
+        raise Refusal(f"nodes differ in their ranks ({text}); start equally many on each or set parallel.replicate=1")
+    return len(counts)
 
 
 def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
@@ -202,8 +202,8 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
     It travels as JSON: torch's all_gather_object unpickles what comes from the network, and pickles run code.
     """
-    kinds = {backend: kind for kind, backend in BACKENDS.items()}
     text = json.dumps(value).encode()
+    kinds = {backend: kind for kind, backend in BACKENDS.items()}
     length = torch.tensor([len(text)], device=kinds[dist.get_backend(group)])
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length, group=group)

@@ -1,9 +1,8 @@
 """One training step and one validation step, as plain functions over static device buffers.
 
-Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (steps.py).
+Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (step_runner.py).
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 
 from flux_ref import flow, schedule, sharding
 from flux_ref.config import Config, rank_batch
-from flux_ref.data import Batch, synthetic
-from flux_ref.errors import Fault
-from flux_ref.optim import Optimizer
+from flux_ref.data import Batch
+from flux_ref.optim import Optimizer, ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.speed import regions
 from flux_ref.speed.precision import Precision
 
 NEVER = -1.0
@@ -39,36 +36,44 @@ class State:
     @classmethod
     def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
         """The state of a sharded net before its first step. trains: with an optimizer."""
-        opt = Optimizer(net, cfg.optim, world) if trains else None
-        first = world.rank * rank_batch(cfg, world.size)
-        return cls(net, opt, Precision(net, cfg, world.device, first))
+        opt = ShardedAdamW(net, cfg.optim, world) if trains else None
+        first_sample = world.rank * rank_batch(cfg, world.size)
+        return cls(net, opt, Precision(net, cfg, world.device, first_sample))
+
+    def set_clock(self, step: int, samples: int) -> None:
+        """Set the counters, and choose how the next step and the next validation compute."""
+        self.step = step
+        self.samples = samples
+        self.precision.begin(step)
 
     def advance(self, global_batch: int) -> None:
-        self.step = self.step + 1
-        self.samples = self.samples + global_batch
+        """Count one training step."""
+        self.set_clock(self.step + 1, self.samples + global_batch)
 
 
 class Health:
     """Remembers on the device the first step whose loss or norm was not finite. The host does not wait.
 
-    flags: (steps taken, step of the first bad loss, step of the first bad norm) in fp64. The first step is 0. NEVER
-           stands where no loss or norm was bad.
+    step:      the number of the next step, a scalar in fp64. The first step is 0.
+    first_bad: (2,) fp64, the step of the first bad loss and that of the first bad norm; NEVER where there is none.
     """
 
     def __init__(self, device: torch.device, step: int = 0):
-        self.flags = torch.empty(3, dtype=torch.float64, device=device)
+        self.step = torch.empty((), dtype=torch.float64, device=device)
+        self.first_bad = torch.empty(2, dtype=torch.float64, device=device)
         self.restart(step)
 
     def restart(self, step: int) -> None:
         """Forget all, in place."""
-        self.flags.fill_(NEVER)[0] = step
+        self.step.fill_(step)
+        self.first_bad.fill_(NEVER)
 
     def update(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Look at one step. loss, grad_norm: scalars on the device."""
         bad = ~torch.stack((loss, grad_norm)).isfinite()
-        first = bad & (self.flags[1:] == NEVER)
-        self.flags[1:] = torch.where(first, self.flags[0], self.flags[1:])
-        self.flags[0] += 1
+        is_first = bad & (self.first_bad == NEVER)
+        self.first_bad.copy_(torch.where(is_first, self.step, self.first_bad))
+        self.step += 1
 
 
 def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
@@ -77,17 +82,17 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
     Each rank takes the mean over its own rows. FSDP2 then takes the mean over the ranks.
     Returns this rank's loss and the gradient norm of all ranks before clipping, both fp32 device scalars.
     """
-    rows = batch["t"].shape[0]
+    rows = len(batch["t"])
     micro = cfg.train.micro_batch or rows
     dtype = sharding.DTYPES[cfg.parallel.dtype]
     loss = torch.zeros((), device=batch["t"].device)
-    for start in range(0, rows, micro):
-        part = {name: tensor[start : start + micro] for name, tensor in batch.items()}
-        last = start + micro == rows
+    for first in range(0, rows, micro):
+        part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
+        is_last = first + micro == rows
         # Each micro-batch is reduced to shards at once. Replicas are averaged with the last micro-batch only.
-        state.net.set_is_last_backward(last)
-        state.precision.micro_batch(start)
-        state.net.set_requires_all_reduce(last)
+        state.net.set_is_last_backward(is_last)
+        state.net.set_requires_all_reduce(is_last)
+        state.precision.micro_batch(first)
         part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
@@ -98,7 +103,7 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
 
 
 def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
-    """Add a batch to sums, (3, 8) fp64: per timestep the sum of weights, of losses and of squared losses."""
+    """Add a batch to sums, (3, TIMESTEPS) fp64: per timestep the sum of weights, of losses and of squared losses."""
     with torch.no_grad():
         losses = flow.losses(net, batch, sharding.DTYPES[cfg.parallel.dtype]).double()
         weight = batch["weight"].double()
@@ -106,35 +111,3 @@ def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> 
         # numerics: a product with a one-hot matrix sums in a fixed order. Scattered adds on a GPU do not.
         one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
         sums += rows @ one_hot.double()
-
-
-def warm_up(state: State, train_batch: Batch, val_batch: Batch, cfg: Config) -> float:
-    """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
-
-    spec: weights stay bit-identical, because at learning rate 0 AdamW's decay factor is 1 and its update is 0. Moments,
-    step counts and the history of scales are zeroed afterwards. Returns the seconds of the last step with validation.
-    """
-    few = synthetic(cfg.model, rows=8)
-    for batch in (train_batch, val_batch):
-        for name, tensor in batch.items():
-            for part in tensor.split(8):
-                part.copy_(few[name][: len(part)])
-    state.opt.lr.zero_()
-    health = Health(state.opt.lr.device)
-    seconds = 0.0
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=health.flags.device)
-    for phase in state.precision.phases:
-        state.precision.begin(phase)
-        for _ in range(cfg.train.synthetic_steps):
-            begin = time.perf_counter()
-            train_step(state, train_batch, health, cfg)
-            validation_step(state.net, val_batch, sums, cfg)
-            sharding.reshard(state.net)
-            if health.flags[1:].max() != NEVER:  # sync: before the clock starts
-                raise Fault("the warm-up's loss or gradient norm is not finite; the device or a library is at fault")
-            seconds = time.perf_counter() - begin
-    state.opt.reset()
-    state.precision.reset()
-    if cfg.parallel.compile and cfg.train.synthetic_steps:
-        regions.forbid_recompilation()
-    return seconds

@@ -23,7 +23,7 @@ from flux_ref import config, ranks
 from flux_ref.errors import Refusal
 from flux_ref.formats import claim, files, outside
 from flux_ref.speed.attention import attention_kernel
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder of torch's compiler
 KEY = "parallel.compile_cache"
@@ -62,7 +62,7 @@ def _set(variables: dict[str, str | None], temporary: str | None) -> None:
             os.environ[name] = value
 
 
-def warm_up(steps: Steps, cfg: config.Config, world: ranks.World) -> str:
+def warm_up(steps: StepRunner, cfg: config.Config, world: ranks.World) -> str:
     """Warm the steps up with the graphs of this rank's file. Write the file if it is missing or lacked a graph.
 
     Call `own_folder` before. Returns one line for the log. Collective. Raises: Refusal, Fault.

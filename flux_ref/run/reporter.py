@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, ranks, schedule, steps
+from flux_ref import config, ranks, schedule, step_runner
 from flux_ref.benchmark import alarms, closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
@@ -111,7 +111,7 @@ class Reporter:
             f"  ranks   {world.size} x {facts['device']} (replicas x shards: {world.replicas} x {shards}),"
             f" torch {torch.__version__}",
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
-            f"  steps   {steps.mode(cfg, world.device)}",
+            f"  steps   {step_runner.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
             f"  weights {weights}",
             f"  data    {train_count:,} samples in {cfg.data.train}, {validation}",
@@ -140,7 +140,7 @@ class Reporter:
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:
-        """Tell how long the rest takes, show the bar, start counting time. warm_s: Steps.warm_s. Raises: Refusal."""
+        """Tell how long the rest takes, show the bar, start the clock. warm_s: of the StepRunner. Raises: Refusal."""
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if self.speaks:
@@ -154,7 +154,7 @@ class Reporter:
                 is_evaluated=self.val_loss_at(samples) is not None,
                 val_count=self.val_count,
                 warm_s=warm_s,
-                is_captured=steps.mode(self.cfg, self.world.device) == steps.CAPTURED,
+                is_captured=step_runner.mode(self.cfg, self.world.device) == step_runner.CAPTURED,
             )
             self.say(f"  time    {words}")
         if self.board:
@@ -172,7 +172,7 @@ class Reporter:
 
         Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
         """
-        values = torch.cat((health.flags[1:], torch.stack((loss, grad_norm, state.opt.lr)).double()))
+        values = torch.cat((health.first_bad, torch.stack((loss, grad_norm, state.opt.lr)).double()))
         read = ranks.gather_later(values)
         self.pending = partial(self._record, read, state.step, state.samples, feed.wait_s, data.skipped_everywhere())
         if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
@@ -228,10 +228,10 @@ class Reporter:
         sync: the host waits for the device.
         """
         self.settle()
-        self._require_finite(ranks.gather(health.flags[1:]))
+        self._require_finite(ranks.gather(health.first_bad))
 
     def _require_finite(self, first_bad: list[list[float]]) -> None:
-        if complaint := blame(first_bad, self.cfg.train.global_batch):
+        if complaint := blame(first_bad, self.cfg):
             raise Fault(complaint)
 
     def val_loss_at(self, samples: int) -> float | None:
@@ -292,15 +292,15 @@ class Reporter:
             self.board.add_pictures()
 
 
-def blame(first_bad: list[list[float]], global_batch: int) -> str | None:
+def blame(first_bad: list[list[float]], cfg: Config) -> str | None:
     """The complaint about the (first bad loss, first bad norm) of each rank. None if all values were finite."""
-    bad = [(step, rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
+    bad = [(int(step), rank) for rank, (step, _) in enumerate(first_bad) if step != NEVER]
     norm_step = first_bad[0][1]
     if bad and (norm_step == NEVER or min(bad)[0] <= norm_step):
         step, rank = min(bad)
-        where = rank_slice(int(step), rank, len(first_bad), global_batch)
+        where = rank_slice(cfg, step, rank, len(first_bad))
         return (
-            f"loss is not finite at step {step:.0f} on rank {rank}'s data"
+            f"loss is not finite at step {step} on rank {rank}'s data"
             f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
         )
     if norm_step != NEVER:

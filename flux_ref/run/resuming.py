@@ -92,8 +92,7 @@ def load_progress(saved: Checkpoint, state: State) -> None:
         _load(saved, state, "optimizer.")
         _load(saved, state, "fp8.")
     state.precision.set_scales()
-    state.step = saved.info["step"]
-    state.samples = saved.info["samples"]
+    state.set_clock(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)
 
 

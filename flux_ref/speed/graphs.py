@@ -1,4 +1,4 @@
-"""Recording device work as graphs, and what stands in the way of it. steps.py decides what is recorded.
+"""Recording device work as graphs, and what stands in the way of it. step_runner.py decides what is recorded.
 
 A port to another device may answer every `obstacle` with a reason: then all steps run eagerly.
 """

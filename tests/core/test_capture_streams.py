@@ -13,10 +13,10 @@ from conftest import MICRO
 from fake_world import fake_world
 from streams import EAGER, Stream, Streams
 
-from flux_ref import config_file, ranks, sharding, steps
+from flux_ref import config_file, ranks, sharding, step_runner
 from flux_ref.ranks import World
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,11 +56,11 @@ class Recorder:
         self.streams = streams
 
     def capture(self, work: Callable[[], None]) -> SimpleNamespace:
-        flags = work.__self__.health.flags
-        before = flags.clone()
+        taken = work.__self__.health.step
+        before = taken.clone()
         with self.streams.capture():
             work()
-        flags.copy_(before)  # a real capture executes nothing
+        taken.copy_(before)  # a real capture executes nothing
         return SimpleNamespace(reset=lambda: None)
 
     def synchronize(self) -> None:
@@ -71,21 +71,23 @@ class Recorder:
 def streams(monkeypatch) -> Streams:
     """Streams on which steps are captured from here on."""
     streams = Streams(monkeypatch)
-    monkeypatch.setattr(steps, "Recorder", lambda device: Recorder(streams))
-    monkeypatch.setattr(steps, "obstacle", lambda device, cfg: "")
-    monkeypatch.setattr(steps, "gc", SimpleNamespace(collect=lambda: None))  # which takes longer than a test
+    monkeypatch.setattr(step_runner, "Recorder", lambda device: Recorder(streams))
+    monkeypatch.setattr(step_runner, "obstacle", lambda device, cfg: "")
+    monkeypatch.setattr(step_runner, "gc", SimpleNamespace(collect=lambda: None))  # which takes longer than a test
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [value] * SIZE)
     return streams
 
 
-def run(streams: Streams, world: World, plant: Callable[[Steps], None] | None = None, **values: object) -> list[str]:
+def run(
+    streams: Streams, world: World, plant: Callable[[StepRunner], None] | None = None, **values: object
+) -> list[str]:
     """Eager steps, captures of training, validation, training and validation, eager steps again. Returns all faults.
 
     plant: called just before the first capture.
     """
     cfg = config_file.replace(config_file.load(MICRO), **(SMALL | values))
     with streams:
-        steps = Steps(State.build(cfg, world, seed=None), cfg, world)
+        steps = StepRunner(State.build(cfg, world, seed=None), cfg, world)
         eager(steps, 2)
         if plant:
             plant(steps)
@@ -96,7 +98,7 @@ def run(streams: Streams, world: World, plant: Callable[[Steps], None] | None = 
     return streams.faults
 
 
-def eager(steps: Steps, count: int) -> None:
+def eager(steps: StepRunner, count: int) -> None:
     for _ in range(count):
         steps.train()
         steps.validate(steps.sums.clone())
@@ -128,24 +130,24 @@ def test_no_wait_crosses_the_border_of_a_capture_and_all_work_is_joined(case, st
 # Faults that are planted
 
 
-def an_early_event(steps: Steps) -> None:
+def an_early_event(steps: StepRunner) -> None:
     """A unit still waits for its reduction in the warm-up."""
     group = steps.state.net.double_blocks[1]._get_fsdp_state()._fsdp_param_group
     group._post_reduce_event = torch.cpu.current_stream().record_event()
 
 
-def a_stream_apart(steps: Steps) -> None:
+def a_stream_apart(steps: StepRunner) -> None:
     """A region works on a stream that waits for nothing."""
     before_region(steps, torch.cpu.Stream())
 
 
-def a_loose_end(steps: Steps) -> None:
+def a_loose_end(steps: StepRunner) -> None:
     """A region works on a stream that waits for the main stream. The main stream does not wait for the region's."""
     stream = torch.cpu.Stream()
     before_region(steps, stream, lambda: stream.wait_stream(torch.cpu.current_stream()))
 
 
-def a_late_wait(steps: Steps) -> None:
+def a_late_wait(steps: StepRunner) -> None:
     """The event of a step is waited for in the next step."""
     event = torch.cpu.Event()
 
@@ -156,7 +158,7 @@ def a_late_wait(steps: Steps) -> None:
     steps.state.net.register_forward_pre_hook(wait)
 
 
-def before_region(steps: Steps, stream: Stream, join: Callable[[], None] = lambda: None) -> None:
+def before_region(steps: StepRunner, stream: Stream, join: Callable[[], None] = lambda: None) -> None:
     def work(*args) -> None:
         join()
         with torch.cpu.stream(stream):
@@ -175,14 +177,14 @@ def before_region(steps: Steps, stream: Stream, join: Callable[[], None] = lambd
     ],
 )
 def test_a_planted_fault_is_seen(plant, fault, streams, monkeypatch):
-    monkeypatch.setattr(steps, "require_settled", lambda net: None)
+    monkeypatch.setattr(step_runner, "require_settled", lambda net: None)
     with fake_world(SIZE) as world:
         assert any(fault in found for found in run(streams, world, plant))
 
 
 def test_a_reshard_that_is_left_out_is_seen(streams, monkeypatch):
     """The graph gathers no weights. It would train and evaluate with those of the warm-up."""
-    monkeypatch.setattr(steps, "require_settled", lambda net: None)
+    monkeypatch.setattr(step_runner, "require_settled", lambda net: None)
     with fake_world(SIZE) as world:
         with monkeypatch.context() as left_out:
             values = {"parallel__reshard_after_forward": False}

@@ -321,12 +321,11 @@ def test_what_breaks_a_rule_is_refused_with_the_rule(tmp_path):
 # Ranks
 
 
-def refused_for(batch: int, micro: int, ranks: int, replicate: int = 0) -> str:
+def refused_for(batch: int, micro: int, ranks: int) -> str:
     """Why so many ranks cannot run a config; "" if they can."""
     train = dataclasses.replace(Config().train, global_batch=batch, micro_batch=micro)
-    parallel = dataclasses.replace(Config().parallel, replicate=replicate)
     try:
-        config_rules.validate_world(Config(train=train, parallel=parallel), ranks)
+        config_rules.validate_world(Config(train=train), ranks)
     except Refusal as error:
         return str(error)
     return ""
@@ -342,13 +341,6 @@ def test_ranks_and_micro_batches_divide_the_batch_and_any_other_is_refused_with_
             usable = [int(number) for number in re.search(r"; use (\d+)(?: or (\d+))?", message).groups() if number]
             assert min(usable) > 0 and max(usable) > batch
             assert not any(refused_for(other, micro, ranks) for other in usable)
-
-
-def test_replicas_divide_the_ranks():
-    for replicate, ranks in itertools.product(range(9), range(1, 9)):
-        fits = not replicate or ranks % replicate == 0
-        message = f"parallel.replicate={replicate} does not divide the {ranks} ranks"
-        assert refused_for(840, 0, ranks, replicate) == ("" if fits else message)
 
 
 # Files

@@ -23,15 +23,15 @@ SMALL = {  # blocks of full width, few tokens
     **{"model__latent_height": 8, "model__latent_width": 8},
 }
 RENAMED = {"allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter", "allreduce": "all_reduce"}
-CAPTURING = ["device.synchronize at steps.py _capture", "gather_objects at steps.py _capture"]
+CAPTURING = ["device.synchronize at step_runner.py _capture", "gather_objects at step_runner.py _capture"]
 BEFORE = [  # where the host waits or copies before the clock starts
     "_to_copy from cpu to nodev at sharding.py materialise",  # RoPE
     "_local_scalar_dense at optim.py __init__",  # AdamW checks its learning rate
     "_to_copy from cpu to nodev at precision.py __init__",
-    "copy_ from cpu to nodev at step.py warm_up",  # synthetic batches
-    "_local_scalar_dense at step.py warm_up",  # the health
+    "copy_ from cpu to nodev at step_runner.py warm_up",  # synthetic batches
+    "_local_scalar_dense at step_runner.py warm_up",  # the health
 ]
-AFTER = ["equal at steps.py capture", "gather_objects at ranks.py agreed"]  # the health; the reporter's band
+AFTER = ["equal at step_runner.py capture", "gather_objects at ranks.py agreed"]  # the health; the reporter's band
 READ = "event.synchronize at ranks.py synchronize"
 LOOP = [  # the first step is read after the second launch; the last one is read before the evaluation
     *(("replay _train", 2), (READ, 1), ("replay _train", 1), (READ, 2), ("replay _validate", 2)),

@@ -186,13 +186,13 @@ def test_health_remembers_the_first_step_that_was_not_finite():
     health = Health(torch.device("cpu"), step=10)
     for loss, norm in ((good, good), (good, bad), (bad, bad), (good, good)):
         health.update(loss, norm)
-    assert health.flags.tolist() == [14, 12, 11]
-    assert Health(torch.device("cpu")).flags.tolist() == [0, NEVER, NEVER]
+    assert (float(health.step), health.first_bad.tolist()) == (14, [12, 11])
+    assert Health(torch.device("cpu")).first_bad.tolist() == [NEVER, NEVER]
 
 
 def test_every_rank_reports_what_is_wrong_on_the_last_rank(measured):
     found = measured[3]["reporting"]
-    assert found["flags"][2][1] == 1 and found["flags"][0][1] == NEVER, "the bad batch spoiled no weight"
+    assert found["flags"][2][0] == 1 and found["flags"][0][0] == NEVER, "the bad batch spoiled no weight"
     assert measured[3]["base"]["flags"] == [STEPS, NEVER, NEVER]
     for what, words in {
         "fine": "",

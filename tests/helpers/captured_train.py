@@ -12,12 +12,12 @@ import torch
 
 import train
 from flux_ref.run import cli
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
-run_step = Steps.train
+run_step = StepRunner.train
 
 
-def breaking(steps: Steps):
+def breaking(steps: StepRunner):
     """The training step, until it breaks."""
     if steps.state.step == int(os.environ["BREAKS_AT"]):
         print(f"broken at {time.time()}", flush=True)
@@ -29,7 +29,7 @@ def main(*argv: str) -> int:
     if not torch.accelerator.is_available():
         stand_in.install()
     if "BREAKS_AT" in os.environ:
-        Steps.train = breaking
+        StepRunner.train = breaking
     return cli.run("train.py", "", train.main, list(argv))
 
 

@@ -36,7 +36,7 @@ from flux_ref import config_file, config_rules, data, ranks, step
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.run.reporter import Reporter
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 
 KIND, NODE = "nodev", 8  # the device, and how many of them a node has
 STEPS = 3  # of the loop
@@ -200,7 +200,9 @@ def samples(cfg: Config, rows: int, batches: int) -> types.SimpleNamespace:
     buffers = [data.HostBatch(cfg.model, rows, True) for _ in range(2)]
 
     def feed(*args: object) -> data.Feed:
-        return data.Feed(itertools.repeat(range(rows), batches), nothing, nothing, buffers, 1)
+        filled = data.Feed(itertools.repeat(range(rows), batches), nothing, nothing, buffers, 1)
+        filled.start()
+        return filled
 
     return types.SimpleNamespace(feed=feed, batches=batches, skipped_everywhere=dict)
 
@@ -230,7 +232,7 @@ def watched(gpus: int, cfg: Config) -> dict:
         with FakeTensorMode(allow_non_fake_inputs=True):
             WATCH.condition = True  # to AdamW: is the learning rate sound?
             state = step.State.build(cfg, world, seed=None)
-            steps = Steps(state, cfg, world)
+            steps = StepRunner(state, cfg, world)
             WATCH.condition = False  # to the warm-up: is any flag of the health set?
             steps.warm_up()
             steps.recorder = Recorder()

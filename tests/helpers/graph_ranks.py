@@ -1,95 +1,29 @@
-"""Trains with evaluations in between, eagerly and by graphs, for test_steps and test_gpu_graph.
+"""Trains with evaluations in between, eagerly and by graphs, for test_step_runner and test_gpu_graph.
 
     torchrun --nproc-per-node 2 tests/helpers/graph_ranks.py DATA OUT [--section.key=value ...]
 
-On the CPU stand-ins take the place of graphs: they run the captured work anew, under the limits of a graph.
+On the CPU stand-ins take the place of graphs (stand_in.py).
 """
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import stand_in
 import torch
 from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, ranks, sharding, steps
+from flux_ref import config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.step import State
-from flux_ref.steps import Steps, require_settled
+from flux_ref.step_runner import StepRunner
 
 STEPS, EVALUATE_EVERY = 20, 5
-
-
-class Log(list):
-    """What happened, in order; and the graphs of stand-in recorders."""
-
-    broken_at = None  # of the training replay that raises, counted from 0
-
-    def __call__(self, what: str, then: Callable = lambda *args: None) -> Callable:
-        """A function that first writes down `what`."""
-
-        def noted(*args, **kwargs):
-            self.append(what)
-            return then(*args, **kwargs)
-
-        return noted
-
-
-class StandInGraph:
-    """Runs the captured work anew at each replay, and insists that all it uses lies where it lay at the capture."""
-
-    def __init__(self, work: Callable[[], None], log: Log):
-        self.work, self.log, self.kind = work, log, work.__name__.strip("_")
-        self.steps = getattr(work, "__self__", None)  # None: any work, not a step's
-        self.places = places(self.steps) if self.steps else []
-
-    def replay(self) -> None:
-        if self.log.broken_at == self.log.count("replay train") and self.kind == "train":
-            raise RuntimeError("an error of the device")
-        self.log.append(f"replay {self.kind}")
-        if self.steps is None:
-            self.work()
-            return
-        assert places(self.steps) == self.places, "a graph would still use the former tensors"
-        sharding.reshard(self.steps.state.net)  # a graph gathers the weights, whatever the net believes
-        self.work()
-        sharding.reshard(self.steps.state.net)
-
-    def reset(self) -> None:
-        self.log.append("reset")
-
-
-class StandInRecorder:
-    """Takes the place of device.Recorder; nothing is executed by a capture."""
-
-    log = Log()
-
-    def __init__(self, device: torch.device):
-        self.log.append("stream")
-
-    def capture(self, work: Callable[[], None]) -> StandInGraph:
-        require_settled(work.__self__.state.net)
-        self.log.append(f"capture {work.__name__.strip('_')}")
-        return StandInGraph(work, self.log)
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-
-def places(steps: Steps) -> list[int]:
-    """The addresses of all that a step reads and writes."""
-    opt, precision = steps.state.opt, steps.state.precision
-    own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
-    kept = (steps.health.flags, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
-    moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
-    remembered = (precision.history, *precision.amaxes, *precision.scales, *precision.inverses)
-    return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
 
 
 def everything(state: State) -> dict[str, Tensor]:
@@ -111,7 +45,7 @@ def history(cfg: Config, world: World) -> dict:
     val_set.open()
     net = sharding.build(cfg, world, seed=3)
     state = State.of(net, cfg, world)
-    steps = Steps(state, cfg, world)
+    steps = StepRunner(state, cfg, world)
     steps.warm_up()
     warm = everything(state)
     steps.capture()
@@ -135,7 +69,7 @@ def history(cfg: Config, world: World) -> dict:
         "results": torch.stack(results).tolist(),
         "validations": validations,
         "afterwards": evaluate(),
-        "flags": steps.health.flags.tolist(),
+        "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
         "before the capture": warm,
         "after the capture": captured,
@@ -158,7 +92,7 @@ def main(data: str, out: str, *overrides: str) -> int:
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":
-        steps.Recorder, steps.obstacle = StandInRecorder, lambda device, asked: ""
+        stand_in.install()
     else:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)

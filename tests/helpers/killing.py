@@ -17,17 +17,16 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
-from flux_ref import steps
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.run import cli
+from flux_ref.step_runner import StepRunner
 
 sys.path.insert(0, str(ROOT))
 import train
@@ -160,33 +159,33 @@ def verified(run: Path) -> list[int]:
     return steps
 
 
-def recorder(folder: Path, plan: str = "") -> dict[tuple[ModuleType, str], Callable]:
+def recorder(folder: Path, plan: str = "") -> dict[tuple[object, str], Callable]:
     """Stand-ins for functions of a run that write down what is trained on and send the planned signal."""
     place, at, name, victim = (plan or "never 0 SIGTERM self").split()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    train_step, validation_loss = steps.train_step, train.validation_loss
+    train_step, validation_loss = StepRunner.train, train.validation_loss
 
     def strike() -> None:
         if rank == size - 1:
             os.kill({"self": os.getpid(), "launcher": os.getppid()}[victim], signal.Signals[name])
 
-    def recorded_step(state, batch, health, cfg):
-        step = int(health.flags[0])
+    def recorded_step(steps):
+        step = steps.state.step
         if place == "step" and step == int(at):
             strike()
         if place == "step" and step >= int(at):
             time.sleep(0.02)  # the signal travels; the run is short
-        rows = [zlib.crc32(b"".join(part.numpy().tobytes() for part in row)) for row in rows_of(batch)]
+        rows = [zlib.crc32(b"".join(part.numpy().tobytes() for part in row)) for row in rows_of(steps.train_batch)]
         with (folder / f"rank_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
-        return train_step(state, batch, health, cfg)
+        return train_step(steps)
 
     def struck_loss(steps, val, samples, *args):
         if place == "evaluation" and samples == int(at):
             strike()
         return validation_loss(steps, val, samples, *args)
 
-    return {(steps, "train_step"): recorded_step, (train, "validation_loss"): struck_loss}
+    return {(StepRunner, "train"): recorded_step, (train, "validation_loss"): struck_loss}
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> Iterable[list[torch.Tensor]]:

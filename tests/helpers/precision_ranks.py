@@ -1,4 +1,4 @@
-"""Training in FP8 on one or several ranks: what test_fp8 and test_steps use, and what rank_runs.py measures of FP8."""
+"""Training in FP8 on one or several ranks: what test_fp8 uses, and what rank_runs.py measures of FP8."""
 
 import itertools
 import math

@@ -29,12 +29,12 @@ from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
 from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
-from flux_ref.optim import Optimizer
+from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, weight_files
 from flux_ref.run.reporter import Reporter
-from flux_ref.step import Health, State, train_step, warm_up
-from flux_ref.steps import Steps
+from flux_ref.step import Health, State, train_step
+from flux_ref.step_runner import StepRunner
 
 SIZES = (1, 3, 4)  # numbers of ranks
 STEPS = 4
@@ -112,10 +112,9 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     state = State.of(net, cfg, world)
     train_set, val_set = open_sets(cfg, world)
     batch = allocate(cfg.model, cfg.train.global_batch // world.size)
-    val_batch = allocate(cfg.model, cfg.eval.batch)
     found = {}
     if disturbed:
-        warm_up(state, batch, val_batch, cfg)
+        StepRunner(state, cfg, world).warm_up()
         found["warm"] = whole(net)
         tensors = [tensor for per_shard in state.opt.adamw.state.values() for tensor in per_shard.values()]
         found["largest state"] = max(of_all(max(float(tensor.abs().sum()) for tensor in tensors)))
@@ -130,7 +129,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         losses.append(ranks.gather(loss.double()))
         norms.append(ranks.gather(norm.double()))
         if disturbed:
-            validation_loss(Steps(state, cfg, world), val_set, state.samples)
+            validation_loss(StepRunner(state, cfg, world), val_set, state.samples)
     feed.close()
     local = [parameter.to_local() for parameter in state.opt.parameters]
     shared = [a.data_ptr() == b.data_ptr() for a, b in zip(state.opt.shards, local) if a.numel()]
@@ -140,14 +139,14 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         "whole": whole(net),
         "names": list(sharding.named_parameters(net)),
         "storage shared": all(of_all(all(shared))),
-        "flags": health.flags.tolist(),
+        "flags": [float(health.step), *health.first_bad.tolist()],
     }
 
 
 def optimizer(cfg: Config, world: World) -> dict:
     """Optimizer over made-up gradients."""
     net = lively_net(cfg, world)
-    opt = Optimizer(net, cfg.optim, world)
+    opt = ShardedAdamW(net, cfg.optim, world)
     norms = []
     for scale in GRADIENT_SCALES:
         for name, parameter in sharding.named_parameters(net).items():
@@ -161,7 +160,7 @@ def optimizer(cfg: Config, world: World) -> dict:
     return found | spoiled_step(net, opt, world)
 
 
-def spoiled_step(net: Flux, opt: Optimizer, world: World) -> dict:
+def spoiled_step(net: Flux, opt: ShardedAdamW, world: World) -> dict:
     """A step whose gradient holds a NaN on the last rank: its norm, and what it has moved."""
 
     def everything() -> list[Tensor]:
@@ -185,7 +184,7 @@ def validation(cfg: Config, world: World) -> dict:
     def measure(net: Flux, permute: bool = False, **values: object) -> dict:
         own = config_file.replace(cfg, **values)
         _, val_set = open_sets(own, world)
-        steps = Steps(State.of(net, own, world, trains=False), own, world)
+        steps = StepRunner(State.of(net, own, world, trains=False), own, world)
         result = validation_loss(steps, val_set, VAL_SAMPLES, permute)
         return vars(result) | {"of all ranks": of_all(result.loss)}
 
@@ -252,7 +251,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
         state.opt.lr.fill_(cfg.optim.lr)
         train_step(state, batch, health, cfg)
         state.advance(cfg.train.global_batch)
-    found["flags"] = of_all(health.flags.tolist())
+    found["flags"] = of_all(health.first_bad.tolist())
     found["NaN at step 1"] = of_all(complaint(health))
     feed.close()
     reporter.close()

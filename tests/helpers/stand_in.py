@@ -1,8 +1,8 @@
 """A CPU that answers as an accelerator, so that tests marked gpu run where there is none: pytest -m gpu --stand-in.
 
     graphs   A capture runs the work once, may not wait for the device, and takes back what the work has written.
-             Compiled work it does not run. A replay runs the work anew, under the limits of a graph
-             (graph_ranks.py).
+             Compiled work it does not run. A replay runs the work anew, under the limits of a graph. LOG tells
+             what happened.
     waits    While torch.cuda.set_sync_debug_mode says "error", an operation whose result the host reads raises.
     memory   Each graph counts as one byte.
     devices  There are two. Their ranks are processes on the CPU.
@@ -15,18 +15,36 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from graph_ranks import Log, StandInGraph
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flux_ref import ranks, steps
+from flux_ref import ranks, sharding, step_runner
 from flux_ref.speed import graphs
+from flux_ref.step_runner import StepRunner
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
 USED: set[str] = set()  # kinds of stand-ins, since they were last forgotten
 LIVE: set["Graph"] = set()
+
+
+class Log(list):
+    """What happened, in order; and the graphs of stand-in recorders."""
+
+    broken_at = None  # of the training replay that raises, counted from 0
+
+    def __call__(self, what: str, then: Callable = lambda *args: None) -> Callable:
+        """A function that first writes down `what`."""
+
+        def noted(*args, **kwargs):
+            self.append(what)
+            return then(*args, **kwargs)
+
+        return noted
+
+
+LOG = Log()
 
 
 class NoWaits(TorchDispatchMode):
@@ -76,26 +94,58 @@ class Capture(contextlib.AbstractContextManager):
         self.mode.take_back()
 
 
-class Graph(StandInGraph):
-    """A graph that takes a byte of memory until it is reset."""
+class Graph:
+    """Runs the captured work anew at each replay, and insists that all it uses lies where it lay at the capture.
 
-    def __init__(self, work: Callable[[], None], log: Log):
-        super().__init__(work, log)
+    It takes a byte of memory until it is reset.
+    """
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+        self.kind = work.__name__.strip("_")
+        self.steps = getattr(work, "__self__", None)  # None: any work, not a step's
+        self.places = places(self.steps) if self.steps else []
         LIVE.add(self)
 
+    def replay(self) -> None:
+        if LOG.broken_at == LOG.count("replay train") and self.kind == "train":
+            raise RuntimeError("an error of the device")
+        LOG.append(f"replay {self.kind}")
+        if self.steps is None:
+            self.work()
+            return
+        assert places(self.steps) == self.places, "a graph would still use the former tensors"
+        sharding.reshard(self.steps.state.net)  # a graph gathers the weights, whatever the net believes
+        self.work()
+        sharding.reshard(self.steps.state.net)
+
     def reset(self) -> None:
-        super().reset()
+        LOG.append("reset")
         LIVE.discard(self)
+
+
+def places(steps: StepRunner) -> list[int]:
+    """The addresses of all that a step reads and writes."""
+    opt, precision = steps.state.opt, steps.state.precision
+    own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
+    kept = (steps.health.step, steps.health.first_bad, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
+    moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
+    remembered = (precision.history, *precision.amaxes, *precision.scales, *precision.inverses)
+    return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
 
 
 class Recorder(graphs.Recorder):
     """The real recorder, on stand-ins for torch.cuda. What it returns runs the captured work anew."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
+        LOG.append(f"capture {work.__name__.strip('_')}")
         steps = getattr(work, "__self__", None)
         if steps is None or not steps.cfg.parallel.compile:  # compiled code refuses to run under another mode
             super().capture(work)
-        return Graph(work, Log())
+        return Graph(work)
+
+    def synchronize(self) -> None:
+        LOG.append("synchronize")
 
 
 class Stream:
@@ -142,8 +192,8 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         ("graphs", cuda, "graph_pool_handle", lambda: "a pool"),
         ("graphs", cuda, "CUDAGraph", SimpleNamespace),
         ("graphs", cuda, "graph", Capture),
-        ("graphs", steps, "Recorder", Recorder),
-        ("graphs", steps, "obstacle", lambda device, cfg: ""),
+        ("graphs", step_runner, "Recorder", Recorder),
+        ("graphs", step_runner, "obstacle", lambda device, cfg: ""),
     )
     for kind, module, name, function in stand_ins:
         replace(module, name, noted(kind, function))

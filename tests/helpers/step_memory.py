@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 from tools.plan import footprint, memory
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.
@@ -74,7 +74,7 @@ def main(name: str, out: str) -> int:
     world = ranks.start(cfg.parallel)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         net = sharding.build(cfg, world, seed=0)
-        steps = Steps(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State.of(net, cfg, world), cfg, world)
         steps.state.opt.moments()
         for task in (steps.warm_up, *STEPS * (steps.train,)):
             with record_function(STEP):

@@ -22,6 +22,7 @@ from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import BLOCK, END_BYTES, NPY_HEADER
 from flux_ref.run import alive, cli
 from flux_ref.run.attempt import attempt as run_attempt
+from flux_ref.step_runner import StepRunner
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -267,7 +268,7 @@ def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):
 def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_nothing(
     attempt, shapes_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train, "warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(StepRunner, "warm_up", lambda _: signal.raise_signal(signal.SIGINT))
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"))
     assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
 
@@ -316,7 +317,7 @@ def test_torchrun_is_told_the_line_by_the_rank_that_prints_it(monkeypatch, tmp_p
 def met_by(rank: int, step: int = 1) -> int:
     """A training sample that a rank of two meets first in a step, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
-    return next(int(order[p]) for p in data.rank_slice(step, rank, 2, CFG.train.global_batch) if 0 < order[p] < 49)
+    return next(int(order[p]) for p in data.rank_slice(CFG, step, rank, 2) if 0 < order[p] < 49)
 
 
 def test_a_rank_that_torchrun_has_told_to_end_does_not_complain_of_a_lost_rank(monkeypatch, capsys):

@@ -21,7 +21,7 @@ def test_what_went_first_is_blamed(micro):
     """By (first bad loss, first bad norm) of each rank."""
 
     def complaint(*flags: tuple[int, int]) -> str | None:
-        return blame(list(flags), micro.train.global_batch)
+        return blame(list(flags), micro)
 
     assert complaint((NEVER, NEVER), (NEVER, NEVER)) is None
     assert "gradient norm is not finite at step 4" in complaint((5, 4), (5, 4))  # losses follow

@@ -33,7 +33,8 @@ from flux_ref.speed import fp8_product
 from flux_ref.speed.fp8_product import arithmetic, scaled_mm
 from flux_ref.speed.linear import PolicyLinear, convert
 from flux_ref.speed.precision import Precision
-from flux_ref.step import Health, State, train_step, validation_step, warm_up
+from flux_ref.step import Health, State, train_step, validation_step
+from flux_ref.step_runner import StepRunner
 
 CPU = torch.device("cpu")
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
@@ -353,7 +354,7 @@ def test_a_warm_up_and_a_validation_leave_no_trace(world):
     disturbed, undisturbed = lively_state(cfg, world), lively_state(cfg, world)
     memory, begun = disturbed.precision, []
     memory.begin = lambda step, begin=memory.begin: (begun.append(step), begin(step))
-    warm_up(disturbed, allocate(cfg.model, 12, world.device), allocate(cfg.model, 5, world.device), cfg)
+    StepRunner(disturbed, cfg, world).warm_up()
     assert begun[:2] == [0, 1], "both ways of scaling have been compiled"
     assert not memory.history.any() and {float(scale) for scale in memory.scales} == {1.0}
     assert not any(linear.is_delayed for linear in memory.linears)
@@ -471,7 +472,11 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
         ),
         ("precision__algorithm", "mean", "precision.algorithm='mean' is not one of max, most_recent"),
         ("precision__margin", 9, "precision.margin=9 leaves"),
-        ("precision__max_scale_exponent", 127, "precision.max_scale_exponent=127 is beyond fp32"),
+        (
+            "precision__max_scale_exponent",
+            127,
+            "precision.max_scale_exponent=127 must be a finite number from 0 to 126",
+        ),
     ):
         sizes = {"model__rope_axes": (4, 2, 2)} if key == "model__hidden" else {}
         with pytest.raises(Refusal) as refused:

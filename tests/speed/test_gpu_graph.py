@@ -8,9 +8,9 @@ import torch
 from conftest import MICRO, micro_run, require_identical, script
 from graph_ranks import STEPS, everything, history, require_same_history
 
-from flux_ref import config, config_file, ranks, sharding, steps
+from flux_ref import config, config_file, ranks, sharding, step_runner
 from flux_ref.step import State
-from flux_ref.steps import CAPTURED, Steps, mode
+from flux_ref.step_runner import CAPTURED, StepRunner, mode
 
 pytestmark = pytest.mark.gpu
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
@@ -32,11 +32,11 @@ def world():
     ranks.stop()
 
 
-def make(micro: config.Config, world: ranks.World, **values: object) -> Steps:
+def make(micro: config.Config, world: ranks.World, **values: object) -> StepRunner:
     """The steps of a fresh net after a warm-up."""
     cfg = config_file.replace(micro, **(ON | values))
     net = sharding.build(cfg, world, seed=3)
-    steps = Steps(State.of(net, cfg, world), cfg, world)
+    steps = StepRunner(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
     return steps
 
@@ -74,7 +74,7 @@ def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
 
 def test_a_capture_executes_nothing_and_its_memory_comes_back(micro, world):
     steps = make(micro, world)
-    before, flags = everything(steps.state), steps.health.flags.clone()
+    before, flags = everything(steps.state), steps.health.step.clone()
     torch.accelerator.empty_cache()
     reserved = torch.accelerator.memory_reserved()
     try:
@@ -82,7 +82,7 @@ def test_a_capture_executes_nothing_and_its_memory_comes_back(micro, world):
         torch.accelerator.synchronize()
         held = torch.accelerator.memory_reserved()
         require_identical(everything(steps.state), before)
-        assert torch.equal(flags, steps.health.flags)
+        assert torch.equal(flags, steps.health.step)
     finally:
         steps.close()
     torch.accelerator.empty_cache()
@@ -109,7 +109,7 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
         torch.cuda.set_sync_debug_mode("default")
         torch.accelerator.synchronize()
         assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == before
-        assert steps.health.flags.tolist()[1:] == [-1, -1]
+        assert steps.health.first_bad.tolist() == [-1, -1]
     finally:
         torch.cuda.set_sync_debug_mode("default")
         steps.close()
@@ -132,7 +132,7 @@ def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_devi
 def test_a_capture_may_end_while_a_stream_waits_without_work(device):
     """So end FSDP2's gathering streams after a validation; test_capture_streams.py shows that their work is joined."""
     one = torch.ones(4, device=device)
-    recorder = steps.Recorder(device)
+    recorder = step_runner.Recorder(device)
     side = torch.cuda.Stream()
 
     def work() -> None:

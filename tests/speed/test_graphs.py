@@ -1,10 +1,10 @@
-"""The recorder of graphs, against the signatures of torch's own functions. test_steps.py tests what uses it."""
+"""The recorder of graphs, against the signatures of torch's own functions. test_step_runner.py tests what uses it."""
 
 import inspect
 
 import pytest
 import torch
-from graph_ranks import Log
+from stand_in import Log
 
 from flux_ref.errors import Fault
 from flux_ref.speed import graphs

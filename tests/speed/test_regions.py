@@ -8,14 +8,13 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 
-from flux_ref import config, config_file, ranks, schedule
-from flux_ref import steps as steps_module
+from flux_ref import config, config_file, ranks, schedule, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
 from flux_ref.speed import regions
-from flux_ref.step import Health, State, train_step, validation_step, warm_up
+from flux_ref.step import Health, State, train_step, validation_step
 
 
 @pytest.fixture
@@ -110,7 +109,10 @@ def test_what_excludes_each_other_is_refused():
     for values, message in (
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
         ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
-        ({"parallel__activation_budget": 1.5, "parallel__compile": True}, "activation_budget=1.5 is a share"),
+        (
+            {"parallel__activation_budget": 1.5, "parallel__compile": True},
+            "activation_budget=1.5 must be a finite number from 0 to 1",
+        ),
         ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):
@@ -123,9 +125,9 @@ def test_pictures_during_a_run_keep_steps_out_of_graphs(monkeypatch):
     drawing = {"sample__every_samples": 24, "sample__count": 2}
     device = torch.device("cuda", 0)
     reason = "sample.every_samples=24 draws pictures"
-    assert steps_module.mode(micro(**drawing), device).startswith(f"eager ({reason}")
+    assert step_runner.mode(micro(**drawing), device).startswith(f"eager ({reason}")
     with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
-        steps_module.mode(micro(**drawing, graph__enabled="on"), device)
+        step_runner.mode(micro(**drawing, graph__enabled="on"), device)
 
 
 def test_pictures_are_drawn_without_the_compiler():
@@ -150,11 +152,12 @@ def test_compiled_equals_eager_with_four_graphs(world, region_blocks):
 @pytest.mark.slow
 def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_the_same(world):
     cfg = micro(parallel__compile=True)
-    state, (batch, val_batch) = State.build(cfg, world, seed=3), (synthetic(cfg.model, rows) for rows in (12, 8))
-    warm_up(state, batch, val_batch, cfg)
-    train_step(state, batch, Health(world.device), cfg)
-    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
-    validation_step(state.net, val_batch, sums, cfg)
+    state = State.build(cfg, world, seed=3)
+    runner = step_runner.StepRunner(state, cfg, world)
+    runner.warm_up()
+    runner.train()
+    sums = torch.zeros_like(runner.sums)
+    runner.validate(sums)
     with regions.uncompiled(cfg.parallel):
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):

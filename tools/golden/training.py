@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, steps
+from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, step_runner
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
@@ -87,7 +87,7 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 def rows_of(train_set: data.TrainSet, number: int) -> dict[str, np.ndarray]:
     """Which positions, epochs and samples a rank takes in a step, and the captions that it drops. number: from 0."""
     cfg = train_set.cfg
-    positions = data.rank_slice(number, train_set.rank, train_set.size, cfg.train.global_batch)
+    positions = data.rank_slice(cfg, number, train_set.rank, train_set.size)
     pairs = next(train_set._plan(number))
     drawn = [rng.train_draw(cfg.train.seed, *pair, cfg.model.latent_shape, cfg.train.caption_drop) for pair in pairs]
     rows = {"position": positions, "epoch": [epoch for epoch, _ in pairs], "sample": [sample for _, sample in pairs]}
@@ -214,5 +214,5 @@ def validation(values: Values, cfg: Config, world: World, given: dict[str, np.nd
 
     counted = wrapped(evaluate, "summarise", before=lambda sums, _: values.update({"val.count": np.float32(sums[0])}))
     with wrapped(flow, "losses", after=record_losses), counted:
-        result = evaluate.validation_loss(steps.Steps(state, cfg, world), val_set, samples=0)
+        result = evaluate.validation_loss(step_runner.StepRunner(state, cfg, world), val_set, samples=0)
     values["val.loss_per_timestep"], values["val.loss"] = np.float32(result.losses), np.array(result.loss, np.float32)

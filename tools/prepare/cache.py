@@ -12,7 +12,7 @@ from flux_ref import config, config_file, config_rules, ranks
 from flux_ref.errors import Refusal
 from flux_ref.run import cli, compile_cache
 from flux_ref.step import State
-from flux_ref.steps import Steps
+from flux_ref.step_runner import StepRunner
 from tools.prepare.options import number
 
 
@@ -42,7 +42,7 @@ def _make(argv: list[str], later: int | None) -> int:
     with ExitStack() as stack:
         compile_cache.own_folder(cfg, world, stack)
         state = State.build(cfg, world, cfg.train.seed)
-        line = compile_cache.warm_up(Steps(state, cfg, world), cfg, world)
+        line = compile_cache.warm_up(StepRunner(state, cfg, world), cfg, world)
     if world.rank == 0:
         print(line)
     return 0

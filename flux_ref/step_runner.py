@@ -9,6 +9,7 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 """
 
 import gc
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from flux_ref import ranks, schedule, sharding
 from flux_ref.config import Config, rank_batch
-from flux_ref.data import Feed, allocate
+from flux_ref.data import Feed, allocate, synthetic
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
 from flux_ref.speed import regions
 from flux_ref.speed.graphs import Recorder, obstacle
 from flux_ref.speed.settled import require_settled
-from flux_ref.step import Health, State, train_step, validation_step, warm_up
+from flux_ref.step import NEVER, Health, State, train_step, validation_step
 
 CAPTURED = "captured"
 WARM_STEPS = 2  # before a capture: the first step allocates lazily, the second is like all later steps
@@ -33,21 +34,23 @@ def mode(cfg: Config, device: torch.device) -> str:
 
     Raises: Refusal if graph.enabled=on cannot be honoured.
     """
-    enabled = cfg.graph.enabled
-    warm = cfg.train.synthetic_steps
-    if enabled == "off":
+    if cfg.graph.enabled == "off":
         return "eager (graph.enabled=off)"
     reason = obstacle(device, cfg)
+    warm = cfg.train.synthetic_steps
     if not reason and warm < WARM_STEPS:
         reason = f"train.synthetic_steps={warm} must be at least {WARM_STEPS}, the steps before a capture"
-    if reason and enabled == "on":
+    if not reason:
+        return CAPTURED
+    if cfg.graph.enabled == "on":
         raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
-    return f"eager ({reason})" if reason else CAPTURED
+    return f"eager ({reason})"
 
 
-class Steps:
-    """The training and the validation step of one net, with the buffers that the steps read and write.
+class StepRunner:
+    """Runs the training and the validation step of one net on the buffers that the steps read and write.
 
+    Both steps compute as `state.precision` was told to for the present step, by State.set_clock.
     A state without an optimizer has a validation step only, which runs eagerly.
     """
 
@@ -60,30 +63,28 @@ class Steps:
         rows = rank_batch(cfg, world.size) if state.opt else 0
         self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
-        self.health, self.warm_s = Health(world.device), 0.0  # warm_s: the time of a step and a validation batch
-        self.loss, self.grad_norm = torch.zeros(2, device=world.device).unbind()
+        self.health = Health(world.device)
+        self.loss = torch.zeros((), device=world.device)
+        self.grad_norm = torch.zeros((), device=world.device)
         self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
+        self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
 
     def train_on(self, feed: Feed) -> tuple[Tensor, Tensor]:
         """The whole of one training step: next batch, learning rate, `train`, clock. Returns what `train` returns."""
-        cfg = self.cfg
         state = self.state
         feed.copy_into(self.train_batch)
-        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, grad_norm = self.train()
-        state.advance(cfg.train.global_batch)
-        return loss, grad_norm
+        state.opt.lr.fill_(schedule.lr(state.step, self.cfg.optim.lr, self.cfg.optim.warmup_steps))
+        self.train()
+        state.advance(self.cfg.train.global_batch)
+        return self.loss, self.grad_norm
 
     def train(self) -> tuple[Tensor, Tensor]:
         """One optimizer step on `train_batch` at `opt.lr`. The clock does not move.
 
         Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
         """
-        state = self.state
-        precision = self.state.precision
-        precision.begin(state.step)
         if self.graphs:
-            self.graphs[f"train {precision.phase(state.step)}"].replay()
+            self.graphs[f"train {self.state.precision.phase(self.state.step)}"].replay()
         else:
             self._train()
         return self.loss, self.grad_norm
@@ -106,8 +107,34 @@ class Steps:
         validation_step(self.state.net, self.val_batch, self.sums, self.cfg)
 
     def warm_up(self) -> None:
-        """step.warm_up on these buffers and on the stream of the later steps. Raises: Fault."""
-        self.warm_s = warm_up(self.state, self.train_batch, self.val_batch, self.cfg)
+        """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
+
+        spec: weights stay bit-identical, because the optimizer changes nothing at learning rate 0 (optim.Optimizer).
+        Moments, step counts, the history of scales and the health are reset afterwards. Raises: Fault.
+        """
+        state = self.state
+        few = synthetic(self.cfg.model, rows=8)
+        for batch in (self.train_batch, self.val_batch):
+            for name, tensor in batch.items():
+                tensor.copy_(few[name][torch.arange(len(tensor)) % 8])
+        state.opt.lr.zero_()
+        for phase in state.precision.phases:
+            state.precision.begin(phase)
+            for _ in range(self.cfg.train.synthetic_steps):
+                begin = time.perf_counter()
+                self._train()
+                self._validate()
+                sharding.reshard(state.net)
+                if self.health.first_bad.max() != NEVER:  # sync: before the clock starts
+                    raise Fault(
+                        "the warm-up's loss or gradient norm is not finite; the device or a library is at fault"
+                    )
+                self.warm_s = time.perf_counter() - begin
+        state.opt.reset()
+        state.precision.reset()
+        self.health.restart(0)
+        if self.cfg.parallel.compile and self.cfg.train.synthetic_steps:
+            regions.forbid_recompilation()
 
     def capture(self) -> None:
         """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.
@@ -117,10 +144,10 @@ class Steps:
         if self.recorder is None:
             return
         self.state.opt.moments()  # the optimizer must not allocate its state inside a graph
-        before = self.health.flags.clone()
+        precision = self.state.precision
+        before = self.health.step.clone()
         try:
             # The training graphs are larger. Captured first, they leave freed memory for the validation graph.
-            precision = self.state.precision
             for phase in precision.phases:
                 precision.begin(phase)
                 self._capture(f"train {phase}", self._train)
@@ -128,7 +155,8 @@ class Steps:
                 precision.begin(stage.first)
                 self._capture(f"validate {stage.first}", self._validate)
             sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
-            if not torch.equal(before, self.health.flags):
+            precision.begin(self.state.step)
+            if not torch.equal(before, self.health.step):
                 raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)
         except BaseException:
             self.close()

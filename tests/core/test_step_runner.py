@@ -8,19 +8,21 @@ from types import SimpleNamespace
 import graph_ranks
 import killing
 import pytest
+import stand_in
 import torch
 from conftest import MICRO, called, micro_run, refusal, script
-from graph_ranks import Log, StandInRecorder, everything, history, require_same_history
+from graph_ranks import everything, history, require_same_history
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
+from stand_in import Log, Recorder
 
-from flux_ref import config_file, data, ranks, sharding, steps
+from flux_ref import config_file, data, ranks, sharding, step_runner
 from flux_ref.errors import Fault
 from flux_ref.run.alive import HangWatch
 from flux_ref.speed import graphs, regions
 from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import NEVER, State, validation_step
-from flux_ref.steps import CAPTURED, Steps, mode, require_settled
+from flux_ref.step_runner import CAPTURED, StepRunner, mode, require_settled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,10 +35,9 @@ DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]
 def log(monkeypatch) -> Log:
     """Steps are captured by stand-ins from here on; tells what happens."""
     log = Log()
-    monkeypatch.setattr(StandInRecorder, "log", log)
-    monkeypatch.setattr(steps, "Recorder", StandInRecorder)
-    monkeypatch.setattr(steps, "obstacle", lambda device, cfg: "")
-    monkeypatch.setattr(steps, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
+    monkeypatch.setattr(stand_in, "LOG", log)
+    stand_in.install(monkeypatch.setattr)
+    monkeypatch.setattr(step_runner, "gc", SimpleNamespace(collect=log("collect")))  # which takes longer than a test
     return log
 
 
@@ -65,10 +66,10 @@ def world():
 def make(micro, world):
     """Makes the steps of a fresh net, warmed up."""
 
-    def fresh(**values: object) -> Steps:
+    def fresh(**values: object) -> StepRunner:
         cfg = config_file.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
         net = sharding.build(cfg, world, seed=3)
-        steps = Steps(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State.of(net, cfg, world), cfg, world)
         steps.warm_up()
         return steps
 
@@ -76,10 +77,10 @@ def make(micro, world):
 
 
 @pytest.fixture
-def made(monkeypatch) -> list[Steps]:
+def made(monkeypatch) -> list[StepRunner]:
     """The steps of the runs of a test."""
-    capture, made = Steps.capture, []
-    monkeypatch.setattr(Steps, "capture", lambda steps: (made.append(steps), capture(steps)))
+    capture, made = StepRunner.capture, []
+    monkeypatch.setattr(StepRunner, "capture", lambda steps: (made.append(steps), capture(steps)))
     return made
 
 
@@ -150,7 +151,7 @@ def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch):
 
 def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
     steps = make(parallel__reshard_after_forward=False)
-    steps.validate(steps.sums.clone())  # leaves weights gathered; StandInRecorder.capture would notice
+    steps.validate(steps.sums.clone())  # leaves weights gathered; Recorder.capture would notice
     noted.clear()
     steps.capture()
     assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
@@ -183,14 +184,14 @@ def test_gathered_weights_and_gradients_that_are_left_are_noticed(make):
 
 
 def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, monkeypatch):
-    record = StandInRecorder.capture
+    record = Recorder.capture
 
-    def failing(recorder: StandInRecorder, work):
+    def failing(recorder: Recorder, work):
         if work == steps._validate:
             raise Fault("a step cannot be captured")
         return record(recorder, work)
 
-    def executing(recorder: StandInRecorder, work):
+    def executing(recorder: Recorder, work):
         graph = record(recorder, work)
         work()
         return graph
@@ -198,7 +199,7 @@ def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, mo
     for capture, words, resets in ((failing, "cannot be captured", 1), (executing, "has executed it", 2)):
         steps = make()
         log.clear()
-        monkeypatch.setattr(StandInRecorder, "capture", capture)
+        monkeypatch.setattr(Recorder, "capture", capture)
         with pytest.raises(Fault, match=words):
             steps.capture()
         assert log[-3 - resets :] == ["synchronize", *["reset"] * resets, "collect", "synchronize"]
@@ -259,16 +260,16 @@ def eager(shapes_dir, tmp_path_factory):
 def test_a_run_by_graphs_is_the_eager_run(eager, leaving, tmp_path, shapes_dir, monkeypatch, capsys):
     """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
     log, filled, rates = leaving, [], []
-    copy_into, replay = data.Feed.copy_into, graph_ranks.StandInGraph.replay
+    copy_into, replay = data.Feed.copy_into, stand_in.Graph.replay
     monkeypatch.setattr(data.Feed, "copy_into", lambda feed, static: (log.append("fill"), copy_into(feed, static))[1])
 
-    def looking(captured: graph_ranks.StandInGraph) -> None:
+    def looking(captured: stand_in.Graph) -> None:
         if captured.kind == "train":
             filled.append(log[-1])
             rates.append(float(captured.work.__self__.state.opt.lr))
         replay(captured)
 
-    monkeypatch.setattr(graph_ranks.StandInGraph, "replay", looking)
+    monkeypatch.setattr(stand_in.Graph, "replay", looking)
     told, at = [], HangWatch.at
     monkeypatch.setattr(HangWatch, "at", lambda watch, place: (told.append(watch.captured), at(watch, place))[1])
     assert train(tmp_path / "captured", shapes_dir) == 0
@@ -286,7 +287,8 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(eage
     log.broken_at = None
     assert train(tmp_path / "run", shapes_dir) == 0
     assert log.count("replay train") == 3 + 3, "steps 0 to 2, and from the checkpoint of step 2 on 2 to 4"
-    assert [steps.health.flags.tolist() for steps in made] == [[3, NEVER, NEVER], [5, NEVER, NEVER]]
+    assert [float(steps.health.step) for steps in made] == [3, 5]
+    assert all(steps.health.first_bad.tolist() == [NEVER, NEVER] for steps in made)
     require_equal_runs(tmp_path / "run", eager)
 
 
@@ -299,13 +301,13 @@ def test_when_a_step_breaks_graphs_are_dropped_without_waiting_for_others(
 ):
     """A device that is gone does not hide what broke the run."""
 
-    def fail(recorder: StandInRecorder) -> None:
+    def fail(recorder: Recorder) -> None:
         if leaving.broken_at == leaving.count("replay train"):
             raise RuntimeError("an illegal memory access")
 
     leaving.broken_at = 2
     if is_gone:
-        monkeypatch.setattr(StandInRecorder, "synchronize", fail)
+        monkeypatch.setattr(Recorder, "synchronize", fail)
     assert train(tmp_path / "run", shapes_dir) == 3
     assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
     assert [steps.graphs for steps in made] == [{}]
@@ -313,8 +315,8 @@ def test_when_a_step_breaks_graphs_are_dropped_without_waiting_for_others(
 
 
 def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
-    for (module, name), stand_in in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
-        monkeypatch.setattr(module, name, stand_in)
+    for place, function in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
+        monkeypatch.setattr(*place, function)
     assert train(tmp_path / "run", shapes_dir) == 143
     assert leaving[-6:] == [*DROPPING, "stop"]
 
@@ -332,24 +334,25 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
     cfg = fp8_config(precision__dynamic_steps=2)
     net = sharding.build(cfg, world, seed=3)
-    steps = Steps(State.of(net, cfg, world), cfg, world)
+    steps = StepRunner(State.of(net, cfg, world), cfg, world)
     steps.warm_up()
-    scaling, capture = [], StandInRecorder.capture
+    scaling, capture = [], Recorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
 
     def noted(self, work):
         scaling.append(linear.is_delayed)
         return capture(self, work)
 
-    monkeypatch.setattr(StandInRecorder, "capture", noted)
+    monkeypatch.setattr(Recorder, "capture", noted)
     steps.capture()
     assert list(steps.graphs) == ["train 0", "train 2", "validate 0"]
     assert scaling[:2] == [False, True]
     replayed = []
     for name in steps.graphs:
         steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)
-    for steps.state.step in range(5):
+    for _ in range(5):
         steps.train()
+        steps.state.advance(1)
     assert replayed == ["train 0"] * 2 + ["train 2"] * 3
     steps.close()
 
