@@ -1,8 +1,6 @@
 """Plans against public rates: the table of systems is whole, the shares are the fit, the errors are small."""
 
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -53,46 +51,21 @@ def test_stored_plans_are_near_the_public_steps():
     assert held >= HELD * len(usual)
 
 
-@pytest.fixture
-def stored(monkeypatch, tmp_path):
-    """A copy of the table to write into. Steps are made up, since tracing all cases takes half a minute."""
-    path = tmp_path / "systems.csv"
-    header, *rows = [line for line in public_systems.TABLE.read_text().splitlines() if not line.startswith("#")]
-    rows.sort(key=lambda row: "mxfp4" not in row)  # a system without a plan may stand anywhere
-    path.write_text("\n".join([header, *rows]))
-    found = [SimpleNamespace(**vars(one)) for one in public_systems.systems(path) if plan_check.known(one)]
-    cases = [
-        SimpleNamespace(
-            public=one,
-            kind=(one.gpu, one.precision),
-            assumed=hardware.load(one.gpu)[1],
-            step_s=lambda assumed, one=one: one.step_s * 2,
-            error=lambda assumed=None: 1.0,
-        )
-        for one in found
-    ]
-    monkeypatch.setattr(plan_check, "cases", lambda: cases)
-    monkeypatch.setattr(plan_check, "RESULT", tmp_path / "plan_check.md")
-    monkeypatch.setattr(public_systems, "TABLE", path)
-    return path
-
-
-def test_the_report_fits_a_terminal_and_is_written(stored, capsys):
-    known = public_systems.systems(stored)
-    assert plan_check.main(["--write"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "  OmniFlow/4x8xMI355X in mxfp4" in shown
-    assert shown in plan_check.RESULT.read_text() + "\n"
-    for before, after in zip(known, public_systems.systems(stored), strict=True):
-        planned = 2 * before.step_s if plan_check.known(before) else 0
-        assert after.planned_s == pytest.approx(planned, abs=1e-4)
-        assert vars(after) | {"planned_s": 0} == vars(before) | {"planned_s": 0}
-
-
 @pytest.mark.nightly
-def test_shares_and_stored_plans_are_those_of_the_method():
+def test_shares_and_stored_plans_are_those_of_the_method(monkeypatch, capsys, tmp_path):
+    """As traced anew, which takes half a minute; --write stores the steps and leaves all else as it is."""
+    copy = tmp_path / "systems.csv"
+    copy.write_text(public_systems.TABLE.read_text())
+    stored = public_systems.systems()
     cases = plan_check.cases()
     assert plan_check.fit(cases) == {case.kind: case.assumed.gemm_share for case in cases if case.public.fitted}
-    off = {case.public.system: case.step_s(case.assumed) / case.public.planned_s - 1 for case in cases}
-    assert {system: error for system, error in off.items() if abs(error) > 0.02} == {}
-    assert plan_check.table(cases).count("OUT") >= 2, json.dumps(off)
+    monkeypatch.setattr(plan_check, "cases", lambda: cases)
+    monkeypatch.setattr(plan_check, "RESULT", tmp_path / "plan_check.md")
+    monkeypatch.setattr(public_systems, "TABLE", copy)
+    assert plan_check.main(["--write"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and shown in plan_check.RESULT.read_text() + "\n"
+    assert "  OmniFlow/4x8xMI355X in mxfp4" in shown
+    for before, after in zip(stored, public_systems.systems(copy), strict=True):
+        assert after.planned_s == pytest.approx(before.planned_s, rel=0.02), before.system
+        assert vars(after) | {"planned_s": 0} == vars(before) | {"planned_s": 0}

@@ -21,11 +21,11 @@ def obstacle() -> str:
     """Why there can be no hosts here; "" if there can."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root and iproute2"
-    name = f"frx{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "del", name], check=True)
-    return "" if made.returncode == 0 else "network namespaces are not allowed here"
+    try:
+        with Hosts(0):
+            return ""
+    except subprocess.CalledProcessError:
+        return "network namespaces are not allowed here"
 
 
 def ip(*words: str) -> None:
@@ -46,6 +46,14 @@ class Hosts:
 
     def __enter__(self) -> "Hosts":
         self.switch = f"fr{self.token}s"
+        try:
+            self._cable()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _cable(self) -> None:
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", self.switch, "link", "set", "bridge", "up")
@@ -57,7 +65,6 @@ class Hosts:
             ip("-n", own, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", own, "link", "set", device, "up")
-        return self
 
     def start(self, host: int, command: list[str], log: Path, **env: str) -> subprocess.Popen:
         """Run a command on a host; the log receives what it prints."""

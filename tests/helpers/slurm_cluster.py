@@ -47,7 +47,6 @@ MinJobAge=300
 ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -93,11 +92,11 @@ class Cluster:
         host, own = socket.gethostname().split(".")[0], address()
         known = {"folder": self.folder, "host": host, "address": own, "port": port}
         lines = [CONF.format(**known, missed_after_s=self.missed_after_s)]
-        lines += [
-            f"NodeName={node} NodeHostname={host} NodeAddr={own} Port={number} CPUs=1 RealMemory=1000 State=UNKNOWN"
-            for node, number in zip(self.nodes, ports)
-        ]
-        (self.folder / "slurm.conf").write_text("\n".join(sorted(lines, key=lambda line: "Partition" in line)) + "\n")
+        for node, number in zip(self.nodes, ports):
+            more = "CPUs=1 RealMemory=1000 State=UNKNOWN"
+            lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={own} Port={number} {more}")
+        lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
+        (self.folder / "slurm.conf").write_text("\n".join(lines))
         try:
             munge = f"{self.folder}/munge"
             files = (f"--{kind}-file={munge}.{kind}" for kind in ("key", "pid", "log", "seed"))
@@ -112,14 +111,19 @@ class Cluster:
             raise
         return self
 
-    def _start(self, name: str, *args: str, key: str = "") -> None:
-        with (self.folder / f"{key or name}.out").open("ab") as output:
-            self.daemons[key or name] = subprocess.Popen(
-                [daemon(name), *args], env=self.env, stdout=output, stderr=output, start_new_session=True
+    def _start(self, name: str, *args: str, node: str = "") -> None:
+        key = node or name
+        with (self.folder / f"{key}.out").open("ab") as output:
+            self.daemons[key] = subprocess.Popen(
+                [daemon(name), *args],
+                env=self.env | {"DAEMON_OF": key},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def start_node(self, node: str) -> None:
-        self._start("slurmd", "-D", "-N", node, key=node)
+        self._start("slurmd", "-D", "-N", node, node=node)
 
     def __exit__(self, *_) -> None:
         """End everything: the jobs, the daemons and what they have started."""
@@ -145,16 +149,9 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """What a power cut does: slurmd, its steps and all they have started are gone at once."""
-        steps = [pid for pid, name in entries("comm") if name.startswith("slurmstepd") and pid in self.processes()]
-        own = [self.daemons[node].pid, *(pid for pid in steps if self._belongs(pid, node))]
-        for pid in own + self.processes(SLURMD_NODENAME=node):
+        for pid in self.processes(DAEMON_OF=node) + self.processes(SLURMD_NODENAME=node):
             kill(pid)
         self.daemons.pop(node).wait()
-
-    def _belongs(self, step: int, node: str) -> bool:
-        children = Path(f"/proc/{step}/task").glob("*/children")
-        pids = [int(pid) for path in children for pid in path.read_text().split()]
-        return any(env.get("SLURMD_NODENAME") == node for pid, env in environments() if pid in pids)
 
     # Commands
 
@@ -179,21 +176,14 @@ class Cluster:
             time.sleep(0.2)
 
 
-def entries(name: str) -> list[tuple[int, str]]:
-    """(process, its file of this name in /proc) of every living process of ours."""
+def environments() -> list[tuple[int, dict[str, str]]]:
+    """(process, its environment) of every living process of ours."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found.append((int(folder.name), (folder / name).read_bytes().decode(errors="replace")))
+            text = (folder / "environ").read_bytes().decode(errors="replace")
+            found.append((int(folder.name), dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)))
     return found
-
-
-def environments() -> list[tuple[int, dict[str, str]]]:
-    """(process, its environment) of every living process of ours."""
-    return [
-        (pid, dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry))
-        for pid, text in entries("environ")
-    ]
 
 
 def kill(pid: int) -> None:

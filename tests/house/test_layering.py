@@ -10,24 +10,6 @@ COMPUTED = {"config", "schedule", "rng", "latents", "flow", "model", "optim", "s
 TRAINING = {"speed", "formats", "benchmark", "run", "sampling", "toy"}
 COMMANDS = ("weights", "prepare", "golden", "plan", "report", "watch", "preflight", "compare", "census")
 COMMANDS, SHARED = {f"tools.{name}" for name in COMMANDS}, "tools.shared"
-# A port to another framework takes these as they are.
-WITHOUT_TORCH = {
-    *("benchmark.alarms", "benchmark.closed", "benchmark.convergence", "benchmark.facts"),
-    *("benchmark.header", "benchmark.mllog", "config", "config_file"),
-    *("config_rules", "errors", "formats.braces", "formats.claim", "formats.energon", "formats.files"),
-    *("formats.jsonl", "formats.outside", "formats.shard_writer", "formats.shards", "formats.toml_file"),
-    *("rng", "run.attempt", "run.forecast", "run.loss_chart", "run.options"),
-    *("run.progress", "run.tensorboard", "schedule", "speed.layers", "speed.number_formats", "speed.policy"),
-    *("speed.sides", "toy.make"),
-    *("toy.shapes", "tools.compare.commands", "tools.preflight.verdict", "tools.prepare.commands"),
-    *("tools.prepare.jobs", "tools.prepare.manifest", "tools.prepare.metadata"),
-    *("tools.prepare.mlcommons", "tools.prepare.options", "tools.prepare.pool", "tools.prepare.shapes"),
-    *("tools.prepare.verify", "tools.report.band", "tools.report.charts", "tools.report.commands"),
-    *("tools.report.official", "tools.report.page", "tools.report.result_files"),
-    *("tools.report.result_log", "tools.report.score", "tools.report.text", "tools.shared.communication"),
-    *("tools.shared.flops", "tools.shared.hardware", "tools.shared.json_option"),
-    *("tools.shared.public_systems", "tools.shared.reference_samples", "tools.watch.commands"),
-}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = ("cuda", "nccl", "gloo")
 NAMES_A_BACKEND = {"ranks", "speed.graphs", "speed.attention"}
@@ -44,9 +26,9 @@ TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 SCRIPTS = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in ("train", "eval")}
 
 
-def imported(tree: ast.AST, top: bool = False) -> Iterator[str]:
-    """Dotted names of everything imported in a tree, `from a import b` as a.b. top: at the top of the file only."""
-    for node in tree.body if top else ast.walk(tree):
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported in a tree, `from a import b` as a.b."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
@@ -54,19 +36,19 @@ def imported(tree: ast.AST, top: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(tree: ast.AST, top: bool = False) -> set[str]:
+def own_imports(tree: ast.AST) -> set[str]:
     """The modules of flux_ref and tools among them."""
-    names = {name.removeprefix("flux_ref.") for name in imported(tree, top) if name.startswith(("flux_ref.", "tools."))}
+    names = {name.removeprefix("flux_ref.") for name in imported(tree) if name.startswith(("flux_ref.", "tools."))}
     return {name if name in FILES else name.rpartition(".")[0] for name in names}
 
 
-def reached(tree: ast.AST, top: bool = True) -> set[str]:
-    """The modules that start with a file: its imports, their imports and so on. top: at the top of files only."""
-    found, rest = set(), own_imports(tree, top)
+def reached(tree: ast.AST) -> set[str]:
+    """The modules that a file imports, those that these import, and so on."""
+    found, rest = set(), own_imports(tree)
     while rest:
         module = rest.pop()
         found.add(module)
-        rest |= own_imports(TREES[module], top) - found
+        rest |= own_imports(TREES[module]) - found
     return found
 
 
@@ -142,18 +124,8 @@ def test_imports_keep_to_the_rule_of_the_house():
 
 def test_flux_ref_holds_what_training_and_evaluation_run():
     """And nothing else: what only a command needs stands in tools/."""
-    used = set().union(*(reached(tree, top=False) for tree in SCRIPTS.values()))
+    used = set().union(*map(reached, SCRIPTS.values()))
     assert used == {module for module in FILES if not module.startswith("tools.")}
-
-
-def test_what_a_port_takes_as_it_is_needs_no_torch():
-    """Neither itself nor through what it imports."""
-    wrong = {}
-    for module in WITHOUT_TORCH:
-        outside = {name.split(".")[0] for name in imported(TREES[module])}
-        found = outside & {"torch", "torchvision", "safetensors"} | own_imports(TREES[module]) - WITHOUT_TORCH
-        wrong |= {module: found} if found else {}
-    assert not wrong
 
 
 def test_functions_and_files_are_small():

@@ -10,23 +10,23 @@ import pytest
 from conftest import MICRO, ROOT, data_overrides
 from run_files import count, lines, what_counts
 
-pytestmark = pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or "-")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or "-")]
 HANG_S = 10
 PORT = 29400
 
 
-def torchrun(hosts: netns.Hosts, host: int, run: Path, log: Path, *overrides: str, ranks: int = 2):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}", f"--nproc-per-node={ranks}"),
-        *(f"--node-rank={host}", f"--master-addr={hosts.address(0)}", f"--master-port={PORT}"),
-        *(str(ROOT / "train.py"), str(MICRO), f"--run.dir={run}", f"--run.hang_s={HANG_S}", *overrides),
-    ]
-    return hosts.start(host, command, log, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-
-
-def start_all(hosts: netns.Hosts, folder: Path, *overrides: str) -> tuple[list, list[Path]]:
-    logs = [folder / f"host{host}.log" for host in range(hosts.count)]
-    return [torchrun(hosts, host, folder / "run", log, *overrides) for host, log in enumerate(logs)], logs
+def start_all(hosts: netns.Hosts, folder: Path, *overrides: str, ranks: int = 2) -> tuple[list, list[Path]]:
+    """torchrun on every host, and their logs; the run is FOLDER/run."""
+    jobs, logs = [], []
+    for host in range(hosts.count):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}", f"--nproc-per-node={ranks}"),
+            *(f"--node-rank={host}", f"--master-addr={hosts.address(0)}", f"--master-port={PORT}"),
+            *(str(ROOT / "train.py"), str(MICRO), f"--run.dir={folder / 'run'}", f"--run.hang_s={HANG_S}", *overrides),
+        ]
+        logs.append(folder / f"host{host}.log")
+        jobs.append(hosts.start(host, command, logs[-1], OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)))
+    return jobs, logs
 
 
 def wait_for(condition, timeout: float, logs: list[Path]) -> None:
@@ -40,32 +40,19 @@ def ended(jobs) -> bool:
     return all(job.poll() is not None for job in jobs)
 
 
-@pytest.fixture(scope="module")
-def steps(shapes_dir) -> list[str]:
-    return [*data_overrides(shapes_dir), "--train.max_samples=2400", "--eval.every_samples=1200"]
+def test_two_hosts_train_as_one_does(shapes_dir, tmp_path):
+    steps = [*data_overrides(shapes_dir), "--train.max_samples=2400", "--eval.every_samples=1200"]
+    for count_of_hosts, more, ranks in ((2, (), 2), (1, ("--parallel.replicate=2",), 4)):
+        folder = tmp_path / str(count_of_hosts)
+        folder.mkdir()
+        with netns.Hosts(count_of_hosts) as hosts:
+            jobs, logs = start_all(hosts, folder, *steps, *more, ranks=ranks)
+            wait_for(lambda jobs=jobs: ended(jobs), 180, logs)
+        said = logs[0].read_text()
+        assert not any(job.returncode for job in jobs) and "replicas x shards: 2 x 2" in said, said[-3000:]
+    assert what_counts(tmp_path / "1" / "run") == what_counts(tmp_path / "2" / "run")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(steps, tmp_path_factory) -> Path:
-    """Two hosts of two ranks; the folder of their run."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with netns.Hosts(2) as hosts:
-        jobs, logs = start_all(hosts, folder, *steps)
-        wait_for(lambda: ended(jobs), 180, logs)
-    assert [job.returncode for job in jobs] == [0, 0], logs[0].read_text()[-3000:]
-    assert "replicas x shards: 2 x 2" in logs[0].read_text()
-    return folder / "run"
-
-
-@pytest.mark.nightly
-def test_two_hosts_train_as_one_does(undisturbed, steps, tmp_path):
-    with netns.Hosts(1) as hosts:
-        job = torchrun(hosts, 0, tmp_path / "run", tmp_path / "log", *steps, "--parallel.replicate=2", ranks=4)
-        wait_for(lambda: ended([job]), 180, [tmp_path / "log"])
-    assert what_counts(tmp_path / "run") == what_counts(undisturbed)
-
-
-@pytest.mark.nightly
 def test_a_cable_out_for_good_ends_the_job_on_both_sides(shapes_dir, tmp_path):
     endless = [*data_overrides(shapes_dir), "--train.max_samples=12000000", "--eval.every_samples=12000000"]
     with netns.Hosts(2) as hosts:

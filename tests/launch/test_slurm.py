@@ -122,17 +122,6 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
 
 
 @pytest.mark.nightly
-def test_ranks_are_numbered_by_node(submit, cluster):
-    job = submit(*LONG, GPUS_PER_NODE="2", FABRIC="roce", NCCL_IB_TC="96")
-    job.until(lambda: job.trained() > 0)
-    ranks = {rank: env for rank, (_, env) in job.ranks().items()}
-    nodes = {rank: env["SLURMD_NODENAME"] for rank, env in ranks.items()}
-    assert nodes == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
-    assert {env["MASTER_ADDR"] for env in ranks.values()} == {slurm_cluster.address()}
-    assert {(env["NCCL_IB_TC"], env["NCCL_IB_QPS_PER_CONNECTION"]) for env in ranks.values()} == {("96", "4")}
-
-
-@pytest.mark.nightly
 def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
     job = submit(*SHORT, SEED="41", NEXP="2")
     job.wait()
@@ -218,13 +207,18 @@ def test_a_job_that_is_told_to_stop_while_it_starts_is_told_again(submit, cluste
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(submit):
-    job = submit(*LONG)
+def test_ranks_are_numbered_by_node_and_one_that_is_killed_is_named_and_the_run_goes_on(submit):
+    job = submit(*LONG, GPUS_PER_NODE="2", FABRIC="roce", NCCL_IB_TC="96")
     job.until(lambda: job.trained() > 60)
-    slurm_cluster.kill(job.ranks()[1][0])
+    ranks = job.ranks()
+    settings = {rank: (env["SLURMD_NODENAME"], env["MASTER_ADDR"]) for rank, (_, env) in ranks.items()}
+    host = slurm_cluster.address()
+    assert settings == {0: ("n1", host), 1: ("n1", host), 2: ("n2", host), 3: ("n2", host)}
+    assert {(env["NCCL_IB_TC"], env["NCCL_IB_QPS_PER_CONNECTION"]) for _, env in ranks.values()} == {("96", "4")}
+    slurm_cluster.kill(ranks[2][0])
     job.wait()
     (fault,) = (job.results / "faults.txt").read_text().splitlines()
-    assert re.search(r"run 0: n2, rank 1, exit code -9: ", fault)
+    assert re.search(r"run 0: n2, rank 2, exit code -9: ", fault)
     assert job.started_on() == ["n1 n2"]  # in the same allocation
     job.require_whole(300)
 
