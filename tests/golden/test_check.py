@@ -88,7 +88,11 @@ WORDS = [  # value, how a port's differs, words that the check must say
     ("single_blocks.1", twice_the_text, "only 11 of 26 differ along axis 1: 0 .. 10\n"),
     ("single_blocks.1", twice_the_text, "there yours is 2 x golden\n"),
     ("batch.t", lambda x: x + np.float32(1e-6), "tolerance 0 (no rounding"),
-    ("grad.norms", lambda x: x * 1.01 ** np.isin(np.arange(88), (3, 80)), "2 of 88 differ by more than 8.0e-05 of each"),
+    (
+        "grad.norms",
+        lambda x: x * 1.01 ** np.isin(np.arange(88), (3, 80)),
+        "2 of 88 differ by more than 8.0e-05 of each",
+    ),
     (
         "grad.norms",
         lambda x: x * 1.01 ** np.isin(np.arange(88), (3, 80)),
@@ -184,7 +188,7 @@ def test_a_dump_is_compared_without_torch():
 
 def test_dtypes_of_dumps_are_read_as_they_are(tmp_path, capsys, check):
     """Unsigned words may come as signed ones. Values in bf16 may be stored so, values in fp32 may not."""
-    names = "bfloat16 float16 float64 float8_e4m3fn float8_e5m2 int8 bool".split()
+    names = ["bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "bool"]
     tensors = {name: torch.arange(-3, 4).to(getattr(torch, name)) for name in names}
     safetensors.torch.save_file(tensors, tmp_path / "dump")
     file = TensorFile(tmp_path / "dump")

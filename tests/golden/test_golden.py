@@ -146,7 +146,9 @@ def test_the_run_shows_what_it_should(kept):
     assert min(clips) < 0.9 and clips.count(1) > 1, clips
     assert rates[0] < rates[1] and rates[1:] == [rates[1]] * 5, rates
     assert read("step3.epoch").tolist() == [0, 1] and read("ranks.epoch").tolist() == [[0, 1], [1, 1]]
-    assert len({read("step1.sample")[0], read("step3.sample")[1], 0}) == 3, "the first sample of an epoch tells its order"
+    assert len({read("step1.sample")[0], read("step3.sample")[1], 0}) == 3, (
+        "the first sample of an epoch tells its order"
+    )
     assert all(read(value.name).any() for value in kept.values if not value.name.endswith((".drop", ".epoch")))
 
 
