@@ -20,24 +20,14 @@ from tools.compare import commands
 SHORT = ("--train.max_samples=48", "--eval.every_samples=24", "--eval.at_start=true", "--run.hang_s=0")
 SHORT += ("--checkpoint.save=false", "--train.synthetic_steps=0")
 # Two-sided 95 % and 99 % points of Student's t, from the tables of any textbook.
-POINTS = {
-    **{1: (12.7062, 63.6567), 2: (4.3027, 9.9248), 3: (3.1824, 5.8409), 4: (2.7764, 4.6041), 5: (2.5706, 4.0321)},
-    **{6: (2.4469, 3.7074), 10: (2.2281, 3.1693), 30: (2.0423, 2.7500), 120: (1.9799, 2.6174), 10**4: (1.9602, 2.5763)},
-}
+POINTS = {1: (12.7062, 63.6567), 2: (4.3027, 9.9248), 10: (2.2281, 3.1693), 10**4: (1.9602, 2.5763)}
 
 
-def test_chances_of_t_are_those_of_the_tables_and_of_the_closed_forms():
-    wrong = []
+def test_chances_of_t_are_those_of_the_tables():
     for freedom, points in POINTS.items():
-        for t, chance in zip(points, (0.95, 0.99)):
-            if abs(commands.within(t, freedom) - chance) > 2e-5:
-                wrong.append((freedom, t, commands.within(t, freedom)))
-    for t in (0.0, 1e-3, 0.5, 1.0, 4.0, 1e3, 1e300):
-        closed = {1: 2 / math.pi * math.atan(t), 2: t / math.hypot(t, math.sqrt(2))}
-        angle = math.atan(t / math.sqrt(3))
-        closed[3] = 2 / math.pi * (angle + math.sin(angle) * math.cos(angle))
-        wrong += [(f, t) for f, want in closed.items() if abs(commands.within(t, f) - want) > 1e-7]
-    assert not wrong
+        found = [commands.within(t, freedom) for t in points]
+        assert found == pytest.approx([0.95, 0.99], abs=2e-5), freedom
+    assert commands.within(0.0, 3) == 0 and commands.within(1e300, 3) == pytest.approx(1)
 
 
 def test_figures_of_three_pairs_are_those_by_hand():
@@ -68,20 +58,17 @@ def share_called_different(seeds: int, shift: float, trials: int) -> float:
     return hits / trials
 
 
-def test_equal_configs_are_called_different_once_in_twenty(monkeypatch):
-    """Limits: 4 standard errors. The normal quantile 1.96 would give 19 % with 3 seeds and 30 % with 2."""
+def test_a_difference_is_found_as_often_as_said(monkeypatch):
+    """None in one of twenty. One of a spread needs 10 seeds for 4 of 5: (2.8 / 1) ** 2 + 1.92 = 9.76.
+
+    The normal quantile 1.96 would find one between equal configs in 19 % with 3 seeds and in 30 % with 2.
+    """
     monkeypatch.setattr(commands, "PARTS", 64)  # enough here, and fast
-    for seeds in (2, 3, 5):
+    for seeds in (2, 3):
         assert share_called_different(seeds, 0.0, 2000) == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / 2000) ** 0.5)
-
-
-def test_a_planted_difference_is_found_as_often_as_said(monkeypatch):
-    """A difference of one spread needs 10 seeds for 4 of 5: (2.8 / 1) ** 2 + 1.92 = 9.76."""
-    monkeypatch.setattr(commands, "PARTS", 64)
     each = [1 + (-1) ** i * (9 / 10) ** 0.5 for i in range(10)]  # mean 1, standard deviation 1
     assert commands.paired([0.0] * 10, each)["seeds"] == 10
     assert share_called_different(10, 1.0, 2000) == pytest.approx(0.8, abs=0.04)
-    assert share_called_different(3, 10.0, 500) > 0.95
 
 
 # Real runs
@@ -211,13 +198,13 @@ def test_configs_that_make_no_pairs_are_refused_before_anything_is_written(tmp_p
             wrong[text] = line
     assert not wrong and not out.exists()
     for argv in (
-        [str(MICRO)],
-        [str(MICRO)] * 3,
-        [str(MICRO)] * 2 + ["--seeds=0"],
-        [str(MICRO)] * 2 + ["--ranks=7"],
-        [str(MICRO)] * 2 + ["--speed=1"],
+        [MICRO],
+        [MICRO] * 3,
+        [MICRO, MICRO, "--seeds=0"],
+        [MICRO, MICRO, "--ranks=7"],
+        [MICRO, MICRO, "--x=1"],
     ):
-        refusal(commands.main, [*argv, f"--out={out}"])
+        refusal(commands.main, [*map(str, argv), f"--out={out}"])
     assert not out.exists()
 
 
@@ -231,29 +218,25 @@ def written(folder: Path, losses: dict[int, float], rate: float = 1.0) -> Path:
     return folder
 
 
-VERDICTS = {  # the last losses of A and of B: the sentence
+AFTER = "in validation loss after 36 samples"
+UNSURE = "B and A are not distinguishable: "
+VERDICTS = [  # the last losses of A, of B, and the sentence
+    ((1.0, 2.0, 3.0), (1.1, 2.1, 3.11), f"B is worse than A by 0.1033 +- 0.0033 {AFTER} (p = 0.001)"),
+    ((1.1, 2.1, 3.11), (1.0, 2.0, 3.0), f"B is better than A by 0.1033 +- 0.0033 {AFTER} (p = 0.001)"),
     (
         (1.0, 2.0, 3.0),
-        (1.1, 2.1, 3.11),
-    ): "B is worse than A by 0.1033 +- 0.0033 in validation loss after 36 samples (p = 0.001)",
-    (
-        (1.1, 2.1, 3.11),
-        (1.0, 2.0, 3.0),
-    ): "B is better than A by 0.1033 +- 0.0033 in validation loss after 36 samples (p = 0.001)",
-    ((1.0, 2.0, 3.0), (1.1, 1.9, 3.11)): "B and A are not distinguishable: 0.03667 +- 0.068 in validation loss after 36"
-    " samples; it would take about 84 seeds to see a difference of this size",
-    (
-        (1.0, 2.0),
-        (1.0, 2.0),
-    ): "B and A are not distinguishable: 0 +- 0 in validation loss after 36 samples; their means are equal",
-    ((1.0,), (2.0,)): "no verdict: one seed has no standard error; give --seeds=2 or more",
-}
+        (1.1, 1.9, 3.11),
+        f"{UNSURE}0.03667 +- 0.068 {AFTER}; it would take about 84 seeds to see a difference of this size",
+    ),
+    ((1.0, 2.0), (1.0, 2.0), f"{UNSURE}0 +- 0 {AFTER}; their means are equal"),
+    ((1.0,), (2.0,), "no verdict: one seed has no standard error; give --seeds=2 or more"),
+]
 
 
 def test_the_sentence_follows_from_the_last_losses_that_all_runs_have(tmp_path):
     """One run of A has gone further. The rate is the median of the steps."""
     wrong = []
-    for number, (sides, sentence) in enumerate(VERDICTS.items()):
+    for number, (*sides, sentence) in enumerate(VERDICTS):
         a, b = (
             [written(tmp_path / f"{number}{side}{i}", {24: 5.0, 36: loss}, rate) for i, loss in enumerate(losses)]
             for side, rate, losses in zip("ab", (4.0, 3.0), sides)

@@ -18,6 +18,7 @@ import math
 from pathlib import Path
 
 from flux_ref import config_file
+from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
 from flux_ref.run import weight_files
@@ -29,8 +30,8 @@ from tools.shared import json_option
 
 ALL = [name for name in policy.PRESETS if name not in ("bf16", "fp8_delayed")]
 ANY = 1e9  # a bound that only a gradient which is not finite exceeds
-LINE = "{:<15}{:<19}{:<12}{:>5} {:>8} {:>18} {:>18} {:>18} {:>18}"
 CELL, LEFT, DECADES = 14, 330, 2  # pixels of a cell and of the names beside cells; of errors, from dark to light
+BARE = {"precision__rules": [], "precision__switch": [], "precision__gather": False}  # keys that a preset replaces
 
 
 def rows_of(records: list[dict], doubles: int) -> dict[tuple[str, str, str], dict[int, dict]]:
@@ -48,31 +49,44 @@ def table(rows: dict) -> str:
     worst = {names: max(row.values(), key=lambda record: record["error"]) for names, row in rows.items()}
     presets = list(dict.fromkeys(preset for preset, *_ in worst))
     if len(presets) > 1:
-        lines = [f"{'layers':<19}{'product':<12}" + "".join(f"{preset:>16}" for preset in presets)]
+        lines = [["layers", "product", *presets]]
         for part in sorted({names[1:] for names in worst}):
-            errors = (f"{worst[preset, *part]['error']:.2g}" if (preset, *part) in worst else "-" for preset in presets)
-            lines.append(f"{part[0]:<19}{part[1]:<12}" + "".join(f"{error:>16}" for error in errors))
-        return "\n".join(lines)
-    lines = [LINE.format("preset", "layers", "product", "block", "error", *products.FACTS)]
-    for names, one in worst.items():
-        facts = (f"{one[f'left_{fact}']:.2g} / {one[f'right_{fact}']:.2g}" for fact in products.FACTS)
-        lines.append(LINE.format(*names, one["layer"].split(".")[1], f"{one['error']:.2g}", *facts))
-    return "\n".join(lines)
+            found = [worst.get((preset, *part)) for preset in presets]
+            lines.append([*part, *(f"{one['error']:.2g}" if one else "-" for one in found)])
+    else:
+        lines = [["preset", "layers", "product", "block", "error", *products.FACTS]]
+        for names, one in worst.items():
+            facts = [f"{one[f'left_{fact}']:.2g} / {one[f'right_{fact}']:.2g}" for fact in products.FACTS]
+            lines.append([*names, one["layer"].split(".")[1], f"{one['error']:.2g}", *facts])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 
 
 def picture(rows: dict) -> str:
     """SVG: a row for each of the rows, a column for each block."""
     cells = []
-    for y, (names, row) in enumerate(rows.items(), 1):
-        cells.append(f'<text x="{LEFT - 6}" y="{CELL * y + 11}" text-anchor="end">{" ".join(names)}</text>')
-        for x, record in row.items():
-            dark = 1 + math.log10(min(max(record["error"], 10**-DECADES), 1)) / DECADES
-            colour = f"hsl(220 60% {95 - 70 * dark:.0f}%)" if record["error"] < math.inf else "red"
-            cell = f'<rect x="{LEFT + CELL * x}" y="{CELL * y}" width="{CELL}" height="{CELL}" fill="{colour}">'
-            cells.append(f"{cell}<title>{record['layer']} {record['product']}: {record['error']:.3g}</title></rect>")
+    for number, (names, row) in enumerate(rows.items(), 1):
+        y = CELL * number
+        cells.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">{" ".join(names)}</text>')
+        for block, record in row.items():
+            error = record["error"]
+            dark = 1 + math.log10(min(max(error, 10**-DECADES), 1)) / DECADES
+            colour = f"hsl(220 60% {95 - 70 * dark:.0f}%)" if error < math.inf else "red"
+            cell = f'<rect x="{LEFT + CELL * block}" y="{y}" width="{CELL}" height="{CELL}" fill="{colour}">'
+            cells.append(f"{cell}<title>{record['layer']} {record['product']}: {error:.3g}</title></rect>")
     legend = f'<text x="{LEFT}" y="11">error by block, from 1 (dark) to 1e-{DECADES} (light); red is not finite</text>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{CELL * (len(rows) + 1)}" font-size="11">'
     return "\n".join([head, legend, *cells, "</svg>\n"])
+
+
+def stage_of(cfg: Config, samples: int, step: int) -> policy.Stage:
+    """What a run computes with at a step. Raises: Refusal if blocks do not fit the tokens of so many samples."""
+    try:
+        policy.require_rows(cfg, samples)
+        stages = policy.stages(cfg)
+    except Refusal as refusal:
+        raise Refusal(f"--samples={samples}: {refusal}") from None
+    return [stage for stage in stages if stage.first <= step][-1]
 
 
 def run(argv: list[str]) -> int:
@@ -90,37 +104,45 @@ def run(argv: list[str]) -> int:
     path = weight_files.find(args.path)
     cfg = config_file.override(weight_files.config_of(path, None), [*overrides, "--parallel.dtype=bf16"])
     source = weight_files.open_source(path, cfg.model)
-    found = {}
-    misfits = {}
-    bare = {"precision__rules": [], "precision__switch": [], "precision__gather": False}
-    for name in [args.preset] if args.preset else ["own"] if args.blame else ALL:
-        try:
-            own = cfg if name == "own" else config_file.replace(cfg, precision__preset=name, **bare)
-            policy.require_rows(own, args.samples)
-            found[name] = [one for one in policy.stages(own) if one.first <= int(source.info.get("step", 0))][-1]
-        except Refusal as refusal:
-            misfits[name] = f"--samples={args.samples}: {refusal}"
-            if args.preset or args.blame:
-                raise Refusal(misfits[name]) from None
-    if not any(map(policy.is_low, found.values())):
-        raise Refusal("; ".join(misfits.values()) or f"{path} casts no product; give --preset=NAME")
-    net, batch = products.prepared(source, cfg, args.samples)
-    sides = products.sides(net, batch)
-    seed = cfg.train.seed
-    records = [record for name in found for record in products.census(sides, found[name].pairs, seed, name)]
+    presets = [args.preset] if args.preset else ALL
+    configs = {preset: config_file.replace(cfg, precision__preset=preset, **BARE) for preset in presets}
     if args.blame:
-        sides.clear()  # memory for gradients
-        bad, calls = products.blame(net, batch, own, found[name].pairs, records, args.bound)
-        rules = "".join(f'  "{one["layer"]} {one["product"]}: bf16 x bf16",  # was {one["cast"]}\n' for one in bad)
-        text = f"{len(bad)} of {len(records)} products return to bf16; evaluations: {calls}"
-        text += f"\nprecision.rules = [\n{rules}]"
-        json_option.show(text, {"products": bad, "evaluations": calls}, args.json)
-        return 0
+        name, own = next(iter(configs.items())) if args.preset else ("own", cfg)
+        return blame(source, own, name, args.samples, args.bound, args.json)
+    stages = {}
+    misfits = {}
+    for name, own in configs.items():
+        try:
+            stages[name] = stage_of(own, args.samples, int(source.info.get("step", 0)))
+        except Refusal as refusal:
+            misfits[name] = str(refusal)
+    if not stages:
+        raise Refusal("; ".join(misfits.values()))
+    sides = products.sides(*products.prepared(source, cfg, args.samples))
+    records = []
+    for name, stage in stages.items():
+        records += products.census(sides, stage.pairs, cfg.train.seed, name)
     rows = rows_of(records, cfg.model.double_blocks)
     text = table(rows) + "".join(f"\n{name} does not fit: {why}" for name, why in misfits.items())
     json_option.show(text, {"products": records, "misfits": misfits}, args.json)
     if args.json not in (None, json_option.STDOUT):
         write_whole(args.json.with_suffix(".svg"), picture(rows))
+    return 0
+
+
+def blame(source: weight_files.Source, cfg: Config, name: str, samples: int, bound: float, to: Path | None) -> int:
+    """Print the rules that keep culprits in bf16. name: of the precision, in records. Raises: Refusal."""
+    stage = stage_of(cfg, samples, int(source.info.get("step", 0)))
+    if not policy.is_low(stage):
+        raise Refusal(f"{source.where} casts no product; give --preset=NAME")
+    net, batch = products.prepared(source, cfg, samples)
+    # The sides go before the search needs memory for gradients.
+    records = list(products.census(products.sides(net, batch), stage.pairs, cfg.train.seed, name))
+    bad, evaluations = products.blame(net, batch, cfg, stage.pairs, records, bound)
+    lines = [f"{len(bad)} of {len(records)} products return to bf16; evaluations: {evaluations}", "precision.rules = ["]
+    for one in bad:
+        lines.append(f'  "{one["layer"]} {one["product"]}: bf16 x bf16",  # was {one["cast"]}')
+    json_option.show("\n".join([*lines, "]"]), {"products": bad, "evaluations": evaluations}, to)
     return 0
 
 

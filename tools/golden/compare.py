@@ -151,7 +151,9 @@ def _print_first(golden: Golden, first: Difference, before: str | None) -> None:
     print(f"\nfirst difference: {value.name}\n  {value.meaning}; {value.shape} {value.dtype}")
     for line in lines:
         print(f"  {line}")
-    agreed = f"all values before it agree, the last of them is {before}" if before else "no value before it was compared"
+    agreed = (
+        f"all values before it agree, the last of them is {before}" if before else "no value before it was compared"
+    )
     print(f"  {agreed}")
     if mistakes := places.mistakes(value.name, "\n".join(lines)):
         print("  known mistakes, the likeliest first:")

@@ -1,7 +1,7 @@
 """The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
 
-from contextlib import ExitStack, closing
-from unittest.mock import patch
+from contextlib import closing, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ Values = dict[str, np.ndarray | Tensor]
 
 def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Learning rates and clip coefficients on both sides of their corners."""
-    given_rates = places.inputs_of("schedule.lr")
-    rates = [schedule.lr(step, given_rates["peak"], given_rates["warmup_steps"]) for step in given_rates["steps"]]
+    of_rate = places.inputs_of("schedule.lr")
+    rates = [schedule.lr(number, of_rate["peak"], of_rate["warmup_steps"]) for number in of_rate["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
     state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
     for parameter in state.opt.parameters:
@@ -41,9 +41,9 @@ def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.nda
     values["clip.clipped"] = moments["single_blocks.1.norm.query_norm.scale"].clone()
     coefficients = []
     for norm in given["clip.norms"].tolist():
-        for number, parameter in enumerate(state.opt.parameters):
+        for parameter in state.opt.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.to_local().view(-1)[0] = norm if number == 0 else 0.0
+        state.opt.parameters[0].grad.to_local().view(-1)[0] = norm
         state.opt.step()
         coefficients.append(1 / state.opt.adamw.grad_scale)
     values["clip.coefficient"] = torch.stack(coefficients)
@@ -79,80 +79,98 @@ def norms(tensors: dict[str, Tensor]) -> Tensor:
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
     """The gradients. A parameter that takes no part gets zeros, in the net too."""
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return {name: parameter.grad.to_local() for name, parameter in sharding.named_parameters(net).items()}
+    found = {}
+    for name, parameter in sharding.named_parameters(net).items():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found[name] = parameter.grad.to_local()
+    return found
+
+
+class Taken(NamedTuple):
+    """What a step gave. losses, times: of each row. gradients: as the optimizer was given them."""
+
+    loss: Tensor
+    norm: Tensor
+    losses: Tensor
+    times: Tensor
+    gradients: dict[str, Tensor]
+
+
+def take_step(state: State, batch: data.Batch, cfg: Config) -> Taken:
+    """A step of training by the product's own code."""
+    losses = []
+    times = []
+    grads = {}
+
+    def note_losses(result: Tensor, net: nn.Module, part: data.Batch, dtype: torch.dtype) -> None:
+        losses.append(result.detach().flatten())
+        times.append(part["t"].clone())
+
+    def note_gradients(*_: object) -> None:
+        grads.update({name: grad.clone() for name, grad in gradients(state.net).items()})
+
+    with wrapped(flow, "losses", after=note_losses), wrapped(state.opt, "step", before=note_gradients):
+        loss, norm = step.train_step(state, batch, Health(CPU), cfg)
+    return Taken(loss, norm, torch.cat(losses), torch.cat(times), grads)
 
 
 def rows_of(train_set: data.TrainSet, number: int) -> dict[str, np.ndarray]:
     """Which positions, epochs and samples a rank takes in a step, and the captions that it drops. number: from 0."""
     cfg = train_set.cfg
-    positions = data.rank_slice(cfg, number, train_set.rank, train_set.size)
     pairs = next(train_set._plan(number))
-    drawn = [rng.train_draw(cfg.train.seed, *pair, cfg.model.latent_shape, cfg.train.caption_drop) for pair in pairs]
-    rows = {"position": positions, "epoch": [epoch for epoch, _ in pairs], "sample": [sample for _, sample in pairs]}
-    whole = {name: np.array(row, np.int64) for name, row in rows.items()}
-    return whole | {"drop": np.array([draw.drop_caption for draw in drawn])}
+    drops = []
+    for epoch, sample in pairs:
+        draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
+        drops.append(draw.drop_caption)
+    epochs, samples = np.array(pairs, np.int64).T
+    positions = data.rank_slice(cfg, number, train_set.rank, train_set.size)
+    return {"position": np.array(positions), "epoch": epochs, "sample": samples, "drop": np.array(drops)}
 
 
 def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Some optimizer steps. All values of the first one are recorded."""
     state = initial_state(cfg, world, given)
-    health = Health(CPU)
     start = {name: tensor.clone() for name, tensor in local(state.net).items()}
     train_set = data.TrainSet(cfg, 0, 1, pin=False)
     train_set.open()
     batch = data.allocate(cfg.model, cfg.train.global_batch)
-
-    def record_gradients(*_: object) -> None:
-        values["loss"] = values["losses"].mean()
-        grads = gradients(state.net)
-        values.update({f"grad.{name}": grads[name].clone() for name in reversed(WHOLE)})
-        values["grad.norms"] = norms(grads)
-
-    def record_losses(losses: Tensor, *_: object) -> None:
-        if number > 1:  # those of the first step have names of their own
-            values[f"step{number}.losses"] = losses.detach().clone()
-
-    with closing(train_set.feed(0)) as feed, wrapped(flow, "losses", after=record_losses):
+    with closing(train_set.feed(0)) as feed:
         for number in range(1, STEPS + 1):
             feed.copy_into(batch)
             state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
             rows = rows_of(train_set, number - 1) | {"t": batch["t"].clone()}
             values |= {f"step{number}.{name}": row for name, row in rows.items()}
-            with ExitStack() as stack:
-                if number == 1:
-                    values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
-                    stack.enter_context(recording(values, state.net))
-                filled = record_gradients if number == 1 else lambda *_: gradients(state.net)
-                stack.enter_context(wrapped(state.opt, "step", before=filled))
-                loss, norm = step.train_step(state, batch, health, cfg)
-            after_step(values, number, state, loss, norm, start)
+            if number == 1:
+                values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+            with recording(values, state.net) if number == 1 else nullcontext():
+                taken = take_step(state, batch, cfg)
+            if number == 1:
+                values["loss"] = taken.losses.mean()
+                values |= {f"grad.{name}": taken.gradients[name] for name in reversed(WHOLE)}
+                values["grad.norms"] = norms(taken.gradients)
+            else:
+                values[f"step{number}.losses"] = taken.losses
+            after_step(values, number, state, taken, start)
 
 
-def after_step(values: Values, number: int, state: State, loss: Tensor, norm: Tensor, start: dict) -> None:
-    result = {"loss": loss, "grad_norm": norm, "clip_coefficient": 1 / state.opt.adamw.grad_scale, "lr": state.opt.lr}
-    if number in (1, STEPS):
-        for moment, tensors in state.opt.moments().items():
-            by_name = dict(zip(start, tensors))
-            result |= {f"{moment}.{parameter}": by_name[parameter] for parameter in WHOLE if number == 1}
-            result[f"{moment}.norms"] = norms(by_name)
-        weights = local(state.net)
-        result |= {f"weights.{parameter}": weights[parameter] for parameter in WHOLE}
-        result["update_norms"] = norms({parameter: weights[parameter] - start[parameter] for parameter in start})
-    values.update({f"step{number}.{place}": value.clone() for place, value in result.items()})
-
-
-def init_of_rank(values: Values, cfg: Config, world: World) -> None:
-    """The first rows of rank 1's shard. For this, materialise is told that the local rows are those of that rank."""
-
-    def rows_of_rank(parameter: nn.Parameter) -> tuple[int, Tensor]:
-        first = -(-parameter.shape[0] // RANKS)
-        return first, parameter.to_local()[first:]
-
-    with patch.object(sharding, "local_rows", rows_of_rank):
-        initial = local(sharding.build(cfg, world, cfg.train.seed))
-    values |= {f"ranks.init.{name}": initial[name][-(-len(initial[name]) // RANKS) :][:ROWS] for name in OF_RANK_1}
+def after_step(values: Values, number: int, state: State, taken: Taken, start: dict[str, Tensor]) -> None:
+    """What the optimizer made. Moments and weights are recorded of the first and of the last step only."""
+    place = f"step{number}"
+    values[f"{place}.loss"] = taken.loss.clone()
+    values[f"{place}.grad_norm"] = taken.norm.clone()
+    values[f"{place}.clip_coefficient"] = 1 / state.opt.adamw.grad_scale
+    values[f"{place}.lr"] = state.opt.lr.clone()
+    if number not in (1, STEPS):
+        return
+    for moment, tensors in state.opt.moments().items():
+        by_name = dict(zip(start, tensors))
+        if number == 1:
+            values |= {f"{place}.{moment}.{name}": by_name[name].clone() for name in WHOLE}
+        values[f"{place}.{moment}.norms"] = norms(by_name)
+    weights = local(state.net)
+    values |= {f"{place}.weights.{name}": weights[name].clone() for name in WHOLE}
+    values[f"{place}.update_norms"] = norms({name: weights[name] - start[name] for name in start})
 
 
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
@@ -160,59 +178,57 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
 
     One process plays both ranks, one after the other. Each has its own batch, its own accumulation and its own
     gradients, by the product's own code. The mean over the ranks, which FSDP2 takes, is taken here.
-    tests/golden/test_golden.py compares two real ranks with these values.
+    tests/golden/test_golden.py compares two real ranks with these values. ranks.init.* are the first rows of rank 1's
+    shard; tests/core/test_sharding.py proves that a shard is filled as the whole is.
     """
     cfg = config_file.replace(cfg, **PARTS)
-    init_of_rank(values, cfg, world)
-    losses = []
-    fed_times = []
-    rank_losses = []
-    rank_norms = []
-    mean = {}
+    initial = local(sharding.build(cfg, world, cfg.train.seed))
+    for name in OF_RANK_1:
+        first = -(-len(initial[name]) // RANKS)
+        values[f"ranks.init.{name}"] = initial[name][first : first + ROWS]
+    rows = []
+    taken = []
     for rank in range(RANKS):
         train_set = data.TrainSet(cfg, rank, RANKS, pin=False)
-        state = initial_state(cfg, world, given)
         train_set.open()
-        for name, row in rows_of(train_set, RANKS_STEP).items():
-            values.setdefault(f"ranks.{name}", []).append(row)
+        rows.append(rows_of(train_set, RANKS_STEP))
         batch = data.allocate(cfg.model, cfg.train.global_batch // RANKS)
         with closing(train_set.feed(RANKS_STEP * cfg.train.global_batch)) as feed:
             feed.copy_into(batch)
-
-        def add(*_: object, state: State = state) -> None:
-            grads = gradients(state.net)
-            rank_norms.append(torch.stack([grad.norm() for grad in grads.values()]).norm())
-            mean.update({name: mean.get(name, 0) + grad / RANKS for name, grad in grads.items()})
-
-        def note(result: Tensor, net: nn.Module, part: data.Batch, dtype: torch.dtype) -> None:
-            losses.append(result.detach())
-            fed_times.append(part["t"].clone())
-
-        with wrapped(flow, "losses", after=note), wrapped(state.opt, "step", before=add):
-            rank_losses.append(step.train_step(state, batch, Health(CPU), cfg)[0])
+        state = initial_state(cfg, world, given)
+        taken.append(take_step(state, batch, cfg))
+    for name in rows[0]:
+        values[f"ranks.{name}"] = np.stack([row[name] for row in rows])
+    values["ranks.t"] = torch.stack([one.times for one in taken])
+    values["ranks.losses"] = torch.stack([one.losses for one in taken])
+    values["ranks.loss"] = torch.stack([one.loss for one in taken])
+    values["ranks.grad_norm_of_rank"] = torch.stack([norms(one.gradients).norm() for one in taken])
+    values["ranks.mean_loss"] = values["ranks.loss"].mean()
+    mean = {name: sum(one.gradients[name] for one in taken) / RANKS for name in taken[0].gradients}
+    values["ranks.grad.norms"] = norms(mean)
     for parameter, grad in zip(state.opt.parameters, mean.values()):
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.to_local().copy_(grad)
-    values |= {name: np.stack(rows) for name, rows in values.items() if isinstance(rows, list)}
-    values["ranks.t"], values["ranks.losses"] = (torch.stack(parts).view(RANKS, -1) for parts in (fed_times, losses))
-    values["ranks.loss"], values["ranks.grad_norm_of_rank"] = torch.stack(rank_losses), torch.stack(rank_norms)
-    values["ranks.mean_loss"], values["ranks.grad.norms"] = values["ranks.loss"].mean(), norms(mean)
     values["ranks.grad_norm"] = state.opt.step()
 
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
-    parts = {}
+    parts = {"t": [], "latent_eps": [], "noise": [], "losses": []}
     state = initial_state(cfg, world, given)
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
 
-    def record_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
-        for name in ("t", "latent_eps", "noise", "losses"):
-            parts.setdefault(name, []).append((batch | {"losses": losses})[name].clone())
-            values[f"val.{name}"] = torch.cat(parts[name])[: cfg.data.val_count]
+    def note_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
+        for name, noted in parts.items():
+            noted.append((losses if name == "losses" else batch[name]).clone())
 
-    counted = wrapped(evaluate, "summarise", before=lambda sums, _: values.update({"val.count": np.float32(sums[0])}))
-    with wrapped(flow, "losses", after=record_losses), counted:
+    def note_count(sums: Tensor, _: object) -> None:
+        for name, noted in parts.items():
+            values[f"val.{name}"] = torch.cat(noted)[: cfg.data.val_count]
+        values["val.count"] = np.float32(sums[0])
+
+    with wrapped(flow, "losses", after=note_losses), wrapped(evaluate, "summarise", before=note_count):
         result = evaluate.validation_loss(step_runner.StepRunner(state, cfg, world), val_set, samples=0)
-    values["val.loss_per_timestep"], values["val.loss"] = np.float32(result.losses), np.array(result.loss, np.float32)
+    values["val.loss_per_timestep"] = np.float32(result.losses)
+    values["val.loss"] = np.array(result.loss, np.float32)
