@@ -16,14 +16,14 @@ from tools.preflight import commands
 from tools.preflight import nodes as preflight
 from tools.preflight.verdict import NodeReport, Verdict, judge
 
-ARGS = argparse.Namespace(nodes=["a", "b", "c", "d"], slow=0.8)
+NAMES = ["a", "b", "c", "d"]
 DEVICE = {"device": "X1", "free_gb": 99.0, "total_gb": 100.0, "tflops": 700.0, "gb_per_s": 400.0}
 
 
 def found(**differences: dict) -> dict[int, NodeReport]:
     """Four equal nodes of two devices, but for the differences of one node: b={"between": 5}."""
     nodes = {}
-    for number, name in enumerate(ARGS.nodes):
+    for number, name in enumerate(NAMES):
         odd = {"between": 300.0, "problem": "", "device": {}, "count": 2, "facts": {}} | differences.get(name, {})
         facts = {"driver": "d 1", "links": "8 x RDMA 400 Gb/s"} | odd["facts"]
         devices = [DEVICE] * (odd["count"] - 1) + [DEVICE | odd["device"]]
@@ -32,9 +32,9 @@ def found(**differences: dict) -> dict[int, NodeReport]:
     return nodes
 
 
-def complaints(nodes: dict[int, NodeReport], args: argparse.Namespace = ARGS) -> list[str]:
-    verdict = Verdict(args.nodes)
-    judge(verdict, nodes, args)
+def complaints(nodes: dict[int, NodeReport]) -> list[str]:
+    verdict = Verdict(NAMES[: len(nodes)])
+    judge(verdict, nodes, slow=0.8)
     return verdict.lines()
 
 
@@ -65,8 +65,7 @@ def test_judging_without_an_odd_node():
     lines = complaints(found(a={"facts": {"driver": "d 2"}}, b={"facts": {"driver": "d 2"}}))
     assert lines[-1] == "bad nodes: a,b,c,d" and "the nodes do not agree" in lines[0]
     two = found(b={"device": {"tflops": 500.0}})
-    args = argparse.Namespace(nodes=["a", "b"], slow=0.8)
-    assert complaints({0: two[0], 1: two[1]}, args)[-1] == "bad nodes: b"
+    assert complaints({0: two[0], 1: two[1]})[-1] == "bad nodes: b"
 
 
 def test_a_silent_node_is_bad(monkeypatch, capsys):
