@@ -45,7 +45,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.node not in range(count):
         raise Refusal(f"which of --nodes={','.join(args.nodes)} is this? give --node=0 to {count - 1}")
     least = 1 if count > 1 else 0
-    if not re.fullmatch(r".+:[0-9]{1,5}", args.address) or not least <= int(args.address.rpartition(":")[2]) <= 65535:
+    port = re.fullmatch(r".+:([0-9]{1,5})", args.address)
+    if not port or not least <= int(port[1]) <= 65535:
         raise Refusal(f"--address={args.address}: give HOST:PORT of the first node, with a port from {least} to 65535")
     return args
 

@@ -34,7 +34,8 @@ class NodeReport:
         return min((device[key] for device in self.devices), default=0.0)
 
     def kinds(self) -> str:
-        return " + ".join(f"{count} x {name}" for name, count in Counter(d["device"] for d in self.devices).items())
+        counts = Counter(device["device"] for device in self.devices)
+        return " + ".join(f"{count} x {name}" for name, count in counts.items())
 
     def row(self) -> str:
         """The report in a line."""
