@@ -16,38 +16,34 @@ from conftest import ROOT
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.run import loss_chart
-from tools.report.band import quartile_rows
 from tools.watch import commands as watch
 
 BATCH = 1024
 ALIVE = {"samples": 4096, "val_loss": 0.6, "seconds": 6.0}
 
 
+def lines_of(records: list[dict]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
 @pytest.fixture
 def put(tmp_path):
-    """put(name, samples=, ...) makes a run's folder that has come so far along the public median."""
+    """put(name, samples, ...) makes a run's folder that has come so far along the public median."""
 
-    def make(
-        name: str, samples: int, factor: float = 1.0, outcome: str = "", ranks: int = 32, age_s: float = 0
-    ) -> Path:
+    def make(name: str, samples: int, factor: float = 1.0, outcome: str = "", age_s: float = 0) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         overrides = ["--optim.lr=1.85e-4", "--optim.warmup_steps=0"]
         cfg = config_file.load(ROOT / "configs/schnell_gbs1024.toml", overrides)
         (folder / "config.toml").write_text(config_file.dump(cfg))
-        (folder / "environment.json").write_text(json.dumps({"ranks": ranks, "device": "NVIDIA GB200"}))
+        (folder / "environment.json").write_text(json.dumps({"ranks": 32, "device": "NVIDIA GB200"}))
         band = convergence.public_band(BATCH)
-        steps = [
-            {"samples": at, "loss": 0.6, "samples_per_s": 1600.0, "data_wait": 0.01, "peak_memory_gb": 120.25}
-            for at in range(BATCH * 10, samples + 1, BATCH * 10)
-        ]
-        evaluations = [
-            {"samples": at, "val_loss": loss * factor, "seconds": 6.0}
-            for at, loss in zip(band.samples, band.median)
-            if at <= samples
-        ]
+        step = {"loss": 0.6, "samples_per_s": 1600.0, "data_wait": 0.01, "peak_memory_gb": 120.25}
+        steps = [step | {"samples": at} for at in range(BATCH * 10, samples + 1, BATCH * 10)]
+        curve = [(at, loss * factor) for at, loss in zip(band.samples, band.median) if at <= samples]
+        evaluations = [{"samples": at, "val_loss": loss, "seconds": 6.0} for at, loss in curve]
         for file, records in (("metrics.jsonl", steps), ("eval.jsonl", evaluations)):
-            (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
+            (folder / file).write_text(lines_of(records))
             then = time.time() - age_s
             os.utime(folder / file, (then, then))
         if outcome:
@@ -88,7 +84,7 @@ def test_alarms_are_told(put):
     slow = put("slow", 1_000_000)
     records = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
     records[60:] = [record | {"samples_per_s": 800.0} for record in records[60:]]
-    (slow / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (slow / "metrics.jsonl").write_text(lines_of(records))
     assert [(alarm.kind, alarm.level) for alarm in watch.look(slow).alarms] == [("slow", "note")]
 
 
@@ -96,71 +92,43 @@ def test_several_runs_share_a_chart(put):
     """A mark and a colour for each, bars of one length."""
     folders = put("one", 3_000_000), put("two", 2_000_000, factor=1.01), put("long", 16_000_000)
     text = shown(*folders, width=100)
-    assert "● " in text and "◆ " in text and text.count("│") == watch.CHART_ROWS and text.count("◆") > 3
+    assert text.count("│") == watch.CHART_ROWS and text.count("◆") > 3
     assert len({len(bar) for bar in re.findall("[━─]{4,}(?=  )", text)}) == 1
     coloured = watch.panel([watch.look(folder) for folder in folders], 100, coloured=True)
-    painted = {mark: {*re.findall(rf"\x1b\[([\d;]+)m{mark}", coloured)} for mark in watch.MARKS}
-    assert [*painted.values()] == [{colour} for colour in watch.MARKS.values()][:3] + [set()] * 5
-    assert all(coloured.count(mark) == coloured.count(f"m{mark}") for mark in "●◆▲"), "a mark without a colour"
+    for mark in "●◆▲":
+        assert coloured.count(mark) == coloured.count(f"\x1b[{watch.MARKS[mark]}m{mark}") > 0
     assert len({*watch.MARKS.values()}) == len(watch.MARKS) == 8
     assert re.sub(r"\x1b\[[\d;]+m", "", coloured) == text
-
-
-def cells(folder: Path) -> list[str]:
-    """The rows of the chart."""
-    return [line.partition("│")[2] for line in shown(folder).splitlines() if "│" in line]
-
-
-def with_a_band_of_its_own(folder: Path) -> Path:
-    """The run without a target, beside a band along the public median, and with an evaluation before its first step."""
-    config_toml, evaluations, csv = (folder / name for name in ("config.toml", "eval.jsonl", "band.csv"))
-    public = convergence.public_band(BATCH)
-    curves = [[(at, loss * share) for at, loss in zip(public.samples, public.median)] for share in (0.97, 1.0, 1.03)]
-    rows = [[str(value) for value in row.values()] for row in quartile_rows((BATCH, 1.85e-4, 0), curves)]
-    csv.write_text("".join(",".join(row) + "\n" for row in [convergence.HEADER, *rows]))
-    text = config_toml.read_text().replace("eval.target = 0.586", "eval.target = 0.0")
-    config_toml.write_text(text.replace('eval.band = "public"', f"eval.band = {json.dumps(str(csv))}"))
-    evaluations.write_text(json.dumps(ALIVE | {"samples": 0, "val_loss": 3.0}) + "\n" + evaluations.read_text())
-    return folder
 
 
 def test_marks_band_and_ticks_are_at_their_places(put):
     """The chart against its own numbers: columns are samples, rows losses. Half a row is rounding."""
     for factor in (1.0, 1.5, 0.5):  # in the band, above all of the band, below all of the band
-        folder = with_a_band_of_its_own(put(f"run_{factor}", 5_000_000, factor=factor))
-        one, rows = watch.look(folder), cells(folder)
-        low, high = loss_chart.span([one.curve])
-        columns, height = len(rows[0]), (high - low) / (len(rows) - 1)
-        marks = {(column, row) for row, line in enumerate(rows) for column, cell in enumerate(line) if cell in "●↑"}
-        for samples, loss in one.curve:
-            column = samples / one.goal[0] * (columns - 1)
-            row = (high - loss) / height
-            assert any(abs(column - x) <= 0.5 and abs(max(0, row) - y) <= 0.5 for x, y in marks), (factor, samples)
-        assert rows[0][0] == "↑"
-        strays, shaded = [], 0
-        for column in range(columns):
-            samples = column / (columns - 1) * one.goal[0]
-            for row in (row for row, line in enumerate(rows) if line[column] == "░"):
-                shaded += 1
-                least, most = high - (row + 0.5) * height, high - (row - 0.5) * height
-                if not one.band.at(samples, "low") <= most or not one.band.at(samples, "high") >= least:
-                    strays.append((column, row))
-        assert not strays and (shaded > 50) == (factor == 1.0), (factor, shaded, strays)
+        folder = put(f"run_{factor}", 5_000_000, factor=factor)
+        evaluations = folder / "eval.jsonl"
+        evaluations.write_text(json.dumps(ALIVE | {"samples": 0, "val_loss": 3.0}) + "\n" + evaluations.read_text())
+        one = watch.look(folder)
         lines = shown(folder).splitlines()
-        ticks = [
-            (y, float(line[:7])) for y, line in enumerate(line for line in lines if "│" in line) if line[:7].strip()
-        ]
-        assert len(ticks) > 2 and all(abs((high - loss) / height - row) <= 0.5 for row, loss in ticks)
+        rows = [line.partition("│")[2] for line in lines if "│" in line]
+        low, high = loss_chart.span([one.curve], one.cfg.eval.target)
+        height = (high - low) / (len(rows) - 1)
+        column_of = (len(rows[0]) - 1) / one.goal[0]
+        cells = [(x, y, cell) for y, line in enumerate(rows) for x, cell in enumerate(line)]
+        for samples, loss in one.curve:
+            place = samples * column_of, max(0, (high - loss) / height)
+            near = [cell for x, y, cell in cells if abs(x - place[0]) <= 0.5 and abs(y - place[1]) <= 0.5]
+            assert {*near} & {*"●↑"}, (factor, samples)
+        assert rows[0][0] == "↑"
+        shaded = [(x / column_of, high - y * height) for x, y, cell in cells if cell == "░"]
+        assert len(shaded) > 50 or factor != 1.0
+        for samples, loss in shaded:
+            assert one.band.at(samples, "low") - height <= loss <= one.band.at(samples, "high") + height, factor
+        ticks = [(y, line[:7]) for y, line in enumerate(line for line in lines if "│" in line) if line[:7].strip()]
+        assert len(ticks) > 2 and all(abs((high - float(loss)) / height - y) <= 0.5 for y, loss in ticks)
         foot = next(i for i, line in enumerate(lines) if "└" in line)
-        for place, text in ((m.start(), m[0]) for m in re.finditer(r"[\d,]+", lines[foot + 1])):
-            column = int(text.replace(",", "")) / one.goal[0] * (columns - 1)
-            assert place <= round(9 + column) < place + len(text) and lines[foot][round(9 + column)] == "┴", text
-
-
-def test_a_device_or_a_node_of_another_type_is_taken_as_text(put):
-    folder = put("run", 1_000_000)
-    (folder / "environment.json").write_text('{"ranks": 1, "device": 5, "nodes": [{}]}')
-    assert "1,600 samples/s" in shown(folder)
+        for match in re.finditer(r"[\d,]+", lines[foot + 1]):
+            place = round(9 + int(match[0].replace(",", "")) * column_of)
+            assert match.start() <= place < match.end() and lines[foot][place] == "┴", match[0]
 
 
 DAMAGE = [

@@ -106,7 +106,8 @@ def table(plan: SimpleNamespace) -> list[str]:
         f" {plan.replicas} x {plan.shards} shards",
         f"memory of a rank, at its fullest moment: {plan.moment.name}",
     ]
-    lines += [f"  {part:<20}{_gb(size)}  {size / total:4.0%}" for part, size in plan.moment.parts.items()]
+    for part, size in plan.moment.parts.items():
+        lines.append(f"  {part:<20}{_gb(size)}  {size / total:4.0%}")
     lines += [
         f"  {'all tensors':<20}{_gb(total)}",
         f"  {'on the card':<20}{_gb(plan.total)}  of {plan.card / GB:g} GB, with assumed margin and context",
@@ -130,15 +131,14 @@ def _pace(plan: SimpleNamespace) -> list[str]:
         if times.sent[name]:
             lines.append(f"  {words:<20}{_gb(times.sent[name])}  sent per rank, {_ms(getattr(times, name))} ms")
     lines += [
-        f"{rate:,.0f} samples/s ({rate / off:,.0f} to {rate * off:,.0f}), {rate / plan.gpus:,.1f} per GPU, MFU"
-        f" {plan.mfu:.0%} of bf16; an evaluation {plan.evaluation:.1f} s; reads {plan.read_per_node / GB:.2f} GB/s per"
-        " node",
+        f"{rate:,.0f} samples/s, {rate / plan.gpus:,.1f} per GPU, MFU {plan.mfu:.0%} of bf16; an evaluation"
+        f" {plan.evaluation:.1f} s; reads {plan.read_per_node / GB:.2f} GB/s per node",
         f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations",
         f"  {duration(plan.train)} ({duration(plan.train / off)} to {duration(plan.train * off)}),"
         f" {plan.gpus * plan.train / 3600:,.0f} GPU hours",
     ]
     if plan.cost:
-        lines[-1] += f", cost {plan.cost:,.0f} ({plan.cost / off:,.0f} to {plan.cost * off:,.0f})"
+        lines[-1] += f", cost {plan.cost:,.0f}"
     return lines
 
 

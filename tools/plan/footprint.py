@@ -86,8 +86,11 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
                 vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
                 inputs = (streams if kind == "double" else streams[0], vec, net.rope)
                 compiled = cfg.parallel.compile
-                footprints[f"{kind} {length}"] = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
-        batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
+                found = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
+                footprints[f"{kind} {length}"] = found
+        batch = {}
+        for name, (shape, kind) in fields(model).items():
+            batch[name] = torch.zeros((rows, *shape), dtype=kind)
         ends = _net(cfg, arch, 0)  # without blocks; it and the loss are never compiled
         footprints["ends"] = _run(lambda: flow.losses(ends, batch, dtype).sum())
     return footprints
@@ -280,11 +283,11 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
     # AOTAutograd calls what backward is given of weights and inputs primals, and gradients tangents.
     lent = _storages(node for node in given if node.name.startswith(("primals", "tangents")))
     last |= dict.fromkeys([*kept, *lent], len(nodes))
-    held = [
-        sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]) for moment in range(len(nodes))
-    ]
+    most = 0
+    for moment in range(len(nodes)):
+        most = max(most, sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]))
     saved = sum(size for key, size in kept.items() if key not in inputs)
-    return saved, max(held) - sum(inputs.values()), Work(moved, tuple(products))
+    return saved, most - sum(inputs.values()), Work(moved, tuple(products))
 
 
 def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:

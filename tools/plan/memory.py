@@ -84,9 +84,10 @@ class _Step:
 
     def backward(self, i: int) -> None:
         """While regions before are gathered, and the regions behind are reduced."""
+        of_root = self.item * self.root.whole
         self.note(
             f"backward of region {i + 1}",
-            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i + 1) + self.item * self.root.whole,
+            gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i + 1) + of_root,
             gathered=self._gathered({i, *range(self.freed, i)}) + self._prefetched(i),
             activations=self._saved(i + 1),
             working=self.needs[i].backward + self.stream,
@@ -95,8 +96,9 @@ class _Step:
     def reduce(self, i: int) -> None:
         """The region's weights and activations are free; its gradients are copied for reduction."""
         # The gradients are freed before the result is made.
-        reducing = max(self.item * self.regions[i].whole, self.reduced * self._shards([self.regions[i]]))
-        unreduced = self.item * self.root.whole + reducing
+        gradients = self.item * self.regions[i].whole
+        result = self.reduced * self._shards([self.regions[i]])
+        unreduced = self.item * self.root.whole + max(gradients, result)
         self.note(
             f"reduction of region {i + 1}",
             gradients=self.gradients(self.regions[i + 1 :]) + self._reducing(i) + unreduced,

@@ -85,7 +85,9 @@ def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine:
         pace.micro_batch(last=micro == micros - 1)
     optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
     optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
-    passes = micros * sum(pace.forward(unit) + pace.backward(i) for i, unit in enumerate(layout.units))
+    passes = 0.0
+    for i, unit in enumerate(layout.units):
+        passes += micros * (pace.forward(unit) + pace.backward(i))
     return Times(
         step=max(pace.free.values()) + optimizer,
         compute=passes + optimizer,
@@ -119,7 +121,9 @@ class _Pace:
     def backward(self, i: int) -> float:
         """With the copy of a unit's gradients to where they are reduced, and of its weights if gathered again."""
         unit = self.layout.units[i]
-        moved = (self.item + self.reduced) * unit.padded + (2 * unit.gathered if i < self.freed else 0)
+        moved = (self.item + self.reduced) * unit.padded
+        if i < self.freed:
+            moved += 2 * unit.gathered
         return self.computing[unit.kind][1] + self.machine.moving(moved)
 
     def gather(self, unit: Unit) -> float:
@@ -154,7 +158,9 @@ class _Pace:
         ready = self.put("all_gather", self.gather(regions[-1]), begun) if self.freed == len(regions) else 0.0
         ends: list[float] = []  # of reductions
         for i in reversed(range(len(regions))):
-            begun = max(self.free["compute"], ready, ends[-1 - REDUCTIONS] if len(ends) > REDUCTIONS else 0.0)
+            begun = max(self.free["compute"], ready)
+            if len(ends) > REDUCTIONS:
+                begun = max(begun, ends[-1 - REDUCTIONS])
             if 0 < i <= self.freed:
                 ready = self.put("all_gather", self.gather(regions[i - 1]), begun)
             ends.append(self._reduce(regions[i], self.put("compute", self.backward(i), begun), last))
@@ -176,5 +182,6 @@ def evaluation(
     batches = ceil(samples / (machine.gpus * cfg.eval.batch))
     pace = _Pace(cfg, layout, footprints, machine)
     compute = sum(pace.computing[unit.kind][0] for unit in layout.units) * cfg.eval.batch / rows
-    again, once = (sum(map(pace.gather, units)) for units in (layout.units[: pace.freed], layout.units[pace.freed :]))
+    again = sum(map(pace.gather, layout.units[: pace.freed]))
+    once = sum(map(pace.gather, layout.units[pace.freed :]))
     return batches * max(compute, again) + once

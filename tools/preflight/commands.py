@@ -30,28 +30,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
     parser = Options("python -m tools.preflight", __doc__)
     add = parser.add_argument
+    seconds = between(1, 86400, float)
     add("--nodes", type=listed(), default=[socket.gethostname()], help="names of all nodes, by commas (this one)")
     add("--address", default="127.0.0.1:0", metavar="HOST:PORT", help="an address of the first that all others reach")
     number = os.environ.get("SLURM_NODEID")
     add("--node", type=between(0, 10**6), default=number, help="number of this one among them ($SLURM_NODEID)")
     add("--gpus", type=between(1, 1024), default=devices, help="devices per node of the run (all; 1 on the CPU)")
-    wait = between(1, 86400, float)
-    slow = between(0, 1, float)
-    add("--wait", type=wait, default=120.0, metavar="S", help="for a node to come, and for a measurement (%(default)g)")
-    add(
-        "--slow",
-        type=slow,
-        default=0.8,
-        metavar="SHARE",
-        help="of the median, below which a node is slow (%(default)g)",
-    )
+    add("--wait", type=seconds, default=120.0, metavar="S", help="for a node, and for a measurement (%(default)g)")
+    words = "of the median, below which a node is slow (%(default)g)"
+    add("--slow", type=between(0, 1, float), default=0.8, metavar="SHARE", help=words)
     args = parser.parse_args(argv)
     count = len(args.nodes)
     args.node = 0 if count == 1 else args.node
     if args.node not in range(count):
         raise Refusal(f"which of --nodes={','.join(args.nodes)} is this? give --node=0 to {count - 1}")
     least = 1 if count > 1 else 0
-    if not re.fullmatch(r".+:[0-9]{1,5}", args.address) or not least <= int(args.address.rpartition(":")[2]) <= 65535:
+    port = re.fullmatch(r".+:([0-9]{1,5})", args.address)
+    if not port or not least <= int(port[1]) <= 65535:
         raise Refusal(f"--address={args.address}: give HOST:PORT of the first node, with a port from {least} to 65535")
     return args
 
@@ -73,7 +68,7 @@ def check(args: argparse.Namespace) -> int:
         reports = leader.survey(present)
         for node, report in reports.items():
             print(printable(f"{args.nodes[node]}: {report.row()}"))
-        judge(verdict, reports, args)
+        judge(verdict, reports, args.slow)
     leader.end(present)
     if verdict.complaints:
         print("\n".join(printable(f"preflight: {line}") for line in verdict.lines()), flush=True)

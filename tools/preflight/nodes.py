@@ -102,15 +102,15 @@ class Node:
 
     def measure(self, turn: int, groups: list[list[int]]) -> None:
         """This node's part in a round. Sets turn/TURN/NODE to the figures of its devices, or to a problem."""
-        for group in groups:
-            if self.number in group:
-                first = group.index(self.number) * self.gpus
-                size = len(group) * self.gpus
-                name = f"{turn}/{group}"
-                module = [sys.executable, "-m", "tools.preflight.fitness"]
-                words = ([first + gpu, size, gpu, self.address, name] for gpu in range(self.gpus))
-                commands = [[*module, *map(str, line)] for line in words]
-                self.set(f"turn/{turn}/{self.number}", measured(commands, self.wait_s))
+        group = next((group for group in groups if self.number in group), None)
+        if group is None:
+            return
+        first = group.index(self.number) * self.gpus
+        commands = []
+        for gpu in range(self.gpus):
+            words = (first + gpu, len(group) * self.gpus, gpu, self.address, f"{turn}/{group}")
+            commands.append([sys.executable, "-m", "tools.preflight.fitness", *map(str, words)])
+        self.set(f"turn/{turn}/{self.number}", measured(commands, self.wait_s))
 
 
 class Leader(Node):

@@ -3,7 +3,6 @@
 What a node has is compared with what most nodes have. How fast a node is is compared with the median node.
 """
 
-import argparse
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ class NodeReport:
         return min((device[key] for device in self.devices), default=0.0)
 
     def kinds(self) -> str:
-        return " + ".join(f"{count} x {name}" for name, count in Counter(d["device"] for d in self.devices).items())
+        counts = Counter(device["device"] for device in self.devices)
+        return " + ".join(f"{count} x {name}" for name, count in counts.items())
 
     def row(self) -> str:
         """The report in a line."""
@@ -49,7 +49,7 @@ class Verdict:
 
     def __init__(self, names: list[str]):
         self.names = names
-        self.complaints = {}
+        self.complaints: dict[int, list[str]] = {}
 
     def add(self, node: int, what: str, remedy: str) -> None:
         self.complaints.setdefault(node, []).append(f"{what}; {remedy}")
@@ -71,14 +71,20 @@ class Verdict:
                 self.add(node, f"{what} {value:.3g} {unit}, the median node {median:.3g}", remedy)
 
     def lines(self) -> list[str]:
-        texts = [f"{self.names[node]}: {text}" for node in sorted(self.complaints) for text in self.complaints[node]]
-        return [*texts, f"bad nodes: {','.join(self.names[node] for node in sorted(self.complaints))}"]
+        bad = sorted(self.complaints)
+        texts = [f"{self.names[node]}: {text}" for node in bad for text in self.complaints[node]]
+        return [*texts, f"bad nodes: {','.join(self.names[node] for node in bad)}"]
 
 
-def judge(verdict: Verdict, reports: dict[int, NodeReport], args: argparse.Namespace) -> None:
-    """Add all complaints to the verdict."""
+def judge(verdict: Verdict, reports: dict[int, NodeReport], slow: float) -> None:
+    """Add all complaints to the verdict. slow: the share of the median speed below which a node is slow."""
     for node, report in reports.items():
-        _judge_alone(verdict, node, report)
+        if not report.devices:
+            verdict.add(node, report.alone["problem"], "look at its kernel log and the device's own tools")
+        for device in report.devices:
+            if device.get("free_gb", 1) < FREE * device.get("total_gb", 1):
+                free = f"{device['free_gb']:.0f} of {device['total_gb']:.0f} GB of device memory are free"
+                verdict.add(node, free, "end the process that holds the rest")
     for fact, remedy in (("driver", "install the same one"), ("links", "look at cable, port and switch")):
         verdict.same(fact, {node: report.facts[fact] for node, report in reports.items()}, remedy)
     sound = {node: report for node, report in reports.items() if report.devices}
@@ -86,22 +92,14 @@ def judge(verdict: Verdict, reports: dict[int, NodeReport], args: argparse.Names
         return
     verdict.same("has", {node: report.kinds() for node, report in sound.items()}, "look for the missing device")
     flops = {node: report.least("tflops") for node, report in sound.items()}
-    verdict.fast(
-        "multiplies at", "TFLOP/s", flops, args.slow, "look at its devices' temperature, power limit and clocks"
-    )
     inside = {node: report.least("gb_per_s") for node, report in sound.items()}
-    verdict.fast("all-reduces inside the node at", "GB/s", inside, args.slow, "look at the links between its devices")
     between = {node: report.between for node, report in sound.items() if report.between}
-    verdict.fast("all-reduces with its neighbours at", "GB/s", between, args.slow, NETWORK)
-    for node in sound.keys() - between.keys() if len(args.nodes) > 1 else ():
-        verdict.add(node, f"all-reduces with no neighbour: {sound[node].problem}", NETWORK)
-
-
-def _judge_alone(verdict: Verdict, node: int, report: NodeReport) -> None:
-    """Complaints about a node that need no other node."""
-    if not report.devices:
-        verdict.add(node, report.alone["problem"], "look at its kernel log and the device's own tools")
-    for device in report.devices:
-        if device.get("free_gb", 1) < FREE * device.get("total_gb", 1):
-            free = f"{device['free_gb']:.0f} of {device['total_gb']:.0f} GB of device memory are free"
-            verdict.add(node, free, "end the process that holds the rest")
+    for what, unit, speeds, remedy in (
+        ("multiplies at", "TFLOP/s", flops, "look at its devices' temperature, power limit and clocks"),
+        ("all-reduces inside the node at", "GB/s", inside, "look at the links between its devices"),
+        ("all-reduces with its neighbours at", "GB/s", between, NETWORK),
+    ):
+        verdict.fast(what, unit, speeds, slow, remedy)
+    if len(verdict.names) > 1:
+        for node in sound.keys() - between.keys():
+            verdict.add(node, f"all-reduces with no neighbour: {sound[node].problem}", NETWORK)

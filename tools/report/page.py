@@ -43,8 +43,11 @@ def page(systems: list[System], basis: str) -> str:
         parts.append(f"<h3>{_label(system)} {_verdict(system)}</h3><pre>{lines}</pre>")
     parts += ["<h2>Configuration</h2>", _compared(systems, [system.settings for system in systems])]
     parts += ["<h2>Environment</h2>", _compared(systems, [system.machine for system in systems])]
-    light = "".join(f"--c-{name}:{shade};" for name, (shade, _) in COLOURS.items())
-    dark = "".join(f"--c-{name}:{shade};" for name, (_, shade) in COLOURS.items())
+    light = ""
+    dark = ""
+    for name, (in_light, in_dark) in COLOURS.items():
+        light += f"--c-{name}:{in_light};"
+        dark += f"--c-{name}:{in_dark};"
     colours = f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -33,8 +33,15 @@ def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
     for real, path in files.items():
         systems.setdefault(_system_of(real), []).append(path)
     groups = [sorted(group, key=_number) for group in systems.values()]
-    names = _names([Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups])
-    return [(f"{n}/{group[0].parent.name}" if names.count(n) > 1 else n, group) for n, group in zip(names, groups)]
+    homes = []
+    for group in groups:
+        homes.append(Path(os.path.commonpath([path.resolve().parent for path in group])))
+    found = []
+    names = _names(homes)
+    for name, group in zip(names, groups):
+        is_clear = names.count(name) == 1
+        found.append((name if is_clear else f"{name}/{group[0].parent.name}", group))
+    return found
 
 
 def _results(argument: str) -> list[Path]:
@@ -99,8 +106,9 @@ def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:
         described = {}
     known: dict[str, str] = {}
     for key, value in (described | logged).items():
-        items = value.items() if isinstance(value, dict) else [(key, value)]
-        known |= {str(name): str(text) for name, text in items if isinstance(text, (str, int, float)) and str(text)}
+        for name, text in value.items() if isinstance(value, dict) else [(key, value)]:
+            if isinstance(text, (str, int, float)) and str(text):
+                known[str(name)] = str(text)
     return known
 
 

@@ -249,7 +249,8 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
     """Why a system is no valid result, the gravest first."""
     yield from system.mixtures
     if len(system.runs) != RUNS:
-        yield f"{len(system.runs)} run{'s' * (len(system.runs) != 1)}; the rules ask for {RUNS}"
+        plural = "s" if len(system.runs) > 1 else ""
+        yield f"{len(system.runs)} run{plural}; the rules ask for {RUNS}"
     if failed > 1 or failed == len(system.runs):
         bad = [run for run in system.runs if run.faults]
         names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
@@ -269,5 +270,8 @@ def _mixtures(runs: list[Run]) -> Iterator[str]:
             if (value := run.log.value(key)) is not None:
                 names.setdefault(str(value)[:60], []).append(run.name)
         if len(names) > 1:
-            parts = (f"{value} in {files[0]}{' ...' * (len(files) > 1)}" for value, files in names.items())
+            parts = []
+            for value, files in names.items():
+                more = " ..." if len(files) > 1 else ""
+                parts.append(f"{value} in {files[0]}{more}")
             yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"

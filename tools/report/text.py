@@ -28,10 +28,16 @@ def describe(system: System) -> str:
         parts.append(f"{count} x {model}" if model else f"{count} ranks")
     parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
     headings = "".join(f"{heading:>{width}}" for heading, width, _, _ in RUN_COLUMNS)
-    lines = [wrapped(f"{system.name}: {system.verdict}", ""), wrapped(", ".join(parts)), f"  {'run':<21}{headings}"]
+    lines = [
+        wrapped(f"{system.name}: {system.verdict}", ""),
+        wrapped(", ".join(parts)),
+        f"  {'run':<21}{headings}",
+    ]
     for run in system.runs:
-        values = "".join(f"{show(getattr(run, name), form):>{width}}" for _, width, name, form in RUN_COLUMNS)
-        lines.append(printable(f"  {_tail(run.name, 20):<21}{values}"))
+        row = f"  {_tail(run.name, 20):<21}"
+        for _, width, name, form in RUN_COLUMNS:
+            row += f"{show(getattr(run, name), form):>{width}}"
+        lines.append(printable(row))
         lines += [wrapped(f"  failed: {fault}") for fault in run.faults[:SHOWN_FAULTS]]
         if len(run.faults) > SHOWN_FAULTS:
             lines.append(f"    failed: and {len(run.faults) - SHOWN_FAULTS} more")

@@ -38,7 +38,16 @@ RED = "31"
 GREEN = "32"
 YELLOW = "33"
 # Each run's mark and colour. The colours can be read on a light and on a dark ground.
-MARKS = dict(zip("●◆▲■○◇△□", (f"38;5;{number}" for number in (33, 208, 35, 134, 203, 37, 137, 205))))
+MARKS = {
+    "●": "38;5;33",
+    "◆": "38;5;208",
+    "▲": "38;5;35",
+    "■": "38;5;134",
+    "○": "38;5;203",
+    "◇": "38;5;37",
+    "△": "38;5;137",
+    "□": "38;5;205",
+}
 LEAST_COLUMNS = 40
 MOST_COLUMNS = 100
 CHART_ROWS = 12
@@ -69,7 +78,8 @@ class Look:
 
     @property
     def samples(self) -> int:
-        return max((record["samples"] for record in (*self.steps[-1:], *self.evaluations[-1:])), default=0)
+        newest = [*self.steps[-1:], *self.evaluations[-1:]]
+        return max((record["samples"] for record in newest), default=0)
 
     @property
     def rate(self) -> float:
@@ -254,12 +264,15 @@ def chart(looks: list[Look], width: int) -> list[str]:
         for samples, loss in run.curve:
             y = row(loss)
             grid[max(0, y)][column(samples)] = paint(mark if y >= 0 else "↑", colour)
-    labels = {
-        row(loss): text if len(text) < 8 else f"{loss:.1e}" for loss, text in loss_chart.ticks(low, high, 5).items()
-    }
+    labels = {}
+    for loss, text in loss_chart.ticks(low, high, 5).items():
+        labels[row(loss)] = text if len(text) < 8 else f"{loss:.1e}"
     if target:
         labels[row(target)] = f"{target:.4g}"
-    lines = [f"{labels.get(y, '')[:7]:>7} │" + "".join(cells) for y, cells in enumerate(grid)]
+    lines = []
+    for y, cells in enumerate(grid):
+        label = labels.get(y, "")[:7]
+        lines.append(f"{label:>7} │{''.join(cells)}")
     axis = ["─"] * columns
     numbers = " " * (columns + 1)
     for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
@@ -267,7 +280,13 @@ def chart(looks: list[Look], width: int) -> list[str]:
         start = min(column(samples) - len(text) // 2, columns - len(text)) + 1
         numbers = numbers[:start] + text + numbers[start + len(text) :]
     foot = f"░ {band.source}" if band else "validation loss"
-    return [*lines, f"{'':8}└{''.join(axis)}", f"{'':8}{numbers}", f"{'':9}{foot:{columns - 16}}training samples", ""]
+    lines += [
+        f"{'':8}└{''.join(axis)}",
+        f"{'':8}{numbers}",
+        f"{'':9}{foot:{columns - 16}}training samples",
+        "",
+    ]
+    return lines
 
 
 def follow(folders: list[Path], every_s: float) -> None:
