@@ -215,12 +215,7 @@ def read_empty(folder: Path) -> dict[str, int]:
 
 
 def make_set(folder: Path) -> None:
-    root = folder / "set"
-    for split, count in (("train", 5), ("val", 8)):
-        shard_writer.write(root / split, shard_damage.samples(count, timesteps=split == "val"), split, PER_SHARD)
-    rng = np.random.default_rng(0)
-    empty = {k: rng.standard_normal(LAYOUT.shapes[k]).astype(np.float32) for k in ("t5", "clip")}
-    shard_writer.write_empty(root / "empty_encodings", empty)
+    shard_damage.write_set(folder / "set", 5, 8)
     text = re.sub("train_count = 50", "train_count = 5", MICRO.read_text())
     (folder / "sizes.toml").write_text(re.sub("val_count = 45", "val_count = 8", text))
     assert _verify().code == 0

@@ -1,9 +1,9 @@
 """Targets: checkpoints, weights as people keep them, the autoencoder, the compiler's cache.
 
 Files of weights without a manifest have no checksum. Damage to their payload changes the value that it hits. The oracle
-parses the hurt files by itself, and each tensor must have the bytes found there. A checkpoint has checksums: none of
-its bytes may change unseen. Whoever renews the checksums of its manifest has made another checkpoint, which the
-oracle reads.
+reads each hurt file by the library of safetensors, and each tensor must have the bytes found there. A checkpoint has
+checksums: none of its bytes may change unseen. Whoever renews the checksums of its manifest has made another
+checkpoint, which the oracle reads.
 """
 
 import hashlib

@@ -32,11 +32,10 @@ from tools.prepare import commands as prepare
 from tools.prepare import mlcommons
 
 pa = pytest.importorskip("pyarrow")
+from arrow_files import ENCODINGS, Row, schema, write_arrow, write_state  # noqa: E402  (it needs pyarrow)
 
 FULL = shards.layout(config.Config().model)
 COUNT, PER_SHARD = 23, 4  # samples
-ENCODINGS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}
-Row = dict[str, object]
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -59,30 +58,6 @@ def rows(count: int = COUNT, split: str = "train", seed: int = 0, full: bool = F
         {"__key__": f"{i:012d}", **dict(encodings()), "timestep": i % 8 if split == "val" else None}
         for i in range(count)
     ]
-
-
-def schema(timestep=None, binary=None, without: tuple[str, ...] = ()) -> "pa.Schema":
-    kinds = {"__key__": pa.string()} | dict.fromkeys(ENCODINGS.values(), binary or pa.binary())
-    kinds["timestep"] = timestep or pa.int32()
-    return pa.schema({name: kind for name, kind in kinds.items() if name not in without})
-
-
-def write_arrow(
-    path: Path, content: list[Row], batches: tuple[int, ...] = (COUNT,), kind: "pa.Schema" = None, **options: object
-) -> None:
-    """An arrow stream with batches of so many rows."""
-    kind, begin = kind or schema(), 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    assert sum(batches) == len(content)
-    with pa.ipc.new_stream(str(path), kind, **options) as stream:
-        for size in batches:
-            stream.write_batch(pa.RecordBatch.from_pylist(content[begin : begin + size], schema=kind))
-            begin += size
-
-
-def write_state(folder: Path, names: list[str]) -> None:
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None}
-    (folder / "state.json").write_text(json.dumps(state))
 
 
 def write_empty(folder: Path, layout: Layout = LAYOUT) -> None:
