@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 import shard_damage
 import yaml
+from braceexpand import braceexpand
 from fuzz import damage_files
 from fuzz.damage import BYTES, TEXT, at, of_content
 from fuzz.damage_files import ARCHIVE, NPY, PLACES
@@ -143,17 +144,7 @@ def read_energon(folder: Path) -> dict[str, list[str]]:
 
 
 def _names(patterns: list[str]) -> list[str]:
-    names = []
-    for pattern in patterns:
-        parts = re.fullmatch(r"(.*)\{([0-9]+)\.\.([0-9]+)\}(.*)", pattern, re.S)
-        if parts:
-            low, high = parts[2], parts[3]
-            step = 1 if int(low) <= int(high) else -1
-            width = max(len(low), len(high)) if "0" in (low[0], high[0]) else 0
-            names += [f"{parts[1]}{n:0{width}d}{parts[4]}" for n in range(int(low), int(high) + step, step)]
-        else:
-            names.append(pattern)
-    return names
+    return [name for pattern in patterns for name in braceexpand(pattern)]
 
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
