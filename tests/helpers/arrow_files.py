@@ -16,11 +16,15 @@ def schema(timestep=None, binary=None, without: tuple[str, ...] = ()) -> pa.Sche
 
 
 def write_arrow(
-    path: Path, content: list[Row], batches: tuple[int, ...] = (), kind: pa.Schema | None = None, **options: object
+    path: Path,
+    content: list[Row],
+    batches: tuple[int, ...] | None = None,
+    kind: pa.Schema | None = None,
+    **options: object,
 ) -> None:
-    """An arrow stream with batches of so many rows; () for one of all."""
+    """An arrow stream with batches of so many rows; None for one of all."""
     kind, begin = kind or schema(), 0
-    batches = batches or (len(content),)
+    batches = (len(content),) if batches is None else batches
     path.parent.mkdir(parents=True, exist_ok=True)
     assert sum(batches) == len(content)
     with pa.ipc.new_stream(str(path), kind, **options) as stream:
