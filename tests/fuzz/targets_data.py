@@ -235,6 +235,7 @@ def make_stage(folder: Path) -> None:
     source, target = folder / "src", folder / "dst"
     (source / "train").mkdir(parents=True)
     shutil.copytree(source, target)
+    (target / stage.HIDDEN).mkdir()
     sums = {}
     for number in range(4):
         path = source / "train" / f"shard_{number:06d}.tar"
