@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 import shard_damage
 import yaml
+from braceexpand import braceexpand
 from fuzz import damage_files
 from fuzz.damage import BYTES, TEXT, at, of_content
 from fuzz.damage_files import ARCHIVE, NPY, PLACES
@@ -143,17 +144,7 @@ def read_energon(folder: Path) -> dict[str, list[str]]:
 
 
 def _names(patterns: list[str]) -> list[str]:
-    names = []
-    for pattern in patterns:
-        parts = re.fullmatch(r"(.*)\{([0-9]+)\.\.([0-9]+)\}(.*)", pattern, re.S)
-        if parts:
-            low, high = parts[2], parts[3]
-            step = 1 if int(low) <= int(high) else -1
-            width = max(len(low), len(high)) if "0" in (low[0], high[0]) else 0
-            names += [f"{parts[1]}{n:0{width}d}{parts[4]}" for n in range(int(low), int(high) + step, step)]
-        else:
-            names.append(pattern)
-    return names
+    return [name for pattern in patterns for name in braceexpand(pattern)]
 
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
@@ -215,12 +206,7 @@ def read_empty(folder: Path) -> dict[str, int]:
 
 
 def make_set(folder: Path) -> None:
-    root = folder / "set"
-    for split, count in (("train", 5), ("val", 8)):
-        shard_writer.write(root / split, shard_damage.samples(count, timesteps=split == "val"), split, PER_SHARD)
-    rng = np.random.default_rng(0)
-    empty = {k: rng.standard_normal(LAYOUT.shapes[k]).astype(np.float32) for k in ("t5", "clip")}
-    shard_writer.write_empty(root / "empty_encodings", empty)
+    shard_damage.write_set(folder / "set", 5, 8)
     text = re.sub("train_count = 50", "train_count = 5", MICRO.read_text())
     (folder / "sizes.toml").write_text(re.sub("val_count = 45", "val_count = 8", text))
     assert _verify().code == 0
@@ -249,6 +235,7 @@ def make_stage(folder: Path) -> None:
     source, target = folder / "src", folder / "dst"
     (source / "train").mkdir(parents=True)
     shutil.copytree(source, target)
+    (target / stage.HIDDEN).mkdir()
     sums = {}
     for number in range(4):
         path = source / "train" / f"shard_{number:06d}.tar"

@@ -187,24 +187,17 @@ def _stem(name: str) -> str:
 
 
 def make_arrow(folder: Path) -> None:
-    import pyarrow as pa
+    import arrow_files  # needs pyarrow
 
-    columns = [pa.field(name, pa.binary()) for name in mlcommons.COLUMNS.values()]
-    schema = pa.schema([pa.field("timestep", pa.int64()), *columns])
     for name, seed in (("set", 0), ("other", 1)):
-        (folder / name).mkdir()
-        rows = [
-            {"timestep": sample.timestep}
-            | {mlcommons.COLUMNS[key]: shard_writer.npy_blob(bits) for key, bits in sample.members.items()}
-            for sample in shard_damage.samples(5, seed)
-        ]
+        rows = []
+        for sample in shard_damage.samples(5, seed):
+            blobs = {mlcommons.COLUMNS[key]: shard_writer.npy_blob(bits) for key, bits in sample.members.items()}
+            rows.append({"timestep": sample.timestep, **blobs})
         files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-        for file, part in zip(files, (rows[:3], rows[3:])):
-            with pa.OSFile(str(folder / name / file), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
-                for row in part:
-                    writer.write_batch(pa.RecordBatch.from_pylist([row], schema))
-        state = {"_data_files": [{"filename": file} for file in files], "_fingerprint": "x", "_split": None}
-        (folder / name / "state.json").write_text(json.dumps(state))
+        arrow_files.write_arrow(folder / name / files[0], rows[:3], (1, 1, 1))
+        arrow_files.write_arrow(folder / name / files[1], rows[3:], (1, 1))
+        arrow_files.write_state(folder / name, files)
 
 
 def run_arrow(folder: Path) -> list[tuple]:

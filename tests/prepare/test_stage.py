@@ -228,20 +228,15 @@ def test_one_node_gets_an_identical_copy_with_a_manifest(src, tmp_path, here):
     require_copy(tree(tmp_path / "dst"), tmp_path / "of the copy")
 
 
-def test_nodes_together_read_each_byte_of_the_source_once_and_later_what_is_missing(src, tmp_path):
-    dsts, before = [tmp_path / f"dst{rank}" for rank in range(3)], tree(src)
-    nodes = staged(src, *dsts)
+def test_nodes_together_read_each_byte_of_the_source_once(src, tmp_path):
+    before = tree(src)
+    nodes = staged(src, *(tmp_path / f"dst{rank}" for rank in range(3)))
     assert tree(src) == before
     reads = nodes.reads()
     assert len(reads) == len(set(reads)) and sum(end - begin for _, begin, end in reads) == total(src)
-    readers = [{event[1] for event in events if event[0] == "read"} for events in nodes.events]
-    assert all(len(files) > 2 for files in readers), "all nodes read"
+    for events in nodes.events:
+        assert len({path for kind, path, *_ in events if kind == "read"}) > 2, "all nodes read"
     assert len(nodes.said) == 1 and f"read {total(src):,} bytes" in nodes.said[0]
-    (src / "train" / "late.tar").write_bytes(bytes(3 * CHUNK))
-    (dsts[0] / "train" / "shard_000003.tar").unlink()
-    reads = staged(src, *dsts[:2]).reads()
-    assert {Path(path).name for path, *_ in reads} == {"late.tar", "shard_000003.tar"}
-    assert len(reads) == len(set(reads))
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(src, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import MICRO
-from shard_damage import LAYOUT, NAN, STRIDE, overwrite, overwrite_json, overwrite_value, position, samples
+from shard_damage import LAYOUT, NAN, STRIDE, overwrite, overwrite_json, overwrite_value, position, samples, write_set
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer, shards
@@ -24,19 +24,11 @@ from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, Layout
 from tools.prepare import verify
 
 WIDE = {"text_tokens": 20, "t5_dim": 300}  # a sample is longer than a tar record, as real ones are
-TRAIN, VAL, PER_SHARD = 8, 16, 3
+TRAIN, VAL = 8, 16
 TRAIN_0, TRAIN_1, TRAIN_2 = (f"train/shard_00000{i}.tar" for i in range(3))
 VAL_0, VAL_1 = "val/shard_000000.tar", "val/shard_000001.tar"
 KEY = "train_00000001"
 ONE = f"{TRAIN_0}, sample 1, key {KEY}: "
-
-
-def write_set(root: Path, layout: Layout = LAYOUT, train: int = TRAIN, val: int = VAL) -> None:
-    """train/ of three shards, val/ of six and empty_encodings/."""
-    shard_writer.write(root / "train", samples(train, 0, False, layout), "train", PER_SHARD)
-    shard_writer.write(root / "val", samples(val, 1, True, layout), "val", PER_SHARD)
-    ones = {name: np.ones((1, *layout.shapes[name]), np.float16) for name in ("t5", "clip")}
-    shard_writer.write_empty(root / "empty_encodings", ones)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +42,7 @@ def micro(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("clean") / "set"
-    write_set(folder)
+    write_set(folder, TRAIN, VAL)
     return folder
 
 

@@ -108,7 +108,9 @@ def _make(args: argparse.Namespace) -> int:
                 claims.enter_context(jobs.claimed(final, _plan(args, final.name, model, listed)))
                 _write_empty(final, nets.empty, shards.layout(model))
         for final in finals:
-            mine = [partial(_of_split, part, final.name, args.val_share) for part in parts] if args.val_share else parts
+            mine = parts
+            if args.val_share:
+                mine = [partial(_of_split, part, final.name, args.val_share) for part in parts]
             _make_set(Job(args, final, model, world, mine, pool), nets)
     return 0
 
@@ -149,9 +151,14 @@ def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_
     """What must be the same when a stopped job goes on."""
     names = ("val_share", "caption_column", "per_shard", "min_side", "dtype")
     given = {"split": split} | {name: getattr(args, name) for name in names}
-    folders = {folder for net in (args.t5, args.clip) for folder in (net, encoders.tokenizer_folder(net))}
-    weights = [vae.find(args.vae), *sorted(path for folder in folders for path in folder.iterdir() if path.is_file())]
-    stats = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
+    weights = []
+    for net in (args.t5, args.clip):
+        for folder in {net, encoders.tokenizer_folder(net)}:
+            weights += [path for path in folder.iterdir() if path.is_file()]
+    stats = {}
+    for path in (vae.find(args.vae), *sorted(weights)):
+        status = path.stat()
+        stats[str(path)] = [status.st_size, status.st_mtime_ns]
     return {"options": given | shards.layout(model).shapes | stats, "files": listed}
 
 
@@ -187,8 +194,10 @@ def _check(job: Job) -> Checked:
                 count += 1
                 bar.update()
             mine.append([number, [count, rejected]])
-    shares = ranks.gather_objects(mine)
-    checked = [part for _, part in sorted(row for share in shares for row in share)]
+    numbered = []
+    for share in ranks.gather_objects(mine):
+        numbered += share
+    checked = [part for _, part in sorted(numbered)]
     with ranks.agreed():
         if job.world.rank == 0:
             files.write_whole(path, json.dumps({"crc32": _crc32(checked), "parts": checked}))
@@ -251,7 +260,8 @@ def _write_shard(
             for sample in batch:
                 if sample.rejected:
                     raise Fault(f"{sample.name}: {sample.rejected}, though it was good a while ago", alone=True)
-            members = nets.encode(torch.stack([s.pixels for s in batch]), [s.caption for s in batch])
+            pixels = torch.stack([sample.pixels for sample in batch])
+            members = nets.encode(pixels, [sample.caption for sample in batch])
             for i, sample in enumerate(batch):
                 blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
                 timestep = index % TIMESTEPS if sample.timestep is None else sample.timestep

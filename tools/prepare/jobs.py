@@ -65,10 +65,8 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
 def _difference(begun: str, wanted: str) -> str:
     """The first options and files that differ."""
     try:
-        then, now = (
-            p["options"] | {name: about for name, *about in p["files"]}
-            for p in map(outside.parse_json, (begun, wanted))
-        )
+        then = _flat(begun)
+        now = _flat(wanted)
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"
     names = [name for name in then | now if then.get(name) != now.get(name)]
@@ -76,11 +74,19 @@ def _difference(begun: str, wanted: str) -> str:
     return "; ".join(changes[:3]) or "its files came in another order"
 
 
+def _flat(plan: str) -> dict[str, object]:
+    """The options and files of a plan, by name. Raises: ValueError, KeyError, TypeError."""
+    content = outside.parse_json(plan)
+    return content["options"] | {name: about for name, *about in content["files"]}
+
+
 def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
     """The samples of each shard that has not been written yet, by the shard's number."""
-    starts = enumerate(range(0, count, per_shard))
-    shards = {number: range(start, min(start + per_shard, count)) for number, start in starts}
-    return {number: r for number, r in shards.items() if not shard_writer.shard_path(growing(final), number).exists()}
+    shards = {}
+    for number, start in enumerate(range(0, count, per_shard)):
+        if not shard_writer.shard_path(growing(final), number).exists():
+            shards[number] = range(start, min(start + per_shard, count))
+    return shards
 
 
 def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:

@@ -24,21 +24,30 @@ def entries(path: Path, column: str, files: list[str]) -> list[Entry]:
     column: that of the captions; "": COLUMN. files: their paths in the folder.
     """
     text = outside.read_text(path, "captions", outside.OWN_BYTES).removeprefix("\ufeff")  # Excel begins with one
-    lines = text.split("\n")
     column = column or COLUMN
-    rows = [jsonl.parsed(row) or {} for row in lines if row.strip()] if path.name == JSONL else _of_csv(path, text)
+    rows = _of_json_lines(text) if path.name == JSONL else _of_csv(path, text)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    if absent := [name for name in (KEY, column) if name not in columns]:
-        found = ", ".join(map(outside.shown, columns[:20])) or "none"
-        raise Refusal(f"{path} has no column {absent[0]!r}, only {found}; add it or give --caption-column NAME")
+    for absent in (KEY, column):
+        if absent not in columns:
+            found = ", ".join(map(outside.shown, columns[:20])) or "none"
+            raise Refusal(f"{path} has no column {absent!r}, only {found}; add it or give --caption-column NAME")
+    unlisted = dict.fromkeys(files)
+    unlisted.pop(path.name, None)
     inside = set(files)
     listed = []
     for number, row in enumerate(rows, 1):
-        name = os.path.normpath(given) if (given := row.get(KEY)) and isinstance(given, str) else ""
-        reason = "" if name in inside else "not in the folder" if name else "unreadable row"
-        listed.append((name or f"{path.name}, row {number}", reason, row.get(column)))
-    rest = inside - {path.name, *(name for name, *_ in listed)}
-    return listed + [(name, f"not in {path.name}", None) for name in files if name in rest]
+        given = row.get(KEY)
+        if not given or not isinstance(given, str):
+            listed.append((f"{path.name}, row {number}", "unreadable row", None))
+            continue
+        name = os.path.normpath(given)
+        unlisted.pop(name, None)
+        listed.append((name, "" if name in inside else "not in the folder", row.get(column)))
+    return listed + [(name, f"not in {path.name}", None) for name in unlisted]
+
+
+def _of_json_lines(text: str) -> list[dict]:
+    return [jsonl.parsed(line) or {} for line in text.split("\n") if line.strip()]
 
 
 def _of_csv(path: Path, text: str) -> list[dict]:

@@ -273,7 +273,9 @@ def run(args: argparse.Namespace) -> int:
     folders = _folders(args.dir, problems)
     path = args.dir / MANIFEST
     listed = manifest.read(path) if path.exists() else None  # before the hours that reading all files may take
-    splits = {path: split for split, folder in folders.items() for path in _shards(folder, problems)}
+    splits = {}
+    for split, folder in folders.items():
+        splits |= dict.fromkeys(_shards(folder, problems), split)
     splits |= dict.fromkeys(_others(args.dir, set(splits), problems), "")
 
     def look_at(path: Path, advance: pool.Advance) -> Report:
