@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, shards
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
@@ -185,15 +185,13 @@ def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypa
 
 def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
     """Ties, both neighbours of a tie, both signs, the smallest numbers and zeros with their signs."""
-    ties = [1 + k / 256 for k in range(16)] + [1 + k / 256 + e for k in range(16) for e in (2**-23, -(2**-23))]
-    values = torch.tensor([*ties, 1e-40, 2**-149, 0.0, 3e38])
+    ties = 1 + torch.arange(16) / 256
+    values = torch.cat((ties, ties + 2**-23, ties - 2**-23, torch.tensor([1e-40, 2**-149, 0.0, 3e38])))
     values = torch.cat((values, -values))
     lively["txt_in.weight"].view(-1)[: len(values)] = values
     save_file(lively, tmp_path / "w.safetensors")
     found = load_file(export(tmp_path / "w.safetensors", tmp_path / "out", dtype="bf16"))["txt_in.weight"].view(-1)
-    bits = values.view(torch.int32).long() & 0xFFFFFFFF
-    want = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    assert torch.equal(found[: len(values)].view(torch.int16).long() & 0xFFFF, want)
+    assert found[: len(values)].view(torch.uint16).tolist() == shards.to_bf16_bits(values.numpy()).tolist()
 
 
 def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypatch):
