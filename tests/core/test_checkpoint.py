@@ -73,34 +73,9 @@ def test_one_process_goes_on_from_what_others_have_written_bit_for_bit(measured,
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     require_identical(found, WANT)
-
-
-@pytest.mark.parametrize("writers", SIZES)
-def test_any_number_of_shards_can_be_read(measured, writers):
-    saved = Checkpoint(measured.checkpoint(writers))
-    for shards in range(1, 12):
-        for key, want in WANT.items():
-            first = 0
-            for part in want.chunk(shards):
-                assert torch.equal(saved.read(key, first, len(part)), part)
-                first += len(part)
-    saved.verify()
-    parts = [[rank[key] for rank in measured[3]["checkpoint"]["writing"]["rows"]] for key in WANT]
-    assert any(0 < min(rows) < max(rows) for rows in parts) and any(min(rows) == 0 for rows in parts), "uneven"
-
-
-def test_the_steps_that_follow_need_the_moments_and_their_age(world, tmp_path):
-    """Or else the tests above would not notice that they were lost."""
-    cfg = narrow_config(tmp_path)
-    want = checkpoint_ranks.after_steps(checkpoint_ranks.lively_state(cfg, world))
-    for age, scale in ((0, 1.0), (8, 1.0), (7, 1.001)):
-        state = checkpoint_ranks.lively_state(cfg, world)
-        state.opt.set_steps(age)
-        for moments in state.opt.moments().values():
-            for moment in moments:
-                moment.mul_(scale)
-        found = checkpoint_ranks.after_steps(state)
-        assert not torch.equal(*(state["model.img_in.weight of rank 0"] for state in (found, want)))
+    Checkpoint(folder).verify()
+    rows = [[rank[key] for rank in measured[3]["checkpoint"]["writing"]["rows"]] for key in WANT]
+    assert any(0 < min(parts) < max(parts) for parts in rows) and any(min(parts) == 0 for parts in rows), "uneven"
 
 
 # What is in the folder
@@ -219,17 +194,14 @@ def test_pinned_copies_take_little_more_than_the_state(world):
     with torch.device("meta"):
         for name, (first, *rest) in parameter_table(config.ModelConfig()).items():
             for moment in ("", *optim.MOMENTS):
-                rows[f"{name}.{moment}"] = TensorSlice(
-                    torch.empty(ceil(first / 8), *rest), 0, torch.Size((first, *rest))
-                )
+                local = torch.empty(ceil(first / 8), *rest)
+                rows[f"{name}.{moment}"] = TensorSlice(local, 0, torch.Size((first, *rest)))
         copies = checkpoint.allocate_host_buffers(rows, pin=False)
-    assert {key: part.local.shape for key, part in copies.items()} == {k: part.local.shape for k, part in rows.items()}
+    assert all(copies[key].local.shape == part.local.shape for key, part in rows.items())
     storages = [part.local.untyped_storage() for part in copies.values()]
     sizes = {storage._cdata: storage.nbytes() for storage in storages}.values()
     needed = sum(part.local.nbytes for part in rows.values())
     assert 17.8e9 < needed < sum(1 << (size - 1).bit_length() for size in sizes) < 1.04 * needed
-    apart = sum(1 << (part.local.nbytes - 1).bit_length() for part in rows.values())
-    assert apart > 1.3 * needed, "what one buffer per tensor takes"
     made = {str(size): TensorSlice(torch.empty(size), 0, torch.Size((size,))) for size in (3, 5)}
     real = checkpoint.allocate_host_buffers(made, pin=False)
     for value, part in enumerate(real.values()):
@@ -279,21 +251,21 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Saver, "_write", publish_only)
     draw = random.Random(0)
     state = checkpoint_ranks.lively_state(NARROW, world)
-    for number in range(4):
-        keep, nth, every = draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 60)
-        values = {"keep": keep, "every_samples": every, "keep_every": nth}
+    for number, (keep, nth, every) in enumerate(((1, 0, 12), (2, 3, 60), (4, 1, 30), (3, 2, 1))):
+        values = {"checkpoint__keep": keep, "checkpoint__every_samples": every, "checkpoint__keep_every": nth}
         run = tmp_path / str(number)
         run.mkdir()
-        saver, _ = saver_of(narrow_config(run, **{f"checkpoint__{key}": value for key, value in values.items()}), world)
+        saver, _ = saver_of(narrow_config(run, **values), world)
         interval = ceil(every / NARROW.train.global_batch)  # steps between two saves that are due
         steps = []
-        for step in range(draw.choice((0, 1)), 40):
-            if step % interval == 0 or draw.random() < 0.2:  # others: where a run was stopped
-                state.step = step
-                steps.append(step)
-                save_now(saver, state)
-                for_good = {step for step in steps if nth and step and step % (interval * nth) == 0}
-                assert saved_steps(run) == sorted({*steps[-keep:], *for_good}), (values, steps)
+        for step in range(number % 2, 40):
+            if step % interval and draw.random() > 0.2:
+                continue  # others: where a run was stopped
+            state.step = step
+            steps.append(step)
+            save_now(saver, state)
+            for_good = {step for step in steps if nth and step and step % (interval * nth) == 0}
+            assert saved_steps(run) == sorted({*steps[-keep:], *for_good}), (values, steps)
         assert not list(checkpoint_files.folder_of(run).glob(".*"))
 
 
@@ -312,11 +284,10 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     found, run = measured[writers]["checkpoint"]["breaking"], measured.checkpoint(writers).parents[1] / "breaking"
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
-        blamed = rank % writers
-        error = (
-            "the copy to host memory failed: cannot pin" if what == "copying" else "[Errno 28] No space left on device"
-        )
-        reason = f"{f'rank {blamed}: ' if blamed else ''}{error}"
+        error = "[Errno 28] No space left on device"
+        if what == "copying":
+            error = "the copy to host memory failed: cannot pin"
+        reason = f"rank {rank % writers}: {error}" if rank % writers else error
         assert found[what]["failures"] == [reason] * writers, what
         assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
         assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers

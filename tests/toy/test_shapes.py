@@ -26,7 +26,6 @@ def test_encode_inverts_decode_and_keeps_what_it_has_kept_and_flat_colours():
     picture = 0.5 * shapes.render(shapes.held_out()[0], 64, 64)
     once = shapes.decode(shapes.encode(picture)[0])
     assert abs(once).max() < 1 and abs(once - picture).max() > 0.01
-    np.testing.assert_allclose(shapes.decode(shapes.encode(once)[0]), once, atol=1e-5)
     for colour in shapes.COLOURS.values():
         flat = np.broadcast_to(2 * np.array(colour)[:, None, None] - 1, (3, 16, 8))
         np.testing.assert_allclose(shapes.decode(shapes.encode(flat)[0]), flat, atol=1e-5)
@@ -67,13 +66,9 @@ def test_drawings_are_where_and_what_their_captions_say():
         ink = (abs(picture - shapes.BACKGROUND).max(axis=0) > 0.05).mean()
         area = {"circle": math.pi, "square": 1.8**2, "triangle": 2.0}[drawing.shape] * shapes.SIZES[drawing.size] ** 2
         assert ink == pytest.approx(area, rel=0.3), drawing.caption
-
-
-def test_drawing_moves_by_dx_and_dy():
-    """Eight pixels of 64 to the right and four down."""
-    drawing = shapes.Drawing("small", "red", "circle", "middle")
-    still, moved = shapes.render(drawing, 64, 64), shapes.render(drawing, 64, 64, dx=8 / 64, dy=4 / 64)
-    np.testing.assert_array_equal(moved, np.roll(still, (4, 8), axis=(1, 2)))
+        moved = shapes.render(drawing, 64, 80, dx=10 / 80, dy=4 / 64)
+        still = shapes.render(drawing, 64, 80)
+        np.testing.assert_array_equal(moved[:, 4:, 10:], still[:, :-4, :-10])
 
 
 def test_caption_encodings_are_the_same_in_every_process():
@@ -84,17 +79,13 @@ def test_caption_encodings_are_the_same_in_every_process():
     np.testing.assert_allclose(t5[4, :3], [0.38186851, -0.00030607, -0.81482333], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(clip, [0.09850877, 0.4119615, 0.8492412, -0.34046832], rtol=1e-5)
 
-
-def test_caption_encoding_pads_with_the_empty_word_and_cuts():
-    (t5, _), (empty, _) = (shapes.encode_caption(caption, 5, 6, 4) for caption in ("a red circle", ""))
-    assert np.array_equal(t5[3:], empty[3:]) and (t5[:3] != empty[:3]).all() and (empty == empty[0]).all()
+    (empty,) = {row.tobytes() for row in shapes.encode_caption("", 5, 6, 4)[0]}
+    assert t5[3].tobytes() == t5[4].tobytes() == empty
     assert np.array_equal(shapes.encode_caption("a red circle", 2, 6, 4)[0], t5[:2])
 
 
 def test_different_words_have_different_encodings():
     words = {word for drawing in shapes.all_drawings() for word in drawing.caption.split()}
-    vectors = [shapes.encode_caption(word, 1, 28, 14) for word in words]
-    for kind in (0, 1):
-        assert len({pair[kind].tobytes() for pair in vectors}) == len(words)
-    states = np.stack([t5[0] for t5, _ in vectors])
-    assert abs(states.mean()) < 0.1 and states.std() == pytest.approx(1, abs=0.1)
+    states, pooled = zip(*(shapes.encode_caption(word, 1, 28, 14) for word in words))
+    assert len({state.tobytes() for state in states}) == len({vector.tobytes() for vector in pooled}) == len(words)
+    assert abs(np.mean(states)) < 0.1 and np.std(states) == pytest.approx(1, abs=0.1)

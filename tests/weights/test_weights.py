@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import rank_runs
@@ -16,7 +17,7 @@ from fake_world import fake_world
 from lively_nets import lively
 from payload import Payload
 from peer_net import to_diffusers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flux_ref import config, config_file, sharding
@@ -101,31 +102,18 @@ def opened(path: Path, model: ModelConfig, step: int | None = None) -> weight_fi
     return weight_files.open_source(weight_files.find(path, step), model)
 
 
-def counted(source: weight_files.Source) -> list[int]:
-    """From here on, the number of values in each read of a source."""
-    read, counts = source.tensors.read, []
-
-    def counting(*which: object) -> Tensor:
-        rows = read(*which)
-        counts.append(rows.numel())
-        return rows
-
-    source.tensors.read = counting
-    return counts
-
-
 def require_filled(net: nn.Module, path: Path, cfg: config.Config, want: dict[str, Tensor]) -> None:
     """Load a rank's net: it gets its own rows in fp32, and reads no others."""
-    parameters = sharding.named_parameters(net)
-    for parameter in parameters.values():
-        parameter.detach().to_local().zero_()
+    rows = {name: sharding.local_rows(parameter) for name, parameter in sharding.named_parameters(net).items()}
+    with torch.no_grad():
+        for _, local in rows.values():
+            local.zero_()
     source = opened(path, cfg.model)
-    counts = counted(source)
-    weight_files.load(net, source)
-    for name, parameter in parameters.items():
-        first, local = sharding.local_rows(parameter)
+    with mock.patch.object(source.tensors, "read", wraps=source.tensors.read) as read:
+        weight_files.load(net, source)
+    for name, (first, local) in rows.items():
         require_identical({name: local}, {name: want[name][first : first + len(local)]})
-    assert sum(counts) == sum(parameter.to_local().numel() for parameter in parameters.values()), path
+    assert sum(call.args[2] for call in read.call_args_list) == sum(len(local) for _, local in rows.values()), path
 
 
 def test_three_ranks_read_the_same_weights_and_each_only_its_own(kept, tmp_path):
@@ -209,10 +197,6 @@ def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: N
     return path
 
 
-def write_cut(folder: Path, cut: int) -> Path:
-    return write_bfl(folder, cut=cut)
-
-
 def write_bytes(folder: Path, content: bytes | Callable) -> Path:
     """content: the bytes of the file, or what writes a payload to it."""
     path = folder / "w.safetensors"
@@ -232,8 +216,9 @@ def write_folder(folder: Path, name: str, content: object) -> Path:
         path.write_text(content)
     else:
         whole = json.loads(path.read_text())
-        weight_map = whole.get("weight_map", {}) | content.get("weight_map", {})
-        path.write_text(json.dumps(whole | content | ({"weight_map": weight_map} if weight_map else {})))
+        if "weight_map" in whole:
+            content = content | {"weight_map": whole["weight_map"] | content.get("weight_map", {})}
+        path.write_text(json.dumps(whole | content))
     return folder
 
 
@@ -250,16 +235,15 @@ def with_last(name: str, value: float) -> Callable[[dict], object]:
     return lambda tensors: tensors[name].view(-1)[-1:].fill_(value)
 
 
-def without_last_file(folder: Path, missing: str) -> Path:
+PROJ = "single_transformer_blocks.0.proj_mlp.bias"
+
+
+def write_without(folder: Path, missing: str) -> Path:
     """A transformer folder whose only file lacks a tensor."""
     write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model))
-    renamed = to_diffusers(tensors_of(CFG.model), CFG.model.hidden)
-    del renamed[missing]
-    save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, folder / "transformer" / FILE)
+    file = folder / "transformer" / FILE
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != missing}, file)
     return folder
-
-
-PROJ = "single_transformer_blocks.0.proj_mlp.bias"
 
 
 def write_twice(folder: Path, value: float) -> Path:
@@ -302,11 +286,11 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     (write_bfl, with_last("txt_in.weight", math.nan), "txt_in.weight holds NaN"),
     (write_bfl, with_last("txt_in.bias", -math.inf), "txt_in.bias holds NaN or infinite"),
     (write_bfl, lambda t: t.update({"img_in.bias": t["img_in.bias"].double()}), "bias is F64, want F32, BF16, F16"),
-    *((write_cut, cut, "w.safetensors") for cut in (0, 5, 4000, -4)),
+    *((lambda folder, cut: write_bfl(folder, cut=cut), cut, "w.safetensors") for cut in (0, 5, 4000, -4)),
     (write_bytes, b"\x02" + b"\0" * 7 + b"{}", "88 missing"),
     *((write_bytes, content, "w.safetensors") for content in (b"\xff" * 1000, b"\xff" * 7 + b"\0" + b"{}")),
     *((write_bytes, dump, "w.safetensors") for dump in (pickle.dump, torch.save)),
-    (without_last_file, PROJ, f"1 missing: {PROJ}"),
+    (write_without, PROJ, f"1 missing: {PROJ}"),
     *(
         (write_index, {"weight_map": {"x_embedder.bias": file}}, f"{INDEX}|{file!r}")
         for file in ("../evil.safetensors", "/etc/passwd", "gone.safetensors", "..")
