@@ -89,17 +89,6 @@ def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate,
     assert [samples for samples, _ in curves[1]] == [60]
 
 
-def test_as_text_every_checkpoint_has_its_table(run, evaluate):
-    text = evaluate(run, "--all").splitlines()
-    want = []
-    for step, record in zip(STEPS, logged(run)):
-        want.append(f"{run}/checkpoints/step_{step:09d} after {record['samples']:,} training samples")
-        pairs = zip(record["val_loss_per_timestep"], record["stderr_per_timestep"])
-        want += [f"t = {k}/8   {loss:.4f} +- {error:.4f}" for k, (loss, error) in enumerate(pairs)]
-        want.append(f"mean      {record['val_loss']:.4f} +- {record['stderr']:.4f}  over 45 samples")
-    assert text == [*want, f"curve: {run}/eval_all.png"]
-
-
 @pytest.mark.slow
 def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
     assert script("train.py", *micro_run(shapes_dir, tmp_path / "run", *OFTEN), ranks=2).returncode == 0
@@ -237,24 +226,14 @@ def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(r
 REFUSED = [
     (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
     (["--checkpoint=last"], ["--checkpoint", "'last'", "give a whole number"]),
-    (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give a whole number"]),
-    (["--checkpoint"], ["--checkpoint", "expected one argument"]),
     (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
-    (["--al"], ["--al", "--section.key=value"]),
-    (["--all=yes"], ["--all", "'yes'"]),
-    (["--json=1"], ["--json", "'1'"]),
     (["--config=none.toml"], ["config none.toml: No such file"]),
-    (["--config=."], ["config .", "directory"]),
-    (["--vae"], ["--vae", "expected one argument"]),
     (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
     (["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"], ["autoencoder none"]),
     (["--data.kind=embeddings", "--sample.count=1"], ["need an autoencoder", "--sample.vae=ae.safetensors"]),
     (["--data.kind=embeddings", "--prompt=x"], ["need an autoencoder", "hf download"]),
     (["--prompt=x", "--t5=nets"], ["--t5", "data.kind=shapes has its own"]),
     (["--prompts=none.txt"], ["list of prompts none.txt: No such file"]),
-    (["--prompt"], ["--prompt", "expected one argument"]),
-    (["--prompt=x", "--steps=0"], ["sample.steps=0"]),
-    (["--prompt=x", "--guidance=much"], ["sample.guidance", "is not a number"]),
     (["--data.val=", "--eval.permuted_captions=false"], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
     (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),
     (["--eval.batch=0"], ["eval.batch=0"]),
