@@ -18,9 +18,15 @@ Curve = list[tuple[float, float]]  # training samples, loss
 
 def span(curves: list[Curve], target: float = 0.0) -> tuple[float, float]:
     """The range that a chart shows: the target (0: none) and all losses but the high ones at the start of each run."""
-    late = [loss for curve in curves for samples, loss in curve if samples >= EARLY * curve[-1][0]]
-    low = min([loss for curve in curves for _, loss in curve] + [target] * (target > 0), default=0.0)
-    high = max([*late, target])
+    losses = [target] if target > 0 else []
+    late = [target]
+    for curve in curves:
+        for samples, loss in curve:
+            losses.append(loss)
+            if samples >= EARLY * curve[-1][0]:
+                late.append(loss)
+    low = min(losses, default=0.0)
+    high = max(late)
     margin = (high - low) * 0.04 or abs(high) * 0.04 or 1.0
     return low - margin, high + margin
 

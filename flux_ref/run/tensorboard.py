@@ -32,7 +32,8 @@ class Board:
         self.run = run
         self.spare = spare
         self.path = None
-        self.samples, self.pictures = 0.0, set()  # of the newest record; that are shown
+        self.samples = 0.0  # of the newest record
+        self.pictures: set[Path] = set()  # that are shown
 
     def begin(self, samples: float = MOST_SAMPLES) -> str:
         """Write the folder anew from the run's files, up to `samples`: a resumed run repeats what comes later.
@@ -53,15 +54,19 @@ class Board:
         self._write(summary=text_pb("config", f"```\n{text}\n```"))
         for name, record in found:
             self.add(name, record)
-        return f"tensorboard --logdir {self.run}{f' ({len(found):,} records)' * bool(found)}"
+        return f"tensorboard --logdir {self.run} ({len(found):,} records)"
 
     def add(self, name: str, record: dict) -> None:
         """Show a record of the file with this name, and the pictures that are new."""
         figures = {tag: record.get(key) for tag, key in TAGS[name].items()}
-        if isinstance(losses := record.get("val_loss_per_timestep"), list):
-            figures |= {f"validation by t/t={k / TIMESTEPS:.3f}": loss for k, loss in enumerate(losses)}
-        values = [Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items() if jsonl.is_number(x)]
-        self._write(step=int(record["samples"]), summary=Summary(value=values))
+        losses = record.get("val_loss_per_timestep")
+        for k, loss in enumerate(losses if isinstance(losses, list) else ()):
+            figures[f"validation by t/t={k / TIMESTEPS:.3f}"] = loss
+        summary = Summary()
+        for tag, figure in figures.items():
+            if jsonl.is_number(figure):
+                summary.value.add(tag=tag, simple_value=figure)
+        self._write(step=int(record["samples"]), summary=summary)
         self.samples = max(self.samples, record["samples"])
         self.add_pictures()
 
@@ -72,8 +77,9 @@ class Board:
             if count is not None and count <= self.samples and path.is_file():
                 self.pictures.add(path)
                 with self.spare(f"{path.name} for TensorBoard"):
-                    image = Summary.Image(encoded_image_string=path.read_bytes())
-                    self._write(step=count, summary=Summary(value=[Summary.Value(tag="pictures", image=image)]))
+                    summary = Summary()
+                    summary.value.add(tag="pictures").image.encoded_image_string = path.read_bytes()
+                    self._write(step=count, summary=summary)
 
     def _write(self, **content: object) -> None:
         path = self.path

@@ -38,13 +38,17 @@ class Tensors:
             with _opened(path) as file:
                 self.metadata |= file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118
-                    if name in self.files:
-                        raise Refusal(f"weights {path}: {name} is in {self.files[name].name}, too; keep one of them")
-                    part = file.get_slice(name)
-                    if part.get_dtype() not in safetensors_io.DTYPES:
-                        wanted = ", ".join(safetensors_io.DTYPES)
-                        raise Refusal(f"weights {path}: {name} is {part.get_dtype()}, want {wanted}")
-                    self.files[name], self.shapes[name] = path, tuple(part.get_shape())
+                    self._add(name, path, file.get_slice(name))
+
+    def _add(self, name: str, path: Path, part: object) -> None:
+        """Note where a tensor is. part: its PySafeSlice."""
+        if name in self.files:
+            raise Refusal(f"weights {path}: {name} is in {self.files[name].name}, too; keep one of them")
+        dtype = part.get_dtype()
+        if dtype not in safetensors_io.DTYPES:
+            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
+        self.files[name] = path
+        self.shapes[name] = tuple(part.get_shape())
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a tensor, in the file's dtype. Raises: Refusal."""
@@ -85,7 +89,8 @@ class Source:
 
         Raises: Refusal for damage and for values that are NaN or infinite.
         """
-        pieces, row = [], 0  # row: the parameter's row with which the part begins
+        pieces = []
+        row = 0  # of the parameter, with which the part begins
         for part in self.parts[name]:
             low = max(first, row)
             high = min(first + count, row + part.rows)

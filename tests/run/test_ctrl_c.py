@@ -26,18 +26,33 @@ def test_a_terminal_that_goes_away_ends_nothing():
         assert terminal.fileno() == writer
 
 
-def test_what_torchrun_passes_on_is_no_second_ctrl_c(monkeypatch):
-    """Its copy may be taken late, after a long call into C. Its word for the second Ctrl-C is SIGTERM."""
+def test_what_is_a_second_ctrl_c(monkeypatch, capfd):
+    """torchrun sends SIGTERM for it, and may pass on the first one late. Some launchers send the first one twice."""
     ended = []
+    now = [0.0]
     monkeypatch.setattr(os, "_exit", ended.append)
-    for launcher, number in ((None, signal.SIGINT), ("id", signal.SIGTERM), ("id", signal.SIGINT)):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher) if launcher else monkeypatch.delenv(
-            "TORCHELASTIC_RUN_ID", raising=False
-        )
-        taken = SimpleNamespace(signal=signal.SIGINT, since=time.monotonic() - 2 * alive.ONE_PRESS_S)
-        alive.Alive._take(taken, number, None)
-        ended.append((launcher, number))
-    assert ended == [130, (None, signal.SIGINT), 130, ("id", signal.SIGTERM), ("id", signal.SIGINT)]
+    monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    cases = (  # under torchrun; the signal after Ctrl-C, how long after it in s; whether the rank ends
+        (False, signal.SIGINT, 0.1, False),
+        (False, signal.SIGINT, 1.0, True),
+        (False, signal.SIGTERM, 1.0, True),
+        (False, signal.SIGUSR1, 1.0, False),
+        (True, signal.SIGINT, 1.0, False),
+        (True, signal.SIGTERM, 1.0, True),
+    )
+    for is_launched, number, after_s, ends in cases:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if is_launched:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "id")
+        watcher = object.__new__(alive.Alive)
+        watcher.signal, watcher.speaks = signal.SIGTERM, True
+        now[0] = 0.0
+        watcher._take(signal.SIGINT, None)
+        now[0] = after_s
+        watcher._take(number, None)
+        assert (ended, watcher.signal) == ([130] * ends, signal.SIGINT), (is_launched, number, after_s)
+        assert capfd.readouterr().err == alive.NOTICE.decode()
+        ended.clear()
 
 
 @pytest.mark.slow

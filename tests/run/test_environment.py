@@ -31,6 +31,3 @@ def test_the_commit_is_told_without_writing_to_the_repository(tmp_path):
         assert commit(tmp_path) == want
         assert files() == before
         (tmp_path / "new.py").write_text("not in the repository")
-    os.utime(tmp_path / "code.py", (30, 30))
-    git("describe", "--always", "--dirty")
-    assert files() != before, "this git writes nothing anyway, so the test proves nothing"

@@ -89,17 +89,6 @@ def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate,
     assert [samples for samples, _ in curves[1]] == [60]
 
 
-def test_as_text_every_checkpoint_has_its_table(run, evaluate):
-    text = evaluate(run, "--all").splitlines()
-    want = []
-    for step, record in zip(STEPS, logged(run)):
-        want.append(f"{run}/checkpoints/step_{step:09d} after {record['samples']:,} training samples")
-        pairs = zip(record["val_loss_per_timestep"], record["stderr_per_timestep"])
-        want += [f"t = {k}/8   {loss:.4f} +- {error:.4f}" for k, (loss, error) in enumerate(pairs)]
-        want.append(f"mean      {record['val_loss']:.4f} +- {record['stderr']:.4f}  over 45 samples")
-    assert text == [*want, f"curve: {run}/eval_all.png"]
-
-
 @pytest.mark.slow
 def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_dir, tmp_path):
     assert script("train.py", *micro_run(shapes_dir, tmp_path / "run", *OFTEN), ranks=2).returncode == 0
@@ -166,13 +155,13 @@ def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(exported, evalua
         assert (rounded[0] == exact) == same
 
 
-def test_a_clock_that_is_none_is_refused_or_passed_over(exported, shapes_dir, tmp_path):
+def test_a_clock_that_is_none_is_refused(exported, evaluate, shapes_dir, tmp_path):
     """Anyone may write anything into a file's header."""
     weights_of = load_file(exported["bfl fp32"])
     for samples in ("many", "-5", "9" * 30):
-        save_file(weights_of, tmp_path / "odd.safetensors", {"samples": samples})
+        save_file(weights_of, tmp_path / "odd.safetensors", {"samples": samples, "trained_by": "flux_ref"})
         argv = [tmp_path / "odd.safetensors", f"--config={MICRO}", *data_overrides(shapes_dir)]
-        assert called("eval.py", *argv) in (0, 2)
+        assert f"samples='{samples}', which is no count" in evaluate(*argv, code=2)
 
 
 # Pictures
@@ -237,24 +226,14 @@ def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(r
 REFUSED = [
     (["--checkpoint=3"], ["holds no checkpoint of step 3; it has 2, 4, 5"]),
     (["--checkpoint=last"], ["--checkpoint", "'last'", "give a whole number"]),
-    (["--checkpoint=-1"], ["--checkpoint", "'-1'", "give a whole number"]),
-    (["--checkpoint"], ["--checkpoint", "expected one argument"]),
     (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
-    (["--al"], ["--al", "--section.key=value"]),
-    (["--all=yes"], ["--all", "'yes'"]),
-    (["--json=1"], ["--json", "'1'"]),
     (["--config=none.toml"], ["config none.toml: No such file"]),
-    (["--config=."], ["config .", "directory"]),
-    (["--vae"], ["--vae", "expected one argument"]),
     (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
     (["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"], ["autoencoder none"]),
     (["--data.kind=embeddings", "--sample.count=1"], ["need an autoencoder", "--sample.vae=ae.safetensors"]),
     (["--data.kind=embeddings", "--prompt=x"], ["need an autoencoder", "hf download"]),
     (["--prompt=x", "--t5=nets"], ["--t5", "data.kind=shapes has its own"]),
     (["--prompts=none.txt"], ["list of prompts none.txt: No such file"]),
-    (["--prompt"], ["--prompt", "expected one argument"]),
-    (["--prompt=x", "--steps=0"], ["sample.steps=0"]),
-    (["--prompt=x", "--guidance=much"], ["sample.guidance", "is not a number"]),
     (["--data.val=", "--eval.permuted_captions=false"], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
     (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),
     (["--eval.batch=0"], ["eval.batch=0"]),
@@ -279,14 +258,3 @@ def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate):
         for option in ("--all", "--checkpoint=5"):
             line = evaluate(exported[name], option, f"--config={MICRO}", code=2)
             assert "is not a run" in line and "give a run, a checkpoint" in line, line
-
-
-def test_a_checkpoint_damaged_among_others_is_refused_by_its_name(run, evaluate, tmp_path):
-    copy = Path(shutil.copytree(run, tmp_path / "run"))
-    damaged = checkpoint_files.list_checkpoints(copy)[1]
-    content = bytearray((damaged / "rank_00000.safetensors").read_bytes())
-    content[-1] ^= 1
-    content[len(content) // 6] ^= 1
-    (damaged / "rank_00000.safetensors").write_bytes(content)
-    line = evaluate(copy, "--all", "--json", code=2)
-    assert "step_000000004/rank_00000.safetensors is damaged" in line

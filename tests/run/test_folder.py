@@ -248,7 +248,9 @@ def test_a_job_waits_for_one_that_is_just_ending_and_is_refused_if_it_goes_on(cf
     other_job = take(folder / run_folder.CLAIM)
     monkeypatch.setattr(run_folder, "CLAIM_WAIT_S", 0.3)
     for own in (cfg, config_file.replace(cfg, run__overwrite=True)):
-        assert f"{folder} is in use by another job (process {os.getpid()} on {os.uname().nodename})" in outcome(own)
+        assert f"{folder} is in use by another job (process {os.getpid()} on {os.uname().nodename} since" in outcome(
+            own
+        )
     assert contents(folder) == before
     monkeypatch.setattr(claim.time, "sleep", lambda seconds: other_job.close())
     assert outcome(cfg) == "from step_000000004"

@@ -107,11 +107,3 @@ def test_two_ranks_with_delayed_fp8_and_gathered_weights_do_not_notice_pictures(
         done = script("train.py", *micro_run(shapes_dir, tmp_path / name, *FP8, *own), ranks=2)
         assert done.returncode == 0, done.stderr[-2000:]
     require_same(tmp_path / "plain", tmp_path / "drawn")
-
-
-@pytest.mark.nightly
-def test_compiled_regions_do_not_notice_pictures(shapes_dir, tmp_path):
-    for name, own in (("plain", []), ("drawn", PICTURES)):
-        done = script("train.py", *micro_run(shapes_dir, tmp_path / name, "--parallel.compile=true", *own), timeout=900)
-        assert done.returncode == 0, done.stderr[-2000:]
-    require_same(tmp_path / "plain", tmp_path / "drawn")

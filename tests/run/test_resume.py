@@ -20,7 +20,7 @@ from killing import trained_on
 from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from run_files import column, event, events, lines, newest, require_equal_runs, what_counts
 
-from flux_ref import config_file, data, rng
+from flux_ref import config_file, rng
 from flux_ref.benchmark import closed
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.formats.checkpoint_reader import Checkpoint
@@ -123,21 +123,6 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(stopped, shapes_dir, t
     assert len({row for _, rows in want for row in rows}) == 288, "the draws of two rows agree"
 
 
-def test_one_rank_stops_with_143_counts_what_it_trained_on_and_goes_on(whole, shapes_dir, tmp_path, monkeypatch):
-    """More samples were read than trained on."""
-    read, fill, folder = [], data.TrainSet._fill, tmp_path / "run"
-    with monkeypatch.context() as patched:
-        patched.setattr(data.TrainSet, "_fill", lambda *args: read.append(args[-1]) or fill(*args))
-        for (module, name), stand_in in killing.recorder(tmp_path, "step 5 SIGTERM self").items():
-            patched.setattr(module, name, stand_in)
-        assert called(folder, shapes_dir) == 143
-    rows = [row for _, rows in trained_on(tmp_path) for row in rows]
-    saved = newest(folder).info
-    assert saved["samples"] == saved["step"] * BATCH == len(rows) < len(read)
-    assert called(folder, shapes_dir) == 0
-    require_equal_runs(folder, whole)
-
-
 @pytest.mark.slow
 def test_2_then_1_then_3_ranks_train_like_2(shapes_dir, two_ranks, tmp_path, monkeypatch):
     """A run is stopped at 2 ranks by Ctrl-C to torchrun, taken up by 1, stopped by SIGTERM and finished by 3."""
@@ -197,18 +182,6 @@ def test_a_run_that_broke_off_ends_like_one_that_did_not(broken_off, whole, shap
             pair = [Checkpoint(run / path.relative_to(whole)) for run in (folder, whole)]
             require_identical(*({key: saved.read(key) for key in saved.tensors} for saved in pair))
         assert json.loads((folder / "outcome.json").read_text())["step"] == 12
-
-
-def test_a_damaged_line_in_the_middle_is_refused_by_name(broken_off, shapes_dir, capsys):
-    for name, number, damage in (("metrics.jsonl", 5, '{"samples": 60}'), ("eval.jsonl", 1, "\0" * 40)):
-        folder = broken_off(6, f"run {name}")
-        text = (folder / name).read_text().splitlines()
-        text[number - 1] = damage
-        (folder / name).write_text("\n".join([*text, ""]))
-        before = contents(folder)
-        assert called(folder, shapes_dir) == 2
-        assert f"train.py: {folder / name} line {number} is damaged" in capsys.readouterr().err
-        assert contents(folder) == before
 
 
 def test_a_damaged_newest_checkpoint_is_refused_with_the_line_that_takes_an_older_one(
