@@ -15,9 +15,9 @@ from flux_ref import rng
 from flux_ref.config import DTYPE_NAMES, Config, micro_batch
 from flux_ref.model import Flux, initialiser
 from flux_ref.ranks import World
-from flux_ref.speed import fp8_product, linear, policy, regions
+from flux_ref.speed import fp8_product, linear, regions
 from flux_ref.speed.attention import allow_attention_of
-from flux_ref.speed.fp8_gather import Fp8Gather
+from flux_ref.speed.fp8_gather import install_fp8_gather
 
 DTYPES = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 
@@ -41,8 +41,7 @@ def build(cfg: Config, world: World, seed: int | None) -> Flux:
         linear.convert(net, cfg, fp8_product.architecture(world.device), micro_batch(cfg, world.size))
     net = shard(net, cfg, world)
     materialise(net, world, seed)
-    if policy.layers_gathered_in_fp8(cfg):
-        Fp8Gather(net, cfg)
+    install_fp8_gather(net, cfg)
     return net
 
 

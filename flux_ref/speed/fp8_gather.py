@@ -27,43 +27,44 @@ from flux_ref.speed.fp8_product import cast, scale_of_magnitude
 from flux_ref.speed.linear import PolicyLinear
 
 
-class Fp8Gather:
-    """The gather of a net's linears whose weights are e4m3 in all stages. Make it once the net is materialised."""
+def install_fp8_gather(net: nn.Module, cfg: Config) -> None:
+    """Make FSDP2 gather the linears whose weights are e4m3 in all stages as codes. Call it once net is materialised."""
+    names = policy.layers_gathered_in_fp8(cfg).values()
+    linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
+    if not linears:
+        return
+    # FSDP2 keeps this very tensor; `to_local` returns another tensor object.
+    shards = [linear.weight._local_tensor for linear in linears]
+    device = shards[0].device
+    mesh = linears[0].weight.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    largest = max(linear.weight.numel() for linear in linears)
+    handle = torch.full((largest,), math.nan, device=device, dtype=torch.bfloat16)
+    encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
+    for linear, shard in zip(linears, shards):
+        # One tensor each: compiled graphs copy inputs that are not aligned.
+        linear.weight_scale = torch.ones((), device=device)
+        linear.weight_inverse = torch.ones((), device=device)
+        shard.fsdp_pre_all_gather = partial(_before, linear, encode)
+        shard.fsdp_pre_all_gather.__signature__ = SIGNATURE  # FSDP2 would look it up at every gather, at 0.1 ms
+        shard.fsdp_post_all_gather = partial(_after, linear, handle)
+    # FSDP2's own hook casts and gathers, so this one comes before it.
+    net.register_forward_pre_hook(lambda *_: _agree(linears, shards, group), prepend=True)
 
-    def __init__(self, net: nn.Module, cfg: Config):
-        names = policy.layers_gathered_in_fp8(cfg).values()
-        self.linears = [one for one in net.modules() if isinstance(one, PolicyLinear) and one.layer in names]
-        # FSDP2 keeps this very tensor; `to_local` returns another tensor object.
-        self.shards = [linear.weight._local_tensor for linear in self.linears]
-        mesh = self.linears[0].weight.device_mesh
-        device = self.shards[0].device
-        self.group = mesh.get_group(mesh.ndim - 1)
-        self.arith = self.linears[0].arith
-        self.max_exponent = cfg.precision.max_scale_exponent
-        for linear in self.linears:  # one tensor each: compiled graphs copy inputs that are not aligned
-            linear.weight_scale, linear.weight_inverse = (torch.ones((), device=device) for _ in range(2))
-        handle = torch.full((max(linear.weight.numel() for linear in self.linears),), math.nan, device=device)
-        handle = handle.to(torch.bfloat16)
-        encode = torch.compile(_encode, fullgraph=True, dynamic=False) if cfg.parallel.compile else _encode
-        for linear, shard in zip(self.linears, self.shards):
-            shard.fsdp_pre_all_gather = partial(_before, linear, encode)
-            shard.fsdp_pre_all_gather.__signature__ = SIGNATURE  # FSDP2 would look it up at every gather, at 0.1 ms
-            shard.fsdp_post_all_gather = partial(_after, linear, handle)
-        net.register_forward_pre_hook(lambda *_: self.agree(), prepend=True)  # FSDP2's own hook casts and gathers
 
-    @torch.no_grad()
-    def agree(self) -> None:
-        """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
-        # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
-        shards = [getattr(linear.weight, "_local_tensor", shard) for linear, shard in zip(self.linears, self.shards)]
-        assert all(now is then for now, then in zip(shards, self.shards)), "a shard was replaced: its hooks are lost"
-        filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-        amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        largest = torch.finfo(self.arith.forward).max
-        scale = scale_of_magnitude(amax.bfloat16().float(), largest, self.max_exponent)
-        kept = [linear.weight_scale for linear in self.linears] + [linear.weight_inverse for linear in self.linears]
-        torch._foreach_copy_(kept, list(torch.cat((scale, scale.reciprocal())).unbind()))
+@torch.no_grad()
+def _agree(linears: list[PolicyLinear], known: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
+    # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
+    shards = [getattr(linear.weight, "_local_tensor", shard) for linear, shard in zip(linears, known)]
+    assert all(now is then for now, then in zip(shards, known)), "a shard was replaced: its hooks are lost"
+    filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+    amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    largest = torch.finfo(linears[0].arith.forward).max
+    scale = scale_of_magnitude(amax.bfloat16().float(), largest, linears[0].max_exponent)
+    kept = [linear.weight_scale for linear in linears] + [linear.weight_inverse for linear in linears]
+    torch._foreach_copy_(kept, list(torch.cat((scale, scale.reciprocal())).unbind()))
 
 
 def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> Tensor:

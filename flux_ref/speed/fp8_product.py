@@ -30,6 +30,17 @@ class Arithmetic(NamedTuple):
     row_times_column: bool  # whether a product needs its left side row-major and its right side column-major
 
 
+class Remembered(NamedTuple):
+    """What training keeps of an input or of a gradient, fp32."""
+
+    amax: Tensor | None = None  # receives the largest magnitudes; None: they are not noted
+    scale: Tensor | None = None  # delayed; None: the scale is that of the tensor's own magnitude
+    inverse: Tensor | None = None  # 1 / scale
+
+
+NOTHING = Remembered()
+
+
 def architecture(device: torch.device) -> str:
     """The name of a device's kind: "cpu", "sm90", "gfx942", ..."""
     if device.type == "cpu":
@@ -144,27 +155,34 @@ class Fp8Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight_NK, bias_N, codes_NK, weight_inverse, arith, max_exponent, grad_in_fp8, widths, *rest):
-        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts.
-
-        rest: (amax, scale, inverse) of the input, of the gradient; then x's parts.
-        amax: where to note the largest magnitudes, or None. scale: a delayed scale, or None for a dynamic one.
-        """
-        (input_amax, *input_scales), (grad_amax, *grad_scales), parts = rest[:3], rest[3:6], rest[6:]
+    def forward(
+        ctx,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        codes_NK: Tensor | None,
+        weight_inverse: Tensor | None,
+        arith: Arithmetic,
+        max_exponent: int,
+        grad_in_fp8: bool,
+        widths: list[int],
+        of_input: Remembered,
+        of_grad: Remembered,
+        *parts: Tensor,
+    ):
+        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts. parts: of x."""
         rule = arith.row_times_column
         weight_scale = None
         kept_NK = codes_NK
         amax_M = torch.cat([magnitudes(part) for part in parts])
-        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, input_amax, input_scales)
+        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, of_input)
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
         if codes_NK is None:
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
             codes_NK = cast(weight_NK, weight_scale, arith.forward)
             kept_NK = weight_NK
         kept = (x8_KM,) if grad_in_fp8 else parts
-        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *grad_scales, *kept)
-        # grad_amax changes, so ctx cannot save it.
-        ctx.grad_amax = grad_amax
+        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *of_grad[1:], *kept)
+        ctx.grad_amax = of_grad.amax  # it changes, so ctx cannot save it
         ctx.arith = arith
         ctx.max_exponent = max_exponent
         ctx.grad_in_fp8 = grad_in_fp8
@@ -174,14 +192,13 @@ class Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        kept_NK, input_inverse, weight_scale, weight_inverse, *rest = ctx.saved_tensors
-        grad_scales = rest[:2]
-        kept = rest[2:]
+        kept_NK, input_inverse, weight_scale, weight_inverse, delayed, delayed_inverse, *kept = ctx.saved_tensors
+        of_grad = Remembered(ctx.grad_amax, delayed, delayed_inverse)
         rule = ctx.arith.row_times_column
         kind = ctx.arith.gradient
         dtype = grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
-        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, ctx.grad_amax, grad_scales)
+        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, of_grad)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
         w8_NK = kept_NK if kept_NK.itemsize == 1 else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
@@ -192,7 +209,7 @@ class Fp8Matmul(torch.autograd.Function):
         else:
             grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
         grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
-        return grad_w_NK, grad_b_N, *(None,) * 12, *grad_x_MK.split(ctx.widths, dim=1)
+        return grad_w_NK, grad_b_N, *(None,) * 8, *grad_x_MK.split(ctx.widths, dim=1)
 
 
 def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
@@ -214,16 +231,15 @@ def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
 
 
 def scales_of(
-    found: Tensor, dtype: torch.dtype, max_exponent: int, amax: Tensor | None = None, delayed: Sequence = (None, None)
+    found: Tensor, dtype: torch.dtype, max_exponent: int, remembered: Remembered = NOTHING
 ) -> tuple[Tensor, Tensor]:
-    """The scale to cast a tensor with, and 1 / scale: those given, else those of the tensor's own magnitude.
+    """The scale to cast a tensor with, and 1 / scale: those remembered, else those of the tensor's own magnitude.
 
-    found: the tensor's `magnitudes`. amax: fp32; each of its values is raised to the largest of an equal share of
-    `found`. None: nothing is noted. delayed: a delayed scale and 1 / scale; None and None for a dynamic one.
+    found: the tensor's `magnitudes`. Each value of remembered.amax is raised to the largest of an equal share of them.
     """
+    amax, scale, inverse = remembered
     if amax is not None:
         amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
-    scale, inverse = delayed
     if scale is None:
         scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max, max_exponent)
         inverse = scale.reciprocal()

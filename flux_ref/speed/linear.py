@@ -20,12 +20,26 @@ from torch import Tensor, nn
 from flux_ref.config import Config
 from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.block_product import BlockMatmul
-from flux_ref.speed.fp8_product import Fp8Matmul, cast, magnitudes, scales_of
+from flux_ref.speed.fp8_product import NOTHING, Fp8Matmul, Remembered, cast, magnitudes, scales_of
 from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E4M3
 from flux_ref.speed.sides import Products, way
 
 SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
+
+
+class Memory(nn.Module):
+    """What training remembers of one tensor of a linear, in buffers of fp32.
+
+    amax: the largest magnitudes over the micro-batches of a step. scale, inverse: the delayed scale and 1 / scale.
+    """
+
+    def __init__(self, length: int, device: torch.device):
+        """length: of amax."""
+        super().__init__()
+        # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
+        for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
+            self.register_buffer(name, torch.zeros(shape, device=device), persistent=False)
 
 
 class PolicyLinear(nn.Linear):
@@ -35,10 +49,9 @@ class PolicyLinear(nn.Linear):
     pairs: the sides of its products. way: how they make it multiply. precision.py sets both, is_delayed and draws
     between steps.
     is_delayed: whether training takes the delayed scales.
-    input_* and grad_*: fp32, of the input and of the output's gradient; None where no stage has delayed sides. They are
-    the largest magnitudes over the micro-batches of a step (amax), the delayed scale and its inverse, 1 / scale.
-    input_amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
-    grad_amax: (N,), of the columns.
+    of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides.
+    of_input.amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
+    of_grad.amax: (N,), of the columns.
     codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
     weight itself is gathered.
     """
@@ -59,13 +72,12 @@ class PolicyLinear(nn.Linear):
         self.is_delayed = False
         self.draws = None
         self.take(stages[0].pairs[layer])
-        self.codes = self.weight_scale = self.weight_inverse = None
-        is_delayed = layer in policy.layers_with_delayed_scales(cfg)
-        for side, length in (("input", SLICES), ("grad", linear.out_features)):
-            for name, shape in (("amax", length), ("scale", ()), ("inverse", ())):
-                # One tensor each: views of one tensor would share a version counter, which compiled backwards refuse.
-                buffer = torch.zeros(shape, device=linear.weight.device) if is_delayed else None
-                self.register_buffer(f"{side}_{name}", buffer, persistent=False)
+        self.codes = None
+        self.weight_scale = None
+        self.weight_inverse = None
+        remembers = layer in policy.layers_with_delayed_scales(cfg)
+        self.of_input = Memory(SLICES, linear.weight.device) if remembers else None
+        self.of_grad = Memory(linear.out_features, linear.weight.device) if remembers else None
 
     def take(self, pairs: Products) -> None:
         """Multiply with these sides from now on."""
@@ -101,22 +113,29 @@ class PolicyLinear(nn.Linear):
         gradient = self.pairs["grad_input"][0]
         of_weight = self.pairs["grad_weight"][0]
         arith = self.arith._replace(gradient=self.arith.forward) if gradient.form == E4M3 else self.arith
-        weight = (self.weight, self.bias, self.codes, self.weight_inverse, arith, self.max_exponent)
         # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
         groups = [list(group) for _, group in itertools.groupby(widths)]
-        sums = [sum(group) for group in groups]
-        flat = [part.flatten(0, -2) for part in parts]
-        results = Fp8Matmul.apply(*weight, of_weight is not None, sums, *self._scaling(), *flat)
+        results = Fp8Matmul.apply(
+            self.weight,
+            self.bias,
+            self.codes,
+            self.weight_inverse,
+            arith,
+            self.max_exponent,
+            of_weight is not None,
+            [sum(group) for group in groups],
+            self._remembered(self.of_input),
+            self._remembered(self.of_grad),
+            *(part.flatten(0, -2) for part in parts),
+        )
         results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
         return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
 
-    def _scaling(self) -> tuple[Tensor | None, ...]:
-        """Where training notes magnitudes, and what it remembers; of the input, then of the gradient."""
-        if not torch.is_grad_enabled():
-            return (None,) * 6
-        inputs = (self.input_scale, self.input_inverse) if self.is_delayed else (None, None)
-        grads = (self.grad_scale, self.grad_inverse) if self.is_delayed else (None, None)
-        return self.input_amax, *inputs, self.grad_amax, *grads
+    def _remembered(self, memory: Memory | None) -> Remembered:
+        """Where training notes magnitudes, and what it remembers."""
+        if memory is None or not torch.is_grad_enabled():
+            return NOTHING
+        return Remembered(memory.amax, memory.scale, memory.inverse) if self.is_delayed else Remembered(memory.amax)
 
 
 def convert(net: nn.Module, cfg: Config, arch: str, rows: int = 0) -> None:

@@ -42,11 +42,15 @@ class Precision:
         later = {stage.first + filling for stage in remembering if self.stage(stage.first + filling) is stage}
         self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        delayed = [linear for linear in self.linears if linear.input_amax is not None]
-        self.amaxes = [amax for linear in delayed for amax in (linear.input_amax, linear.grad_amax)]
-        self.scales = [scale for linear in delayed for scale in (linear.input_scale, linear.grad_scale)]
-        self.inverses = [inverse for linear in delayed for inverse in (linear.input_inverse, linear.grad_inverse)]
-        largest = [torch.finfo(dtype).max for linear in delayed for dtype in linear.arith[:2]]
+        memories = []
+        largest = []
+        for linear in self.linears:
+            if linear.of_input is not None:
+                memories += [linear.of_input, linear.of_grad]
+                largest += [torch.finfo(dtype).max for dtype in linear.arith[:2]]
+        self.amaxes = [memory.amax for memory in memories]
+        self.scales = [memory.scale for memory in memories]
+        self.inverses = [memory.inverse for memory in memories]
         self.largest = torch.tensor(largest, device=device) / 2**self.precision.margin
         self.history = torch.zeros(len(largest), self.precision.history, device=device)
         self.step, self.sample = torch.zeros(2, dtype=torch.int64, device=device).unbind()

@@ -235,9 +235,11 @@ def _nets(cfg: Config, arch: str) -> tuple[Flux, Flux]:
     for name in policy.layers_gathered_in_fp8(cfg):
         net.get_submodule(name).encode()
     for module in net.modules():
-        for side, scale in DELAYED.items() if getattr(module, "input_scale", None) is not None else ():
-            getattr(module, f"{side}_scale").fill_(scale)
-            getattr(module, f"{side}_inverse").fill_(1 / scale)
+        for side, scale in DELAYED.items():
+            memory = getattr(module, f"of_{side}", None)
+            if memory is not None:
+                memory.scale.fill_(scale)
+                memory.inverse.fill_(1 / scale)
     return plain, net
 
 

@@ -94,13 +94,15 @@ def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a
     x, grad, results = randn(32, 96), randn(32, 64), []
     for arch, is_delayed in (("sm89", False), ("sm100", False), ("cpu", True)):
         linear = linear_of(arch, preset="fp8_delayed")
-        linear.input_scale.copy_(448 / x.abs().max().float())
-        linear.input_inverse.copy_(1 / linear.input_scale)
-        linear.grad_scale.copy_(57344 / grad.abs().max().float())
-        linear.grad_inverse.copy_(1 / linear.grad_scale)
+        linear.of_input.scale.copy_(448 / x.abs().max().float())
+        linear.of_input.inverse.copy_(1 / linear.of_input.scale)
+        linear.of_grad.scale.copy_(57344 / grad.abs().max().float())
+        linear.of_grad.inverse.copy_(1 / linear.of_grad.scale)
         linear.is_delayed = is_delayed
         results.append(passed(linear, x, grad))
-        assert linear.input_amax.max() == x.abs().max() and torch.equal(linear.grad_amax, grad.abs().amax(0).float())
+        assert linear.of_input.amax.max() == x.abs().max() and torch.equal(
+            linear.of_grad.amax, grad.abs().amax(0).float()
+        )
     assert all(torch.equal(tensor, same) for result in results[1:] for tensor, same in zip(results[0], result))
 
 
@@ -121,8 +123,8 @@ def test_a_linear_with_parts_gives_the_bits_of_one_without():
             out = second(*outs) if parts else second(outs)
             out.backward(grad[:, :32].bfloat16())
             joined = torch.cat(outs, dim=-1) if parts else outs
-            amaxes = [linear.grad_amax for linear in (first, second) if preset == "fp8_delayed"]
-            inputs = [linear.input_amax.max() for linear in (first, second) if preset == "fp8_delayed"]
+            amaxes = [linear.of_grad.amax for linear in (first, second) if preset == "fp8_delayed"]
+            inputs = [linear.of_input.amax.max() for linear in (first, second) if preset == "fp8_delayed"]
             weights = [p.grad for p in (*first.parameters(), *second.parameters())]
             found.append([joined.detach(), out.detach(), leaf.grad, *weights, *amaxes, *inputs])
         wrong += [(arch, preset, seed)] * (not all(map(torch.equal, *found)))
@@ -499,12 +501,12 @@ def test_a_compiled_linear_gives_the_bits_of_eager_when_it_rounds_like_it():
         for compiles in (False, True):
             linear = linear_of(arch, preset="fp8_delayed")
             linear.is_delayed = True
-            for name, scale in (("input", 100.0), ("grad", 9000.0)):
-                getattr(linear, f"{name}_scale").fill_(scale)
-                getattr(linear, f"{name}_inverse").fill_(1 / scale)
+            for memory, scale in ((linear.of_input, 100.0), (linear.of_grad, 9000.0)):
+                memory.scale.fill_(scale)
+                memory.inverse.fill_(1 / scale)
             if compiles:
                 linear.compile(fullgraph=True, dynamic=False)
-            results.append([*passed(linear, x, grad), linear.input_amax, linear.grad_amax])
+            results.append([*passed(linear, x, grad), linear.of_input.amax, linear.of_grad.amax])
         assert all(map(torch.equal, *results)), arch
     torch._dynamo.reset()
 
