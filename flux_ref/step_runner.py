@@ -26,7 +26,7 @@ from flux_ref.speed.settled import require_settled
 from flux_ref.step import NEVER, Health, State, train_step, validation_step
 
 CAPTURED = "captured"
-WARM_STEPS = 2  # before a capture: the first step allocates lazily, the second is like all later steps
+WARM_STEPS = 2  # before a capture: the first step allocates lazily, moments too; the second is like all later steps
 
 
 def mode(cfg: Config, device: torch.device) -> str:
@@ -143,7 +143,6 @@ class StepRunner:
         """
         if self.recorder is None:
             return
-        self.state.opt.moments()  # the optimizer must not allocate its state inside a graph
         precision = self.state.precision
         before = self.health.step.clone()
         try:

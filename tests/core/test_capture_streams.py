@@ -182,19 +182,6 @@ def test_a_planted_fault_is_seen(plant, fault, streams, monkeypatch):
         assert any(fault in found for found in run(streams, world, plant))
 
 
-def test_a_reshard_that_is_left_out_is_seen(streams, monkeypatch):
-    """The graph gathers no weights. It would train and evaluate with those of the warm-up."""
-    monkeypatch.setattr(step_runner, "require_settled", lambda net: None)
-    with fake_world(SIZE) as world:
-        with monkeypatch.context() as left_out:
-            values = {"parallel__reshard_after_forward": False}
-            left_out.setattr(sharding, "reshard", lambda net: None)
-            run(streams, world, **values)
-        gathers = [kind for kind in collectives(streams, EAGER) if "allgather" in kind[0]]
-    assert gathers and all(collectives(streams, 1)[kind] == 0 for kind in gathers)
-    assert collectives(streams, 1, 2) != expected(streams)
-
-
 # Accumulation and replicas in one graph
 
 

@@ -188,25 +188,23 @@ def test_training_may_go_on_as_soon_as_save_returns(world, tmp_path, gate):
     assert len(checkpoint_ranks.wrong(state)) == len(WANT)
 
 
-def test_pinned_copies_take_little_more_than_the_state(world):
+def test_host_buffers_do_not_overlap_and_waste_little():
     """torch rounds pinned allocations up to powers of two. Rank 0 of 8 holds schnell's shards; nothing is allocated."""
-    rows = {}
     with torch.device("meta"):
-        for name, (first, *rest) in parameter_table(config.ModelConfig()).items():
-            for moment in ("", *optim.MOMENTS):
-                local = torch.empty(ceil(first / 8), *rest)
-                rows[f"{name}.{moment}"] = TensorSlice(local, 0, torch.Size((first, *rest)))
+        table = parameter_table(config.ModelConfig())
+        rows = {
+            name: TensorSlice(torch.empty(ceil(shape[0] / 8), *shape[1:]), 0, shape) for name, shape in table.items()
+        }
         copies = checkpoint.allocate_host_buffers(rows, pin=False)
-    assert all(copies[key].local.shape == part.local.shape for key, part in rows.items())
-    storages = [part.local.untyped_storage() for part in copies.values()]
-    sizes = {storage._cdata: storage.nbytes() for storage in storages}.values()
+    storages = {part.local.untyped_storage()._cdata: part.local.untyped_storage() for part in copies.values()}
     needed = sum(part.local.nbytes for part in rows.values())
-    assert 17.8e9 < needed < sum(1 << (size - 1).bit_length() for size in sizes) < 1.04 * needed
-    made = {str(size): TensorSlice(torch.empty(size), 0, torch.Size((size,))) for size in (3, 5)}
-    real = checkpoint.allocate_host_buffers(made, pin=False)
-    for value, part in enumerate(real.values()):
+    taken = sum(1 << (storage.nbytes() - 1).bit_length() for storage in storages.values())
+    assert needed < taken < 1.1 * needed
+    rows = {str(size): TensorSlice(torch.empty(size), 0, torch.Size((size,))) for size in (3, 5)}
+    copies = checkpoint.allocate_host_buffers(rows, pin=False)
+    for value, part in enumerate(copies.values()):
         part.local.fill_(value)
-    assert [part.local.tolist() for part in real.values()] == [[0] * 3, [1] * 5], "they overlap"
+    assert [part.local.tolist() for part in copies.values()] == [[0] * 3, [1] * 5]
 
 
 def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
@@ -390,20 +388,6 @@ def test_a_disk_that_holds_no_checkpoint_or_cannot_be_written_is_refused_at_the_
     for run in (folder, folder / "run"):
         code, _, line = trains(run)
         assert code == 2 and f"run.dir={run} cannot be made or written: Read-only file system" in line
-
-
-def test_a_place_of_checkpoints_that_cannot_be_written_is_refused_at_the_start(disk, trains, tmp_path):
-    """They may lie on a disk of their own."""
-    run = tmp_path / "run"
-    assert trains(run, "--train.max_samples=36")[0] == 0
-    (run / "outcome.json").unlink()  # as if it had broken off
-    place = disk(4 * micro_bytes())
-    shutil.copytree(checkpoint_files.folder_of(run), place / "checkpoints")
-    shutil.rmtree(checkpoint_files.folder_of(run))
-    checkpoint_files.folder_of(run).symlink_to(place / "checkpoints")
-    disk(4 * micro_bytes(), place, mode="ro")
-    code, _, line = trains(run, "--train.max_samples=36")
-    assert code == 2 and "Read-only file system" in line and str(run) in line, line
 
 
 # What a run cannot go on from

@@ -16,7 +16,7 @@ from conftest import refusal
 
 from flux_ref import config_file, rng
 from flux_ref.config import Config, ModelConfig
-from flux_ref.data import Feed, HostBatch, TrainSet, ValSet, rank_slice
+from flux_ref.data import Feed, HostBatch, TrainSet, ValSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
@@ -115,13 +115,6 @@ def require_equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor])
 
 
 # Order
-
-
-def test_slices_of_the_ranks_are_the_global_batch(cfg):
-    for size, step in itertools.product((1, 2, 3, 4), (0, 1, 7)):
-        slices = [rank_slice(cfg, step, rank, size) for rank in range(size)]
-        assert list(itertools.chain(*slices)) == list(range(step * BATCH, (step + 1) * BATCH))
-        assert {len(part) for part in slices} == {BATCH // size}
 
 
 def test_epochs_are_permutations_and_draws_belong_to_the_sample_and_change_with_the_epoch(cfg):

@@ -54,24 +54,20 @@ def random_answer() -> Tensor:
     return torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(7))
 
 
-def test_losses_agree_with_the_reference():
-    """Per sample, the mean over all elements; their mean is the reference's loss."""
-    batch, answer = batch_of(), random_answer()
-    error = answer.double().numpy() - pack_by_loops(reference(batch)["target"])
-    losses = flow.losses(Stub(answer), batch, torch.float32)
-    assert losses.shape == (3,) and losses.dtype == torch.float32
-    np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
-    np.testing.assert_allclose(losses.mean(), (error**2).mean(), rtol=1e-6)
-
-
-def test_the_net_is_asked_at_x_t():
-    """In the order (x_t, t5, clip, t); t keeps its value."""
-    batch, net = batch_of(), Stub(random_answer())
-    flow.losses(net, batch, torch.float32)
-    x_BNP, t5_BTE, clip_BV, t_B = net.args
-    np.testing.assert_allclose(x_BNP, pack_by_loops(reference(batch)["x_t"]), rtol=1e-5, atol=1e-6)
-    assert torch.equal(t5_BTE, batch["t5"].float()) and torch.equal(clip_BV, batch["clip"].float())
-    assert torch.equal(t_B, batch["t"])
+def test_the_net_is_asked_at_x_t_and_its_error_is_averaged_per_sample_in_fp32():
+    """Whatever its dtype: inputs reach the net in the order (x_t, t5, clip, t), and t stays fp32."""
+    batch = batch_of()
+    want = reference(batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        net = Stub(random_answer().to(dtype))
+        losses = flow.losses(net, batch, dtype)
+        x_BNP, t5_BTE, clip_BV, t_B = net.args
+        rtol = 1e-5 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(x_BNP, torch.from_numpy(pack_by_loops(want["x_t"])).to(dtype), rtol=rtol, atol=1e-6)
+        assert torch.equal(t5_BTE, batch["t5"].to(dtype)) and torch.equal(clip_BV, batch["clip"].to(dtype))
+        assert torch.equal(t_B, batch["t"]) and losses.dtype == t_B.dtype == torch.float32
+        error = net.answer.double().numpy() - pack_by_loops(want["target"])
+        np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
 
 
 def test_latent_agrees_with_the_reference():
@@ -92,16 +88,6 @@ def test_one_step_with_the_true_velocity_from_1_to_0_gives_the_data():
     assert torch.equal(flow.losses(Stub(velocity), batch, torch.float32), torch.zeros(3))
     stepped = latents.unpack(latents.pack(batch["noise"]) + (0.0 - 1.0) * velocity, 4, 6)
     np.testing.assert_allclose(stepped, reference(batch)["latent"], rtol=1e-5, atol=1e-6)
-
-
-def test_bf16_net_has_its_loss_in_fp32():
-    """Inputs reach the net in bf16, t in fp32; of its bf16 answer the error is formed and averaged in fp32."""
-    batch, net = batch_of(), Stub(random_answer().bfloat16())
-    losses = flow.losses(net, batch, torch.bfloat16)
-    assert [tensor.dtype for tensor in net.args] == [torch.bfloat16] * 3 + [torch.float32]
-    assert losses.dtype == torch.float32
-    error = net.answer.double().numpy() - pack_by_loops(reference(batch)["target"])
-    np.testing.assert_allclose(losses, (error**2).reshape(3, -1).mean(axis=1), rtol=1e-6)
 
 
 def test_pack_orders_tokens_and_features_and_unpack_inverts_it():

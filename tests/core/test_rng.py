@@ -91,27 +91,23 @@ def test_uniform_is_fine_and_never_reaches_1():
     assert len(np.unique(drawn)) > 0.99 * len(drawn)
 
 
-def test_t_of_samples_and_epochs_is_uniform():
+def test_t_is_uniform_and_independent_of_the_dropped_captions():
     """One t per (sample, epoch), each from a block of its own."""
     drawn = [rng.train_draw(0, epoch, sample, (1, 1, 2), 0.1) for epoch in range(4) for sample in range(2500)]
     t = np.array([draw.t for draw in drawn])
-    assert t.min() >= 0 and t.max() < 1
-    assert abs(t.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(t))
-    assert abs(np.mean(t**2) - 1 / 3) < 4 * math.sqrt(4 / 45 / len(t))
-    assert abs(np.corrcoef(t[:-1], t[1:])[0, 1]) < 4 / math.sqrt(len(t))
     dropped = np.array([draw.drop_caption for draw in drawn])
-    assert abs(dropped.mean() - 0.1) < 4 * math.sqrt(0.1 * 0.9 / len(t))
-    assert abs(np.corrcoef(t, dropped)[0, 1]) < 4 / math.sqrt(len(t))
+    bound = 4 / math.sqrt(len(t))
+    assert abs(t.mean() - 0.5) < bound * math.sqrt(1 / 12) and abs(dropped.mean() - 0.1) < bound * 0.3
+    assert abs(np.corrcoef(t[:-1], t[1:])[0, 1]) < bound and abs(np.corrcoef(t, dropped)[0, 1]) < bound
 
 
-def test_normal_has_the_moments_of_a_gaussian_and_is_finite_at_the_extreme_words():
+def test_normal_is_a_gaussian_and_finite_at_the_extreme_words():
     words = np.array([0, 0, MASK, MASK, 0, MASK, MASK, 0], np.uint64)
     assert rng.normal(words).max() == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
     x = rng.normals(0, rng.NOISE, (400, 500), sample=1, epoch=2).astype(np.float64).ravel()
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):
         assert abs(np.mean(x**power) - moment) < 4 * math.sqrt(variance / len(x)), power
     assert abs(np.mean(x[0::2] * x[1::2])) < 4 / math.sqrt(len(x) / 2)
-    assert np.mean(abs(x) > 3) == pytest.approx(math.erfc(3 / math.sqrt(2)), rel=0.2)
 
 
 def test_order_is_another_permutation_in_every_epoch_and_seed():

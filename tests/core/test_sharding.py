@@ -137,15 +137,6 @@ def test_bf16_compute_trains_nearly_the_same(measured, plain):
     assert all(tensor.dtype == torch.float32 for tensor in found["whole"].values())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_noise_of_all_ranks_is_distinct(measured, size):
-    found = measured[size]["feeding"]
-    noise = torch.cat((found["noise"], found["latent_eps"])).flatten(1)
-    assert len(noise) == 2 * 2 * 12
-    assert len(noise.unique(dim=0)) == len(noise)
-    assert len(found["t"].unique()) == 2 * 12
-
-
 def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measured, micro):
     """The warm-up leaves weights as they are and moments zero."""
     found, want = measured[3]["disturbed"], measured[3]["base"]

@@ -6,12 +6,11 @@ What only a device can show is in test_gpu_graph.py.
 from types import SimpleNamespace
 
 import graph_ranks
-import killing
 import pytest
 import stand_in
 import torch
 from conftest import MICRO, called, micro_run, refusal, script
-from graph_ranks import everything, history, require_same_history
+from graph_ranks import history, require_same_history
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
 from stand_in import Log, Recorder
@@ -21,7 +20,7 @@ from flux_ref.errors import Fault
 from flux_ref.run.alive import HangWatch
 from flux_ref.speed import graphs, regions
 from flux_ref.speed.linear import PolicyLinear
-from flux_ref.step import NEVER, State, validation_step
+from flux_ref.step import NEVER, State
 from flux_ref.step_runner import CAPTURED, StepRunner, mode, require_settled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,58 +91,47 @@ def train(folder, data, *overrides: str) -> int:
 # Whether to capture
 
 
-def chosen(where: torch.device, **values: object) -> str:
-    return mode(config_file.replace(config_file.load(MICRO), **values), where)
+CHOSEN = [  # version of torch for HIP, "" for NVIDIA; device; settings; the mode
+    ("", CUDA, {}, CAPTURED),
+    ("", CPU, {}, "eager (a device of type cpu captures no graphs)"),
+    ("", CUDA, {"train__synthetic_steps": 1}, "eager (train.synthetic_steps=1 must be at least 2, the steps before"),
+    ("2.13.0", CUDA, {}, "eager (on HIP graphs are captured only when asked for)"),
+    ("2.13.0", CUDA, {"graph__enabled": "on"}, CAPTURED),
+    ("2.11.0", CUDA, {}, "eager (torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12)"),
+]
 
 
-def on_hip(monkeypatch, version: str) -> None:
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-
-
-def test_auto_captures_on_nvidia_devices_alone(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert chosen(CUDA) == chosen(CUDA, graph__enabled="on") == CAPTURED
-    assert chosen(CPU) == "eager (a device of type cpu captures no graphs)"
-    assert chosen(CUDA, graph__enabled="off") == chosen(CPU, graph__enabled="off") == "eager (graph.enabled=off)"
-    on_hip(monkeypatch, "2.13.0")
-    assert chosen(CUDA) == "eager (on HIP graphs are captured only when asked for)"
-    assert chosen(CUDA, graph__enabled="on") == CAPTURED
-
-
-def chosen_refusal(where: torch.device, **values: object) -> str:
-    """Why graph.enabled=on is refused."""
-    return refusal(lambda: chosen(where, graph__enabled="on", **values))
-
-
-def test_on_is_refused_where_graphs_cannot_be_captured(monkeypatch):
-    text = chosen_refusal(CPU)
-    assert text.startswith("graph.enabled=on cannot be honoured: a device of type cpu")
-    assert "graph.enabled=auto runs" in text
-    monkeypatch.setattr(torch.version, "hip", None)
-    for count in (0, 1):  # a capture wants two steps before it
-        assert chosen(CUDA, train__synthetic_steps=count).startswith(f"eager (train.synthetic_steps={count} must be")
-        assert f"train.synthetic_steps={count} must be at least 2" in chosen_refusal(CUDA, train__synthetic_steps=count)
-    on_hip(monkeypatch, "2.11.0")
-    assert chosen(CUDA).startswith("eager (torch 2.11.0 cannot capture collectives on HIP")
-    assert "torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12" in chosen_refusal(CUDA)
+def test_auto_captures_on_nvidia_devices_alone_and_on_is_refused_where_it_cannot(monkeypatch):
+    own_version = str(torch.__version__)
+    for version, where, values, want in CHOSEN:
+        monkeypatch.setattr(torch.version, "hip", "7.1" if version else None)
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version or own_version))
+        cfg = config_file.replace(config_file.load(MICRO), **values)
+        assert mode(cfg, where).startswith(want)
+        assert mode(config_file.replace(cfg, graph__enabled="off"), where) == "eager (graph.enabled=off)"
+        if want != CAPTURED and "asked for" not in want:
+            text = refusal(mode, config_file.replace(cfg, graph__enabled="on"), where)
+            reason = want.removeprefix("eager (").rstrip(")")
+            assert (
+                text.startswith(f"graph.enabled=on cannot be honoured: {reason}") and "graph.enabled=auto runs" in text
+            )
 
 
 def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv(graphs.REGISTER, raising=False)
+    graphs.guard_expandable()
+    assert graphs.REGISTER not in graphs.os.environ
+    cfg = config_file.load(MICRO)
     for name in graphs.ALLOCATOR:
-        for other in (*graphs.ALLOCATOR, graphs.REGISTER):
-            monkeypatch.delenv(other, raising=False)
-        graphs.guard_expandable()
-        assert graphs.REGISTER not in graphs.os.environ
-        monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
-        monkeypatch.setenv(graphs.REGISTER, "1")
-        graphs.guard_expandable()
-        assert chosen(CUDA) == "eager (NCCL_GRAPH_REGISTER=1 does not go with expandable_segments; unset it)"
-        monkeypatch.delenv(graphs.REGISTER)
-        ranks.start(config_file.load(MICRO).parallel)
-        ranks.stop()
-        assert graphs.os.environ[graphs.REGISTER] == "0" and chosen(CUDA) == CAPTURED
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+            patch.setenv(graphs.REGISTER, "1")
+            assert mode(cfg, CUDA) == "eager (NCCL_GRAPH_REGISTER=1 does not go with expandable_segments; unset it)"
+            patch.delenv(graphs.REGISTER)
+            ranks.start(cfg.parallel)
+            ranks.stop()
+            assert graphs.os.environ[graphs.REGISTER] == "0" and mode(cfg, CUDA) == CAPTURED
 
 
 # The capture
@@ -156,31 +144,6 @@ def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, ma
     steps.capture()
     assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
     require_settled(steps.state.net)  # an eager forward that comes next gathers the weights anew
-
-
-def test_a_capture_changes_nothing_though_adamw_has_no_state_yet(log, make):
-    steps = make()
-    steps.state.opt.adamw.state.clear()
-    weights = [shard.detach().clone() for shard in steps.state.opt.shards]
-    steps.capture()
-    found = everything(steps.state)
-    assert len(found) == 4 * len(weights)
-    assert all(torch.equal(before, after) for before, after in zip(weights, steps.state.opt.shards))
-    assert not any(found[f"{name} {part}"].any() for name in steps.state.opt.names for part in ("exp_avg", "step"))
-
-
-def test_gathered_weights_and_gradients_that_are_left_are_noticed(make):
-    steps = make(parallel__reshard_after_forward=False)
-    require_settled(steps.state.net)
-    steps.validate(steps.sums.clone())
-    with pytest.raises(AssertionError, match="the weights of the root are gathered"):
-        require_settled(steps.state.net)
-    sharding.reshard(steps.state.net)
-    require_settled(steps.state.net)
-    parameter = steps.state.opt.parameters[3]
-    parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(AssertionError, match="gradients are left"):
-        require_settled(steps.state.net)
 
 
 def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, monkeypatch):
@@ -229,24 +192,6 @@ def test_replays_are_bit_identical_to_eager_steps_at_two_ranks(shapes_dir, tmp_p
         found = torch.load(tmp_path / f"rank_{rank}.pt")
         require_same_history(found["captured"], found["eager"])
         assert len({tuple(losses) for losses in found["captured"]["validations"]}) == 4
-
-
-def test_an_evaluation_uses_the_weights_of_the_moment(log, make):
-    """And not those that an evaluation before has gathered."""
-    steps = make(parallel__reshard_after_forward=False)
-    steps.capture()
-    before, after, alone = (steps.sums.clone().zero_() for _ in range(3))
-    steps.validate(before)
-    for _ in range(3):
-        steps.state.opt.lr.fill_(1e-2)
-        steps.train()
-    steps.validate(after)
-    other = make()
-    with torch.no_grad():
-        for own, trained in zip(other.state.opt.shards, steps.state.opt.shards):
-            own.copy_(trained)
-    validation_step(other.state.net, other.val_batch, alone, other.cfg)
-    assert torch.equal(after, alone) and not torch.equal(after, before)
 
 
 @pytest.fixture(scope="module")
@@ -312,13 +257,6 @@ def test_when_a_step_breaks_graphs_are_dropped_without_waiting_for_others(
     assert capsys.readouterr().err.rstrip().endswith("RuntimeError: an error of the device")
     assert [steps.graphs for steps in made] == [{}]
     assert is_gone or (leaving[-6:] == [*DROPPING, "stop"] and leaving.count("reset") == 2)
-
-
-def test_graphs_are_dropped_when_a_signal_ends_the_run(leaving, tmp_path, shapes_dir, monkeypatch):
-    for place, function in killing.recorder(tmp_path, "step 2 SIGTERM self").items():
-        monkeypatch.setattr(*place, function)
-    assert train(tmp_path / "run", shapes_dir) == 143
-    assert leaving[-6:] == [*DROPPING, "stop"]
 
 
 def test_closing_twice_or_without_graphs_does_nothing(leaving, make):

@@ -199,20 +199,6 @@ def validation(cfg: Config, world: World) -> dict:
     return found
 
 
-def feeding(cfg: Config, world: World) -> dict[str, Tensor]:
-    """The first two batches of all ranks, in the order of the ranks."""
-    train_set, _ = open_sets(cfg, world)
-    feed = train_set.feed(0)
-    steps = []
-    for _ in range(2):
-        host = feed.take()
-        steps.append({name: tensor.clone() for name, tensor in host.tensors.items()})
-        feed.give_back(host)
-    feed.close()
-    names = ("noise", "latent_eps", "t", "weight", "mean")
-    return {name: torch.cat([batch[name] for step in steps for batch in of_all(step)]) for name in names}
-
-
 def reporting(cfg: Config, world: World, folder: Path) -> dict:
     """What the reporter of every rank says when something is wrong on the last rank."""
     folder = folder / "reporting"
@@ -312,7 +298,6 @@ def main(data: str, out: str) -> int:
     if world.size in (2, 3):
         found["rounding"] = precision_ranks.rounding(world, micro=2)
     found["validation"] = validation(cfg, world)
-    found["feeding"] = feeding(cfg, world)
     found["checkpoint"] = checkpoint_ranks.measure(world, out)
     if world.rank == 0:
         torch.save(found, out / "found.pt")
