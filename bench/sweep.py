@@ -14,6 +14,7 @@ Exit codes: 0 the table is whole or the time was up, 2 refused, 3 a variant brok
 import argparse
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import platform
@@ -44,7 +45,8 @@ LEAST_S = 60.0  # a variant is not begun with less time left
 AGAIN = ("failed", "refused", "out of time")  # what runs again, after all others
 ABORT_S = 3.0  # for writing down where it was
 KEPT_LINES = 300  # of its output; a compiler gives its reason far above its end
-PACKAGES = ("torch", "triton", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+MAY_LACK = {"mlperf_logging": "tests that start train.py", "diffusers": "the race against it"}
+PACKAGES = ("torch", "triton", "diffusers", "numpy", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 FULL, MICRO = "configs/schnell_gbs512.toml", "tests/micro.toml"
 COUNTS = ROOT / "bench" / "results" / "static_counts.json"
 DEVICE_TESTS = "bench.device_tests"
@@ -81,6 +83,7 @@ def variants(small: bool) -> list[Variant]:
     times = ("--steps", "2", "--warmup", "1") if small else ("--steps", "10", "--warmup", "3")
     usual, others = (4, (2,)) if small else (32, (4, 8, 16, 64))
     few, more, larger, evals = ("2", "4", "4", "8") if small else ("8", "16", "16,32", "32,64")
+    pair = ("--model.double_blocks=1", "--model.single_blocks=1")
     plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
     compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
@@ -99,6 +102,10 @@ def variants(small: bool) -> list[Variant]:
     def whole(name: str, micros: str, *options: str) -> Variant:
         return Variant(f"whole {name}", "bench.whole", (*config, "--micro-batches", micros, *plain, *options))
 
+    def peer(name: str, *options: str) -> Variant:
+        batch = (f"--train.global_batch={usual}", f"--train.micro_batch={usual}")
+        return Variant(f"peer {name}", "bench.race", (*config, *pair, *times, *batch, *plain, *options))
+
     return [
         tests("graphs", 170.0),
         Variant("ceiling", "bench.ceiling", (*config, "--micro-batches", f"{few},{more}")),
@@ -113,11 +120,13 @@ def variants(small: bool) -> list[Variant]:
         part("kernels fp8", compiled, *delayed, "--profile"),
         whole("compiled fp8", few, compiled, *delayed),
         whole("compiled larger", more, "--evaluate", evals, compiled),
+        peer("compiled", compiled),
         part("compiled fp8 dynamic", compiled, dynamic),
         part("compiled k=2", compiled, "--parallel.region_blocks=2"),
         part("compiled k=4", compiled, "--parallel.region_blocks=4"),
         whole("compiled budget 0.5", larger, compiled, half),
         part("compiled budget 0.5", compiled, half),
+        peer("eager"),
         whole("eager", few),
         *(part(f"compiled batch {rows}", compiled, rows=rows) for rows in others),
     ]
@@ -216,6 +225,17 @@ def sweep(wanted: list[Variant], minutes: float, folder: Path, outcomes: Path, d
             done({"name": variant.name, "module": variant.module, "status": "not run", "line": "the time was up"})
 
 
+def missing_packages() -> list[str]:
+    """A line for each package of MAY_LACK that is missing: what it costs, and what brings it without a registry."""
+    lines = []
+    for module, cost in MAY_LACK.items():
+        if importlib.util.find_spec(module) is None:
+            name = module.replace("_", "-")
+            how = f"pip install --no-deps --target FOLDER {name} and PYTHONPATH=FOLDER bring it"
+            lines.append(f"{name} is missing, so {cost} will be left out; {how}")
+    return lines
+
+
 def versions() -> dict[str, str]:
     """Of Python and of the packages that matter and are installed."""
     installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
@@ -291,6 +311,8 @@ def main(argv: list[str]) -> int:
     status = {name: record["status"] for name, record in known.items()}
     left = [variant for variant in wanted if status.get(variant.name) != "done"]
     left.sort(key=lambda one: one.module != DEVICE_TESTS and status.get(one.name) in AGAIN)  # those last
+    for line in missing_packages():
+        print(line, flush=True)
     with workplace() as folder:
         sweep(left, args.minutes, folder, args.json.absolute().with_name("gpu_tests.jsonl"), done)
     print(f"{report['command']}  commit {report['commit'] or 'unknown'}, sources {sources()}, {report['device']}")

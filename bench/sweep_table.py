@@ -82,10 +82,17 @@ def device_test_rows(name: str, report: dict, counts: Counts) -> list[Row]:
     return lines
 
 
+def race_rows(name: str, report: dict, counts: Counts) -> list[Row]:
+    low, high = report["ratio_quartiles"]
+    note = f"diffusers' time by ours {report['ratio']:.3f}, quartiles {low:.3f} and {high:.3f}"
+    return [(name, (None, report["ms"]["ours"]), note)]
+
+
 ROWS = {
     "bench.step": step_rows,
     "bench.whole": whole_rows,
     "bench.ceiling": ceiling_rows,
+    "bench.race": race_rows,
     "bench.device_tests": device_test_rows,
 }
 

@@ -1,17 +1,19 @@
-"""Benchmarks of products, kernel classes and the whole model. Times are not judged."""
+"""Benchmarks of products, kernel classes, the whole model and the race. Times are not judged."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from bench_report import report_of
 from conftest import MICRO, refusal
 
-from bench import ceiling, common, kernels, sweep, sweep_table, whole
+from bench import ceiling, common, kernels, race, sweep, sweep_table, whole
 from bench.kernels import Span
 from bench.static.predicted import Counts
 from flux_ref import config_file, flow, sharding
 from flux_ref.config import ModelConfig
 from flux_ref.data import synthetic
-from flux_ref.errors import Refusal
+from flux_ref.errors import Fault, Refusal
 from flux_ref.model import Flux, parameter_table
 from tools.shared import flops
 
@@ -220,3 +222,29 @@ def test_options_that_mean_nothing_are_refused():
         *((sweep, option) for option in ("--minutes=0", "--only=nothing", "--json", "--model.heads=1")),
     ):
         assert option.partition("=")[0] in refusal(module.parse, [option])
+
+
+# The race
+
+
+def test_a_race_gives_ratios_of_neighbouring_steps_of_the_same_model(tmp_path, monkeypatch):
+    """A peer that takes twice our time in every step."""
+    monkeypatch.setattr(race, "timed_step", lambda side, *_: 3.0 if isinstance(side.net, race.OurFlux) else 6.0)
+    report = report_of(race, tmp_path, "--steps", "3", "--warmup", "0", "--train.global_batch=2")
+    assert (report["ratio"], report["ratio_quartiles"], report["ms"]) == (2, [2, 2], {"ours": 3, "diffusers": 6})
+    (row,) = sweep_table.rows({"name": "peer", "module": "bench.race", "report": report}, Counts({"runs": [], "rates": {}}))
+    assert "time by ours 2.000" in row[-1]
+
+
+def test_both_sides_of_a_race_take_steps(tmp_path):
+    report = report_of(race, tmp_path, "--steps", "1", "--warmup", "0", "--train.global_batch=2")
+    assert report["batch"] == 2 and min(report["ms"].values()) > 0
+
+
+def test_another_model_or_a_missing_package_is_no_race(tmp_path, monkeypatch):
+    monkeypatch.setattr(race.importlib, "import_module", lambda name: __import__("no_such_package"))
+    with pytest.raises(Refusal, match="the race needs no_such_package; pip install diffusers"):
+        report_of(race, tmp_path, "--train.global_batch=2")
+    monkeypatch.setattr(race, "DiffusersFlux", lambda model: race.OurFlux(replace(model, double_blocks=3)))
+    with pytest.raises(Fault, match="not the same model"):
+        report_of(race, tmp_path, "--train.global_batch=2")

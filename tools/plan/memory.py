@@ -155,4 +155,4 @@ class _Step:
         newest = self.regions[i:]
         if self.accumulates:
             newest = [*newest, self.root, *self.regions]
-        return self.reduced * sum(unit.padded for unit in newest[: REDUCTIONS])
+        return self.reduced * sum(unit.padded for unit in newest[:REDUCTIONS])
