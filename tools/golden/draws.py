@@ -12,6 +12,7 @@ EPOCH = 1
 SAMPLE = 3
 SEEN = 262_144
 FULL_SEED = 25952
+STREAMS = {"draws.latent_eps": 2, "draws.noise": 3, "draws.val_latent_eps": 4, "draws.val_noise": 5}
 
 
 def draws(values: dict, cfg: Config) -> None:
@@ -22,26 +23,35 @@ def draws(values: dict, cfg: Config) -> None:
     values["draws.uniform"] = rng.uniform(values["draws.words.1"])
     values["draws.normal"] = rng.normal(values["draws.words.1"])
     values["draws.name_key"] = np.array(rng.name_key("img_in.weight"), np.uint64)
-    seed = cfg.train.seed
-    shape = cfg.model.latent_shape
     for epoch in range(2):
-        values[f"draws.order.{epoch}"] = rng.order(seed, epoch, COUNT)
-    drawn = [rng.train_draw(seed, EPOCH, sample, shape, cfg.train.caption_drop) for sample in range(COUNT)]
-    values["draws.drop"] = np.array([draw.drop_caption for draw in drawn])
-    values["draws.t"] = np.array([draw.t for draw in drawn], np.float32)
-    values["draws.latent_eps"], values["draws.noise"] = drawn[SAMPLE].latent_eps, drawn[SAMPLE].noise
-    values["draws.val_latent_eps"], values["draws.val_noise"] = rng.val_draw(seed, SEEN, SAMPLE, shape)
+        values[f"draws.order.{epoch}"] = rng.order(cfg.train.seed, epoch, COUNT)
+    shape = cfg.model.latent_shape
+    pairs = [(EPOCH, sample) for sample in range(COUNT)]
+    drawn = train_draws(values, "draws", cfg.train.seed, pairs, shape, cfg.train.caption_drop)
+    values["draws.latent_eps"] = drawn[SAMPLE].latent_eps
+    values["draws.noise"] = drawn[SAMPLE].noise
+    values["draws.val_latent_eps"], values["draws.val_noise"] = rng.val_draw(cfg.train.seed, SEEN, SAMPLE, shape)
 
 
 def full_draws(values: dict, given: dict[str, np.ndarray]) -> None:
     """Samples, drops and times of the benchmark's training set: a first batch, and where epochs begin."""
-    places = [divmod(position, TRAIN_SAMPLES) for position in given["full.positions"].tolist()]
-    orders = {epoch: rng.order(FULL_SEED, epoch, TRAIN_SAMPLES) for epoch in {epoch for epoch, _ in places}}
-    samples = [(epoch, int(orders[epoch][i])) for epoch, i in places]
-    drawn = [rng.train_draw(FULL_SEED, epoch, sample, (2,), Config().train.caption_drop) for epoch, sample in samples]
-    values["full.sample"] = np.array([sample for _, sample in samples])
-    values["full.drop"] = np.array([draw.drop_caption for draw in drawn])
-    values["full.t"] = np.array([draw.t for draw in drawn], np.float32)
+    orders = {}
+    pairs = []
+    for position in given["full.positions"].tolist():
+        epoch, i = divmod(position, TRAIN_SAMPLES)
+        if epoch not in orders:
+            orders[epoch] = rng.order(FULL_SEED, epoch, TRAIN_SAMPLES)
+        pairs.append((epoch, int(orders[epoch][i])))
+    values["full.sample"] = np.array([sample for _, sample in pairs])
+    train_draws(values, "full", FULL_SEED, pairs, (2,), Config().train.caption_drop)
+
+
+def train_draws(values: dict, place: str, seed: int, pairs: list, shape: tuple, rate: float) -> list[rng.Draw]:
+    """The draws of (epoch, sample) pairs. Records which captions are dropped, and t."""
+    drawn = [rng.train_draw(seed, epoch, sample, shape, rate) for epoch, sample in pairs]
+    values[f"{place}.drop"] = np.array([draw.drop_caption for draw in drawn])
+    values[f"{place}.t"] = np.array([draw.t for draw in drawn], np.float32)
+    return drawn
 
 
 def inputs_of(name: str, cfg: Config) -> dict:
@@ -54,8 +64,7 @@ def inputs_of(name: str, cfg: Config) -> dict:
         return {"seed": seed, "epoch": EPOCH, "count": COUNT, "rate": rate}
     if name in ("full.sample", "full.drop", "full.t"):
         return {"seed": FULL_SEED, "count": TRAIN_SAMPLES, "rate": rate}
-    streams = {"draws.latent_eps": 2, "draws.noise": 3, "draws.val_latent_eps": 4, "draws.val_noise": 5}
-    if name not in streams:
+    if name not in STREAMS:
         return {}
     clock = {"evaluation": SEEN} if ".val_" in name else {"epoch": EPOCH}
-    return {"seed": seed, **clock, "sample": SAMPLE, "shape": list(cfg.model.latent_shape), "stream": streams[name]}
+    return {"seed": seed, **clock, "sample": SAMPLE, "shape": list(cfg.model.latent_shape), "stream": STREAMS[name]}

@@ -19,28 +19,35 @@ def formats(values: dict, given: dict) -> None:
     for name, table in tables.items():
         values[f"formats.table.{name}.finite"] = table.isfinite()
         values[f"formats.table.{name}.values"] = table[table.isfinite()]
-    values |= {f"formats.edge.{n}.bits": coded(FORMATS[n], x[f"edge.{n}.x"]) for n in ("e3m2", "e2m3", "e2m1")}
+    for name in ("e3m2", "e2m3", "e2m1"):
+        values[f"formats.edge.{name}.bits"] = coded(FORMATS[name], x[f"edge.{name}.x"])
     about = places.inputs_of("formats.scales.floor")
+    forms = [FORMATS[name] for name in about["formats"]]
     blocks = x["blocks.x"]
-    broken = x["blocks.x"].clone()
-    broken[tuple(about["nan"])], broken[tuple(about["infinity"])] = torch.nan, torch.inf
-    forms = {name: FORMATS[name] for name in about["formats"]}
+    broken = blocks.clone()
+    broken[tuple(about["nan"])] = torch.nan
+    broken[tuple(about["infinity"])] = torch.inf
     for rule in ("floor", "ceil", "rceil"):
-        scales = [casts.scaled(broken, form, Scaling(rule, 1, 32))[1][:, 0] for form in forms.values()]
-        codes = [coded(form, casts.scaled(blocks, form, Scaling(rule, 1, 32))[0]) for form in forms.values()]
-        values[f"formats.scales.{rule}"] = casts.scale_codes(torch.stack(scales))
+        scaling = Scaling(rule, 1, 32)
+        scales = torch.stack([casts.scaled(broken, form, scaling)[1][:, 0] for form in forms])
+        values[f"formats.scales.{rule}"] = casts.scale_codes(scales)
+        codes = [coded(form, casts.scaled(blocks, form, scaling)[0]) for form in forms]
         values[f"formats.codes.{rule}"] = torch.stack(codes)
     part = blocks[: places.inputs_of("formats.two_level.codes")["rows"]]
-    part, scales, values["formats.two_level.tensor"] = casts.scaled(part, E2M1, Scaling("two-level", 1, 16))
-    values["formats.two_level.scales"], values["formats.two_level.codes"] = coded(E4M3, scales), coded(E2M1, part)
-    seed, step, product, first, count = places.inputs_of("formats.chances").values()
-    values["formats.chances"] = chances(torch.tensor((seed, step, product, first)), torch.empty(count))
-    for name, form in forms.items():
-        values[f"formats.stochastic.{name}"] = coded(form, x["stochastic.x"], x["stochastic.chance"])
-    values |= {f"formats.hadamard.{size}": casts.hadamard(x["hadamard.x"], size) for size in (16, 32)}
+    part, scales, whole = casts.scaled(part, E2M1, Scaling("two-level", 1, 16))
+    values["formats.two_level.tensor"] = whole
+    values["formats.two_level.scales"] = coded(E4M3, scales)
+    values["formats.two_level.codes"] = coded(E2M1, part)
+    *key, count = places.inputs_of("formats.chances").values()  # seed, step, product, first
+    values["formats.chances"] = chances(torch.tensor(key), torch.empty(count))
+    for form in forms:
+        values[f"formats.stochastic.{form.name}"] = coded(form, x["stochastic.x"], x["stochastic.chance"])
+    for size in (16, 32):
+        values[f"formats.hadamard.{size}"] = casts.hadamard(x["hadamard.x"], size)
 
 
 def coded(form: Format, x: Tensor, chance: Tensor | None = None) -> Tensor:
+    """The codes of x, rounded to the nearest value or, with chances, stochastically."""
     return casts.encode(form, casts.rounded(x, form, chance))
 
 
@@ -48,10 +55,14 @@ def presets(values: dict, given: dict) -> None:
     """The three products of one linear under four presets, two of which round stochastically."""
     for preset in ("mxfp8", "mxfp4_backward", "mxfp6_fp4", "nvfp4"):
         x, weight, grad = (torch.from_numpy(given[f"formats.linear.{n}"]).bfloat16() for n in ("x", "weight", "grad"))
-        name = f"formats.linear.{preset}"
+        x.requires_grad_()
+        weight.requires_grad_()
         about = places.inputs_of(f"formats.linear.{preset}.y")
-        pairs = policy.pairs([policy.parse(text) for text in policy.PRESETS[preset]], ModelConfig())[about["layer"]]
+        rules = [policy.parse(text) for text in policy.PRESETS[preset]]
+        pairs = policy.pairs(rules, ModelConfig())[about["layer"]]
         draws = Draws(*(torch.tensor(about[key]) for key in ("seed", "step", "first_sample", "number")))
-        y = BlockMatmul.apply(x.requires_grad_(), weight.requires_grad_(), None, pairs, "", draws, len(x))
-        grads = torch.autograd.grad(y, (x, weight), grad)
-        values |= dict(zip((f"{name}.y", f"{name}.grad_x", f"{name}.grad_weight"), (y, *grads)))
+        y = BlockMatmul.apply(x, weight, None, pairs, "", draws, len(x))
+        y.backward(grad)
+        values[f"formats.linear.{preset}.y"] = y
+        values[f"formats.linear.{preset}.grad_x"] = x.grad
+        values[f"formats.linear.{preset}.grad_weight"] = weight.grad

@@ -21,9 +21,20 @@ VAL_TIMESTEPS = (0, 1, 2, 3, 4, 5, 6, 7, 3)  # uneven, so that means in the wron
 # Inputs are uniform in -width .. width. Powers of two keep them exact in every arithmetic. Inputs of norms are small:
 # then a wrong epsilon shows. Weights that are not listed have the width at which a linear keeps magnitudes.
 WIDTHS = {
-    **{"t5": 2.0, "clip": 2.0, "mean": 4.0, "logvar": 2.0, "x": 8.0, "grad": 2.0**-7},
-    **{"img_in.weight": 2.0**-5, "txt_in.weight": 2.0**-5, "img_in.bias": 2.0**-4, "txt_in.bias": 2.0**-4},
-    **{"qkv.weight": 2.0**-6, "qkv.bias": 2.0**-6, "bias": 0.25, "scale": 0.25},
+    "t5": 2.0,
+    "clip": 2.0,
+    "mean": 4.0,
+    "logvar": 2.0,
+    "x": 8.0,
+    "grad": 2.0**-7,
+    "img_in.weight": 2.0**-5,
+    "txt_in.weight": 2.0**-5,
+    "img_in.bias": 2.0**-4,
+    "txt_in.bias": 2.0**-4,
+    "qkv.weight": 2.0**-6,
+    "qkv.bias": 2.0**-6,
+    "bias": 0.25,
+    "scale": 0.25,
 }
 FULL_BATCH, AROUND = 512, 8  # positions of the first batch, and on both sides of the start of a full-size epoch
 ABOVE = slice(1, 12, 2)  # of the largest magnitudes of blocks: those that become the next number of fp32
@@ -43,28 +54,34 @@ def to_bf16(array: np.ndarray) -> np.ndarray:
 
 def width_of(name: str, shape: tuple[int, ...]) -> float:
     """The width of a weight or of a value of the data."""
-    width = next((WIDTHS[end] for end in WIDTHS if name.endswith("." + end)), None)
-    return width or 2.0 ** -round(np.log2(shape[1]) / 2)
+    for end, width in WIDTHS.items():
+        if name.endswith(f".{end}"):
+            return width
+    return 2.0 ** -round(np.log2(shape[1]) / 2)
 
 
 def inputs(cfg: Config) -> dict[str, np.ndarray]:
     """The given values by name, all exact in fp32 but the timesteps, which are whole numbers."""
+    given = {}
+    for name, shape in model.parameter_table(cfg.model).items():
+        given[f"weights.{name}"] = drawn_as(f"weights.{name}", shape)
     fields = data.fields(cfg.model)
-    shapes = {f"weights.{name}": shape for name, shape in model.parameter_table(cfg.model).items()}
+    shapes = {}
     for part, count in (("train", cfg.data.train_count), ("val", cfg.data.val_count)):
         shapes |= {f"data.{part}.{name}": (count, *fields[name][0]) for name in shards.MEMBERS}
     shapes |= {f"data.empty.{name}": fields[name][0] for name in ("t5", "clip")}
     shapes |= {name: tuple(shape) for name, shape in places.TABLES["shapes"].items()}
-    given = {}
     for name, shape in shapes.items():
-        value = drawn(name, shape, width_of(name, shape), float(name.endswith(".scale")))
-        given[name] = value if name.startswith("weights.") else to_bf16(value)
+        given[name] = to_bf16(drawn_as(name, shape))
     given["data.val.timestep"] = np.resize(VAL_TIMESTEPS, cfg.data.val_count)
-    given |= {name: np.array(numbers, np.float32) for name, numbers in places.TABLES["numbers"].items()}
-    starts = [(epoch * TRAIN_SAMPLES + i) for epoch in (1, 2) for i in range(-AROUND, AROUND)]
+    for name, numbers in places.TABLES["numbers"].items():
+        given[name] = np.array(numbers, np.float32)
+    starts = [epoch * TRAIN_SAMPLES + i for epoch in (1, 2) for i in range(-AROUND, AROUND)]
     given["full.positions"] = np.array([*range(FULL_BATCH), *starts])
-    given |= {f"fp8.edge.{kind}.x": edges(FORMATS[kind.removesuffix("fn")]) for kind in FP8_FORMATS}
-    given |= {f"formats.edge.{kind}.x": edges(FORMATS[kind]) for kind in ("e3m2", "e2m3", "e2m1")}
+    for kind in FP8_FORMATS:
+        given[f"fp8.edge.{kind}.x"] = edges(FORMATS[kind.removesuffix("fn")])
+    for kind in ("e3m2", "e2m3", "e2m1"):
+        given[f"formats.edge.{kind}.x"] = edges(FORMATS[kind])
     for name, (shape, width, centre) in FED.items():
         given[f"bf16.fed.{name}"] = to_bf16(drawn(f"bf16.fed.{name}", shape, width, centre))
     given["bf16.fed.attention.q"][:, :, 1] /= 64  # flat scores in one head: a long sum; in the other large ones
@@ -77,6 +94,11 @@ def inputs(cfg: Config) -> dict[str, np.ndarray]:
     return given
 
 
+def drawn_as(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A weight or a value of the data. Scales of norms lie around 1."""
+    return drawn(name, shape, width_of(name, shape), float(name.endswith(".scale")))
+
+
 def edges(form: Format) -> np.ndarray:
     """Values at the edges of a format, in fp32, of both signs: (count,).
 
@@ -84,17 +106,16 @@ def edges(form: Format) -> np.ndarray:
     four largest values, and the middles between them; beyond the largest, up to infinity. NaN is left out, because some
     formats have several.
     """
-    grid = torch.tensor([value for value in form.table()[: form.sign] if np.isfinite(value)])
-    small = int((grid <= 2.0 ** (2 - form.bias)).sum())
-    ends = (grid[:small], grid[-4:])
-    middles = torch.cat([(part[1:] + part[:-1]) / 2 for part in ends])
-    largest = grid[-1]
+    grid = np.array([value for value in form.table()[: form.sign] if np.isfinite(value)], np.float32)
+    small = grid[grid <= 2.0 ** (2 - form.bias)]
+    large = grid[-4:]
+    middles = np.concatenate(((small[1:] + small[:-1]) / 2, (large[1:] + large[:-1]) / 2))
+    below = np.nextafter(middles, np.float32(0))
+    above = np.nextafter(middles, np.float32(np.inf))
     gap = grid[-1] - grid[-2]
-    infinite = torch.tensor([torch.inf])
-    beyond = torch.stack((largest + gap / 4, largest + gap / 2, 2 * largest))
-    below, above = (torch.nextafter(middles, limit) for limit in (torch.zeros(1), infinite))
-    positive = torch.cat((*ends, grid[1:2] / 4, middles, below, above, beyond, infinite))
-    return torch.cat((positive, -positive)).numpy()
+    beyond = np.array((grid[-1] + gap / 4, grid[-1] + gap / 2, 2 * grid[-1], np.inf), np.float32)
+    positive = np.concatenate((small, large, grid[1:2] / 4, middles, below, above, beyond))
+    return np.concatenate((positive, -positive))
 
 
 def write_data(folder: Path, given: dict[str, np.ndarray]) -> None:
@@ -102,10 +123,12 @@ def write_data(folder: Path, given: dict[str, np.ndarray]) -> None:
     for part in ("train", "val"):
         bits = {name: shards.to_bf16_bits(given[f"data.{part}.{name}"]) for name in shards.MEMBERS}
         count = len(bits["t5"])
-        timesteps = given["data.val.timestep"].tolist() if part == "val" else [None] * count
-        rows = ({name: array[i] for name, array in bits.items()} for i in range(count))
-        samples = (shard_writer.Sample(row, timestep) for row, timestep in zip(rows, timesteps))
-        shard_writer.write(folder / part, samples, part, per_shard=count if part == "val" else count // 2 + 1)
+        samples = []
+        for i in range(count):
+            timestep = int(given["data.val.timestep"][i]) if part == "val" else None
+            samples.append(shard_writer.Sample({name: array[i] for name, array in bits.items()}, timestep))
+        per_shard = count if part == "val" else count // 2 + 1
+        shard_writer.write(folder / part, samples, part, per_shard=per_shard)
     # Foreign tools fill an archive up to whole records. Not where a sample would fit in: then the number is unsure.
     last = max((folder / "train").glob("*.tar"))
     filling = -last.stat().st_size % shards.RECORD

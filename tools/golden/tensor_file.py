@@ -12,9 +12,23 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import outside
 
 HEAD_BYTES = 16 * 2**20  # no list of tensors that is read here is longer
+MOST_AXES = 16
 STORED = {  # dtype as the format names it -> how its bytes are read
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "BOOL": "|b1", "F8_E4M3": "|u1", "F8_E5M2": "|u1"},
-    **{f"{sign}{8 * size}": f"<{sign.lower()}{size}" for sign in "IU" for size in (1, 2, 4, 8)},
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "BOOL": "|b1",
+    "F8_E4M3": "|u1",
+    "F8_E5M2": "|u1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
 }
 
 
@@ -60,26 +74,29 @@ def _entries(head: object, size: int) -> tuple[dict[str, tuple[str, tuple[int, .
     for name, entry in head.items():
         if name == "__metadata__":
             continue
-        is_known = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
-        dtype, shape, span = (entry["dtype"], entry["shape"], entry["data_offsets"]) if is_known else (None, None, None)
-        if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(span) and len(span) == 2):
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
+                is_known = len(shape) <= MOST_AXES and all(_is_count(number) for number in (*shape, begin, end))
+            case _:
+                is_known = False
+        if not is_known:
             raise ValueError(f"its entry {name[:100]} has no dtype, shape and data_offsets as the format wants them")
         if dtype not in STORED:
             raise ValueError(f"the dtype {dtype[:20]} of {name[:100]} is not one of {', '.join(STORED)}")
-        if span[1] - span[0] != math.prod(shape) * np.dtype(STORED[dtype]).itemsize:
-            raise ValueError(f"{name[:100]} has {span[1] - span[0]} bytes, which do not fit its shape and dtype")
-        entries[name], spans[name] = (dtype, tuple(shape)), span
-    end = 0
-    for name, (begin, stop) in sorted(spans.items(), key=lambda item: item[1]):
-        if begin != end:
-            raise ValueError(f"{name[:100]} begins at byte {begin}, and the tensor before it ends at {end}")
-        end = stop
-    if end != size:
-        raise ValueError(f"its tensors end at byte {end} of {size}")
-    return entries, {name: span[0] for name, span in spans.items()}
+        if end - begin != math.prod(shape) * np.dtype(STORED[dtype]).itemsize:
+            raise ValueError(f"{name[:100]} has {end - begin} bytes, which do not fit its shape and dtype")
+        entries[name] = dtype, tuple(shape)
+        spans[name] = begin, end
+    last = 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != last:
+            raise ValueError(f"{name[:100]} begins at byte {begin}, and the tensor before it ends at {last}")
+        last = end
+    if last != size:
+        raise ValueError(f"its tensors end at byte {last} of {size}")
+    return entries, {name: begin for name, (begin, _) in spans.items()}
 
 
-def _are_counts(numbers: object) -> bool:
-    """Whether it is a short list of whole numbers from 0, none beyond what a file can hold."""
-    is_list = isinstance(numbers, list) and len(numbers) <= 16
-    return is_list and all(type(number) is int and 0 <= number < 2**48 for number in numbers)
+def _is_count(number: object) -> bool:
+    """Whether it is a whole number from 0 that is not beyond what a file can hold."""
+    return type(number) is int and 0 <= number < 2**48
