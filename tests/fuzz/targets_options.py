@@ -16,7 +16,7 @@ from random import Random
 from unittest.mock import patch
 
 from fuzz import damage, targets_text
-from fuzz.engine import Said, Target, command
+from fuzz.engine import Damage, Said, Target, command
 
 import eval as eval_script
 from flux_ref import config, config_file, config_rules, ranks
@@ -252,72 +252,80 @@ FREE = str(MICRO)
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
 SLURM = {"SLURM_NODEID": "1", "SLURM_PROCID": "1"}
-STEP = (0, 2**63 - 1)
 JSON = {"--json": r"(?s).*\.json"}
 CARDS = "|".join(map(re.escape, tomllib.loads(hardware.TABLE.read_text())["gpu"]))
 RULESETS = "|".join(map(re.escape, config_rules.CHOICES["mllog.ruleset"]))
 PLANNED = {"--gpus": (1, 16384), "--gpu": CARDS, "--price-per-gpu-hour": (0.0, 1e9), "--hardware": ANY}
-EVAL = {"--checkpoint": STEP, "--json": None, "--all": None, "--draw-only": None, "--prompt": "(?s).*"}
+EVAL = {"--checkpoint": (0, 2**63 - 1), "--json": None, "--all": None, "--draw-only": None, "--prompt": "(?s).*"}
 EVAL |= dict.fromkeys(("--config", "--prompts", "--t5", "--clip", *(f"--{name}" for name in drawing.SHORT)), ANY)
 PREFLIGHT = {"--nodes": ANY, "--node": (0, 2), "--gpus": (1, 1024), "--wait": (1.0, 86400.0), "--slow": (0.0, 1.0)}
 PREFLIGHT |= {"--address": "(?s).+:[0-9]{1,5}", "SLURM_NODEID": (0, 10**6)}
 
 
-def line(name: str, main: Callable, argv: list[str], rules: dict[str, Rule], *counts: int, **more: object) -> Target:
-    """A target whose input is a command line."""
-    make = more.pop("make", partial(write_arguments, argv, more.pop("env", {})))
-    damages = more.pop("damages", ARGV)
+def line(
+    name: str,
+    main: Callable[[list[str]], int],
+    make: Callable[[Path], None],
+    rules: dict[str, Rule],
+    *counts: int,
+    damages: dict[str, Damage] = ARGV,
+    **more: object,
+) -> Target:
+    """A target whose input is a command line. counts: how many words may be no options."""
     return Target(name, make, damages, partial(run_command, main), judge=partial(judge, rules, counts), **more)
 
 
+def words_of(*argv: str, **env: str) -> Callable[[Path], None]:
+    """A `make` that writes these arguments."""
+    return partial(write_arguments, list(argv), env)
+
+
 TARGETS = [
-    Target("overrides", partial(write_arguments, OVERRIDES, {}), ARGV, run_overrides, read_overrides, weight=2),
+    Target("overrides", words_of(*OVERRIDES), ARGV, run_overrides, read_overrides, weight=2),
     Target(
         "ranks",
-        partial(write_arguments, [FREE], ALONE),
+        words_of(FREE, **ALONE),
         ENV,
         partial(run_command, on_ranks(started)),
         judge=judge_ranks,
         weight=2,
     ),
-    line("train_options", on_ranks(started), [FREE, "--train.seed=3"], {}, 1),
+    line("train_options", on_ranks(started), words_of(FREE, "--train.seed=3"), {}, 1),
     line(
         "eval_options",
         on_ranks(parsed_eval),
-        ["runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--prompt=a cat"],
+        words_of("runs/tiny", "--checkpoint=900", "--json", "--vae=ae.safetensors", "--prompt=a cat"),
         EVAL,
         1,
     ),
     line(
         "preflight_options",
         attempted(lambda argv: print(preflight.parse(argv).node)),
-        ["--nodes=a,b,c", "--address=a:29500", "--gpus=8", "--wait=60", "--slow=.8"],
+        words_of("--nodes=a,b,c", "--address=a:29500", "--gpus=8", "--wait=60", "--slow=.8", **SLURM),
         PREFLIGHT,
         0,
-        env=SLURM,
         damages=ARGV | ENV,
     ),
     line(
         "prepare_options",
         parsed_prepare,
-        ["shapes", "--out=made", f"--config={FREE}"],
+        words_of("shapes", "--out=made", f"--config={FREE}"),
         {"--out": ANY, "--config": ANY},
         1,
     ),
     line(
         "plan_options",
         attempted(planned),
-        [FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"],
+        words_of(FREE, "--gpus=4", "--gpu=h200", "--price-per-gpu-hour=2.5", "--train.seed=1"),
         PLANNED | JSON,
         *(1, 2, 3),
     ),
     line(
         "report_options",
         report.main,
-        [],
+        make_reported,
         JSON | {"--ruleset": RULESETS, "--points": ANY},
         *(1, 2),
-        make=make_reported,
         writes=("*.json",),
     ),
 ]
