@@ -9,7 +9,7 @@ GROUP = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 
 
-def expanded(patterns: list[str]) -> list[str]:
+def expand(patterns: list[str]) -> list[str]:
     """The names of all patterns, in order. Braces hold a range of numbers or a list: {000..109} or {a,b}.
 
     Raises: ValueError for other braces, and for too many names.

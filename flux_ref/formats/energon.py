@@ -21,8 +21,8 @@ def shards_of(folder: Path, split: str) -> list[Path]:
     text = outside.read_text(listing, "list of shards", LIST_BYTES)
     try:
         content = yaml.safe_load(text)
-        parts = {name: _expanded(patterns) for name, patterns in content["split_parts"].items()}
-        excluded = set(_expanded(content.get("exclude") or []))
+        parts = {name: _names(patterns) for name, patterns in content["split_parts"].items()}
+        excluded = set(_names(content.get("exclude") or []))
         names = [name for name in parts[split] if name not in excluded]
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = outside.printable(" ".join(str(error).split()))[:200]
@@ -44,8 +44,8 @@ def shards_of(folder: Path, split: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _expanded(patterns: object) -> list[str]:
+def _names(patterns: object) -> list[str]:
     """Brace ranges as in train/shard_{000000..000109}.tar, written out. Raises: TypeError, ValueError."""
     if not (isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)):
         raise TypeError("no list of names")  # to print it could take for ever: aliases may nest
-    return braces.expanded(patterns)
+    return braces.expand(patterns)

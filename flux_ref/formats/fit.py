@@ -11,17 +11,17 @@ def require_fit(found: dict[str, tuple], want: dict[str, tuple], where: str | Pa
     """Compare names and shapes of tensors. Raises: Refusal that lists what does not fit."""
     missing = sorted(want.keys() - found.keys())
     unexpected = sorted(found.keys() - want.keys())
-    misshaped = [
-        f"{key} {found[key]}, want {want[key]}" for key in sorted(want) if found.get(key, want[key]) != want[key]
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
-    if any(problems.values()):
-        lists = (
-            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for problem, names in problems.items()
-            if names
-        )
-        raise Refusal(f"{where} does not fit: {'; '.join(lists)}")
+    misshaped = []
+    for key in sorted(want):
+        if found.get(key, want[key]) != want[key]:
+            misshaped.append(f"{key} {found[key]}, want {want[key]}")
+    problems = []
+    for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped)):
+        if names:
+            shown = names if len(names) <= 3 else [*names[:3], "..."]
+            problems.append(f"{len(names)} {problem}: {', '.join(shown)}")
+    if problems:
+        raise Refusal(f"{where} does not fit: {'; '.join(problems)}")
 
 
 def finite(values: Tensor, name: str, where: str | Path) -> Tensor:

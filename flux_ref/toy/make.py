@@ -12,6 +12,7 @@ from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.run.progress import progress
 from flux_ref.toy import shapes
+from flux_ref.toy.shapes import Drawing
 
 
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
@@ -26,25 +27,28 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
         raise Refusal(f"shapes need model.latent_channels={shapes.CHANNELS} and model.text_tokens of at least 8")
     held_out = shapes.held_out()
     shown = [drawing for drawing in shapes.all_drawings() if drawing not in held_out]
-    empty = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
+    t5, clip = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
     with files.whole(folder) as partial:
         shard_writer.write(partial / "train", _samples(shown, train, model, "train"), "train")
         shard_writer.write(partial / "val", _samples(held_out, val, model, "val"), "val")
         # In float16 with a batch axis, as the public encodings are.
-        arrays = {name: array[None].astype(np.float16) for name, array in zip(("t5", "clip"), empty)}
-        shard_writer.write_empty(partial / "empty_encodings", arrays)
+        empty = {"t5": t5[None].astype(np.float16), "clip": clip[None].astype(np.float16)}
+        shard_writer.write_empty(partial / "empty_encodings", empty)
 
 
-def _samples(drawings: list, count: int, model: ModelConfig, split: str) -> Iterator[Sample]:
-    encoded = {d: shapes.encode_caption(d.caption, model.text_tokens, model.t5_dim, model.clip_dim) for d in drawings}
+def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str) -> Iterator[Sample]:
+    is_val = split == "val"
     for i in progress(range(count), desc=f"making {split} shapes", unit=" samples", leave=False):
-        drawing = drawings[i // schedule.TIMESTEPS % len(drawings)]
-        dx, dy = shapes.JITTER * (2 * rng.uniform(rng.words(0, rng.JITTER, 2, sample=i, epoch=int(split == "val"))) - 1)
+        round_, timestep = divmod(i, schedule.TIMESTEPS)
+        drawing = drawings[round_ % len(drawings)]
+        words = rng.words(0, rng.JITTER, 2, sample=i, epoch=int(is_val))
+        dx, dy = shapes.JITTER * (2 * rng.uniform(words) - 1)
         picture = shapes.render(drawing, model.latent_height * 8, model.latent_width * 8, float(dx), float(dy))
-        members = dict(zip(shards.MEMBERS, (*encoded[drawing], *shapes.encode(picture))))
-        bits = {member: shards.to_bf16_bits(array) for member, array in members.items()}
-        timestep = i % schedule.TIMESTEPS if split == "val" else None
-        yield Sample(bits, timestep, drawing.caption)
+        t5, clip = shapes.encode_caption(drawing.caption, model.text_tokens, model.t5_dim, model.clip_dim)
+        mean, logvar = shapes.encode(picture)
+        members = {"t5": t5, "clip": clip, "mean": mean, "logvar": logvar}
+        bits = {name: shards.to_bf16_bits(array) for name, array in members.items()}
+        yield Sample(bits, timestep if is_val else None, drawing.caption)
 
 
 def ensure(cfg: Config) -> None:
@@ -52,8 +56,7 @@ def ensure(cfg: Config) -> None:
 
     The reader refuses any other missing folder.
     """
-    train = Path(cfg.data.train)
-    val = Path(cfg.data.val)
-    folder = train.parent
-    if cfg.data.kind == "shapes" and (train, val) == (folder / "train", folder / "val") and not folder.exists():
+    folder = Path(cfg.data.train).parent
+    is_ours = Path(cfg.data.train) == folder / "train" and Path(cfg.data.val) == folder / "val"
+    if cfg.data.kind == "shapes" and is_ours and not folder.exists():
         make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)

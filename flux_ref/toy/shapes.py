@@ -58,27 +58,30 @@ def held_out() -> list[Drawing]:
     """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
     places = list(PLACES)
     sizes = list(SIZES)
-    return [
-        Drawing(sizes[(row + column) % 2], colour, shape, places[(row + 2 * column) % len(places)])
-        for row, colour in enumerate(COLOURS)
-        for column, shape in enumerate(SHAPES)
-    ]
+    drawings = []
+    for row, colour in enumerate(COLOURS):
+        for column, shape in enumerate(SHAPES):
+            size = sizes[(row + column) % 2]
+            place = places[(row + 2 * column) % len(places)]
+            drawings.append(Drawing(size, colour, shape, place))
+    return drawings
 
 
 def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float = 0.0) -> np.ndarray:
     """The picture: (3, height, width) float32 in [-1, 1]. dx, dy: move the drawing by parts of the image."""
     fine = 4  # edges are smoothed by drawing at 4 x the resolution
-    y = ((np.arange(height * fine) + 0.5) / (height * fine))[:, None]
-    x = ((np.arange(width * fine) + 0.5) / (width * fine))[None, :]
+    y = (np.arange(height * fine) + 0.5) / (height * fine)
+    x = (np.arange(width * fine) + 0.5) / (width * fine)
     centre_x, centre_y = PLACES[drawing.place]
     half = SIZES[drawing.size]
-    u = (x - centre_x - dx) / half
-    v = (y - centre_y - dy) / half
-    inside = {
-        "circle": u**2 + v**2 <= 1,
-        "square": np.maximum(abs(u), abs(v)) <= 0.9,
-        "triangle": (v <= 1) & (abs(u) * 2 <= v + 1),
-    }[drawing.shape]
+    u = (x[None, :] - centre_x - dx) / half
+    v = (y[:, None] - centre_y - dy) / half
+    if drawing.shape == "circle":
+        inside = u**2 + v**2 <= 1
+    elif drawing.shape == "square":
+        inside = np.maximum(abs(u), abs(v)) <= 0.9
+    else:
+        inside = (v <= 1) & (abs(u) * 2 <= v + 1)
     cover = inside.reshape(height, fine, width, fine).mean(axis=(1, 3))
     colour = np.array(COLOURS[drawing.colour])[:, None, None]
     return ((BACKGROUND + cover * (colour - BACKGROUND)) * 2 - 1).astype(np.float32)
@@ -86,7 +89,8 @@ def render(drawing: Drawing, height: int, width: int, dx: float = 0.0, dy: float
 
 def _basis() -> np.ndarray:
     """The 8-point DCT-II as an orthonormal (8, 8) matrix, frequency first."""
-    k, n = np.meshgrid(np.arange(8), np.arange(8), indexing="ij")
+    n = np.arange(8)
+    k = n[:, None]
     basis = np.cos(np.pi * (n + 0.5) * k / 8) * 0.5
     basis[0] *= 0.5**0.5
     return basis

@@ -258,7 +258,7 @@ def source(text: str, column: str = "") -> Folder | Archives:
     path = Path(text)
     want = "want a folder of pictures, or tars such as x-{000..137}.tar"
     try:
-        named = [text] if path.exists() else braces.expanded([text])
+        named = [text] if path.exists() else braces.expand([text])
     except ValueError as error:
         raise Refusal(f"--input {text}: {error}; {want}") from None
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [Path(name) for name in named]
