@@ -33,6 +33,7 @@ from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
 from flux_ref.run.alive import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling import drawing
+from flux_ref.schedule import TIMESTEPS
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 
@@ -41,9 +42,11 @@ MOST_PROMPTS = 256  # their encodings are in memory together
 
 def table(result: Validation) -> str:
     """The eight losses and their mean as text, one per line."""
-    names = (*(f"t = {k}/8" for k in range(8)), "mean   ")
-    means = zip(names, (*result.losses, result.loss), (*result.stderrs, result.stderr))
-    rows = [f"{name}   {loss:.4f}{f' +- {err:.4f}' * jsonl.is_number(err)}" for name, loss, err in means]
+    names = [f"t = {k}/{TIMESTEPS}" for k in range(TIMESTEPS)]
+    rows = []
+    for name, loss, stderr in zip((*names, "mean   "), (*result.losses, result.loss), (*result.stderrs, result.stderr)):
+        error = f" +- {stderr:.4f}" if jsonl.is_number(stderr) else ""
+        rows.append(f"{name}   {loss:.4f}{error}")
     return "\n".join(rows) + f"  over {result.count:,} samples"
 
 
@@ -70,7 +73,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     first = weight_files.find(options.path, options.step)
-    paths = checkpoint_files.list_checkpoints(options.path) if options.all else [first]
+    paths = [first]
+    if options.all:
+        paths = checkpoint_files.list_checkpoints(options.path)
     if not paths:
         raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
@@ -80,19 +85,14 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         if cfg.parallel.compile:
             compile_cache.own_folder(cfg, world, stack)
-        watch = stack.enter_context(
-            contextlib.closing(HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s))
-        )
+        watch = HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)
+        stack.enter_context(contextlib.closing(watch))
         records = evaluate(cfg, world, watch, paths, options)
     if world.rank > 0:
         return 0
-    chart = options.path / "eval_all.png" if options.all and not options.draw_only else ""
-    if chart:
-        # Losses of training stand beside losses of the same config only.
-        alike = not options.config and all(word.startswith("--sample.") for word in options.overrides)
-        logged = [] if not alike else jsonl.records(options.path / "eval.jsonl", figures=("val_loss",))
-        curve = {record["samples"]: record["val_loss"] for record in (*logged, *records)}  # also where none is saved
-        loss_chart.chart([], sorted(curve.items()), cfg.eval.target, chart)
+    chart = ""
+    if options.all and not options.draw_only:
+        chart = draw_curve(cfg, records, options)
     if options.json:
         print(json.dumps({"checkpoints": records, "chart": str(chart)} if options.all else records[0]))
     elif chart:
@@ -100,9 +100,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) -> Path:
+    """The validation losses of a run's checkpoints as a picture in its folder, and those that training logged."""
+    curve = {}
+    # Losses of training stand beside losses of the same config only.
+    if not options.config and all(word.startswith("--sample.") for word in options.overrides):
+        for record in jsonl.records(options.path / "eval.jsonl", figures=("val_loss",)):
+            curve[record["samples"]] = record["val_loss"]  # also where no checkpoint was saved
+    for record in records:
+        curve[record["samples"]] = record["val_loss"]
+    path = options.path / "eval_all.png"
+    loss_chart.chart([], sorted(curve.items()), cfg.eval.target, path)
+    return path
+
+
 def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
-    say = print if world.rank == 0 and not options.json else lambda line: None
+
+    def say(line: str) -> None:
+        if world.rank == 0 and not options.json:
+            print(line)
+
     with ranks.agreed():
         weight_files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
         val_set = None
@@ -120,10 +138,12 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         with ranks.agreed():
             source = weight_files.open_source(path, cfg.model)
             weight_files.load(steps.state.net, source)
+        is_clocked = "samples" in source.info
         samples = int(source.info.get("samples", 0))
         steps.state.set_clock(samples // cfg.train.global_batch, samples)  # for the precision of the run at that time
         record = {"weights": str(path), "samples": samples}
-        say(f"{path} after {f'{samples:,}' if 'samples' in source.info else 'an unknown number of'} training samples")
+        count = f"{samples:,}" if is_clocked else "an unknown number of"
+        say(f"{path} after {count} training samples")
         if not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=watch.at)
             say(table(result))
@@ -132,7 +152,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
                 permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=watch.at)
                 record["captions_permuted"] = permuted.loss
                 say(f"with captions permuted among the samples: {permuted.loss:.4f}")
-            if cfg.eval.noise == "fresh" and "samples" not in source.info:
+            if cfg.eval.noise == "fresh" and not is_clocked:
                 say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()

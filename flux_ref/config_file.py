@@ -118,4 +118,6 @@ def _build(name: str, values: dict[str, object]) -> Config:
 
 
 def _toml(value: object) -> str:
-    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if type(value) is float:
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

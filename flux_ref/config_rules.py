@@ -22,20 +22,53 @@ CHOICES = {
     "mllog.submission_division": ("closed", "open"),
 }
 POSITIVE = (
-    *("model.hidden", "model.heads", "model.double_blocks", "model.single_blocks", "model.mlp_ratio"),
-    *("model.rope_theta", "model.text_tokens", "model.t5_dim", "model.clip_dim"),
-    *("model.latent_channels", "model.latent_height", "model.latent_width"),
-    *("train.max_samples", "train.global_batch", "train.log_every_samples", "optim.eps", "optim.clip_norm"),
-    *("eval.every_samples", "eval.batch", "checkpoint.keep", "data.workers", "data.prefetch"),
-    *("parallel.region_blocks", "precision.history", "sample.steps"),
+    "model.hidden",
+    "model.heads",
+    "model.double_blocks",
+    "model.single_blocks",
+    "model.mlp_ratio",
+    "model.rope_theta",
+    "model.text_tokens",
+    "model.t5_dim",
+    "model.clip_dim",
+    "model.latent_channels",
+    "model.latent_height",
+    "model.latent_width",
+    "train.max_samples",
+    "train.global_batch",
+    "train.log_every_samples",
+    "optim.eps",
+    "optim.clip_norm",
+    "eval.every_samples",
+    "eval.batch",
+    "checkpoint.keep",
+    "data.workers",
+    "data.prefetch",
+    "parallel.region_blocks",
+    "precision.history",
+    "sample.steps",
 )
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
-MOST = dict.fromkeys(("model", "eval.batch", "precision", "parallel"), 2**24)
-MOST |= dict.fromkeys(("train.global_batch", "train.micro_batch"), 2**20)
-MOST |= dict.fromkeys(("model.double_blocks", "model.single_blocks", "data.workers", "data.prefetch"), 256)
-MOST |= dict.fromkeys(("run.hang_s", "train.synthetic_steps", "sample.count", "sample.steps", "sample.guidance"), 10**6)
-MOST |= {"train.caption_drop": 1, "parallel.activation_budget": 1}  # a probability, a share
-MOST |= {"precision.max_scale_exponent": 126}  # the greatest of fp32
+MOST = {
+    "run.hang_s": 10**6,
+    "model": 2**24,
+    "model.double_blocks": 256,
+    "model.single_blocks": 256,
+    "train.global_batch": 2**20,
+    "train.micro_batch": 2**20,
+    "train.caption_drop": 1,  # a probability
+    "train.synthetic_steps": 10**6,
+    "eval.batch": 2**24,
+    "data.workers": 256,
+    "data.prefetch": 256,
+    "parallel": 2**24,
+    "parallel.activation_budget": 1,  # a share
+    "precision": 2**24,
+    "precision.max_scale_exponent": 126,  # the greatest of fp32
+    "sample.count": 10**6,
+    "sample.steps": 10**6,
+    "sample.guidance": 10**6,
+}
 MOST_ELEMENTS = 2**50  # of a step's largest tensor
 
 

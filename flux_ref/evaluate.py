@@ -5,6 +5,7 @@ The last batches may have rows that only fill them. Such rows have weight 0 (dat
 all ranks see the target reached, or none does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from flux_ref.step_runner import StepRunner
 class Validation:
     """The result of one evaluation."""
 
-    loss: float  # mean of the eight per-timestep means
+    loss: float  # mean of the means per timestep
     stderr: float  # standard error of `loss`, over samples and noise; NaN if a timestep has one sample
     losses: list[float]  # per timestep, the mean over its samples
     stderrs: list[float]  # per timestep, the standard error of the mean
@@ -58,20 +59,23 @@ def validation_loss(
 def summarise(sums: list[list[float]], samples: int) -> Validation:
     """Means and standard errors from per-timestep counts, sums and sums of squares over all ranks.
 
-    sums: (3, 8). samples: training samples so far, for the message.
+    sums: (3, TIMESTEPS). samples: training samples so far, for the message.
     Raises: Fault for a timestep without samples, or for a loss that is not finite.
     """
+    timesteps = len(sums[0])
     losses = []
     variances = []
     for timestep, (count, total, squares) in enumerate(zip(*sums)):
         if count == 0:
-            raise Fault(f"the validation set has no sample with timestep {timestep}; every one of 0 to 7 is needed")
+            raise Fault(
+                f"the validation set has no sample with timestep {timestep}; each of 0 to {timesteps - 1} is needed"
+            )
         losses.append(total / count)
         spread = max(0.0, squares / count - losses[-1] ** 2)
-        variances.append(spread / (count - 1) if count > 1 else float("nan"))  # one sample tells no error
+        variances.append(spread / (count - 1) if count > 1 else math.nan)  # one sample tells no error
     # spec: the mean over timesteps, each counted once however many samples it has.
     loss = sum(losses) / len(losses)
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    if not math.isfinite(loss):
         raise Fault(f"validation loss is not finite after {samples} training samples")
     stderr = sum(variances) ** 0.5 / len(variances)
     stderrs = [variance**0.5 for variance in variances]

@@ -232,7 +232,9 @@ def test_a_race_gives_ratios_of_neighbouring_steps_of_the_same_model(tmp_path, m
     monkeypatch.setattr(race, "timed_step", lambda side, *_: 3.0 if isinstance(side.net, race.OurFlux) else 6.0)
     report = report_of(race, tmp_path, "--steps", "3", "--warmup", "0", "--train.global_batch=2")
     assert (report["ratio"], report["ratio_quartiles"], report["ms"]) == (2, [2, 2], {"ours": 3, "diffusers": 6})
-    (row,) = sweep_table.rows({"name": "peer", "module": "bench.race", "report": report}, Counts({"runs": [], "rates": {}}))
+    (row,) = sweep_table.rows(
+        {"name": "peer", "module": "bench.race", "report": report}, Counts({"runs": [], "rates": {}})
+    )
     assert "time by ours 2.000" in row[-1]
 
 

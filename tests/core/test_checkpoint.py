@@ -2,7 +2,6 @@
 them; a save that fails, on whatever rank, costs nothing but itself; and what a run cannot go on from is refused.
 """
 
-import random
 import re
 import shutil
 import subprocess
@@ -242,28 +241,26 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
     assert len(said) == 2 and checkpoint_files.list_checkpoints(tmp_path)[0].stat().st_ino == inode
 
 
-def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
-    def publish_only(saver: Saver, partial: Path, final: Path, *rest: object) -> None:
-        final.mkdir(parents=True)
+PRUNED = [  # checkpoint.keep and keep_every, the steps that are saved, the steps that stay; every second step is due
+    (2, 0, (1, 2, 4, 5), [4, 5]),
+    (1, 1, (0, 1, 2, 3, 4), [2, 4]),
+    (1, 2, (2, 4, 5, 6, 8, 9), [4, 8, 9]),
+    (3, 3, (2, 4, 6, 7, 8, 9, 10), [6, 8, 9, 10]),
+]
 
-    monkeypatch.setattr(Saver, "_write", publish_only)
-    draw = random.Random(0)
+
+def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(Saver, "_write", lambda saver, partial, final, *_: final.mkdir(parents=True))
     state = checkpoint_ranks.lively_state(NARROW, world)
-    for number, (keep, nth, every) in enumerate(((1, 0, 12), (2, 3, 60), (4, 1, 30), (3, 2, 1))):
-        values = {"checkpoint__keep": keep, "checkpoint__every_samples": every, "checkpoint__keep_every": nth}
+    every = 2 * NARROW.train.global_batch - 1  # rounded up
+    for number, (keep, keep_every, saved, want) in enumerate(PRUNED):
         run = tmp_path / str(number)
+        values = {"keep": keep, "every_samples": every, "keep_every": keep_every}
         run.mkdir()
-        saver, _ = saver_of(narrow_config(run, **values), world)
-        interval = ceil(every / NARROW.train.global_batch)  # steps between two saves that are due
-        steps = []
-        for step in range(number % 2, 40):
-            if step % interval and draw.random() > 0.2:
-                continue  # others: where a run was stopped
-            state.step = step
-            steps.append(step)
+        saver, _ = saver_of(narrow_config(run, **{f"checkpoint__{key}": value for key, value in values.items()}), world)
+        for state.step in saved:
             save_now(saver, state)
-            for_good = {step for step in steps if nth and step and step % (interval * nth) == 0}
-            assert saved_steps(run) == sorted({*steps[-keep:], *for_good}), (values, steps)
+        assert saved_steps(run) == want
         assert not list(checkpoint_files.folder_of(run).glob(".*"))
 
 

@@ -351,18 +351,6 @@ def test_waiting_is_timed_and_counts_only_once_the_device_is_idle(micro):
 # Shards on disk
 
 
-def written(folder: Path, layout: Layout, count: int = 7, per_shard: int = 3) -> list[Sample]:
-    samples = []
-    for i in range(count):
-        members = {
-            name: shards.to_bf16_bits(rng.normal(rng.words(i, 0, 2 * int(np.prod(shape))))[::2].reshape(shape))
-            for name, shape in layout.shapes.items()
-        }
-        samples.append(Sample(members, i % 8 if i else None, f"caption {i}" if i != 2 else ""))
-    assert shard_writer.write(folder, samples, "some", per_shard) == count
-    return samples
-
-
 def blob(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.save(stream, array)
@@ -373,29 +361,28 @@ def test_written_shards_are_what_tarfile_webdataset_and_shard_set_read(micro, tm
     import webdataset
 
     layout = shards.layout(micro.model)
-    samples, entries = written(tmp_path / "set", layout), []
+    samples = numbered(layout, 7, [None, *range(6)])
+    shard_writer.write(tmp_path / "set", samples, "some", per_shard=3)
     paths = sorted((tmp_path / "set").iterdir())
+    entries = {}
     for path in paths:
         with tarfile.open(path) as archive:
-            entries += [(entry.name, archive.extractfile(entry).read()) for entry in archive]
-        assert path.stat().st_size % layout.stride == shards.END_BYTES
+            entries |= {entry.name: archive.extractfile(entry).read() for entry in archive}
     by_webdataset = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
     stored = ShardSet(tmp_path / "set", layout)
     stored.open()
     assert (len(paths), len(entries), len(by_webdataset), len(stored)) == (3, 5 * 7, 7, 7)
     for i in (6, 0, 3, 2, 5, 1, 4):
         key, sample = f"some_{i:08d}", samples[i]
-        description = {"key": key, "timestep": sample.timestep}
-        description |= {"caption": sample.caption} if sample.caption else {}
-        blobs = [blob(sample.members[name]) for name in MEMBERS]
-        names, contents = zip(*entries[5 * i : 5 * i + 5])
-        assert names == (f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS))
-        assert json.loads(contents[0]) == json.loads(by_webdataset[i]["json"]) == description
-        assert list(contents[1:]) == [by_webdataset[i][f"{name}.bytes"] for name in MEMBERS] == blobs
+        description = {"key": key, "timestep": sample.timestep, "caption": sample.caption}
+        assert json.loads(entries[f"{key}.json"]) == json.loads(by_webdataset[i]["json"]) == description
         rows = {name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()}
         meta = stored.read(i, rows)
         assert (meta.key, meta.timestep, meta.caption) == (key, sample.timestep, sample.caption)
-        assert all(np.array_equal(rows[name], sample.members[name]) for name in MEMBERS)
+        for name in MEMBERS:
+            content = blob(sample.members[name])
+            assert entries[f"{key}.{name}.bytes"] == by_webdataset[i][f"{name}.bytes"] == content
+            assert np.array_equal(rows[name], sample.members[name])
 
 
 # bf16 bits

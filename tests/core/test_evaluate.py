@@ -8,7 +8,7 @@ import rank_runs
 import torch
 from lively_nets import lively_net, plain_net
 
-from flux_ref import config, latents, ranks, rng, schedule, sharding
+from flux_ref import config, flow, ranks, rng, schedule, sharding
 from flux_ref.data import ValSet, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
@@ -30,28 +30,23 @@ def alone() -> World:
 
 def sample_losses(cfg: config.Config, net, captions: np.ndarray | None = None) -> dict[int, list[float]]:
     """The loss of each sample by timestep, one sample at a time; captions: whose caption each sample gets."""
-    model = cfg.model
-    stored = shards.ShardSet(cfg.data.val, shards.layout(model))
+    stored = shards.ShardSet(cfg.data.val, shards.layout(cfg.model))
     stored.open()
+    streams = {"latent_eps": rng.VAL_LATENT, "noise": rng.VAL_NOISE}
     losses = {k: [] for k in range(8)}
     for i in range(len(stored)):
-        rows = {name: np.empty(shape, np.uint16) for name, shape in stored.layout.shapes.items()}
-        text = {name: array.copy() for name, array in rows.items()}
+        rows, text = stored.layout.rows(), stored.layout.rows()
         timestep = stored.read(i, rows).timestep
         stored.read(i if captions is None else int(captions[i]), text)
-        mean, logvar, t5, clip = (
-            torch.from_numpy(shards.from_bf16_bits(bits))[None]
-            for bits in (rows["mean"], rows["logvar"], text["t5"], text["clip"])
-        )
-        eps, noise = (
-            torch.from_numpy(rng.normals(0, stream, model.latent_shape, sample=i, epoch=rank_runs.VAL_SAMPLES))[None]
-            for stream in (rng.VAL_LATENT, rng.VAL_NOISE)
-        )
-        data = 0.3611 * (mean + torch.exp(logvar / 2) * eps - 0.1159)
-        t = timestep / 8
+        sample = {
+            name: shards.from_bf16_bits(bits) for name, bits in (rows | {n: text[n] for n in ("t5", "clip")}).items()
+        }
+        for name, stream in streams.items():
+            sample[name] = rng.normals(0, stream, cfg.model.latent_shape, sample=i, epoch=rank_runs.VAL_SAMPLES)
+        sample["t"] = np.float32(timestep / 8)
         with torch.no_grad():
-            predicted = net(latents.pack((1 - t) * data + t * noise), t5, clip, torch.tensor([t]))
-        losses[timestep].append(float((predicted - latents.pack(noise - data)).square().mean()))
+            batch = {name: torch.as_tensor(value)[None] for name, value in sample.items()}
+            losses[timestep].append(float(flow.losses(net, batch, torch.float32)))
     return losses
 
 

@@ -166,15 +166,22 @@ def test_evaluations_are_due_every_ceil_steps():
 # The page
 
 
+WORDS = [  # seed, stream, sample, epoch, first word
+    (0, ORDER, 0, 0, 0),
+    (25952, NOISE, 1_099_775, 23, 0),
+    (2**63 - 1, SCALARS, 5, 2**40, 0),
+    (7, INIT, key_of("img_in.weight"), 0, 4 * 2**32),
+    (1, VAL_NOISE, 29_695, 25_165_824, 400),
+]
+
+
 def test_golden_draws_follow_the_page():
     """What ports are given to compare themselves with, from the second implementation alone."""
     read = golden.Golden(golden.FOLDER).file.read
     same = np.testing.assert_array_equal
-    same(read("draws.words.0"), words_of(0, ORDER, 0, 0, 8))
-    same(read("draws.words.1"), words_of(25952, NOISE, 1_099_775, 23, 8))
-    same(read("draws.words.2"), words_of(2**63 - 1, SCALARS, 5, 2**40, 8))
-    same(read("draws.words.3"), words_of(7, INIT, key_of("img_in.weight"), 0, 8, start=4 * 2**32))
-    same(read("draws.words.4"), words_of(1, VAL_NOISE, 29_695, 25_165_824, 8, start=400))
+    for i, (seed, stream, sample, epoch, start) in enumerate(WORDS):
+        same(read(f"draws.words.{i}"), words_of(seed, stream, sample, epoch, 8, start))
+        same(rng.words(seed, stream, 8, sample=sample, epoch=epoch, start=start), read(f"draws.words.{i}"))
     same(read("draws.uniform"), uniform_of(read("draws.words.1")))
     same(read("draws.normal"), normal_of(read("draws.words.1")))
     assert read("draws.name_key") == key_of("img_in.weight")
