@@ -111,6 +111,7 @@ def table(plan: SimpleNamespace) -> list[str]:
     lines += [
         f"  {'all tensors':<20}{_gb(total)}",
         f"  {'on the card':<20}{_gb(plan.total)}  of {plan.card / GB:g} GB, with assumed margin and context",
+        f"  {'pinned on the host':<20}{_gb(plan.pinned)}  at most, by the captured graphs of a rank",
         f"  largest micro-batch that fits: {plan.largest_rows}; that also divides a rank's {plan.rank_rows} samples:"
         f" {plan.dividing_rows}",
     ]
