@@ -1,5 +1,6 @@
 """The sweep: what becomes of a variant, one report of all, and nothing that outlives it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_all_files_with_tests_of_a_device_are_in_the_sweep():
 
 
 HEAD = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 where = lambda: open(sys.argv[-1].removeprefix("--json="), "w")
 """
 REPORT = {"device": "abacus", "arch": "abacus", "ranks": 1, "parameters": 1, "left_out": "", "samples_per_s": 1.0}
@@ -179,50 +179,42 @@ def test_two_sweeps_at_once_are_refused_and_a_killed_one_leaves_nothing(tmp_path
         assert [path.name for path in folder.iterdir()] == kept == [lock.name]
 
 
-SLOW = "open('here', 'w').write(str(os.getpid())); time.sleep(0 if 'again' in sys.argv else 60);"
+SLOW = """
+if "again" not in sys.argv:
+    compiler = subprocess.Popen(["sleep", "60"])
+    open("here", "w").write(f"{os.getpid()} {compiler.pid}")
+    time.sleep(60)
+"""
 
 
-def test_a_sweep_that_is_ended_takes_its_variant_along(tmp_path, scripted):
-    """As a time limit around it would end it."""
-    (variant,) = scripted({"slow": SLOW})
-
-    def interrupt(number, frame):
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.7)
+def alive(process: int) -> bool:
     try:
-        with pytest.raises(SystemExit), sweep.workplace() as folder:
-            sweep.run(variant, 30.0, folder, tmp_path)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert not (tmp_path / "here").exists() or not alive(tmp_path / "here")
-
-
-def alive(path: Path) -> bool:
-    """Whether the process lives whose number a file holds."""
-    try:
-        os.kill(int(path.read_text()), 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
     return True
 
 
-def test_a_sweep_that_is_killed_goes_on_with_the_variant_that_it_was_at(tmp_path, scripted):
-    """What was done is in the report, and the variant under way does not outlive the sweep."""
+def test_a_sweep_that_is_ended_or_killed_goes_on_with_the_variant_that_it_was_at(tmp_path, scripted):
+    """What was done is in the report. The variant under way does not outlive it, nor its compilers a sweep's end."""
     good = RAN.format("x") + GOOD
     wanted = scripted({"good": good, "slow": SLOW + good})
     wanted[1] = replace(wanted[1], limit_s=60.0)
     path, here = tmp_path / "sweep.json", tmp_path / "here"
     argv = ["--small", "--json", str(path)]
-    killed = get_context("fork").Process(target=sweep.main, args=(argv,))
-    killed.start()
-    wait(lambda: here.exists() and here.read_text())
-    killed.kill()
-    killed.join()
-    wait(lambda: not alive(here))
-    assert [record["status"] for record in json.loads(path.read_text())["runs"]] == ["done"]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        here.write_text("")
+        ended = get_context("fork").Process(target=sweep.main, args=(argv,))
+        ended.start()
+        wait(here.read_text)
+        variant, compiler = map(int, here.read_text().split())
+        os.kill(ended.pid, number)
+        ended.join()
+        left = [variant] if number == signal.SIGKILL else [variant, compiler]
+        wait(lambda left=left: not any(map(alive, left)))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(compiler, signal.SIGKILL)
+        assert [record["status"] for record in json.loads(path.read_text())["runs"]] == ["done"]
     wanted[1] = replace(wanted[1], args=("again",))
     assert sweep.main(argv) == 0
     assert [record["status"] for record in json.loads(path.read_text())["runs"]] == ["done", "done"]

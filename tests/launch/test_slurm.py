@@ -119,19 +119,11 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
     assert (job.results / "faults.txt").read_text() == ""
     assert "ruleset 6.0.0" in said and "seeds: all different" in said and "not a valid result" in said
     assert (job.results / "report" / "report.html").is_file()
-
-
-@pytest.mark.nightly
-def test_seeds_that_were_drawn_are_kept_and_a_given_one_is_used(submit):
-    job = submit(*SHORT, SEED="41", NEXP="2")
-    job.wait()
-    assert (job.results / "seeds.txt").read_text() == "41\n42\n"
-    again = submit(*SHORT, NEXP="2")  # the same RESULTS: nothing is left to do
-    said = again.wait()
-    assert ", seed " not in said.split(f"job {again.number}")[1] and "all 2 runs are done" in said
-    assert (job.results / "seeds.txt").read_text() == "41\n42\n"
-    other = submit(*SHORT, NEXP="3")
-    assert "seeds.txt is for 2 runs, NEXP=3" in other.wait("FAILED")
+    again = submit(*SHORT, closed, NEXP="3")  # the same RESULTS: nothing is left to do
+    said = again.wait().split(f"job {again.number}")[1]
+    assert ", seed " not in said and "all 3 runs are done" in said
+    assert [int(line) for line in (job.results / "seeds.txt").read_text().split()] == seeds
+    assert "seeds.txt is for 3 runs, NEXP=2" in submit(*SHORT, NEXP="2").wait("FAILED")
 
 
 @pytest.mark.nightly
@@ -145,11 +137,12 @@ def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shape
         lines = ("#!/bin/bash", f"[[ $SLURMD_NODENAME != n2 ]] || {mounted}", f'exec {real} "$@"')
         (stand_ins / name).write_text("\n".join(lines) + "\n")
         (stand_ins / name).chmod(0o755)
-    env = {"STAGE": f"{shapes_dir} {disk / 'set'}", "VERIFY": str(disk / "set")}
+    env = {"STAGE": f"{shapes_dir} {disk / 'set'}", "VERIFY": str(disk / "set"), "SEED": "41"}
     env["PATH"] = f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = submit(*SHORT, *data_overrides(disk / "set"), **env)
     job.wait()
     assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
+    assert (job.results / "seeds.txt").read_text() == "41\n"
     job.require_whole(3)
 
 
