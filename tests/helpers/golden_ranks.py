@@ -1,13 +1,12 @@
 """Two real ranks take the step of the golden values ranks.*. Rank 0 writes what they computed."""
 
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from flux_ref import config_file, data, ranks, step
+from flux_ref import config_file, ranks, step
 from flux_ref.run import cli
 from flux_ref.step import Health
 from tools.golden import training
@@ -21,24 +20,15 @@ def main(golden: str, out: str) -> int:
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
     state = training.initial_state(cfg, world, Golden(folder).given())
-    train_set = data.TrainSet(cfg, world.rank, world.size, pin=False)
-    train_set.open()
-    batch = data.allocate(cfg.model, cfg.train.global_batch // world.size)
-    with closing(train_set.feed(training.RANKS_STEP * cfg.train.global_batch)) as feed:
-        feed.copy_into(batch)
+    own, batch = training.batch_of_rank(cfg, world.rank)
     loss, norm = step.train_step(state, batch, Health(world.device), cfg)
-    own = training.rows_of(train_set, training.RANKS_STEP)
     rows = ranks.gather_objects({name: row.tolist() for name, row in own.items()})
     losses = np.array(ranks.gather(loss.reshape(1)), np.float32)[:, 0]
     times = np.array(ranks.gather(batch["t"]), np.float32)
     if world.rank == 0:
         values = {f"ranks.{name}": np.stack([row[name] for row in rows]) for name in rows[0]}
-        values |= {
-            "ranks.loss": losses,
-            "ranks.t": times,
-            "ranks.mean_loss": losses.mean(),
-            "ranks.grad_norm": norm.numpy(),
-        }
+        values |= {"ranks.loss": losses, "ranks.t": times, "ranks.mean_loss": losses.mean()}
+        values["ranks.grad_norm"] = norm.numpy()
         save_file({name: np.array(value) for name, value in values.items()}, out)
     return 0
 

@@ -82,10 +82,10 @@ def _exact(golden: Golden, value: Value, want: np.ndarray) -> Candidates:
 
 def _computed(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> Candidates:
     """Golden times a factor, plus a number, or plus a multiple of a value of its shape or of a given row."""
-    factor = _factor(yours, want)
-    yield f"{factor:.6g} x golden", factor * want
     with np.errstate(divide="ignore"):
         yield "1 / golden", 1 / want
+    factor = _factor(yours, want)
+    yield f"{factor:.6g} x golden", factor * want
     off = yours - want
     if want.size > 1:
         yield f"golden {off.mean():+.6g} everywhere", want + off.mean()

@@ -173,6 +173,16 @@ def after_step(values: Values, number: int, state: State, taken: Taken, start: d
     values[f"{place}.update_norms"] = norms({name: weights[name] - start[name] for name in start})
 
 
+def batch_of_rank(cfg: Config, rank: int) -> tuple[dict[str, np.ndarray], data.Batch]:
+    """What a rank takes in step RANKS_STEP: what rows_of tells, and the batch."""
+    train_set = data.TrainSet(cfg, rank, RANKS, pin=False)
+    train_set.open()
+    batch = data.allocate(cfg.model, cfg.train.global_batch // RANKS)
+    with closing(train_set.feed(RANKS_STEP * cfg.train.global_batch)) as feed:
+        feed.copy_into(batch)
+    return rows_of(train_set, RANKS_STEP), batch
+
+
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """One step on two ranks with two micro-batches each, from the given weights.
 
@@ -189,12 +199,8 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
     rows = []
     taken = []
     for rank in range(RANKS):
-        train_set = data.TrainSet(cfg, rank, RANKS, pin=False)
-        train_set.open()
-        rows.append(rows_of(train_set, RANKS_STEP))
-        batch = data.allocate(cfg.model, cfg.train.global_batch // RANKS)
-        with closing(train_set.feed(RANKS_STEP * cfg.train.global_batch)) as feed:
-            feed.copy_into(batch)
+        of_rank, batch = batch_of_rank(cfg, rank)
+        rows.append(of_rank)
         state = initial_state(cfg, world, given)
         taken.append(take_step(state, batch, cfg))
     for name in rows[0]:
