@@ -8,7 +8,7 @@ import torch
 from conftest import MICRO, micro_run, require_identical, script
 from graph_ranks import STEPS, everything, history, require_same_history
 
-from flux_ref import config, config_file, ranks, sharding, steps
+from flux_ref import config, config_file, ranks, sharding
 from flux_ref.step import State
 from flux_ref.steps import CAPTURED, Steps, mode
 
