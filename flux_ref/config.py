@@ -199,7 +199,11 @@ TYPES = {f"{section}.{f.name}": f.type for section, default in SECTIONS.items() 
 
 def flat(cfg: Config) -> dict[str, object]:
     """The config as {"section.key": value}."""
-    return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in TYPES}
+    values = {}
+    for section in SECTIONS:
+        for name, value in vars(getattr(cfg, section)).items():
+            values[f"{section}.{name}"] = value
+    return values
 
 
 def rank_batch(cfg: Config, world_size: int) -> int:
