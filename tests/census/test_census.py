@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import random
 import re
 import tomllib
 
@@ -188,31 +187,22 @@ def searched(count, goes_wrong):
     return products.culprits(range(count), asked), len(calls)
 
 
-def test_one_culprit_is_found_at_every_place():
+def test_culprits_are_found_at_every_place_and_no_more_than_needed():
     wrong = []
-    for count in (*range(1, 40), 684):
+    for count in (1, 2, 3, 7, 33, 684):
         for bad in range(count):
             found, calls = searched(count, lambda active, bad=bad: bad in active)
             wrong += [(count, bad, found, calls)] * (found != [bad] or calls > 2 * math.log2(count) + 10)
-    assert not wrong
-    assert searched(684, lambda active: False) == ([], 1)
-    assert searched(5, lambda active: True)[0] == [0, 1, 2, 3, 4], "also without all of them the samples go wrong"
-
-
-def test_several_culprits_are_found_and_no_more_than_needed():
-    wrong = []
     for bad in itertools.combinations(range(9), 3):
         found, calls = searched(9, lambda active, bad=bad: bool(active & {*bad}))
         wrong += [(bad, found, calls)] * (sorted(found) != [*bad] or calls > 3 * 5 + 1)
         found, _ = searched(9, lambda active, bad=bad: {*bad} <= active)  # together only: one of them suffices
         wrong += [(bad, found)] * (len(found) != 1 or found[0] not in bad)
     assert not wrong
-    generator = random.Random(3)
-    for _ in range(50):  # errors that add up, from mild to bad
-        errors = sorted(generator.random() for _ in range(12))
-        found, _ = searched(12, lambda active, errors=errors: sum(errors[i] for i in active) > 2)
-        fewest = next(n for n in range(13) if sum(errors[: 12 - n]) <= 2)
-        assert len(found) == fewest, (errors, found)
+    assert searched(684, lambda active: False) == ([], 1)
+    assert searched(5, lambda active: True)[0] == [0, 1, 2, 3, 4], "also without all of them the samples go wrong"
+    errors = [0.1, 0.2, 0.3, 0.5, 0.6, 0.9, 0.95]  # they add up, from mild to bad: without two the others stay at 1.7
+    assert searched(7, lambda active: sum(errors[i] for i in active) > 2)[0] == [5, 6]
 
 
 def test_blame_names_a_layer_whose_scale_is_broken(low, prepared, monkeypatch, capsys):

@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from checking import checked
 from conftest import ROOT
 
 from tools.golden import commands as golden
@@ -25,17 +25,8 @@ KEPT = Golden(FOLDER)
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """check(dump, *options): what the command prints about a dump, its exit code, and the first value that differs."""
-
-    def run(dump: dict[str, np.ndarray], *options: str) -> SimpleNamespace:
-        arrays = {name: np.array(array, order="C") for name, array in dump.items()}
-        safetensors.numpy.save_file(arrays, tmp_path / "dump")
-        code = golden.main(["check", "--from", str(tmp_path / "dump"), *options])
-        out, err = capsys.readouterr()
-        first = re.search(r"^first difference: (.*)$", out, re.M)
-        return SimpleNamespace(code=code, first=first and first[1], text=out, err=err)
-
-    return run
+    """check(dump, *options)"""
+    return lambda dump, *options: checked(dump, tmp_path, capsys, *options)
 
 
 def read(*names: str) -> dict[str, np.ndarray]:

@@ -35,15 +35,7 @@ def test_the_port_makes_the_golden_values(port, tmp_path):
     assert done.returncode == 0 and " 0 differ," in done.stdout and " 0 unknown" in done.stdout, done.stdout
     made = TensorFile(dump).entries
     missing = [value.name for value in Golden(GOLDEN).values if not value.given and value.name not in made]
-    left_out = (
-        "fp8.",
-        "formats.",
-        "full.",
-        "bf16.step1.",
-        "bf16.only.qk",
-        "bf16.only.gelu_single",
-        "clip.clipped",
-    )  # for size
+    left_out = ("fp8.", "formats.", "full.", "bf16.step1.", "bf16.only.qk", "bf16.only.gelu_single", "clip.clipped")
     assert [name for name in missing if not name.startswith(left_out)] == []
 
 
@@ -59,16 +51,12 @@ def hostile_size(tar: bytes) -> bytes:
 # file, how it is damaged, a part of the message
 DAMAGES = [
     ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
-    ("index.json", cut, "JSON ends too early"),
     ("index.json", lambda data: data.replace(b'"shape": [2]', b'"shape": [99999999999999999999]'), "whole number"),
     ("config.toml", lambda data: data.replace(b"latent_height = 6", b"latent_height = 6e18"), "out of range"),
-    ("config.toml", lambda data: data.replace(b"heads = 3", b"heads = 5"), "does not fit"),
     ("config.toml", lambda data: b"", "lacks numbers"),
     ("golden.safetensors", lambda data: b"\xff" * 8 + data[8:], "cut off"),
     ("golden.safetensors", cut, "whole number from 0 to"),
-    ("golden.safetensors", lambda data: b"", "cut off"),
     ("data/empty_encodings/t5_empty.npy", cut, "size of its values"),
-    ("data/empty_encodings/t5_empty.npy", lambda data: b"", "not a .npy file"),
     ("data/empty_encodings/t5_empty.npy", lambda data: data.replace(b"<f4", b"<f2"), "neither in fp32"),
 ]
 

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import safetensors.numpy
-import safetensors.torch
 import torch
+from checking import checked
 from conftest import script
 from tables import page as tables
 
@@ -40,16 +39,6 @@ def ours(kept) -> dict[str, np.ndarray]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "blocks", lambda values: None)
         return recorded(kept)
-
-
-def checked(dump: dict[str, np.ndarray], tmp_path, capsys) -> SimpleNamespace:
-    """What `check --from` prints about a dump: the exit code, the first value that differs, and the text."""
-    safetensors.numpy.save_file({name: np.array(array, order="C") for name, array in dump.items()}, tmp_path / "dump")
-    capsys.readouterr()
-    code = golden.main(["check", "--from", str(tmp_path / "dump")])
-    text = capsys.readouterr().out
-    first = re.search(r"^first difference: (.*)$", text, re.M)
-    return SimpleNamespace(code=code, first=first and first[1], text=text)
 
 
 def test_replay_agrees_in_every_place(kept, ours, tmp_path, capsys):

@@ -4,11 +4,10 @@ import re
 
 import numpy as np
 import pytest
-import safetensors.numpy
+from checking import checked
 from planted import Mistake, mistakes
 
 from flux_ref import config_file
-from tools.golden import commands as golden
 from tools.golden import record, training
 from tools.golden.commands import FOLDER
 from tools.golden.files import CONFIG, Golden
@@ -59,13 +58,11 @@ def test_planted_mistakes_are_found_where_they_are(is_few, tmp_path, capsys):
     complaints = []
     among_first = 0
     for mistake in planted:
-        safetensors.numpy.save_file(dump_of(mistake, kept), tmp_path / "dump")
-        code = golden.main(["check", "--from", str(tmp_path / "dump")])
-        text = capsys.readouterr().out
-        known = re.findall(r"^    - (.*)$", text, re.M)
-        is_placed = code == 1 and f"first difference: {mistake.place}\n" in text
+        result = checked(dump_of(mistake, kept), tmp_path, capsys)
+        known = re.findall(r"^    - (.*)$", result.text, re.M)
+        is_placed = result.code == 1 and result.first == mistake.place
         if not (is_placed and any(mistake.cause in words for words in known)):
-            complaints.append(f"{mistake}\n{text[:1500]}\n")
+            complaints.append(f"{mistake}\n{result.text[:1500]}\n")
         among_first += any(mistake.cause in words for words in known[:FIRST])
     assert planted and not complaints, f"{len(complaints)} of {len(planted)}\n" + "\n".join(complaints)
     assert among_first >= SHARE * len(planted)
@@ -75,5 +72,5 @@ def test_decay_after_the_update_is_accepted(tmp_path, capsys):
     """Both orders differ by less than rounding in another order may."""
     change = ("self.adamw.step()", '__import__("planted").decay_after(self)')
     after = Mistake(f"step{training.STEPS}.weights", "", "optim.ShardedAdamW.step", [change])
-    safetensors.numpy.save_file(dump_of(after, Golden(FOLDER)), tmp_path / "dump")
-    assert golden.main(["check", "--from", str(tmp_path / "dump")]) == 0, capsys.readouterr().out
+    result = checked(dump_of(after, Golden(FOLDER)), tmp_path, capsys)
+    assert result.code == 0, result.text

@@ -7,9 +7,9 @@
 
 --long takes the norms of the 776 initial tensors of FLUX.1-schnell in, which are drawn for many minutes.
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
-port may be off. `check` explains the first value that differs and lists the others. `check --from` needs Python and
-numpy only. Exit codes: 0 all given values agree, 1 some differ, 2 nothing could be compared, 3 with --complete: names
-are missing or unknown.
+port may be off. `check` tells what the first value that differs is instead and which mistakes are known there, and
+lists the others. `check --from` needs Python and numpy only. Exit codes: 0 all given values agree, 1 some differ, 2
+nothing could be compared, 3 with --complete: names are missing or unknown.
 """
 
 import tempfile

@@ -113,13 +113,20 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
 
     only: a pattern of the names to compare. shows_all: lists are not cut.
     """
-    asked = [value for value in golden.values if fnmatchcase(value.name, only)]
-    compared = [value for value in asked if value.name in dump.entries]
-    missing = [value.name for value in asked if value.name not in dump.entries and not value.given]
+    compared = []
+    differences = []
+    missing = []
+    for value in golden.values:
+        if not fnmatchcase(value.name, only):
+            continue
+        if value.name in dump.entries:
+            compared.append(value)
+            difference = compare(golden, value, dump)
+            differences += [difference] if difference else []
+        elif not value.given:
+            missing.append(value.name)
     names = {value.name for value in golden.values}
     unknown = sorted(dump.entries.keys() - names)
-    found = [compare(golden, value, dump) for value in compared]
-    differences = [difference for difference in found if difference]
     print(f"{len(compared)} places compared, {len(differences)} differ, {len(missing)} missing, {len(unknown)} unknown")
     most = len(names | dump.entries.keys()) if shows_all else NAMES_SHOWN
     if differences:
@@ -130,16 +137,27 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
             print(f"  {difference.value.name}: {difference.extent}")
         if len(differences) > most:
             print(f"  and {len(differences) - most} more; --all lists them")
-    free = sorted(names - dump.entries.keys())
-    texts = [outside.printable(name)[:100] for name in unknown]
-    for i, name in enumerate(unknown[:NAMES_SHOWN]):  # slow, so not for all of a foreign file
-        near = difflib.get_close_matches(name[:200], free, n=1, cutoff=0.8)
-        texts[i] += f" (do you mean {near[0]}?)" if near else ""
-    for title, listed in (("missing", missing), ("unknown", texts)):
-        if listed:
-            some = _some(listed, most)
-            print(f"\n{title}:\n" + textwrap.fill(some, 118, initial_indent="  ", subsequent_indent="  "))
+    _print_names("missing", missing, most)
+    _print_names("unknown", _with_meant(unknown, sorted(names - dump.entries.keys())), most)
     return len(differences), len(missing), len(unknown)
+
+
+def _with_meant(unknown: list[str], free: list[str]) -> list[str]:
+    """Unknown names, printable, with the name that may be meant. free: those that the dump does not hold."""
+    texts = []
+    for number, name in enumerate(unknown):
+        text = outside.printable(name)[:100]
+        near = []
+        if number < NAMES_SHOWN:  # slow, so not for all of a foreign file
+            near = difflib.get_close_matches(name[:200], free, n=1, cutoff=0.8)
+        texts.append(f"{text} (do you mean {near[0]}?)" if near else text)
+    return texts
+
+
+def _print_names(title: str, names: list[str], most: int) -> None:
+    if names:
+        text = textwrap.fill(_some(names, most), 118, initial_indent="  ", subsequent_indent="  ")
+        print(f"\n{title}:\n{text}")
 
 
 def _print_first(golden: Golden, first: Difference, before: str | None) -> None:
