@@ -106,7 +106,7 @@ def read(path: Path) -> bytes:
             owner = f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
             raise Refusal(f"{KEY}={path} {owner}; it is code: only you may own and write it; {REMEDY}")
         checksum = file.read(hashlib.sha256().digest_size)
-        content = file.read()
+        content = file.read() if status.st_size < outside.OWN_BYTES else b""  # it may be a sparse terabyte
     if hashlib.sha256(content).digest() != checksum:
         raise Refusal(f"{KEY}={path} is damaged or no compile cache; {REMEDY}")
     return content

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import shutil
-import tempfile
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -243,29 +242,20 @@ def read_vae(folder: Path) -> dict[str, tuple]:
 
 # The compiler's cache
 
-USE = {"torch": "2", "device": "cpu"}
-
 
 def make_cache(folder: Path) -> None:
-    (folder / "code" / "graphs").mkdir(parents=True)
-    for name in ("a", "graphs/b", "graphs/c"):
-        (folder / "code" / name).write_bytes(name.encode() * 300)
-    compile_cache.write(folder / "cache", USE, folder / "code")
+    compile_cache.write(folder / "cache", b"what torch saved" * 60)
 
 
-def run_cache(folder: Path) -> list[tuple] | str:
-    with tempfile.TemporaryDirectory() as place:
-        compile_cache.read(Path("cache"), USE, Path(place))
-        files = sorted(path for path in Path(place).rglob("*") if path.is_file())
-        return [(str(path.relative_to(place)), crc(path.read_bytes())) for path in files]
+@refuses_os_errors
+def run_cache(folder: Path) -> int:
+    return crc(compile_cache.read(Path("cache")))
 
 
-def judge_cache(folder: Path, outcome: list) -> str:
-    """Whoever renews the checksum has made another cache. A missing file is none."""
-    if not Path("cache").is_file():
-        return "code from nowhere" if outcome else ""
-    head, _, archive = Path("cache").read_bytes().partition(b"\n")
-    is_right = json.loads(head)["sha256"] == hashlib.sha256(archive).hexdigest()
+def judge_cache(folder: Path, outcome: int) -> str:
+    """A missing file is none."""
+    content = Path("cache").read_bytes() if Path("cache").is_file() else b""
+    is_right = content[:32] == hashlib.sha256(content[32:]).digest() if content else outcome == crc(b"")
     return "" if is_right else "code of a damaged file"
 
 
