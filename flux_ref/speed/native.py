@@ -79,18 +79,24 @@ def require_native_sizes(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
 
     rows: samples of a micro-batch. Raises: Refusal for sizes that a kernel does not take.
     """
-    counts = [0, 0]
+    taken = 0
+    emulated = 0
     for stage in stages(cfg):
         for layer in layers(cfg.model).values():
             products = stage.pairs[layer.name]
-            k, n, m = layer.inputs, layer.outputs, rows * layer.tokens
-            if way(products) == "blocks":
-                for pair, sizes in zip(products.values(), ((m, n, k), (m, k, n), (n, k, m))):
-                    found = product(arch, *pair) if cfg.precision.native else None
-                    if found:
-                        found.require(sizes)
-                    counts[found is None] += any(pair)
-    return counts[0], counts[1]
+            if way(products) != "blocks":
+                continue
+            k = layer.inputs
+            n = layer.outputs
+            m = rows * layer.tokens
+            for pair, sizes in zip(products.values(), ((m, n, k), (m, k, n), (n, k, m))):
+                found = product(arch, *pair) if cfg.precision.native else None
+                if found:
+                    found.require(sizes)
+                    taken += 1
+                elif any(pair):
+                    emulated += 1
+    return taken, emulated
 
 
 def swizzled(codes_RS: Tensor) -> Tensor:
@@ -107,9 +113,12 @@ def swizzled(codes_RS: Tensor) -> Tensor:
 def call(a: Tensor, a_s: list[Tensor], b: Tensor, b_s: list[Tensor], form: str, kinds: list[int], tile: bool) -> Tensor:
     """scaled_mm of both sides, given as bytes. kinds: values of ScalingType."""
     recipe = [ScalingType(kind) for kind in kinds]
-    swizzles = [SwizzleType.SWIZZLE_32_4_4 if tile else SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE][: len(recipe)]
-    left, right = ([one.view(SCALES.get(kind, one.dtype)) for kind, one in zip(kinds, each)] for each in (a_s, b_s))
-    right = [right[0].t()] if kinds == [*ROWS] else right
+    of_blocks = SwizzleType.SWIZZLE_32_4_4 if tile else SwizzleType.NO_SWIZZLE
+    swizzles = [of_blocks, SwizzleType.NO_SWIZZLE][: len(recipe)]
+    left = [scale.view(SCALES.get(kind, scale.dtype)) for kind, scale in zip(kinds, a_s)]
+    right = [scale.view(SCALES.get(kind, scale.dtype)) for kind, scale in zip(kinds, b_s)]
+    if kinds == [*ROWS]:
+        right = [right[0].t()]
     a = a.view(DTYPES[form])
     b = b.view(DTYPES[form])
     return scaled_mm(a, b.t(), left, recipe, right, recipe, swizzles, swizzles, output_dtype=torch.bfloat16)

@@ -37,10 +37,13 @@ class Precision:
         """first_sample: of this rank, in the global batch."""
         self.precision = cfg.precision
         self.stages = policy.stages(cfg)
-        filling = cfg.precision.dynamic_steps
-        remembering = [stage for stage in self.stages if any(map(is_delayed, stage.pairs.values()))]
-        later = {stage.first + filling for stage in remembering if self.stage(stage.first + filling) is stage}
-        self.phases = tuple(sorted({stage.first for stage in self.stages} | later))
+        phases = set()
+        for stage in self.stages:
+            phases.add(stage.first)
+            filled = stage.first + self.precision.dynamic_steps
+            if self.stage(filled) is stage and any(map(is_delayed, stage.pairs.values())):
+                phases.add(filled)
+        self.phases = tuple(sorted(phases))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
         memories = []
         largest = []

@@ -1,18 +1,18 @@
 """A block's kernels for a GPU that is not there, interpreted, and each kernel's outputs against a reference.
 
-    TRITON_INTERPRET=1 PYTHONPATH=. python tests/helpers/interpreted.py --arch gfx942
-    TRITON_INTERPRET=1 PYTHONPATH=. python tests/helpers/interpreted.py --arch sm90 --blocks single --presets bf16
+    TRITON_INTERPRET=1 PYTHONPATH=. python tests/helpers/interpreted.py gfx942 double,single bf16,fp8,fp8_delayed,mxfp8
 
 Matrix products and attention run on the CPU. A distance is relative to its bound, so above 1 it is an error.
 In bf16 the program then changes the text of one kernel at a time. This kernel, and no other, must be above 1.
-Exit codes: 0 done, 2 refused, 3 a distance is too large, or a changed kernel is not found.
+It ends with an error if a distance is too large, or if a changed kernel is not found.
 """
 
 import contextlib
+import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -28,16 +28,10 @@ from bench.static import inductor
 from bench.static.absent_gpu import AbsentGpu
 from flux_ref import config_file
 from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
 from flux_ref.model import Flux
-from flux_ref.run import cli
-from flux_ref.run.environment import commit
-from flux_ref.run.options import Options, listed
 from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.precision import Precision
-from tools.shared import json_option
 
-PRESETS = ("bf16", "fp8", "fp8_delayed", "mxfp8")
 # Sizes that are no powers of two, so that masks matter. 32 divides what MXFP8 sums over.
 SIZES = {
     "hidden": 96,
@@ -253,50 +247,31 @@ def _shares(q: Tensor, k: Tensor) -> Tensor:
     return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1)
 
 
-def parse(argv: list[str]):
-    """The options. Raises: Refusal."""
-    parser = Options("tests/helpers/interpreted.py", __doc__)
-    parser.add_argument("--arch", choices=("sm90", "sm100", "gfx942", "gfx950"), required=True)
-    parser.add_argument("--blocks", type=listed(), default=["double", "single"])
-    parser.add_argument("--presets", type=listed(), default=list(PRESETS))
-    json_option.json_option(parser)
-    if not triton.knobs.runtime.interpret:
-        raise Refusal("kernels are interpreted only with TRITON_INTERPRET=1 in the environment; set it")
-    return parser.parse_args(argv)
-
-
-def line(values: Iterable[object]) -> str:
-    """A line of a table in Markdown."""
-    return f"| {' | '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)} |"
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
+def main(arch: str, blocks: str, presets: str) -> None:
+    """Prints the rows and the planted mistakes as JSON."""
+    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     install()
-    gpu, operators = AbsentGpu(args.arch), torch.library.Library("aten", "IMPL")
-    name = "_scaled_dot_product_cudnn_attention"
-    for operator, function in ((name, _attention), (f"{name}_backward", _attention_backward)):
-        operators.impl(operator, function, "CPU")
-    print(f"torch {torch.__version__}, triton {triton.__version__}, commit {commit()}\n")
-    print(f"{line(HEAD)}\n{'|---' * len(HEAD)}|")
-    rows, planted, wrong = [], {}, []
-    for kind in args.blocks:
-        for preset in args.presets:
+    gpu = AbsentGpu(arch)
+    operators = torch.library.Library("aten", "IMPL")
+    operators.impl("_scaled_dot_product_cudnn_attention", _attention, "CPU")
+    operators.impl("_scaled_dot_product_cudnn_attention_backward", _attention_backward, "CPU")
+    rows = []
+    planted = {}
+    wrong = []
+    for kind in blocks.split(","):
+        for preset in presets.split(","):
             block = Block(gpu, kind, preset)
             with block.on_a_gpu() as compiled:
                 block.run(compiled)
                 wrong += block.high()
-                for row in block.rows():
-                    rows.append(dict(zip(HEAD, (args.arch, kind, preset, *row))))
-                    print(line(rows[-1].values()), flush=True)
+                rows += [dict(zip(HEAD, (arch, kind, preset, *row))) for row in block.rows()]
                 for what, change in PLANTS.items() if preset == "bf16" else ():
-                    planted[f"{what}, {kind} {preset}"] = block.planted(compiled, *change)
+                    planted[f"{what}, {kind}"] = block.planted(compiled, *change)
+    print(json.dumps({"rows": rows, "planted": planted}, indent=1))
     wrong += [what for what, found in planted.items() if found["high"] != [found["kernel"]]]
-    json_option.give({"rows": rows, "planted": planted}, args.json)
     if wrong:
-        raise Fault("\n".join(wrong), alone=True)
-    return 0
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run("interpreted.py", __doc__, main, sys.argv[1:]))
+    main(*sys.argv[1:])

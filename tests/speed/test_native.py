@@ -219,22 +219,6 @@ def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
         counted("gfx950", "mxfp8", **narrow)
 
 
-def test_scales_lie_where_the_device_looks_for_them():
-    wrong = []
-    for rows, columns in ((1, 1), (32, 4), (128, 4), (129, 5), (160, 8), (300, 13)):
-        codes = torch.arange(rows * columns).add(1).view(rows, columns)
-        found, across = native.swizzled(codes), math.ceil(columns / 4)
-        for row in range(rows):
-            for column in range(columns):
-                tile = row // 128 * across + column // 4
-                place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
-                if found[place] != codes[row, column]:
-                    wrong.append((rows, columns, row, column))
-        if len(found) != 512 * across * math.ceil(rows / 128) or found.count_nonzero() != rows * columns:
-            wrong.append((rows, columns, "padding"))
-    assert not wrong
-
-
 def meant(codes: Tensor, scales: list[Tensor], rows: int, tiled: bool) -> Tensor:
     """What a side means to the device, fp32 (rows, S): torch decodes FP8, a table decodes FP4."""
     if codes.dtype == FP4:
