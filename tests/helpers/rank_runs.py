@@ -54,7 +54,7 @@ HALF = {"parallel__dtype": "bf16", "parallel__reduce_dtype": "bf16"}
 SUMMED = {"parallel__sum_reduction": True}
 GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
 VAL_SAMPLES = 36  # the clock at which validation is measured
-TIMEOUT_S = 500
+TIMEOUT_S = 100
 
 
 class Measured(dict):
