@@ -15,13 +15,13 @@ import pytest
 import torch
 from conftest import MICRO, ROOT, refusal
 
-from bench import ceiling, device_tests, step, sweep, sweep_table, whole
+from bench import ceiling, device_tests, race, step, sweep, sweep_table, whole
 from bench.sources import sources
 from bench.static.predicted import Counts
 from flux_ref import config, config_file
 
 SMALL = config_file.load(MICRO)
-MODULES = {"bench.step": step, "bench.whole": whole, "bench.ceiling": ceiling, "bench.device_tests": device_tests}
+MODULES = {f"bench.{module.__name__.split('.')[1]}": module for module in (ceiling, device_tests, race, step, whole)}
 
 
 def test_every_variant_is_a_command_and_what_decides_most_comes_first():

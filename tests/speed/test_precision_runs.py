@@ -32,8 +32,8 @@ def test_a_healing_run_that_stops_before_at_or_after_its_switch_goes_on_bit_for_
     cfg = fp8_config(run__dir=str(tmp_path), checkpoint__keep=3, **switch)
     state, losses, ways = lively_state(cfg, world), [], []
     for step in range(8):
-        losses += steps(state, cfg, world, count=1)
         ways.append({linear.way for linear in state.precision.linears})
+        losses += steps(state, cfg, world, count=1)
         if step + 1 in (2, 4, 6):
             saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
             saver.save(state, {})
