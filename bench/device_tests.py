@@ -1,6 +1,6 @@
 """Tests marked gpu, whose outcomes are written down as they come. A call that is cut short loses none of them.
 
-    python -m bench.device_tests --outcomes FILE.jsonl tests/speed/test_gpu_graph.py ...
+    python -m bench.device_tests [--outcomes FILE.jsonl] tests/speed/test_gpu_graph.py ...
 
 A test that passed, failed or died does not run again, until a source or the machine changes. A test that takes more
 than LIMIT_S is ended with its process: it has died, as one that crashes, and FILE.jsonl says where it was. Behind a
@@ -138,7 +138,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options. Raises: Refusal."""
     parser = Options("python -m bench.device_tests", __doc__)
     json_option.json_option(parser)
-    parser.add_argument("--outcomes", type=Path, required=True)
+    parser.add_argument("--outcomes", type=Path, default=ROOT / "bench" / "results" / "gpu_tests.jsonl")
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("tests", nargs="+")
     return parser.parse_args(argv), []

@@ -164,8 +164,9 @@ def run(variant: Variant, timeout_s: float, folder: Path, outcomes: Path) -> dic
     """
     temporary = folder / "temporary"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(exist_ok=True)  # a dying child may have written into it meanwhile
     path = temporary / "report.json"
+    path.unlink(missing_ok=True)
     command = [sys.executable, "-m", variant.module, *variant.args]
     command += [f"--outcomes={outcomes}"] if variant.module == DEVICE_TESTS else []
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", "TRITON_CACHE_DIR": f"{folder}/compiled/triton"}

@@ -61,8 +61,8 @@ def dump(cfg: Config) -> str:
 
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
-    """The config that `flat` made, also after JSON. Raises: Refusal."""
-    return _build(name, dict(_renamed(key, value) for key, value in values.items() if not _is_removed(key, value)))
+    """The config that `flat` made, also after JSON. Keys that were removed are left out. Raises: Refusal."""
+    return _build(name, dict(_renamed(key, value) for key, value in values.items() if key not in REMOVED))
 
 
 def replace(cfg: Config, **values: object) -> Config:

@@ -163,4 +163,7 @@ def validate_world(cfg: Config, world_size: int) -> None:
             f"train.global_batch={train.global_batch} is not divisible by {world_size} ranks{micro}; use {usable}"
             f"{', or another micro_batch' if micro else ''}"
         )
+    replicate = cfg.parallel.replicate
+    if replicate and world_size % replicate:
+        raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
     policy.require_rows(cfg, micro_batch(cfg, world_size))

@@ -301,6 +301,6 @@ def record_copy_event(device: torch.device) -> _Copied | None:
     """A mark behind the copies that were just enqueued. None on the CPU, where a copy is done when it returns."""
     if device.type == "cpu":
         return None
-    event = torch.Event(device.type)
+    event = torch.Event(device.type, blocking=True)  # several threads may wait, and none shall spin
     event.record()
     return _Copied(event, device)

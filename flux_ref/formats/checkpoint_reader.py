@@ -50,7 +50,10 @@ def whole_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is not a checkpoint: {path} is missing")
-    text = outside.read_bytes(path, "checkpoint manifest", MANIFEST_BYTES)
+    try:
+        text = outside.read_bytes(path, "checkpoint manifest", MANIFEST_BYTES)
+    except Refusal as refusal:
+        raise ValueError(str(refusal)) from None
     try:
         content = outside.parse_json(text)
         checksum = content.pop("crc32")

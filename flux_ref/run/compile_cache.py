@@ -71,11 +71,15 @@ def warm_up(steps: StepRunner, cfg: config.Config, world: ranks.World) -> str:
     held = set()
     with ranks.agreed():
         if content := read(path):
-            held = set(torch.compiler.load_cache_artifacts(content).inductor_artifacts)
+            info = torch.compiler.load_cache_artifacts(content)
+            if info is None:
+                raise Refusal(f"{KEY}={path} is of another torch; {REMEDY}")
+            held = set(info.inductor_artifacts)
     # Otherwise torch compiles graphs with FP8 anew: its products are functions with a backward of their own.
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
         steps.warm_up()
     used = set()
+    said = ""
     with ranks.agreed():
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
@@ -83,8 +87,11 @@ def warm_up(steps: StepRunner, cfg: config.Config, world: ranks.World) -> str:
         content, info = saved
         used = set(info.inductor_artifacts)
         if used - held:
-            write(path, content)
-    return f"compiler: {len(used & held)} graphs taken from {path}, {len(used - held)} compiled and added"
+            said = write(path, content)
+    of_ranks = ranks.gather(torch.tensor([len(used & held), len(used - held)], dtype=torch.float64))
+    taken = sum(row[0] for row in of_ranks)
+    added = sum(row[1] for row in of_ranks)
+    return f"compiler: {taken:.0f} graphs taken from {path}, {added:.0f} compiled and added{said}"
 
 
 def file_of(cfg: config.Config, world: ranks.World) -> Path:
@@ -112,9 +119,13 @@ def read(path: Path) -> bytes:
     return content
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all. Skipped while another node, which shares the disk, writes it."""
-    if own := claim.take(path.with_name(f".{path.name}.claim")):
-        private = partial(os.open, mode=0o600)
-        with own, files.whole(path) as unfinished, open(unfinished, "xb", opener=private) as file:
-            file.write(hashlib.sha256(content).digest() + content)
+def write(path: Path, content: bytes) -> str:
+    """Write a file, whole or not at all. Where another process has the claim, returns words that say so."""
+    place = path.with_name(f".{path.name}.claim")
+    own = claim.take(place)
+    if own is None:
+        return f"; not written, as it is being written by {claim.owner(place)}"
+    private = partial(os.open, mode=0o600)
+    with own, files.whole(path) as unfinished, open(unfinished, "xb", opener=private) as file:
+        file.write(hashlib.sha256(content).digest() + content)
+    return ""

@@ -244,7 +244,8 @@ class Reporter:
         self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
-        loss = f"validation loss {result.loss:.4f} +- {result.stderr:.4f} over {result.count:,} samples"
+        error = f" +- {result.stderr:.4f}" if is_number(result.stderr) else ""  # NaN: one sample of a timestep
+        loss = f"validation loss {result.loss:.4f}{error} over {result.count:,} samples"
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
         for alarm in alarms.of_losses(self.val_curve, self.band):
             if alarm.samples == samples:

@@ -35,6 +35,14 @@ from flux_ref.speed import fp8_product, linear, policy, regions
 from tools.shared import communication
 from tools.shared.communication import Layout
 
+# Plans are traced on a CPU, whose attention torch 2.11 cannot count. Query, key and value come in the same order.
+COUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
 
 class Product(NamedTuple):
     """A matrix product or attention."""
@@ -182,12 +190,16 @@ class Live(TorchDispatchMode):
 
 def is_product(func: object) -> bool:
     """Whether torch counts the arithmetic of an operation: it is a matrix product or attention."""
-    return isinstance(func, torch._ops.OpOverload) and func.overloadpacket in flop_registry
+    return isinstance(func, torch._ops.OpOverload) and _counted(func) in flop_registry
+
+
+def _counted(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket:
+    return COUNTED.get(func.overloadpacket, func.overloadpacket)
 
 
 def count(func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> Product:
     """Operations and bytes of a product; attention's backward computes its scores again."""
-    flop = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+    flop = flop_registry[_counted(func)](*args, **kwargs, out_val=result)
     given = _tensors((args, kwargs))
     is_fp8 = any(tensor.itemsize == 1 for tensor in given)
     return Product(flop, _nbytes(given) + _nbytes(_tensors(result)), is_fp8)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,15 +13,19 @@ HIDDEN = ".stage"  # in which stage.py keeps unfinished files
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 
-def walk(root: Path) -> Iterator[Path]:
-    """All that lies below a folder and is no folder, without root/.stage. Links are not followed. Raises: OSError."""
+def walk(root: Path, is_left_out: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+    """All that lies below a folder and is no folder. Links are not followed. Raises: OSError.
+
+    is_left_out tells folders that are not entered; by default this is root/.stage.
+    """
+    is_left_out = is_left_out or (lambda folder: folder == root / HIDDEN)
     folders = [root]
     for folder in folders:
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):  # with their kinds
             path = Path(entry.path)
             if not entry.is_dir(follow_symlinks=False):
                 yield path
-            elif path != root / HIDDEN:
+            elif not is_left_out(path):
                 folders.append(path)
 
 

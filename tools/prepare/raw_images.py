@@ -139,6 +139,10 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
 # Inputs. Each has files(): what it consists of, and parts(files): its samples, always in the same order
 
 
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
 @dataclass(frozen=True)
 class Folder:
     """Pictures and their captions; sub-folders too, by name.
@@ -151,7 +155,7 @@ class Folder:
     column: str = ""  # of the captions in it
 
     def files(self) -> Files:
-        names = sorted(path.relative_to(self.root).as_posix() for path in manifest.walk(self.root))
+        names = sorted(path.relative_to(self.root).as_posix() for path in manifest.walk(self.root, _is_hidden))
         return [_stat(self.root / name, name) for name in names if "/." not in f"/{name}"]  # none is hidden
 
     def parts(self, files: Files) -> list[Part]:
