@@ -73,7 +73,7 @@ def scripted(monkeypatch, tmp_path) -> Callable:
         for name, program in programs.items():
             (tmp_path / f"{name}.py").write_text(HEAD + program)
             monkeypatch.setitem(sweep_table.ROWS, name, sweep_table.step_rows)
-        wanted = [sweep.Variant(name, name, (), limit_s=1.0 if name == "slow" else 20.0) for name in programs]
+        wanted = [sweep.Variant(name, name, (), limit_s=4.0 if name == "slow" else 20.0) for name in programs]
         monkeypatch.setattr(sweep, "variants", lambda small: wanted)
         return wanted
 
