@@ -52,7 +52,8 @@ def _results(argument: str) -> list[Path]:
     if path.is_file():
         return [path]
     found = []
-    for number, (parent, _, names) in enumerate(os.walk(path)):
+    folders = os.walk(path) if path.is_dir() else ()  # False of a name that no folder can have
+    for number, (parent, _, names) in enumerate(folders):
         if number == MOST_FOLDERS:
             raise Refusal(f"{path} holds over {MOST_FOLDERS:,} folders; give the folders of the results")
         found += [Path(parent, name) for name in names if name.startswith("result_") and name.endswith(".txt")]
