@@ -33,7 +33,7 @@ BEGUN = "begun"  # the outcome of a test that has not come to its end
 FINAL = ("passed", "failed", "died")  # a skipped test may find its package next time
 PASSED, FAILED, NONE_LEFT = 0, 1, 5  # exit codes of pytest
 STDERR = os.dup(2)  # pytest puts another file in its place
-LIMIT_S = 100.0  # of a test
+LIMIT_S = 150.0  # of a test
 TRACE = 4000  # characters
 
 
