@@ -34,5 +34,6 @@ def _choices(inside: str) -> list[str]:
     numbers = range(int(limits[1]), int(limits[2]) + 1) if limits else ()
     if not 0 < len(numbers) <= MOST:
         raise ValueError(f"{{{inside[:40]}}} is no range of 1 to {MOST:,} numbers")
-    width = len(limits[1]) if limits[1].startswith("0") else 1
+    is_padded = any(limit.startswith("0") and limit != "0" for limit in limits.groups())
+    width = max(map(len, limits.groups())) if is_padded else 1  # as the package braceexpand, which Energon calls
     return [f"{number:0{width}}" for number in numbers]
