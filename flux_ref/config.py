@@ -161,7 +161,6 @@ class SampleConfig:
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none
     vae: str = ""  # ae.safetensors or diffusers' vae/ that decodes latents; shapes need no file
-    shift: bool = False  # time shift by the number of image tokens (BFL: dev yes, schnell no)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,21 +66,18 @@ class HostBatch:
 class Feed:
     """Fills host batches in the order of a plan, ahead of their use, and gives them out one by one.
 
-    plan:   per batch, one item per row.
-    expect: expect(items) is called as a batch is begun, so that the system reads its samples ahead.
-    fill:   fill(rows, i, item) puts an item into row i.
+    plan: per batch, one item per row.
+    fill: fill(rows, i, item) puts an item into row i.
     """
 
     def __init__(
         self,
         plan: Iterator[Sequence],
-        expect: Callable[[Sequence], None],
         fill: Callable[[Rows, int, object], None],
         buffers: list[HostBatch],
         workers: int,
     ):
         self.plan = plan
-        self.expect = expect
         self.fill = fill
         self.buffers = buffers
         self.wait_s = 0.0  # seconds that `take` has waited for data while the device was idle
@@ -126,9 +123,7 @@ class Feed:
         items = next(self.plan, None)
         if items is None:
             return
-        work = [self._pool.submit(self.expect, items)]
-        for i, item in enumerate(items):
-            work.append(self._pool.submit(self._fill_row, buffer, i, item))
+        work = [self._pool.submit(self._fill_row, buffer, i, item) for i, item in enumerate(items)]
         self._begun.append((buffer, work))
 
     def close(self) -> None:
@@ -164,12 +159,9 @@ class SampleSet:
         self.shards.open(self.rank, self.size)
 
     def _start(self, plan: Iterator[Sequence], fill: Callable[[Rows, int, object], None]) -> Feed:
-        feed = Feed(plan, self._expect, fill, self.buffers, self.cfg.data.workers)
+        feed = Feed(plan, fill, self.buffers, self.cfg.data.workers)
         feed.start()
         return feed
-
-    def _expect(self, items: list[tuple[int, int]]) -> None:
-        self.shards.expect(sample for _, sample in items if sample < len(self.shards))
 
 
 class TrainSet(SampleSet):

@@ -16,7 +16,6 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -238,14 +237,6 @@ class ShardSet:
         """The shard of a sample, and the sample's position in this shard."""
         number = int(np.searchsorted(self.first, index, side="right")) - 1
         return self.shards[number], index - int(self.first[number])
-
-    def expect(self, indices: Iterable[int]) -> None:
-        """Tell the operating system which samples come next: disks and network file systems like long queues."""
-        stride = self.layout.stride
-        with contextlib.suppress(OSError, AttributeError):  # a hint; not every system takes it
-            for index in indices:
-                shard, position = self._find(index)
-                os.posix_fadvise(shard.descriptor, position * stride, stride, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: int, rows: dict[str, np.ndarray]) -> Meta:
         """Read sample `index` into rows, as Shard.read does. Raises: BadSample."""

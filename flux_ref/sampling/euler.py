@@ -1,6 +1,5 @@
 """Pictures from captions: Euler steps from noise to data, with classifier-free guidance."""
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -26,16 +25,9 @@ Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
 IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def times(steps: int, image_tokens: int, shift: bool) -> list[float]:
-    """The steps + 1 times from 1 to 0. shift: more of them lie near 1 (noise) the more tokens there are.
-
-    Source: BFL flux, sampling.get_schedule; mu is linear through (256, 0.5) and (4096, 1.15).
-    """
-    mu = 0.5 + (image_tokens - 256) * (1.15 - 0.5) / (4096 - 256)
-    even = [1 - i / steps for i in range(steps + 1)]
-    if not shift:
-        return even
-    return [math.exp(mu) / (math.exp(mu) + (1 / t - 1)) if t > 0 else 0.0 for t in even]
+def times(steps: int) -> list[float]:
+    """The steps + 1 times from 1 (noise) to 0 (data), equally far apart: BFL flux, get_schedule of schnell."""
+    return [1 - i / steps for i in range(steps + 1)]
 
 
 class Artist:
@@ -104,10 +96,9 @@ def generate_latents(
     numbers = range(first, first + len(texts))
     noise = [rng.normals(cfg.sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
-    schedule = times(cfg.sample.steps, model.image_tokens, cfg.sample.shift)
     try:
         with torch.no_grad():
-            for step, (t, t_next) in enumerate(pairwise(schedule)):
+            for step, (t, t_next) in enumerate(pairwise(times(cfg.sample.steps))):
                 report_place(f"sampling step {step}")
                 velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
                 if is_guided:

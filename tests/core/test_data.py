@@ -242,7 +242,6 @@ class Source:
     def __init__(self, broken: int = -1, seconds: float = 0.0):
         self.broken = broken
         self.seconds = seconds  # that each row takes
-        self.expected = []
         self.filled = []
 
     def plan(self):
@@ -267,7 +266,7 @@ class Source:
 
 def feed_of(source: Source, micro: Config, prefetch: int = 2) -> Feed:
     buffers = [HostBatch(micro.model, BATCH, False) for _ in range(prefetch)]
-    feed = Feed(source.plan(), source.expected.extend, source.fill, buffers, workers=3)
+    feed = Feed(source.plan(), source.fill, buffers, workers=3)
     feed.start()
     return feed
 
@@ -282,7 +281,6 @@ def test_read_ahead_is_bounded_by_the_buffers_and_reuses_them(micro, prefetch):
     assert held.tensors["t"].tolist() == list(range(BATCH))
     feed.give_back(held)
     assert source.settled() == (prefetch + 1) * BATCH
-    assert source.expected == list(range((prefetch + 1) * BATCH))
     used = {id(held)}
     for step in range(1, 3 * prefetch):
         buffer = feed.take()
@@ -337,7 +335,7 @@ def test_waiting_is_timed_and_counts_only_once_the_device_is_idle(micro):
     def fill(rows, i, item) -> None:
         released.wait(timeout=10)
 
-    feed = Feed(iter([[0]]), lambda items: None, fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
+    feed = Feed(iter([[0]]), fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
     feed.start()
     feed.take(idle)
     feed.close()

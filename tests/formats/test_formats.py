@@ -1,7 +1,6 @@
 """Data sets in the forms in which people hold them: Energon's folders and shards that other tools wrote."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from flux_ref import config_file
 from flux_ref.config import ModelConfig
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
-from flux_ref.formats.shards import MEMBERS, ShardSet
+from flux_ref.formats.shards import MEMBERS
 
 COUNT = 7
 
@@ -127,27 +126,6 @@ def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout
     listing.unlink()
     assert "No such file" in refusal(numbers, root, layout)
     assert wrong == [] and not (root / "made").exists()
-
-
-def test_what_is_expected_is_where_it_will_be_read(tmp_path, layout, monkeypatch):
-    shard_writer.write(tmp_path / "set", [sample(layout, i) for i in range(COUNT)], "train", per_shard=3)
-    stored, ranges, reads = ShardSet(tmp_path / "set", layout), {}, {}
-    stored.open()
-    monkeypatch.setattr(
-        shards.os, "posix_fadvise", lambda fd, at, size, advice: ranges.update({now: (fd, at, at + size)})
-    )
-    preadv = os.preadv
-
-    def read(descriptor, parts, offset):
-        assert now not in reads, "one call reads a sample"
-        reads[now] = descriptor, offset, offset + sum(map(len, parts))
-        return preadv(descriptor, parts, offset)
-
-    monkeypatch.setattr(shards.os, "preadv", read)
-    for now in range(COUNT):
-        stored.expect([now])
-        stored.read(now, layout.rows())
-    assert len(reads) == COUNT and reads == ranges
 
 
 def test_training_does_not_depend_on_the_format(shapes_dir, tmp_path):

@@ -200,7 +200,7 @@ def samples(cfg: Config, rows: int, batches: int) -> types.SimpleNamespace:
     buffers = [data.HostBatch(cfg.model, rows, True) for _ in range(2)]
 
     def feed(*args: object) -> data.Feed:
-        filled = data.Feed(itertools.repeat(range(rows), batches), nothing, nothing, buffers, 1)
+        filled = data.Feed(itertools.repeat(range(rows), batches), nothing, buffers, 1)
         filled.start()
         return filled
 
