@@ -13,7 +13,6 @@ class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
     overwrite: bool = False  # delete the run that the folder already holds
     resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
-    tensorboard: bool = False  # write figures, pictures and the config for TensorBoard while training
     hang_s: float = 600.0  # end the job after so many seconds without progress; 0: only the backend's own timeout holds
 
 

@@ -18,6 +18,7 @@ REMOVED = {  # keys of earlier versions, with the only value that is left
     "parallel.reduce_buffers": 0,
     "parallel.sum_reduction": False,
     "parallel.symmetric_memory": False,
+    "run.tensorboard": False,
     "sample.shift": False,
 }
 

@@ -122,9 +122,7 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    drawn = (*folder.glob("samples/*.png"), *folder.glob("tensorboard/events.out.tfevents.*"))
-    for path in (*(folder / name for name in RUN_FILES), *drawn):
+    for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
         path.unlink(missing_ok=True)
     shutil.rmtree(checkpoint_files.folder_of(folder), ignore_errors=True)
-    for name in ("samples", "tensorboard"):
-        _remove_if_empty(folder / name)
+    _remove_if_empty(folder / "samples")

@@ -45,10 +45,10 @@ class Mark:
 
 
 class Reporter:
-    """Terminal, metrics.jsonl, eval.jsonl, loss.png, outcome.json and TensorBoard's files of one run."""
+    """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
 
     def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
-        """Collective. Raises: Refusal for a wrong eval.band, and for run.tensorboard without the package."""
+        """Collective. Raises: Refusal for a wrong eval.band."""
         self.cfg = cfg
         self.world = world
         self.log = log
@@ -56,11 +56,6 @@ class Reporter:
         self.speaks = world.rank == 0
         with ranks.agreed():
             self.band = convergence.of_config(cfg)
-            self.board = None
-            if cfg.run.tensorboard and self.speaks:
-                from flux_ref.run.tensorboard import Board
-
-                self.board = Board(self.folder, self.spare)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
         self.rates = alarms.RateWatch()
@@ -157,8 +152,6 @@ class Reporter:
                 is_captured=step_runner.mode(self.cfg, self.world.device) == step_runner.CAPTURED,
             )
             self.say(f"  time    {words}")
-        if self.board:
-            self.say(f"  charts  {self.board.begin(samples)}")
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)
         self.since = Mark(time.perf_counter(), samples, wait_s=0.0)
 
@@ -283,14 +276,10 @@ class Reporter:
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:
             append(self.folder / name, json.dumps(record) + "\n", on_disk=True)  # before any later checkpoint
-        if self.board:
-            self.board.add(name, record)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-        if self.board:
-            self.board.add_pictures()
 
 
 def blame(first_bad: list[list[float]], cfg: Config) -> str | None:

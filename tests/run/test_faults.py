@@ -24,7 +24,7 @@ from shard_damage import position
 
 from flux_ref import checkpoint, config_file, rng
 from flux_ref.formats import files, shards
-from flux_ref.run import loss_chart, reporter, tensorboard
+from flux_ref.run import loss_chart, reporter
 from flux_ref.run.alive import Alive
 from flux_ref.sampling import grid
 
@@ -127,12 +127,9 @@ def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, mo
     for module in (loss_chart, grid):
         stand_in = refuse("loss.png" if module is loss_chart else "000000072.png", files.whole, times=9)
         monkeypatch.setattr(module, "whole", stand_in)
-    monkeypatch.setattr(tensorboard.time, "time_ns", lambda: 1)
-    monkeypatch.setattr(tensorboard, "append", refuse("events.out.tfevents.1", files.append, after=9, times=9))
-    code, out, _ = trains(tmp_path / "run", "--run.tensorboard=true")
+    code, out, _ = trains(tmp_path / "run")
     assert code == 0 and out.count("loss.png NOT drawn: [Errno 28] No space left on device") == 2
     assert out.count("000000072.png NOT drawn: [Errno 28]") == 1
-    assert out.count("charts for TensorBoard NOT drawn: [Errno 28]") == 1
     require_equal_runs(tmp_path / "run", calm)
     assert not [path for path in (tmp_path / "run").rglob("*") if "png" in path.name]
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["not_a_timed_result"] == ""

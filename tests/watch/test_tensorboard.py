@@ -1,18 +1,19 @@
 """What TensorBoard is given, read back by TensorBoard."""
 
+import io
 import json
-import os
 import sys
+import threading
+import time
 
+import numpy as np
 import pytest
-from conftest import called, micro_run
-from run_files import column
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
 from flux_ref import config, config_file
-from flux_ref.run.tensorboard import Board
-from flux_ref.sampling import euler
 from tools.watch import commands as watch
+from tools.watch.tensorboard import Board
 
 STEPS = [{"step": n, "samples": 12 * n, "loss": 1 / n, "lr": 1e-3, "data_wait": "?"} for n in range(1, 6)]
 EVALUATION = {"samples": 36, "val_loss": 0.25, "stderr": 0.5, "val_loss_per_timestep": [k / 8 for k in range(8)]}
@@ -22,15 +23,20 @@ BY_TIMESTEP = [
 FIGURES = ["train/loss", "train/lr", "validation/loss", "validation/stderr", *BY_TIMESTEP]
 
 
+def written(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 @pytest.fixture
 def run(tmp_path):
     """A folder with records up to 60 samples and pictures at 24 and 60."""
-    (tmp_path / "config.toml").write_text(config_file.dump(config.Config()))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in STEPS))
-    (tmp_path / "eval.jsonl").write_text(json.dumps(EVALUATION) + "\n")
+    cfg = config_file.replace(config.Config(), run__dir=str(tmp_path))
+    (tmp_path / "config.toml").write_text(config_file.dump(cfg))
+    written(tmp_path / "metrics.jsonl", STEPS)
+    written(tmp_path / "eval.jsonl", [EVALUATION])
     (tmp_path / "samples").mkdir()
     for name in ("000000024", "000000060", "strip"):
-        (tmp_path / "samples" / f"{name}.png").write_bytes(name.encode())
+        Image.new("RGB", (4, 4), (len(name), int(name[-2:], 36) % 256, 0)).save(tmp_path / "samples" / f"{name}.png")
     return tmp_path
 
 
@@ -40,75 +46,70 @@ def seen(run):
     tags = found.Tags()
     shown = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in tags["scalars"]}
     for tag in tags["images"]:
-        shown[tag] = [(event.step, event.encoded_image_string) for event in found.Images(tag)]
+        shown[tag] = [(event.step, pixels(io.BytesIO(event.encoded_image_string))) for event in found.Images(tag)]
     return shown | {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
 
 
-def test_all_figures_come_back(run, capsys):
+def pixels(file) -> list:
+    return np.asarray(Image.open(file).convert("RGB")).tolist()
+
+
+def test_all_figures_and_pictures_come_back(run, capsys):
     for _ in range(3):  # the next time replaces the one before
-        assert watch.main([str(run), "--tensorboard"]) == 0
-        assert "(6 records)" in capsys.readouterr().out
+        assert watch.main([str(run), "--tensorboard", "--once"]) == 0
+        assert capsys.readouterr().out == f"tensorboard --logdir {run}\n"
         shown = seen(run)
-        assert [*shown] == [*FIGURES, "pictures", "config"]
+        assert sorted(shown) == sorted([*FIGURES, "pictures", "config/text_summary"])
         assert shown["train/loss"] == [(12 * n, pytest.approx(1 / n)) for n in range(1, 6)]
         assert shown["validation/loss"] == [(36, 0.25)] and shown[BY_TIMESTEP[3]] == [(36, 0.375)]
-        assert shown["pictures"] == [(24, b"000000024"), (60, b"000000060")]
-        assert config_file.dump(config.Config()) in shown["config"]
+        assert shown["pictures"] == [(at, pixels(run / f"samples/{at:09d}.png")) for at in (24, 60)]
+        assert "model.hidden = 3072" in shown["config/text_summary"]
     assert len([*(run / "tensorboard").iterdir()]) == 2  # the newest, and the one that TensorBoard may be reading
 
 
 def test_a_resumed_run_shows_what_came_after_its_checkpoint_once(run):
     """A TensorBoard that looks on all the time sees the same."""
-    Board(run).begin()
-    looks_on = EventAccumulator(str(run / "tensorboard")).Reload()
     board = Board(run)
-    assert "(2 records)" in board.begin(24)
-    assert [seen(run)["train/loss"][-1][0], seen(run)["pictures"]] == [24, [(24, b"000000024")]]
-    for step in STEPS[2:]:
-        board.add("metrics.jsonl", step | {"loss": 7.0})
+    assert not board.update(), "the run has not ended"
+    looks_on = EventAccumulator(str(run / "tensorboard")).Reload()
+    written(run / "metrics.jsonl", STEPS[:2])
+    written(run / "eval.jsonl", [])
+    board.update()
+    assert [step for step, _ in seen(run)["train/loss"]] == [12, 24]
+    written(run / "metrics.jsonl", [*STEPS[:2], *(step | {"loss": 7.0} for step in STEPS[2:])])
+    board.update()
     want = [(12, 1.0), (24, 0.5), (36, 7.0), (48, 7.0), (60, 7.0)]
     assert seen(run)["train/loss"] == [(event.step, event.value) for event in looks_on.Reload().Scalars("train/loss")]
-    assert seen(run)["train/loss"] == want and [step for step, _ in seen(run)["pictures"]] == [24, 60]
+    assert seen(run)["train/loss"] == want
 
 
-def test_a_run_writes_live_what_the_command_writes_afterwards(tmp_path, shapes_dir, monkeypatch):
-    """Also the pictures that are drawn after the last record, and what a run resumes."""
-    arguments = (*micro_run(shapes_dir, tmp_path / "run"), "--run.tensorboard=true", "--sample.count=1")
-    arguments += ("--sample.steps=1",)
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(euler.Artist, "paint", lambda *_: 1 / 0)
-        assert called("train.py", *arguments) == 3
-    live = seen(run)
-    assert [step for step, _ in live["train/loss"]] == [12, 24, 36, 48, 60] and "pictures" not in live
-    assert [value for _, value in live["validation/loss"]] == pytest.approx(column(run, "val_loss", "eval.jsonl"))
-    assert watch.main([str(run), "--tensorboard"]) == 2, "an unfinished run is the owner of its folder"
-    assert called("train.py", *arguments) == 0
-    live, picture = seen(run), (run / "samples/000000060.png").read_bytes()
-    assert live["pictures"] == [(60, picture)] and {tag.split("/")[0] for tag in live} == {
-        *("train", "validation", "validation by t", "pictures", "config")
-    }
-    assert watch.main([str(run), "--tensorboard"]) == 0 and seen(run) == live
-    assert called("train.py", *micro_run(shapes_dir, run, "--run.overwrite=true", "--train.max_samples=12")) == 0
-    assert not (run / "tensorboard").exists()
+def test_the_command_goes_on_until_the_run_has_ended(run):
+    watching = threading.Thread(target=watch.main, args=([str(run), "--tensorboard", "--every=0.01"],))
+    watching.start()
+    while not (run / "tensorboard").exists():
+        time.sleep(0.01)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "samples": 72, "loss": 0.125}) + "\n")
+    assert watching.is_alive()
+    (run / "outcome.json").write_text(json.dumps({"outcome": "target reached"}))
+    watching.join(20)
+    assert not watching.is_alive() and seen(run)["train/loss"][-1] == (72, 0.125)
 
 
-def test_what_is_missing_is_said(tmp_path, shapes_dir, attempt, capsys, monkeypatch):
-    assert watch.main([str(tmp_path), "--tensorboard"]) == 2 and "holds no run" in capsys.readouterr().err
-    (tmp_path / "config.toml").write_text(config_file.dump(config.Config()))
+def test_what_is_missing_is_said(tmp_path, run, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    assert watch.main([str(tmp_path / "empty"), "--tensorboard"]) == 2 and "holds no run" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.delitem(sys.modules, "flux_ref.run.tensorboard")
-    assert watch.main([str(tmp_path), "--tensorboard"]) == 2 and "pip install tensorboard" in capsys.readouterr().err
-    code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run", "--run.tensorboard=true"))
-    assert code == 2 and "pip install tensorboard" in line and not (tmp_path / "run").exists()
+    monkeypatch.delitem(sys.modules, "tools.watch.tensorboard")
+    assert watch.main([str(run), "--tensorboard"]) == 2 and "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_foreign_figures_do_no_harm(run):
     """A number beyond 64 bits, a list of other things, a folder in place of a picture."""
     (run / "samples" / "000000012.png").mkdir()
-    bad = {"samples": 60, "val_loss": 1e99, "val_loss_per_timestep": [None, "x", 1.0]}
-    (run / "eval.jsonl").write_text("".join(json.dumps(bad | {"samples": n}) + "\n" for n in (48.0, 1e30)))
-    Board(run).begin()
+    bad = {"val_loss": 1e99, "val_loss_per_timestep": [None, "x", 1.0]}
+    written(run / "eval.jsonl", [bad | {"samples": samples} for samples in (48.0, 1e30)])
+    Board(run).update()
     shown = seen(run)
     assert shown["validation/loss"] == [(48, float("inf"))] and shown["validation by t/t=0.250"] == [(48, 1.0)]
-    assert len(shown["pictures"]) == 2 and os.listdir(run / "samples/000000012.png") == []
+    assert len(shown["pictures"]) == 2

@@ -2,9 +2,9 @@
 
     python -m tools.watch RUN [RUN ...]      until the runs have ended; Ctrl-C leaves
     python -m tools.watch RUN --once         print the panel once
-    python -m tools.watch RUN --tensorboard  write RUN/tensorboard, for a run without run.tensorboard=true
+    python -m tools.watch RUN --tensorboard  in place of the panel, keep RUN/tensorboard up to date
 
-Reads the files of a run and changes none. --every S: seconds between two readings (2).
+Changes no file that a run has written. --every S: seconds between two readings (2).
 """
 
 import itertools
@@ -305,6 +305,17 @@ def follow(folders: list[Path], every_s: float) -> None:
         time.sleep(every_s)
 
 
+def keep_boards(folders: list[Path], every_s: float, once: bool) -> None:
+    """Keep the folders that TensorBoard reads up to date until all runs have ended. once: write them and return."""
+    from tools.watch.tensorboard import Board  # of an optional package
+
+    boards = [Board(folder) for folder in folders]
+    for folder in folders:
+        print(f"tensorboard --logdir {folder}", flush=True)
+    while not all([board.update() for board in boards]) and not once:
+        time.sleep(every_s)
+
+
 def main(argv: list[str]) -> int:
     return attempt("watch", lambda: show(argv))
 
@@ -317,18 +328,12 @@ def show(argv: list[str]) -> int:
     parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--every", type=between(0.01, 3600, float), default=2.0, metavar="S")
     args = parser.parse_args(argv)
-    if args.tensorboard:
-        for run in args.runs:
-            if config_file.of_run(run).run.tensorboard and not outcome(run):
-                raise Refusal(f"{run} is unfinished and writes {run}/tensorboard itself (run.tensorboard=true)")
-            from flux_ref.run.tensorboard import Board  # of an optional package
-
-            print(Board(run).begin())
-        return 0
     if len(args.runs) > len(MARKS):
         raise Refusal(f"{len(args.runs)} runs are too many for one panel; give at most {len(MARKS)}")
     try:
-        if args.once or not sys.stdout.isatty():
+        if args.tensorboard:
+            keep_boards(args.runs, args.every, args.once)
+        elif args.once or not sys.stdout.isatty():
             print(panel([look(folder) for folder in args.runs], 80, coloured=False), flush=True)
         else:
             follow(args.runs, args.every)
