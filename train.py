@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         report.introduce(*sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         gallery = None
-        if cfg.sample.count:  # here: it refuses a wrong autoencoder
+        if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
             gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
         if cfg.data.evict:
             train_set.shards.evict()
@@ -164,7 +164,7 @@ class Run:
                 self.log.block_start(state.samples)
                 loss, grad_norm = steps.train_on(feed)
                 report.tick()
-                is_last = state.samples >= most  # which is logged, and so settled, whether or not an evaluation follows
+                is_last = state.samples >= most  # the last step has a record even if no evaluation follows
                 if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
                     report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
                 if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
