@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flux_ref.formats import safetensors_io
-from flux_ref.formats.files import remove, sync
+from flux_ref.formats.files import naming, remove, sync
 from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, FileEntry
 
 FORMAT = 1
@@ -127,7 +127,8 @@ def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Part:
     offsets = {key: {"saved_offsets": [part.first, *(0 for _ in part.shape[1:])]} for key, part in rows.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     pieces = (part.local for part in rows.values())
-    file, begins = safetensors_io.write(folder / name, entries, metadata, pieces)
+    with naming(folder / name):
+        file, begins = safetensors_io.write(folder / name, entries, metadata, pieces)
     tensors = {}
     for key, part in rows.items():
         chunk = (name, begins[key], part.first, len(part.local))
@@ -148,9 +149,9 @@ def manifest(info: dict, parts: list[Part]) -> Manifest:
 
 def publish(partial: Path, final: Path, content: Manifest) -> None:
     """Make a folder whose files are on the disk visible under its name, in one step."""
-    with (partial / MANIFEST).open("x", encoding="utf-8") as file:
-        file.write(content.dump())
-    sync(partial / MANIFEST)
+    with naming(partial / MANIFEST):
+        (partial / MANIFEST).write_text(content.dump(), encoding="utf-8")
+        sync(partial / MANIFEST)
     sync(partial)
     partial.rename(final)
     sync(final.parent)

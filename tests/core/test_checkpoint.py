@@ -282,7 +282,9 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
         error = "[Errno 28] No space left on device"
         if what == "copying":
             error = "the copy to host memory failed: cannot pin"
-        reason = f"rank {rank % writers}: {error}" if rank % writers else error
+        reason = found[what]["failures"][0]
+        assert reason.startswith(f"rank {rank % writers}: {error}" if rank % writers else error), what
+        assert (f"rank_{rank % writers:05d}.safetensors'" in reason) == (what in checkpoint_ranks.IN_A_FILE), what
         assert found[what]["failures"] == [reason] * writers, what
         assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
         assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers

@@ -44,6 +44,7 @@ BREAKS = {  # what fails, and on which rank; -1: the last
     "syncing": (safetensors_io.CheckedFile, "close", -1),
     "the manifest": (checkpoint_files, "publish", 0),
 }
+IN_A_FILE = ("opening a file", "writing", "syncing")  # the message names the file
 FULL = OSError(errno.ENOSPC, "No space left on device")
 ERRORS = {what: MemoryError("cannot pin") if what == "copying" else FULL for what in BREAKS}
 
