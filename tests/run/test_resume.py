@@ -107,6 +107,7 @@ def stopped(shapes_dir, tmp_path_factory) -> tuple[Path, int, str]:
     return folder, *killing.launch(folder, shapes_dir, plan="evaluation 96 SIGUSR1 self")
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(stopped, shapes_dir, two_ranks):
     """The evaluation is given up. The same command goes on, and ends bit for bit like a run that was not stopped."""
     folder, code, said = stopped
