@@ -142,7 +142,7 @@ class PrecisionConfig:
     preset: str = "bf16"  # bf16, fp8, fp8_delayed, mxfp8, mxfp4_backward, mxfp6_fp4, nvfp4
     rules: tuple[str, ...] = ()  # added to this preset: "LAYER PRODUCT: LEFT x RIGHT"; the last match decides
     switch: tuple[tuple[int, str], ...] = ()  # [[samples, preset], ...]: then another preset, without rules
-    eval: bool = True  # as in training also in validation and for pictures, with dynamic scales; false: bf16
+    eval: bool = True  # true: validation and pictures use the formats of training, with dynamic scales; false: bf16
     native: bool = True  # blocks and rows take torch's kernels where it has them; false: emulate them everywhere
     gather: bool = True  # gather weights in FP8 where e4m3 is their side: half of their bytes, equal results
     history: int = 1024  # delayed sides: number of steps whose largest values are remembered

@@ -106,7 +106,7 @@ class Feed:
     def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
         """The next batch. Give it back once its content is copied or the copy is enqueued.
 
-        idle:   whether the device has no work left. Waiting counts only then.
+        idle:   whether the device has no work left. `wait_s` grows only while this is so.
         Raises: the error of a reading thread.
         """
         batch, work = self._begun.popleft()

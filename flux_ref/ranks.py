@@ -1,7 +1,8 @@
 """The processes of a run: who they are, which device each has, and how they agree.
 
-This file names backends and kinds of devices. Another accelerator with torch.distributed needs an entry in BACKENDS
-and a look at `Feed.copy_into` (data.py). A port replaces this file, sharding.py, speed/graphs.py, speed/attention.py.
+Another accelerator with torch.distributed needs an entry in BACKENDS. Look also at the other places that name a kind
+of device: `Feed.copy_into` (data.py), optim.py, speed/regions.py. A port replaces this file, sharding.py,
+speed/graphs.py and speed/attention.py.
 """
 
 import json
@@ -122,7 +123,7 @@ def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
     """A part of torchrun's store that only the ranks of this attempt write to.
 
     torchrun keeps one store for all its restarts. It is full of the addresses of dead ranks (github.com/pytorch/pytorch
-    issue 167288). So rank 0 draws a name. Another rank takes this name once rank 0 lists that rank's own token.
+    issue 167288). So rank 0 draws a name. Another rank takes the name once it finds its own token in rank 0's list.
     """
     store, *_ = next(dist.rendezvous("env://", rank, size, **({"timeout": timeout} if timeout else {})))
     own = secrets.token_hex(8)

@@ -38,7 +38,7 @@ class LogFile(logging.Handler):
 
 
 class BenchmarkLog:
-    """Writes result_N.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
+    """Writes result_0.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
 
     def __init__(self, path: Path | None):
         self.in_block = False

@@ -94,7 +94,7 @@ class Shard:
     """One file of samples."""
 
     def __init__(self, path: Path, layout: Layout):
-        """Count the samples by the size of the file, which is not opened.
+        """Count the samples by the size of the file. Only a file of a wrong size is opened, to name its shapes.
 
         An archive ends where its last sample's end marker does, or at the next full record, as tar pads it.
         Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
@@ -194,7 +194,7 @@ class ShardSet:
     """A data set as one sequence of samples, in the order of its shards."""
 
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
-        """Look at names and sizes alone: no shard is opened, whatever its layout (spec: not before run_start).
+        """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
 
         split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
         The folder "" of "val" holds no samples.

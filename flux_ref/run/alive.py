@@ -59,7 +59,7 @@ class HangWatch:
         self.groups = groups
         self.limit_s = limit_s
         self.period = min(5.0, limit_s / 20)
-        self.linger_s = max(LINGER_S, 2 * self.period)  # two ranks judge at most so far apart
+        self.linger_s = max(LINGER_S, 2 * self.period)  # two ranks may reach their verdicts so many seconds apart
         self.store = dist.PrefixStore("watch", ranks.store_clone())
         self.record = dict(SILENT)
         self.captured = False  # whether steps are replayed; the flight recorder misses replays

@@ -57,7 +57,7 @@ class Terminal:
 
 @contextmanager
 def lasting_terminal() -> Iterator[None]:
-    """In this block the end of who reads stdout or stderr ends nothing."""
+    """In this block nothing ends if the program that reads stdout or stderr ends."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(Terminal, before)
     try:

@@ -290,11 +290,11 @@ def blame(first_bad: list[list[float]], cfg: Config) -> str | None:
         step, rank = min(bad)
         where = rank_slice(cfg, step, rank, len(first_bad))
         return (
-            f"loss is not finite at step {step} on rank {rank}'s data"
+            f"loss is not finite in step {step + 1} on rank {rank}'s data"
             f" (positions {where.start} to {where.stop - 1} of the run); lower optim.lr or inspect the data"
         )
     if norm_step != NEVER:
-        return f"gradient norm is not finite at step {norm_step:.0f} though every rank's loss was; lower optim.lr"
+        return f"gradient norm is not finite in step {norm_step + 1:.0f} though every rank's loss was; lower optim.lr"
     return None
 
 

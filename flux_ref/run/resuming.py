@@ -1,4 +1,7 @@
-"""Continuing a run: what may change; first the weights, and after the warm-up moments, FP8 history and counters."""
+"""Continuing a run: what may change, and loading a checkpoint.
+
+The weights are loaded before the warm-up; moments, FP8 history and counters after it, since the warm-up clears them.
+"""
 
 import math
 from fnmatch import fnmatch
@@ -14,15 +17,16 @@ from flux_ref.formats import checkpoint_files, fit, jsonl
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.step import State
 
-# Keys that may change when a run continues. What a run has after so many samples depends on them by rounding only.
+# Keys that may change when a run continues. With the same data, losses depend on them by rounding only; data.skip_bad
+# decides how many damaged samples a run may leave out.
 FREE = (
     *("train.max_samples", "eval.target", "run.*", "checkpoint.*", "graph.*", "sample.*", "mllog.*", "parallel.*"),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.band"),
     *("eval.permuted_captions", "precision.gather", "precision.native", "data.train", "data.val", "data.empty"),
     *("data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
 )
-FIXED = ("parallel.dtype", "parallel.reduce_dtype")  # among FREE
-MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and key not in FIXED]
+NOT_FREE = ("parallel.dtype", "parallel.reduce_dtype")  # although FREE matches them
+MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and key not in NOT_FREE]
 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
@@ -35,7 +39,7 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     if differ:
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
-            f" run.overwrite=true; these keys may change, but not {' and '.join(FIXED)}: {', '.join(FREE)}"
+            f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)}"
         )
     batch = cfg.train.global_batch
     most = cfg.train.max_samples

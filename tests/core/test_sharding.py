@@ -187,8 +187,8 @@ def test_every_rank_reports_what_is_wrong_on_the_last_rank(measured):
     assert measured[3]["base"]["flags"] == [STEPS, NEVER, NEVER]
     for what, words in {
         "fine": "",
-        "NaN at step 1": "loss is not finite at step 1 on rank 2's data (positions 20 to 23 of the run)",
-        "infinite norm": "gradient norm is not finite at step 1",
+        "NaN at step 1": "loss is not finite in step 2 on rank 2's data (positions 20 to 23 of the run)",
+        "infinite norm": "gradient norm is not finite in step 2",
         "one bad sample per rank": "3 bad training samples, data.skip_bad=2 allows no more",
         "the same bad sample on every rank": "",
     }.items():

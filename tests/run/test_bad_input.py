@@ -146,7 +146,7 @@ def test_a_damaged_sample_may_be_skipped(attempt, dataset, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(attempt, shapes_dir, tmp_path):
     code, _, line = attempt(*micro_run(shapes_dir, tmp_path / "run"), "--optim.lr=1e18", "--optim.warmup_steps=0")
-    assert code == 3 and has_words(line, "not finite at step", "optim.lr"), line
+    assert code == 3 and has_words(line, "not finite in step", "optim.lr"), line
 
 
 # The run's folder, and eval.py

@@ -24,9 +24,9 @@ def test_what_went_first_is_blamed(micro):
         return blame(list(flags), micro)
 
     assert complaint((NEVER, NEVER), (NEVER, NEVER)) is None
-    assert "gradient norm is not finite at step 4" in complaint((5, 4), (5, 4))  # losses follow
-    assert "loss is not finite at step 4 on rank 1's data (positions 54 to 59" in complaint((5, 4), (4, 4))
-    assert "at step 2 on rank 0's data" in complaint((2, 3), (3, 3))
+    assert "gradient norm is not finite in step 5" in complaint((5, 4), (5, 4))  # losses follow
+    assert "loss is not finite in step 5 on rank 1's data (positions 54 to 59" in complaint((5, 4), (4, 4))
+    assert "in step 3 on rank 0's data" in complaint((2, 3), (3, 3))
 
 
 class MadeUpSteps(SimpleNamespace):
@@ -81,7 +81,7 @@ def trained(micro, tmp_path, monkeypatch):
             alive = SimpleNamespace(at=note, watch=feed)
             train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train()
         except (Interrupted, Fault, RuntimeError) as error:
-            events.append(str(error).partition(" at")[0])
+            events.append(str(error).partition(" in")[0])
         finally:
             report.close()
         measured = ("samples_per_s", "data_wait")

@@ -123,7 +123,7 @@ def operations() -> str:
   samples.
 - Bytes are those of one kernel per operation in {DTYPE}: it reads each input once and writes each output once.
   tools/shared/flops.py lists what is left out.
-- Kept is what backward reads of forward's values, if no value is kept twice and none is computed again:
+- Kept are the results of forward that backward needs, if no value is kept twice and none is computed again:
   {totals["kept"] * MB / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
   per block. Eager steps also keep values inside of norms. `python -m tools.plan` counts both, and recomputation.
 

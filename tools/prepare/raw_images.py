@@ -1,4 +1,4 @@
-"""Pictures and captions in folders and raw WebDatasets, and how a picture becomes 256 x 256 pixels.
+"""Pictures and captions in folders and raw WebDatasets, and how a picture gets the size of the model's pictures.
 
 All of it is data from outside. A sample that cannot be used is rejected with one of a few reasons and never stops a
 job. Only the decoders of FORMATS see a picture. No name in an archive leads out of its folder.
