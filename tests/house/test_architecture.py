@@ -78,5 +78,11 @@ def test_the_ways_name_what_exists():
     assert not missing
 
 
+def test_every_file_that_the_page_names_exists():
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE))
+    assert len(named) > 50
+    assert [name for name in named if not ((ROOT / name).is_file() or (ROOT / "flux_ref" / name).is_file())] == []
+
+
 if __name__ == "__main__":
     PATH.write_text(PICTURE.sub(lambda old: picture(), PAGE))
