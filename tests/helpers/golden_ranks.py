@@ -20,7 +20,7 @@ def main(golden: str, out: str) -> int:
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
     state = training.initial_state(cfg, world, Golden(folder).given())
-    own, batch = training.batch_of_rank(cfg, world.rank)
+    own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
     loss, norm = step.train_step(state, batch, Health(world.device), cfg)
     rows = ranks.gather_objects({name: row.tolist() for name, row in own.items()})
     losses = np.array(ranks.gather(loss.reshape(1)), np.float32)[:, 0]

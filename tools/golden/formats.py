@@ -9,11 +9,12 @@ from flux_ref.speed.block_product import BlockMatmul, Draws
 from flux_ref.speed.chances import chances
 from flux_ref.speed.number_formats import E2M1, E4M3, FORMATS, Format, Scaling
 from tools.golden import places
+from tools.golden.precision import tensors
 
 
 def formats(values: dict, given: dict) -> None:
     """What codes mean, and what casts, scales of blocks and the Hadamard transform make of given values."""
-    x = {name.removeprefix("formats."): torch.from_numpy(x) for name, x in given.items() if name.startswith("formats.")}
+    x = tensors(given, "formats.")
     tables = {name: torch.tensor(form.table()) for name, form in FORMATS.items()}
     tables["e8m0"] = torch.cat((casts.power_of_two(torch.arange(-127, 128).int()), torch.tensor([torch.nan])))
     for name, table in tables.items():
@@ -54,15 +55,16 @@ def coded(form: Format, x: Tensor, chance: Tensor | None = None) -> Tensor:
 def presets(values: dict, given: dict) -> None:
     """The three products of one linear under four presets, two of which round stochastically."""
     for preset in ("mxfp8", "mxfp4_backward", "mxfp6_fp4", "nvfp4"):
-        x, weight, grad = (torch.from_numpy(given[f"formats.linear.{n}"]).bfloat16() for n in ("x", "weight", "grad"))
-        x.requires_grad_()
-        weight.requires_grad_()
-        about = places.inputs_of(f"formats.linear.{preset}.y")
+        place = f"formats.linear.{preset}"
+        about = places.inputs_of(f"{place}.y")
+        x = {name: tensor.bfloat16() for name, tensor in tensors(given, "formats.linear.").items()}
+        x["x"].requires_grad_()
+        x["weight"].requires_grad_()
         rules = [policy.parse(text) for text in policy.PRESETS[preset]]
         pairs = policy.pairs(rules, ModelConfig())[about["layer"]]
         draws = Draws(*(torch.tensor(about[key]) for key in ("seed", "step", "first_sample", "number")))
-        y = BlockMatmul.apply(x, weight, None, pairs, "", draws, len(x))
-        y.backward(grad)
-        values[f"formats.linear.{preset}.y"] = y
-        values[f"formats.linear.{preset}.grad_x"] = x.grad
-        values[f"formats.linear.{preset}.grad_weight"] = weight.grad
+        y = BlockMatmul.apply(x["x"], x["weight"], None, pairs, "", draws, len(x["x"]))
+        y.backward(x["grad"])
+        values[f"{place}.y"] = y
+        values[f"{place}.grad_x"] = x["x"].grad
+        values[f"{place}.grad_weight"] = x["weight"].grad

@@ -9,28 +9,30 @@ import numpy as np
 from safetensors.numpy import save
 
 from flux_ref import config_file
+from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.model import parameter_table
-from tools.golden import draws, full_size, places, record
-from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden, Value, checksum
+from tools.golden import places, record
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, checksum
+from tools.golden.full_size import initial_norms
 from tools.golden.inputs import inputs, write_data
 
 
 def write(folder: Path, is_long: bool) -> int:
     """Record all values of DIR/config.toml, the given ones too. Returns the exit code. Raises: Refusal.
 
-    is_long: also those of places.LONG; else they stay as the folder has them.
+    is_long: also that of places.LONG; else it stays as the folder has it.
     """
     cfg = config_file.load(folder / CONFIG)
-    given = inputs(cfg)
-    recorded = record.record(cfg, given)
-    recorded |= {name: record.plain(array) for name, array in long_values(folder, is_long).items()}
+    given = inputs(cfg, Golden(FOLDER).given())
+    recorded = record.record(cfg, given) | long_value(folder, is_long)
+    by_config = of_config(cfg)
     entries = []
     for name, (dtype, array) in recorded.items():
         place = places.place(name)
         about = (place.meaning, *place.kind.tolerances(array, cfg.optim.lr), place.kind.why)
-        sources = draws.inputs_of(name, cfg) | full_size.inputs_of(name) | places.inputs_of(name)
+        sources = {key: by_config.get(str(source), source) for key, source in places.inputs_of(name).items()}
         entries.append(asdict(Value(name, list(array.shape), dtype, name in given, *about, sources)))
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save({name: value.array for name, value in recorded.items()}))
@@ -44,13 +46,26 @@ def write(folder: Path, is_long: bool) -> int:
     return 0
 
 
-def long_values(folder: Path, is_long: bool) -> dict[str, np.ndarray]:
-    """The values of places.LONG: computed, or those that the folder holds. {} if it holds none."""
+def of_config(cfg: Config) -> dict[str, object]:
+    """What stands in the table of inputs for "$NAME"."""
+    names = list(parameter_table(Config().model))
+    return {
+        "$seed": cfg.train.seed,
+        "$rate": cfg.train.caption_drop,
+        "$shape": list(cfg.model.latent_shape),
+        "$schnell": names,
+        "$double": [name.removeprefix("double_blocks.0.") for name in names if name.startswith("double_blocks.0.")],
+        "$single": [name.removeprefix("single_blocks.0.") for name in names if name.startswith("single_blocks.0.")],
+    }
+
+
+def long_value(folder: Path, is_long: bool) -> dict[str, record.Recorded]:
+    """The value of places.LONG: computed, or what the folder holds. {} if it holds none."""
     if is_long:
-        return {"full.init.norms": full_size.initial_norms()}
+        return {places.LONG: record.plain(initial_norms())}
     try:
-        golden = Golden(folder)
+        file = Golden(folder).file
     except Refusal:
-        print("full.init.norms is left out: only golden write --long computes it")
+        print(f"{places.LONG} is left out: only golden write --long computes it")
         return {}
-    return {value.name: golden.file.read(value.name) for value in golden.values if value.name in places.LONG}
+    return {name: record.plain(file.read(name)) for name in file.entries if name == places.LONG}
