@@ -34,7 +34,7 @@ STORED = {  # dtype as the format names it -> how its bytes are read
 
 
 class Entry(NamedTuple):
-    """A tensor of the file. dtype: as the format names it. begin, end: its bytes, counted from the end of the header."""
+    """A tensor of the file. dtype: as the format names it. begin, end: its bytes, after the header."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from safetensors.numpy import save
 
 from flux_ref import config_file
