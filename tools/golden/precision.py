@@ -130,7 +130,7 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.{name}.scale"] = scale
         values[f"fp8.{name}.bits"] = result.view(torch.uint8)
 
-    with wrapped(fp8_product, "cast", after=record_cast):
+    with wrapped(fp8_product, "cast", record_cast):
         in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
         x.requires_grad_()
         y = in_fp8(x)
@@ -190,7 +190,7 @@ def fp8_order(values: dict, given: dict) -> None:
     in_fp8, state = delayed(linear, "fp8.order.scale")
     steps = torch.from_numpy(given["fp8.order.factors"]).bfloat16()
     scales = []
-    with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
+    with wrapped(fp8_product, "cast", lambda result, x, scale, dtype: scales.append(scale.clone())):
         for number, factors in enumerate(steps):
             state.begin(number)
             for factor in factors:

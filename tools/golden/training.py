@@ -115,7 +115,8 @@ def take_step(state: State, batch: data.Batch, cfg: Config) -> Taken:
     def note_gradients(*_: object) -> None:
         grads.update({name: grad.clone() for name, grad in gradients(state.net).items()})
 
-    with wrapped(flow, "losses", after=note_losses), wrapped(state.opt, "step", before=note_gradients):
+    # A step asks for the magnitudes after its last backward, before the optimizer clears the gradients.
+    with wrapped(flow, "losses", note_losses), wrapped(state.precision, "remember_magnitudes", note_gradients):
         loss, norm = step.train_step(state, batch, Health(CPU), cfg)
     return Taken(loss, norm, torch.cat(losses), grads)
 
@@ -226,10 +227,10 @@ def validation(values: Values, cfg: Config, world: World, given: dict[str, np.nd
         for name, noted in parts.items():
             noted.append((batch | {"losses": losses})[name].clone())
 
-    def note_counts(sums: list[list[float]], samples: int) -> None:
+    def note_counts(result: evaluate.Validation, sums: list[list[float]], samples: int) -> None:
         counts.extend(sums[0])
 
-    with wrapped(flow, "losses", after=note_losses), wrapped(evaluate, "summarise", before=note_counts):
+    with wrapped(flow, "losses", note_losses), wrapped(evaluate, "summarise", note_counts):
         result = evaluate.validation_loss(step_runner.StepRunner(state, cfg, world), val_set, samples=0)
     for name, noted in parts.items():
         values[f"val.{name}"] = torch.cat(noted)[: cfg.data.val_count]
