@@ -82,7 +82,7 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
     tolerance = f"{value.rtol:.1e} of each" if value.rtol else f"{value.atol:.1e}"
     lines = [
         f"{wrong.sum()} of {wrong.size} differ by more than {tolerance} ({value.why})",
-        f"worst at {place}: yours {yours[at]:.9g}, golden {want[at]:.9g}, {extent}",
+        f"worst at {place}: yours {yours[at]}, golden {want[at]}, {extent}",
     ]
     if tolerance != "0.0e+00":
         size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)

@@ -25,8 +25,10 @@ def draws(values: dict, cfg: Config) -> None:
     shape = cfg.model.latent_shape
     for epoch in range(2):
         values[f"draws.order.{epoch}"] = rng.order(seed, epoch, about["count"])
-    pairs = [(about["epoch"], other) for other in range(about["count"])]
-    drawn = train_draws(values, "draws", seed, pairs, shape, cfg.train.caption_drop)
+    drawn = []
+    for other in range(about["count"]):
+        drawn.append(rng.train_draw(seed, about["epoch"], other, shape, cfg.train.caption_drop))
+    drops_and_times(values, "draws", drawn)
     values["draws.latent_eps"] = drawn[sample].latent_eps
     values["draws.noise"] = drawn[sample].noise
     latent_eps, noise = rng.val_draw(seed, about["evaluation"], sample, shape)
@@ -37,15 +39,17 @@ def draws(values: dict, cfg: Config) -> None:
 def full_draws(values: dict, given: dict[str, np.ndarray]) -> None:
     """Samples, drops and times of the benchmark's training set: a first batch, and where epochs begin."""
     orders = [rng.order(FULL_SEED, epoch, TRAIN_SAMPLES) for epoch in range(3)]
-    places_in_epochs = (divmod(position, TRAIN_SAMPLES) for position in given["full.positions"].tolist())
-    pairs = [(epoch, int(orders[epoch][i])) for epoch, i in places_in_epochs]
-    values["full.sample"] = np.array([sample for _, sample in pairs])
-    train_draws(values, "full", FULL_SEED, pairs, (2,), Config().train.caption_drop)
+    samples = []
+    drawn = []
+    for position in given["full.positions"].tolist():
+        epoch, i = divmod(position, TRAIN_SAMPLES)
+        samples.append(int(orders[epoch][i]))
+        drawn.append(rng.train_draw(FULL_SEED, epoch, samples[-1], (2,), Config().train.caption_drop))
+    values["full.sample"] = np.array(samples)
+    drops_and_times(values, "full", drawn)
 
 
-def train_draws(values: dict, place: str, seed: int, pairs: list, shape: tuple, rate: float) -> list[rng.Draw]:
-    """The draws of (epoch, sample) pairs. Records which captions are dropped, and t."""
-    drawn = [rng.train_draw(seed, epoch, sample, shape, rate) for epoch, sample in pairs]
+def drops_and_times(values: dict, place: str, drawn: list[rng.Draw]) -> None:
+    """Which captions are dropped, and t."""
     values[f"{place}.drop"] = np.array([draw.drop_caption for draw in drawn])
     values[f"{place}.t"] = np.array([draw.t for draw in drawn], np.float32)
-    return drawn

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flux_ref.config import ModelConfig
+from flux_ref.config import Config, PrecisionConfig
 from flux_ref.speed import casts, policy
 from flux_ref.speed.block_product import BlockMatmul, Draws
 from flux_ref.speed.chances import chances
@@ -24,18 +24,20 @@ def formats(values: dict, given: dict) -> None:
         values[f"formats.edge.{name}.bits"] = coded(FORMATS[name], x[f"edge.{name}.x"])
     about = places.inputs_of("formats.scales.floor")
     forms = [FORMATS[name] for name in about["formats"]]
-    blocks = x["blocks.x"]
-    broken = blocks.clone()
+    broken = x["blocks.x"].clone()
     broken[tuple(about["nan"])] = torch.nan
     broken[tuple(about["infinity"])] = torch.inf
     for rule in ("floor", "ceil", "rceil"):
         scaling = Scaling(rule, 1, 32)
-        scales = torch.stack([casts.scaled(broken, form, scaling)[1][:, 0] for form in forms])
-        values[f"formats.scales.{rule}"] = casts.scale_codes(scales)
-        codes = [coded(form, casts.scaled(blocks, form, scaling)[0]) for form in forms]
+        scales = []
+        codes = []
+        for form in forms:
+            scales.append(casts.scaled(broken, form, scaling)[1][:, 0])
+            codes.append(coded(form, casts.scaled(x["blocks.x"], form, scaling)[0]))
+        values[f"formats.scales.{rule}"] = casts.scale_codes(torch.stack(scales))
         values[f"formats.codes.{rule}"] = torch.stack(codes)
-    part = blocks[: places.inputs_of("formats.two_level.codes")["rows"]]
-    part, scales, whole = casts.scaled(part, E2M1, Scaling("two-level", 1, 16))
+    rows = places.inputs_of("formats.two_level.codes")["rows"]
+    part, scales, whole = casts.scaled(x["blocks.x"][:rows], E2M1, Scaling("two-level", 1, 16))
     values["formats.two_level.tensor"] = whole
     values["formats.two_level.scales"] = coded(E4M3, scales)
     values["formats.two_level.codes"] = coded(E2M1, part)
@@ -57,14 +59,13 @@ def presets(values: dict, given: dict) -> None:
     for preset in ("mxfp8", "mxfp4_backward", "mxfp6_fp4", "nvfp4"):
         place = f"formats.linear.{preset}"
         about = places.inputs_of(f"{place}.y")
-        x = {name: tensor.bfloat16() for name, tensor in tensors(given, "formats.linear.").items()}
-        x["x"].requires_grad_()
-        x["weight"].requires_grad_()
-        rules = [policy.parse(text) for text in policy.PRESETS[preset]]
-        pairs = policy.pairs(rules, ModelConfig())[about["layer"]]
+        fed = tensors(given, "formats.linear.")
+        x = fed["x"].bfloat16().requires_grad_()
+        weight = fed["weight"].bfloat16().requires_grad_()
+        pairs = policy.stages(Config(precision=PrecisionConfig(preset=preset)))[0].pairs[about["layer"]]
         draws = Draws(*(torch.tensor(about[key]) for key in ("seed", "step", "first_sample", "number")))
-        y = BlockMatmul.apply(x["x"], x["weight"], None, pairs, "", draws, len(x["x"]))
-        y.backward(x["grad"])
+        y = BlockMatmul.apply(x, weight, None, pairs, "", draws, len(x))
+        y.backward(fed["grad"].bfloat16())
         values[f"{place}.y"] = y
-        values[f"{place}.grad_x"] = x["x"].grad
-        values[f"{place}.grad_weight"] = x["weight"].grad
+        values[f"{place}.grad_x"] = x.grad
+        values[f"{place}.grad_weight"] = weight.grad
