@@ -11,7 +11,7 @@ from checking import checked
 from conftest import script
 from tables import page as tables
 
-from flux_ref import config_file, data, model, sharding
+from flux_ref import config_file, data, sharding
 from tools.golden import commands as golden
 from tools.golden import full_size, inputs, places, record, training
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden

@@ -30,6 +30,7 @@ SHARED = (  # keys that decide what a run draws and when it records
     *("data.*", "eval.*", "model.text_tokens", "model.*_dim", "model.latent_*"),
     *("train.seed", "train.max_samples", "train.global_batch", "train.log_every_samples"),
 )
+SHOWN = ("a", "b", "b - a", "stderr", "unpaired stderr", "p", "seeds")  # figures of a line
 PARTS = 4096  # of an integral
 
 
@@ -47,7 +48,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> dict[str, object]:
     n = len(a)
     each = [own - other for own, other in zip(b, a, strict=True)]
     found = {"a": fmean(a), "b": fmean(b), "b - a": fmean(each), "each": each}
-    found |= dict.fromkeys(("stderr", "unpaired stderr", "p", "seeds"))
+    found |= dict.fromkeys(SHOWN[3:])
     if n > 1:
         found["stderr"] = stdev(each) / n**0.5
         found["unpaired stderr"] = ((variance(a) + variance(b)) / n) ** 0.5
@@ -90,9 +91,10 @@ def verdict_of(last: dict[str, object], samples: int) -> str:
     """A sentence about the last validation losses."""
     if last["p"] is None:
         return "no verdict: one seed has no standard error; give --seeds=2 or more"
-    size = f"{abs(last['b - a']):.4g} +- {last['stderr']:.2g} in validation loss after {samples:,} samples"
+    off = last["b - a"]
+    size = f"{abs(off):.4g} +- {last['stderr']:.2g} in validation loss after {samples:,} samples"
     if last["p"] < 0.05:
-        return f"B is {'worse' if last['b - a'] > 0 else 'better'} than A by {size} (p = {last['p']:.2g})"
+        return f"B is {'worse' if off > 0 else 'better'} than A by {size} (p = {last['p']:.2g})"
     need = "their means are equal"
     if last["seeds"]:
         need = f"it would take about {last['seeds']:,} seeds to see a difference of this size"
@@ -102,16 +104,18 @@ def verdict_of(last: dict[str, object], samples: int) -> str:
 def train(configs: dict[str, config.Config], seeds: int, out: Path, ranks: int = 1) -> list[list[Path]]:
     """Train out/NAME_0 and so on, or go on, with logs beside them. Returns the folders. Raises: Refusal, SystemExit."""
     runs = [(name, i) for i in range(seeds) for name in configs]
+    folders = {name: [] for name in configs}
     bar = progress(runs, unit=" runs")
     for name, i in bar:
         folder = out / f"{name}_{i}"
+        folders[name].append(folder)
         bar.set_description(folder.name)
         cfg = configs[name]
         text = config_file.dump(config_file.replace(cfg, run__dir=str(folder), train__seed=cfg.train.seed + i))
-        if not (outcome(folder) and config_file.dump(config_file.of_run(folder)) == text):
+        if not outcome(folder) or config_file.dump(config_file.of_run(folder)) != text:
             write_whole(Path(f"{folder}.toml"), text)
             train_one(folder, ranks)
-    return [[out / f"{name}_{i}" for i in range(seeds)] for name in configs]
+    return list(folders.values())
 
 
 def train_one(folder: Path, ranks: int) -> None:
@@ -156,13 +160,16 @@ def main(argv: list[str]) -> int:
     require_pairs(a, differ)
     for cfg in configs.values():
         config_rules.validate_world(cfg, args.ranks)
-    print("\n".join(f"{key} is {values}" for key, values in differ.items()) or "no key differs", flush=True)
+    for key, words in differ.items():
+        print(key, "is", words, flush=True)
+    if not differ:
+        print("no key differs", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     found, verdict = compare(*train(configs, args.seeds, args.out, args.ranks))
     for kind, rows in found.items():
         for at, row in rows.items():
-            shown = (f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, int | float))
-            print(f"{kind:>10} {at:>9}: {', '.join(shown)}")
+            shown = [f"{name} {row[name]:.4g}" for name in SHOWN if row[name] is not None]
+            print(f"{kind:>10} {at:>9}:", ", ".join(shown))
     draw(found, f"A: {args.configs[0]}, B: {args.configs[1]}", args.out / "compare.png")
     json_option.give({"configs": args.configs, "differ": differ, "verdict": verdict} | found, args.out / "compare.json")
     print(verdict)

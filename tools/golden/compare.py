@@ -79,12 +79,12 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
     place = np.argwhere(ratio == ratio.max())[0].tolist()
     at = tuple(place)
     extent = f"{ratio.max():.3g} x its tolerance"
-    tolerance = f"{value.rtol:.1e} of each" if value.rtol else f"{value.atol:.1e}"
+    tolerance = f"{value.rtol} of each" if value.rtol else value.atol
     lines = [
         f"{wrong.sum()} of {wrong.size} differ by more than {tolerance} ({value.why})",
         f"worst at {place}: yours {yours[at]}, golden {want[at]}, {extent}",
     ]
-    if tolerance != "0.0e+00":
+    if tolerance:
         size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)
         word = "small" if size < SMALL else "large"
         lines.append(f"root mean square of the difference: {size:.2g} of golden's own, which is {word}")
@@ -117,10 +117,11 @@ def report(golden: Golden, dump: TensorFile, only: str = "*", shows_all: bool = 
             print(f"  {difference.value.name}: {difference.extent}")
         if len(differences) > most:
             print(f"  and {len(differences) - most} more; --all lists them")
-    for title, names in (("missing", missing), ("unknown", [outside.printable(name)[:100] for name in unknown])):
+    printable = [outside.printable(name)[:100] for name in unknown]
+    for title, names in {"missing": missing, "unknown": printable}.items():
         if names:
-            text = textwrap.fill(some(names, most), 118, initial_indent="  ", subsequent_indent="  ")
-            print(f"\n{title}:\n{text}")
+            print(f"\n{title}:")
+            print(textwrap.fill(some(names, most), 118, initial_indent="  ", subsequent_indent="  "))
     return len(differences), len(missing), len(unknown)
 
 
@@ -133,9 +134,8 @@ def explain(golden: Golden, first: Difference, compared: list[Value]) -> None:
     print(f"\nfirst difference: {value.name}\n  {value.meaning}; {value.shape} {value.dtype}")
     for line in lines:
         print(f"  {line}")
-    before = compared[: compared.index(value)]
-    last = f"all values before it agree, the last of them is {before[-1].name}" if before else ""
-    print(f"  {last or 'no value before it was compared'}")
+    if number := compared.index(value):
+        print(f"  all values before it agree, the last of them is {compared[number - 1].name}")
     if mistakes := places.mistakes(value.name, "\n".join(lines)):
         print("  known mistakes, the likeliest first:")
         for mistake in mistakes:
@@ -144,4 +144,5 @@ def explain(golden: Golden, first: Difference, compared: list[Value]) -> None:
 
 def some(texts: list[str], most: int = NAMES_SHOWN) -> str:
     """The first of some texts, and how many more there are."""
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    shown = ", ".join(texts[:most])
+    return f"{shown} and {len(texts) - most} more" if len(texts) > most else shown

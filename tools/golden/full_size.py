@@ -10,9 +10,9 @@ from flux_ref import config_file, model, sharding
 from flux_ref.config import Config
 from tools.golden import places
 from tools.golden.draws import FULL_SEED
-from tools.golden.inputs import drawn, width_of
+from tools.golden.inputs import drawn, drawn_as
 
-PERIOD = 131_071  # a prime: so many numbers are drawn for a weight, and repeat through it
+PERIOD = 131_071  # a prime: so many numbers are drawn for a weight, and repeat through it in C order
 SHOWN = 8  # of the features of a token
 
 
@@ -46,13 +46,6 @@ def piece(values: dict) -> None:
     values["full.init.piece"] = initial(name, shape, first + count)[first:]
 
 
-def full_parameter(name: str, shape: tuple[int, ...]) -> Tensor:
-    """PERIOD numbers drawn as inputs.py draws, repeated through the shape in C order. Scales of norms add 1."""
-    count = min(PERIOD, prod(shape))
-    numbers = drawn(name, (count,), width_of(name, shape), float(name.endswith(".scale")))
-    return torch.from_numpy(np.resize(numbers, shape))
-
-
 def blocks(values: dict) -> None:
     """A double and a single block of full width from drawn weights, on few tokens, forward and backward."""
     net = net_of(text_tokens=4, latent_height=4, latent_width=8)  # 4 tokens of text, 2 rows of 4 of the image
@@ -67,24 +60,28 @@ def blocks(values: dict) -> None:
         place = f"full.{kind}"
         block.to_empty(device="cpu")
         for name, parameter in block.named_parameters():
-            parameter.data.copy_(full_parameter(f"{place}.{name}", tuple(parameter.shape)))
+            numbers = drawn_as(f"{place}.{name}", tuple(parameter.shape), PERIOD)
+            parameter.data.copy_(torch.from_numpy(numbers))
         shapes = {name: (1, size, cfg.hidden) for name, size in sizes.items()} | {"vec": (1, cfg.hidden)}
-        fed = {}
-        for name, shape in shapes.items():
-            fed[name] = torch.from_numpy(drawn(f"{place}.{name}", shape, 1.0)).requires_grad_()
+        fed = {name: operand(f"{place}.{name}", shape).requires_grad_() for name, shape in shapes.items()}
         *streams, vec = fed.values()
         results = block(streams, vec, table) if kind == "double" else [block(*streams, vec, table)]
         loss = 0
         for name, result in zip(sizes, results):
             show(values, f"{place}.{name}", result)
-            loss += (result * torch.from_numpy(drawn(f"{place}.{name}.grad", shapes[name], 1.0))).sum()
+            loss += (result * operand(f"{place}.{name}.grad", shapes[name])).sum()
         loss.backward()
-        for name, operand in fed.items():
-            show(values, f"{place}.grad.{name}", operand.grad)
+        for name, tensor in fed.items():
+            show(values, f"{place}.grad.{name}", tensor.grad)
         grads = [p.new_zeros(()) if p.grad is None else p.grad for p in block.parameters()]
         norms = [grad.double().norm().float() for grad in grads]  # fp32 sums lose 0.4 %
         values[f"{place}.grad.norms"] = torch.stack(norms)
         block.to("meta")  # frees its memory and that of its gradients
+
+
+def operand(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Drawn with width 1."""
+    return torch.from_numpy(drawn(name, shape, 1.0))
 
 
 def show(values: dict, place: str, tensor: Tensor) -> None:

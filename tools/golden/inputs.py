@@ -21,21 +21,17 @@ BY_CONFIG = ("weights.", "data.")  # the other given values are operands
 
 def drawn(name: str, shape: tuple[int, ...], width: float, centre: float = 0.0) -> np.ndarray:
     """(2 u - 1) * width + centre in fp32: one uniform per element, of the name's key."""
-    u = rng.uniform(rng.words(SEED, rng.INIT, int(np.prod(shape)), sample=rng.name_key(name))).reshape(shape)
+    words = rng.words(SEED, rng.INIT, int(np.prod(shape)), sample=rng.name_key(name))
+    u = rng.uniform(words).reshape(shape)
     return ((2 * u - 1) * width + centre).astype(np.float32)
 
 
-def width_of(name: str, shape: tuple[int, ...]) -> float:
-    """The width of a weight or of a value of the data."""
-    for end, width in places.TABLES["widths"].items():
-        if name.endswith(f".{end}"):
-            return width
-    return 2.0 ** -round(np.log2(shape[1]) / 2)
-
-
-def drawn_as(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A weight or a value of the data. Scales of norms lie around 1."""
-    return drawn(name, shape, width_of(name, shape), float(name.endswith(".scale")))
+def drawn_as(name: str, shape: tuple[int, ...], period: int = 2**62) -> np.ndarray:
+    """A weight or a value of the data. Scales of norms lie around 1. Numbers repeat after a period."""
+    known = [width for end, width in places.TABLES["widths"].items() if name.endswith(f".{end}")]
+    width = known[0] if known else 2.0 ** -round(np.log2(shape[1]) / 2)
+    count = min(period, int(np.prod(shape)))
+    return np.resize(drawn(name, (count,), width, float(name.endswith(".scale"))), shape)
 
 
 def inputs(cfg: Config, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 from tools.golden.files import Golden, Value
 
 MOST_SHIFTS = 256  # tried along an axis
+SHOWN = 60  # characters of a list of indices
 FEW = 8  # so few numbers may agree by chance
 
 
@@ -130,16 +131,11 @@ def where(yours: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> Iterator[st
     if wrong[block].size == wrong.size or wrong[block].mean() < 0.5:
         return
     for axis, at in enumerate(used):
-        if len(at) < wrong.shape[axis]:
-            yield f"only {len(at)} of {wrong.shape[axis]} differ along axis {axis}: {runs(at)}"
-    factor = multiple(yours[block], want[block])
-    if wrong.sum() > 2 and rms(yours[block] - factor * want[block]) < 1e-3 * rms(yours[block] - want[block]):
+        size = wrong.shape[axis]
+        if len(at) < size:
+            yield f"only {len(at)} of {size} differ along axis {axis}: {', '.join(map(str, at))[:SHOWN]}"
+    yours = yours[block]
+    want = want[block]
+    factor = multiple(yours, want)
+    if wrong.sum() > 2 and rms(yours - factor * want) < 1e-3 * rms(yours - want):
         yield f"there yours is {factor:.6g} x golden"
-
-
-def runs(at: np.ndarray) -> str:
-    """Indices as text: 0 .. 3, 7."""
-    texts = []
-    for run in np.split(at, np.nonzero(np.diff(at) != 1)[0] + 1):
-        texts.append(f"{run[0]} .. {run[-1]}" if len(run) > 1 else str(run[0]))
-    return ", ".join(texts[:6]) + (", ..." if len(texts) > 6 else "")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding,
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
+from flux_ref.run import weight_files
 from flux_ref.step import Health, State
 from tools.golden import places
 from tools.golden.hooks import recording, wrapped
@@ -61,11 +63,12 @@ def init(values: Values, cfg: Config, world: World) -> None:
 
 def initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> State:
     """The state of a run that starts from the given weights."""
+
+    def read(name: str, first: int, count: int) -> Tensor:
+        return torch.from_numpy(given[f"weights.{name}"][first : first + count])
+
     net = sharding.build(cfg, world, None)
-    with torch.no_grad():
-        for name, parameter in sharding.named_parameters(net).items():
-            first, rows = sharding.local_rows(parameter)
-            rows.copy_(torch.from_numpy(given[f"weights.{name}"][first : first + len(rows)]))
+    weight_files.load(net, SimpleNamespace(read=read))
     return State.of(net, cfg, world)
 
 

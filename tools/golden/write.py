@@ -9,7 +9,6 @@ from safetensors.numpy import save
 
 from flux_ref import config_file
 from flux_ref.config import Config
-from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.model import parameter_table
 from tools.golden import places, record
@@ -21,11 +20,13 @@ from tools.golden.inputs import inputs, write_data
 def write(folder: Path, is_long: bool) -> int:
     """Record all values of DIR/config.toml, the given ones too. Returns the exit code. Raises: Refusal.
 
-    is_long: also that of places.LONG; else it stays as the folder has it.
+    What does not depend on the config is taken from FOLDER: operands, and without is_long the value of places.LONG.
     """
     cfg = config_file.load(folder / CONFIG)
-    given = inputs(cfg, Golden(FOLDER).given())
-    recorded = record.record(cfg, given) | long_value(folder, is_long)
+    kept = Golden(FOLDER)
+    given = inputs(cfg, kept.given())
+    recorded = record.record(cfg, given)
+    recorded[places.LONG] = record.plain(initial_norms() if is_long else kept.file.read(places.LONG))
     by_config = of_config(cfg)
     entries = []
     for name, (dtype, array) in recorded.items():
@@ -41,7 +42,7 @@ def write(folder: Path, is_long: bool) -> int:
     shutil.rmtree(folder / DATA, ignore_errors=True)
     with whole(folder / DATA) as partial:
         write_data(partial, given)
-    print(f"{folder}: {len(entries)} values, {(folder / VALUES).stat().st_size / 1e3:.0f} kB")
+    print(f"{folder}: {len(entries)} values")
     return 0
 
 
@@ -56,15 +57,3 @@ def of_config(cfg: Config) -> dict[str, object]:
         "$double": [name.removeprefix("double_blocks.0.") for name in names if name.startswith("double_blocks.0.")],
         "$single": [name.removeprefix("single_blocks.0.") for name in names if name.startswith("single_blocks.0.")],
     }
-
-
-def long_value(folder: Path, is_long: bool) -> dict[str, record.Recorded]:
-    """The value of places.LONG: computed, or what the folder holds. {} if it holds none."""
-    if is_long:
-        return {places.LONG: record.plain(initial_norms())}
-    try:
-        file = Golden(folder).file
-    except Refusal:
-        print(f"{places.LONG} is left out: only golden write --long computes it")
-        return {}
-    return {name: record.plain(file.read(name)) for name in file.entries if name == places.LONG}
