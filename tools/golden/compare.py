@@ -78,16 +78,17 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
         ratio = np.where(wrong, np.where(allowed > 0, off / allowed, np.inf), 0)
     place = np.argwhere(ratio == ratio.max())[0].tolist()
     at = tuple(place)
-    extent = f"{ratio.max():.3g} x its tolerance"
+    extent = f"{wrong.sum()} of {wrong.size} elements"
     tolerance = f"{value.rtol} of each" if value.rtol else value.atol
     lines = [
-        f"{wrong.sum()} of {wrong.size} differ by more than {tolerance} ({value.why})",
-        f"worst at {place}: yours {yours[at]}, golden {want[at]}, {extent}",
+        f"{extent} differ by more than {tolerance} ({value.why})",
+        f"worst at {place}: yours {yours[at]}, golden {want[at]}",
     ]
     if tolerance:
+        extent = f"{ratio.max():.3g} x its tolerance"
         size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)
         word = "small" if size < SMALL else "large"
-        lines.append(f"root mean square of the difference: {size:.2g} of golden's own, which is {word}")
+        lines.append(f"there {extent}; root mean square of the difference: {size:.2g} of golden's, which is {word}")
     if value.name.endswith("norms"):
         names = value.inputs.get("names", golden.parameters)
         parameters = [name for name, is_wrong in zip(names, wrong) if is_wrong]

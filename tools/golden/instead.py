@@ -38,6 +38,7 @@ def sentences(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray)
     yours, want: (value.shape) integers, or finite numbers in float64.
     """
     wrong = differs(yours, want, value.atol, value.rtol)
+    order = other_order(value, yours, want)  # of integers as they are: large ones do not fit into float64
     yours = yours.astype(np.float64)
     want = want.astype(np.float64)
     yield from where(yours, want, wrong)
@@ -49,8 +50,8 @@ def sentences(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray)
         if is_same and differs(want, other, *tolerance).any():
             yield f"yours is {words}"
             return
-    if place := other_order(value, yours, want):
-        yield f"yours has the same numbers in another order{place}"
+    if order:
+        yield f"yours has the same numbers in another order{order}"
 
 
 def candidates(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
