@@ -1,9 +1,7 @@
 """Paired comparisons: the statistics against closed forms and simulation, and real runs of the micro model."""
 
 import json
-import math
 import os
-import random
 import signal
 from pathlib import Path
 
@@ -30,107 +28,90 @@ def test_chances_of_t_are_those_of_the_tables():
     assert commands.within(0.0, 3) == 0 and commands.within(1e300, 3) == pytest.approx(1)
 
 
-def test_figures_of_three_pairs_are_those_by_hand():
-    """Differences 0.5, 0.5 and 1.5: mean 5/6, variance 1/3. The variances of a and b are 7/3 and 13/3."""
-    found = commands.paired([1.0, 2.0, 4.0], [1.5, 2.5, 5.5])
-    assert found["each"] == [0.5, 0.5, 1.5]
-    want = {"a": 7 / 3, "b": 19 / 6, "b - a": 5 / 6, "stderr": 1 / 3, "unpaired stderr": (20 / 9) ** 0.5}
-    want |= {"p": 1 - 2.5 / math.sqrt(2 + 2.5**2), "seeds": 6}  # 3 * (2.8 / 2.5) ** 2 + 1.92 = 5.68
-    assert {name: found[name] for name in want} == pytest.approx(want, rel=1e-5)
+FIGURES = [  # a, b and what is found by hand
+    # Differences 0.5, 0.5 and 1.5: mean 5/6, variance 1/3. The variances of a and b are 7/3 and 13/3.
+    # Seeds: 3 * (2.8 / 2.5) ** 2 + 1.92 = 5.68.
+    (
+        [1.0, 2.0, 4.0],
+        [1.5, 2.5, 5.5],
+        {
+            "a": 7 / 3,
+            "b": 19 / 6,
+            "stderr": 1 / 3,
+            "unpaired stderr": 20**0.5 / 3,
+            "p": 1 - 2.5 / 8.25**0.5,
+            "seeds": 6,
+        },
+    ),
+    ([1.0], [1.25], {"b - a": 0.25, "stderr": None, "unpaired stderr": None, "p": None, "seeds": None}),
+    ([1.0, 3.0], [1.0, 3.0], {"b - a": 0.0, "stderr": 0.0, "unpaired stderr": 2**0.5, "p": 1.0, "seeds": None}),
+    ([1.0, 3.0, 9.0], [1.5, 3.5, 9.5], {"each": [0.5, 0.5, 0.5], "stderr": 0.0, "p": 0.0, "seeds": 2}),
+]
 
 
-def test_figures_of_one_pair_equal_pairs_and_constant_differences():
-    one = commands.paired([1.0], [1.25])
-    assert (one["b - a"], one["stderr"], one["unpaired stderr"], one["p"], one["seeds"]) == (0.25, *[None] * 4)
-    equal = commands.paired([1.0, 3.0], [1.0, 3.0])
-    assert (equal["b - a"], equal["stderr"], equal["p"], equal["seeds"]) == (0.0, 0.0, 1.0, None)
-    assert equal["unpaired stderr"] == pytest.approx(math.sqrt(2))
-    constant = commands.paired([1.0, 3.0, 9.0], [1.5, 3.5, 9.5])
-    assert (constant["stderr"], constant["seeds"]) == (0.0, 2) and constant["p"] == pytest.approx(0, abs=1e-9)
-
-
-def share_called_different(seeds: int, shift: float, trials: int) -> float:
-    """The share of simulated comparisons with p below 0.05. Seeds differ by 10, pairs by 1, B by shift."""
-    draw, hits = random.Random(17), 0
-    for _ in range(trials):
-        a = [draw.gauss(0, 10) for _ in range(seeds)]
-        hits += commands.paired(a, [value + draw.gauss(shift, 1) for value in a])["p"] < 0.05
-    return hits / trials
-
-
-def test_a_difference_is_found_as_often_as_said(monkeypatch):
-    """None in one of twenty. One of a spread needs 10 seeds for 4 of 5: (2.8 / 1) ** 2 + 1.92 = 9.76.
-
-    The normal quantile 1.96 would find one between equal configs in 19 % with 3 seeds and in 30 % with 2.
-    """
-    monkeypatch.setattr(commands, "PARTS", 64)  # enough here, and fast
-    for seeds in (2, 3):
-        assert share_called_different(seeds, 0.0, 2000) == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / 2000) ** 0.5)
-    each = [1 + (-1) ** i * (9 / 10) ** 0.5 for i in range(10)]  # mean 1, standard deviation 1
-    assert commands.paired([0.0] * 10, each)["seeds"] == 10
-    assert share_called_different(10, 1.0, 2000) == pytest.approx(0.8, abs=0.04)
+def test_figures_are_those_by_hand():
+    """Of three pairs, one pair, equal pairs and a constant difference."""
+    for a, b, want in FIGURES:
+        found = commands.paired(a, b)
+        for name, value in want.items():
+            assert found[name] == (value if value is None else pytest.approx(value, rel=1e-5, abs=1e-9)), name
 
 
 # Real runs
 
 
+def changed(folder: Path, *overrides: str) -> str:
+    """The path of the micro config with some overrides."""
+    path = folder / "b.toml"
+    path.write_text(config_file.dump(config_file.load(MICRO, overrides)))
+    return str(path)
+
+
 @pytest.fixture
 def compared(monkeypatch, one_thread, shapes_dir, tmp_path):
-    """compared(overrides of B, *options) compares the micro model with a changed one; returns compare.json."""
+    """compared(rate of B, *options) compares the micro model with one of another rate; returns compare.json."""
     monkeypatch.setattr(commands, "Popen", InProcess)
     InProcess.started = ()
+    out = tmp_path / "out"
 
-    def run(change: dict[str, str], *options: str, out: str = "out") -> dict:
-        (tmp_path / "a.toml").write_text(MICRO.read_text())
-        values = config_file.dump(config_file.load(MICRO, [f"--{key}={value}" for key, value in change.items()]))
-        (tmp_path / "b.toml").write_text(values)
-        paths = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
-        own = (*SHORT, *data_overrides(shapes_dir), f"--out={tmp_path / out}")
-        assert commands.main([*paths, *own, *options]) == 0
-        return json.loads((tmp_path / out / "compare.json").read_text())
+    def run(rate: str, *options: str) -> dict:
+        paths = [str(MICRO), changed(tmp_path, f"--optim.lr={rate}")]
+        assert commands.main([*paths, *SHORT, *data_overrides(shapes_dir), f"--out={out}", *options]) == 0
+        return json.loads((out / "compare.json").read_text())
 
     return run
 
 
-@pytest.mark.slow  # runs of a second each
-def test_equal_configs_give_differences_of_exactly_zero(compared, capsys):
-    found = compared({}, "--seeds=1")
-    figures = [figure for kind in ("training", "validation", "time") for figure in found[kind].values()]
-    assert len(figures) == 2 + 3 + 8 and all(figure["each"] == [0.0] for figure in figures)
-    assert found["differ"] == {} and "no verdict: one seed has no standard error" in capsys.readouterr().out
-
-
 def test_a_lower_rate_is_worse_and_finished_runs_are_taken_as_they_are(compared, tmp_path, capsys):
     """The figures are those of the runs' own records: of the last step pair for training at 48 samples."""
-    found, out = compared({"optim.lr": "1e-5"}, "--seeds=2"), tmp_path / "out"
-    assert InProcess.started == ("a_0", "b_0", "a_1", "b_1") and found["differ"] == {
-        "optim.lr": "0.002 in A, 1e-05 in B"
-    }
-    each = {"training": [], "validation": []}
+    found = compared("1e-5", "--seeds=2")
+    out = tmp_path / "out"
+    assert InProcess.started == ("a_0", "b_0", "a_1", "b_1")
+    assert found["differ"] == {"optim.lr": "0.002 in A, 1e-05 in B"}
+    validation = []
+    training = []
     for i in (0, 1):
         a, b = out / f"a_{i}", out / f"b_{i}"
-        assert config_file.of_run(b).train.seed == i and config_file.of_run(b).optim.lr == 1e-5
-        each["validation"].append(lines(b, "eval.jsonl")[-1]["val_loss"] - lines(a, "eval.jsonl")[-1]["val_loss"])
-        each["training"].append(sum(lines(b)[k]["loss"] - lines(a)[k]["loss"] for k in (2, 3)) / 2)
-    for kind, want in each.items():
-        assert found[kind]["48"]["each"] == pytest.approx(want, rel=1e-9) and min(want) > 0, kind
-    last = found["validation"]["48"]
-    assert sum(figure["b - a"] for figure in found["time"].values()) / 8 == pytest.approx(last["b - a"], rel=1e-6)
-    before = found["validation"]["24"]
-    assert 0 < before["stderr"] < before["unpaired stderr"] / 5 and found["validation"]["0"]["each"] == [0.0, 0.0]
+        cfg = config_file.of_run(b)
+        assert (cfg.train.seed, cfg.optim.lr) == (i, 1e-5)
+        validation.append(lines(b, "eval.jsonl")[-1]["val_loss"] - lines(a, "eval.jsonl")[-1]["val_loss"])
+        training.append(sum(lines(b)[k]["loss"] - lines(a)[k]["loss"] for k in (2, 3)) / 2)
+    assert found["validation"]["48"]["each"] == pytest.approx(validation, rel=1e-9) and min(validation) > 0
+    assert found["training"]["48"]["each"] == pytest.approx(training, rel=1e-9)
+    mean = sum(figure["b - a"] for figure in found["time"].values()) / 8
+    assert mean == pytest.approx(found["validation"]["48"]["b - a"], rel=1e-6)
     said = capsys.readouterr().out
     assert "optim.lr is 0.002 in A, 1e-05 in B\n" in said and f"\n{found['verdict']}\n" in said
-    assert found["verdict"].startswith("B is worse than A by " if last["p"] < 0.05 else "B and A are not disting")
     assert (out / "compare.png").read_bytes()[1:4] == b"PNG"
     before = {path: path.stat().st_mtime_ns for path in out.glob("[ab]_?/*")}
-    assert compared({"optim.lr": "1e-5"}, "--seeds=2") == found and len(InProcess.started) == 4
+    assert compared("1e-5", "--seeds=2") == found
     assert {path: path.stat().st_mtime_ns for path in out.glob("[ab]_?/*")} == before
 
 
 @pytest.mark.slow  # runs of a second each
 def test_a_run_that_fails_ends_the_comparison_with_its_name_and_log(compared, tmp_path):
     with pytest.raises(SystemExit) as caught:  # a text: the exit code is 1
-        compared({"optim.lr": "1e6"}, "--seeds=1")
+        compared("1e6", "--seeds=1")
     log = tmp_path / "out" / "b_0.log"
     assert f"{tmp_path}/out/b_0 failed: train.py: " in caught.value.code and "not finite" in caught.value.code
     assert caught.value.code.endswith(f"; see {log}") and "train.py: " in log.read_text()
@@ -139,15 +120,20 @@ def test_a_run_that_fails_ends_the_comparison_with_its_name_and_log(compared, tm
 @pytest.mark.slow  # runs of a second each
 def test_a_folder_of_other_runs_is_refused(compared, tmp_path):
     """train.py itself refuses to go on with another config."""
-    compared({"optim.lr": "1e-5"}, "--seeds=1")
-    line = refusal(lambda: compared({"optim.lr": "1e-4"}, "--seeds=1"))
+    compared("1e-5", "--seeds=1")
+    line = refusal(lambda: compared("1e-4", "--seeds=1"))
     assert "b_0 failed" in line and "optim.lr=0.0001, there 1e-05" in line
 
 
 def test_several_ranks_run_under_torchrun_whose_words_tell_a_refusal_from_a_failure(monkeypatch, tmp_path):
     """torchrun itself ends with 1 in both cases. One rank that a signal has killed left no words."""
-    seen, cases = [], [(2, 1, 2, Refusal), (2, 1, 3, SystemExit), (1, 2, 0, Refusal), (1, -9, 0, SystemExit)]
-    for ranks, code, of_rank, kind in cases:
+    seen = []
+    for ranks, code, of_rank, kind in (
+        (2, 1, 2, Refusal),
+        (2, 1, 3, SystemExit),
+        (1, 2, 0, Refusal),
+        (1, -9, 0, SystemExit),
+    ):
 
         class Fake(InProcess):
             def __init__(self, command: list, stdout, code=code, of_rank=of_rank, **_):
@@ -166,7 +152,7 @@ def test_several_ranks_run_under_torchrun_whose_words_tell_a_refusal_from_a_fail
     assert seen == [launcher, launcher, [], []]
 
 
-REFUSED = {  # what differs or is wrong in B, and the words that the line must hold
+REFUSED = {  # an override of B, and words of the line
     "train.global_batch=24": "train.global_batch is 12 in A, 24 in B; pairs share data.*, ",
     "train.max_samples=120": "train.max_samples is 60 in A, 120 in B",
     "train.seed=1": "train.seed is 0 in A, 1 in B",
@@ -178,41 +164,33 @@ REFUSED = {  # what differs or is wrong in B, and the words that the line must h
     "model.latent_width=8": "model.latent_width is 6 in A, 8 in B; ",
     "model.t5_dim=32": "give --model.t5_dim=VALUE for both",
 }
-OF_BOTH = {
-    "eval.target=0.5": "eval.target=0.5: compared runs evaluate to the end; set eval.target to 0",
-    "data.val=": "data.val='': compared runs evaluate to the end; set data.val to a folder",
-    "optim.lr=fast": "optim.lr='fast' is not a number",
-    "optim.rate=1": "optim.rate",
+OPTIONS = {  # and of options
+    "--eval.target=0.5": "eval.target=0.5: compared runs evaluate to the end; set eval.target to 0",
+    "--data.val=": "data.val='': compared runs evaluate to the end; set data.val to a folder",
+    "--optim.lr=fast": "optim.lr='fast' is not a number",
+    "--optim.rate=1": "optim.rate",
+    "--seeds=0": "--seeds",
+    "--ranks=7": "7 ranks",
+    "--x=1": "unknown key x",
+    str(MICRO): "",
 }
 
 
 def test_configs_that_make_no_pairs_are_refused_before_anything_is_written(tmp_path):
-    wrong, b, out = {}, tmp_path / "b.toml", tmp_path / "out"
-    for text, words in (REFUSED | OF_BOTH).items():
-        b.write_text(MICRO.read_text())
-        if text in REFUSED:
-            b.write_text(config_file.dump(config_file.load(MICRO, [f"--{text}"])))
-        overrides = [f"--{text}"] if text in OF_BOTH else []
-        line = refusal(commands.main, [str(MICRO), str(b), f"--out={out}", *overrides])
-        if words not in line:
-            wrong[text] = line
-    assert not wrong and not out.exists()
-    for argv in (
-        [MICRO],
-        [MICRO] * 3,
-        [MICRO, MICRO, "--seeds=0"],
-        [MICRO, MICRO, "--ranks=7"],
-        [MICRO, MICRO, "--x=1"],
-    ):
-        refusal(commands.main, [*map(str, argv), f"--out={out}"])
-    assert not out.exists()
+    out = f"--out={tmp_path / 'out'}"
+    lines = {of_b: refusal(commands.main, [str(MICRO), changed(tmp_path, f"--{of_b}"), out]) for of_b in REFUSED}
+    lines |= {option: refusal(commands.main, [str(MICRO), str(MICRO), out, option]) for option in OPTIONS}
+    wants = REFUSED | OPTIONS
+    assert {case: line for case, line in lines.items() if wants[case] not in line} == {}
+    refusal(commands.main, [str(MICRO), out])
+    assert not (tmp_path / "out").exists()
 
 
-def written(folder: Path, losses: dict[int, float], rate: float = 1.0) -> Path:
+def written(folder: Path, losses: dict[int, float]) -> Path:
     """The records of a run with these validation losses by samples; each timestep has the loss of all."""
     folder.mkdir()
     tests = [{"samples": at, "val_loss": loss, "val_loss_per_timestep": [loss] * 8} for at, loss in losses.items()]
-    steps = [{"samples": at, "loss": at / 10, "samples_per_s": rate * (1 + (at > 12))} for at in (12, 24, 36)]
+    steps = [{"samples": at, "loss": at / 10, "samples_per_s": 1 + (at > 12)} for at in (12, 24, 36)]
     for name, records in (("eval.jsonl", tests), ("metrics.jsonl", steps)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -237,15 +215,15 @@ def test_the_sentence_follows_from_the_last_losses_that_all_runs_have(tmp_path):
     """One run of A has gone further. The rate is the median of the steps."""
     wrong = []
     for number, (*sides, sentence) in enumerate(VERDICTS):
-        a, b = (
-            [written(tmp_path / f"{number}{side}{i}", {24: 5.0, 36: loss}, rate) for i, loss in enumerate(losses)]
-            for side, rate, losses in zip("ab", (4.0, 3.0), sides)
-        )
-        with (a[0] / "eval.jsonl").open("a") as file:
+        runs = {"a": [], "b": []}
+        for side, losses in zip(runs, sides):
+            for i, loss in enumerate(losses):
+                runs[side].append(written(tmp_path / f"{number}{side}{i}", {24: 5.0, 36: loss}))
+        with (runs["a"][0] / "eval.jsonl").open("a") as file:
             file.write(json.dumps({"samples": 48, "val_loss": 9.0}) + "\n")
-        found, verdict = commands.compare(a, b)
-        assert list(found["validation"]) == [24, 36] and found["samples/s"]["median"]["b"] == 6.0
-        assert found["training"][36]["a"] == 3.6 and found["training"][24]["a"] == pytest.approx(1.8)
+        found, verdict = commands.compare(*runs.values())
+        assert list(found["validation"]) == [24, 36] and found["samples/s"]["median"]["b"] == 2.0
+        assert found["training"][24]["a"] == pytest.approx(1.8)
         assert list(found["time"]) == [f"{k}/8" for k in range(8)]
         wrong += [verdict] if verdict != sentence else []
     assert not wrong
@@ -259,14 +237,16 @@ def test_runs_without_a_common_evaluation_are_refused(tmp_path):
 @pytest.mark.slow  # three starts of torch
 def test_a_comparison_that_is_stopped_goes_on_where_it_stopped(shapes_dir, tmp_path):
     """Ctrl-C reaches it and its first run, which saves and ends. With equal configs all differences are zero."""
-    out, argv = tmp_path / "out", [str(MICRO), str(MICRO), "--seeds=1", *data_overrides(shapes_dir), *killing.LONG]
-    program, records = "tools/compare/__main__.py", out / "a_0" / "metrics.jsonl"
-    with killing.Job(tmp_path / "first", program, *argv, f"--out={out}", ranks=0) as job:
+    out = tmp_path / "out"
+    records = out / "a_0" / "metrics.jsonl"
+    argv = ["tools/compare/__main__.py", MICRO, MICRO, "--seeds=1", f"--out={out}", *data_overrides(shapes_dir)]
+    argv = [str(word) for word in (*argv, *killing.LONG)]
+    with killing.Job(tmp_path / "first", *argv, ranks=0) as job:
         assert job.until(lambda: count(records) >= 3)
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.gone(30)
     assert 3 <= count(records) < 24 and not (out / "a_0" / "outcome.json").exists()
-    with killing.Job(tmp_path / "second", program, *argv, f"--out={out}", ranks=0) as job:
+    with killing.Job(tmp_path / "second", *argv, ranks=0) as job:
         assert job.wait() == 0, job.said
     assert "resume  the run in this folder" in (out / "a_0.log").read_text()
     assert "resume" not in (out / "b_0.log").read_text() and count(records) == 24

@@ -1,9 +1,8 @@
 """Mistakes that ports make, planted in this code by editing the source of a function while a test runs."""
 
-import importlib
 import inspect
+import pkgutil
 import textwrap
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ TABLE = Path(__file__).with_name("planted.txt")
 
 
 class Mistake(NamedTuple):
-    """place: the first value that differs then. cause: words of the known cause. function: module.name in flux_ref."""
+    """place: the first value that differs then. cause: words of the known cause. function: its path in flux_ref."""
 
     place: str
     cause: str
@@ -24,19 +23,15 @@ class Mistake(NamedTuple):
 
     def plant(self, monkeypatch) -> None:
         """Change what the function's source says."""
-        module, _, path = self.function.removeprefix("speed.").partition(".")
-        folder = "flux_ref.speed" if self.function.startswith("speed.") else "flux_ref"
-        owner_path, _, name = path.rpartition(".")
-        owner = importlib.import_module(f"{folder}.{module}")
-        owner = attrgetter(owner_path)(owner) if owner_path else owner
-        function = getattr(owner, name)
+        path = f"flux_ref.{self.function}"
+        function = pkgutil.resolve_name(path)
         source = textwrap.dedent(inspect.getsource(function))
         for old, new in self.changes:
             assert old in source, f"{self.function} does not say {old!r} any more"
             source = source.replace(old, new)
         scope = {}
         exec(source, function.__globals__, scope)
-        monkeypatch.setattr(owner, name, scope[name])
+        monkeypatch.setattr(path, scope[function.__name__])
 
 
 def mistakes() -> list[Mistake]:
@@ -52,34 +47,28 @@ def mistakes() -> list[Mistake]:
 
 
 def move_eps_inside(optimizer) -> None:
-    """Redo the update of a step with epsilon inside the root."""
-    optimizer.number = getattr(optimizer, "number", 0) + 1
+    """Redo the update of the first step with epsilon inside the root."""
     for shard in optimizer.shards:
-        state, c1, c2 = optimizer.adamw.state[shard], 1 - 0.9**optimizer.number, 1 - 0.95**optimizer.number
-        m, v = state["exp_avg"] / c1, state["exp_avg_sq"] / c2
+        state = optimizer.adamw.state[shard]
+        m = state["exp_avg"] / (1 - 0.9)
+        v = state["exp_avg_sq"] / (1 - 0.95)
         shard.data += optimizer.lr * (m / (v.sqrt() + 1e-8) - m / (v + 1e-8).sqrt())
 
 
-def drop(rows: dict, i: int, sample: int) -> None:
-    """Drop captions of some validation samples."""
-    if sample % 3 == 1:
-        rows["t5"][i] = rows["clip"][i] = 0
+def decay_after(optimizer) -> None:
+    """A step of AdamW that shrinks the weights after the update."""
+    (group,) = optimizer.adamw.param_groups
+    decay = group["weight_decay"]
+    group["weight_decay"] = 0.0
+    optimizer.adamw.step()
+    group["weight_decay"] = decay
+    for shard in optimizer.shards:
+        shard.data *= 1 - optimizer.lr * decay
 
 
 class QuickGelu(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(1.702 * x)
-
-
-def bf16_layer_norm(x: torch.Tensor) -> torch.Tensor:
-    """Mean and variance summed in bf16, one feature after another."""
-    total = squares = torch.zeros_like(x[..., 0])
-    for column in x.unbind(-1):
-        total = total + column
-    centred = x - (total / x.shape[-1])[..., None]
-    for column in centred.unbind(-1):
-        squares = squares + column * column
-    return centred / (squares / x.shape[-1] + 1e-6).sqrt()[..., None]
 
 
 def flushed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -89,19 +78,9 @@ def flushed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def towards_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A cast that cuts bits off."""
-    nearest = x.to(dtype)
-    below = (nearest.view(torch.uint8) - 1).view(dtype)
-    return torch.where(nearest.float().abs() > x.abs(), below.view(torch.uint8), nearest.view(torch.uint8)).view(dtype)
-
-
-def decay_after(optimizer) -> None:
-    """A step of AdamW that shrinks the weights after the update."""
-    (group,) = optimizer.adamw.param_groups
-    decay, group["weight_decay"] = group["weight_decay"], 0.0
-    optimizer.adamw.step()
-    group["weight_decay"] = decay
-    for shard in optimizer.shards:
-        shard.data *= 1 - optimizer.lr * decay
+    bits = x.to(dtype).view(torch.uint8)
+    is_above = bits.view(dtype).float().abs() > x.abs()
+    return (bits - is_above.byte()).view(dtype)
 
 
 def narrow_norm(x):

@@ -20,16 +20,14 @@ def main(golden: str, out: str) -> int:
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
     state = training.initial_state(cfg, world, Golden(folder).given())
-    own, batch = training.batch_of_rank(cfg, world.rank)
-    loss, norm = step.train_step(state, batch, Health(world.device), cfg)
-    rows = ranks.gather_objects({name: row.tolist() for name, row in own.items()})
-    losses = np.array(ranks.gather(loss.reshape(1)), np.float32)[:, 0]
-    times = np.array(ranks.gather(batch["t"]), np.float32)
+    own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
+    own["loss"], norm = step.train_step(state, batch, Health(world.device), cfg)
+    rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()})
     if world.rank == 0:
-        values = {f"ranks.{name}": np.stack([row[name] for row in rows]) for name in rows[0]}
-        values |= {"ranks.loss": losses, "ranks.t": times, "ranks.mean_loss": losses.mean()}
+        values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in own}
+        values["ranks.mean_loss"] = np.array(values["ranks.loss"].mean())
         values["ranks.grad_norm"] = norm.numpy()
-        save_file({name: np.array(value) for name, value in values.items()}, out)
+        save_file(values, out)
     return 0
 
 

@@ -104,11 +104,11 @@ def run(argv: list[str]) -> int:
     path = weight_files.find(args.path)
     cfg = config_file.override(weight_files.config_of(path, None), [*overrides, "--parallel.dtype=bf16"])
     source = weight_files.open_source(path, cfg.model)
-    presets = [args.preset] if args.preset else ALL
-    configs = {preset: config_file.replace(cfg, precision__preset=preset, **BARE) for preset in presets}
-    if args.blame:
-        name, own = next(iter(configs.items())) if args.preset else ("own", cfg)
-        return blame(source, own, name, args.samples, args.bound, args.json)
+    configs = {preset: config_file.replace(cfg, precision__preset=preset, **BARE) for preset in ALL}
+    if args.preset:
+        configs = {args.preset: config_file.replace(cfg, precision__preset=args.preset, **BARE)}
+    elif args.blame:
+        configs = {"own": cfg}
     stages = {}
     misfits = {}
     for name, own in configs.items():
@@ -118,10 +118,18 @@ def run(argv: list[str]) -> int:
             misfits[name] = str(refusal)
     if not stages:
         raise Refusal("; ".join(misfits.values()))
-    sides = products.sides(*products.prepared(source, cfg, args.samples))
+    if args.blame and not policy.is_low(stages[name]):
+        raise Refusal(f"{source.where} casts no product; give --preset=NAME")
+    net, batch = products.prepared(source, cfg, args.samples)
+    sides = products.sides(net, batch)
     records = []
-    for name, stage in stages.items():
-        records += products.census(sides, stage.pairs, cfg.train.seed, name)
+    for preset, stage in stages.items():
+        records += products.census(sides, stage.pairs, cfg.train.seed, preset)
+    del sides  # before a search needs memory for gradients
+    if args.blame:
+        bad, evaluations = products.blame(net, batch, own, stage.pairs, records, args.bound)
+        print_rules(bad, evaluations, len(records), args.json)
+        return 0
     rows = rows_of(records, cfg.model.double_blocks)
     text = table(rows) + "".join(f"\n{name} does not fit: {why}" for name, why in misfits.items())
     json_option.show(text, {"products": records, "misfits": misfits}, args.json)
@@ -130,20 +138,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def blame(source: weight_files.Source, cfg: Config, name: str, samples: int, bound: float, to: Path | None) -> int:
-    """Print the rules that keep culprits in bf16. name: of the precision, in records. Raises: Refusal."""
-    stage = stage_of(cfg, samples, int(source.info.get("step", 0)))
-    if not policy.is_low(stage):
-        raise Refusal(f"{source.where} casts no product; give --preset=NAME")
-    net, batch = products.prepared(source, cfg, samples)
-    # The sides go before the search needs memory for gradients.
-    records = list(products.census(products.sides(net, batch), stage.pairs, cfg.train.seed, name))
-    bad, evaluations = products.blame(net, batch, cfg, stage.pairs, records, bound)
-    lines = [f"{len(bad)} of {len(records)} products return to bf16; evaluations: {evaluations}", "precision.rules = ["]
+def print_rules(bad: list[dict], evaluations: int, count: int, to: Path | None) -> None:
+    """The rules that keep culprits in bf16. count: of all products. to: the value of --json."""
+    lines = [f"{len(bad)} of {count} products return to bf16; evaluations: {evaluations}", "precision.rules = ["]
     for one in bad:
         lines.append(f'  "{one["layer"]} {one["product"]}: bf16 x bf16",  # was {one["cast"]}')
     json_option.show("\n".join([*lines, "]"]), {"products": bad, "evaluations": evaluations}, to)
-    return 0
 
 
 def main(argv: list[str]) -> int:

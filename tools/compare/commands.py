@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 a run failed or diverged, 2 refused.
 import math
 import re
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import fmean, median, stdev, variance
@@ -29,6 +30,7 @@ SHARED = (  # keys that decide what a run draws and when it records
     *("data.*", "eval.*", "model.text_tokens", "model.*_dim", "model.latent_*"),
     *("train.seed", "train.max_samples", "train.global_batch", "train.log_every_samples"),
 )
+SHOWN = ("a", "b", "b - a", "stderr", "unpaired stderr", "p", "seeds")  # figures of a line
 PARTS = 4096  # of an integral
 
 
@@ -41,32 +43,34 @@ def within(t: float, freedom: int) -> float:
     return area(math.atan(t / freedom**0.5)) / area(math.pi / 2)
 
 
-def paired(a: list[float], b: list[float]) -> dict[str, object]:
+def paired(a: Sequence[float], b: Sequence[float]) -> dict[str, object]:
     """Means of a and b; b - a with a[i] and b[i] of one seed, stderr, p of a t test. None: one pair cannot tell it."""
     n = len(a)
     each = [own - other for own, other in zip(b, a, strict=True)]
     found = {"a": fmean(a), "b": fmean(b), "b - a": fmean(each), "each": each}
-    found |= dict.fromkeys(("stderr", "unpaired stderr", "p", "seeds"))
-    if n == 1:
-        return found
-    found["stderr"] = stdev(each) / n**0.5
-    found["unpaired stderr"] = ((variance(a) + variance(b)) / n) ** 0.5
-    t = abs(found["b - a"]) / (found["stderr"] or 1e-300)
-    found["p"] = 1 - within(t, n - 1)
-    if t:  # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
-        found["seeds"] = math.ceil(n * (2.8 / t) ** 2 + 1.92)
+    found |= dict.fromkeys(SHOWN[3:])
+    if n > 1:
+        found["stderr"] = stdev(each) / n**0.5
+        found["unpaired stderr"] = ((variance(a) + variance(b)) / n) ** 0.5
+        t = abs(found["b - a"]) / (found["stderr"] or 1e-300)
+        found["p"] = 1 - within(t, n - 1)
+        if t:  # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
+            found["seeds"] = math.ceil(n * (2.8 / t) ** 2 + 1.92)
     return found
 
 
 def compare(a: list[Path], b: list[Path]) -> tuple[dict[str, dict], str]:
     """What `paired` finds in the runs of a and b, by samples or time, and a verdict. Raises: Refusal."""
-    steps = [records(run / "metrics.jsonl", figures=("loss", "samples_per_s")) for run in (*a, *b)]
-    tests = [records(run / "eval.jsonl", figures=("val_loss",)) for run in (*a, *b)]
-    ends = sorted(set.intersection(*({test["samples"] for test in run} for run in tests)))
+    steps = []
+    tests = []
+    for run in (*a, *b):
+        steps.append(records(run / "metrics.jsonl", figures=("loss", "samples_per_s")))
+        tests.append({test["samples"]: test for test in records(run / "eval.jsonl", figures=("val_loss",))})
+    ends = sorted(set.intersection(*map(set, tests)))
     if not ends or not all(steps):
         raise Refusal(f"{a[0]}, {b[0]} and the others share no evaluation; train all to one train.max_samples")
 
-    def pair(of_runs: list[float]) -> dict[str, object]:
+    def pair(of_runs: Sequence[float]) -> dict[str, object]:
         return paired(of_runs[: len(a)], of_runs[len(a) :])
 
     rates = [median(step["samples_per_s"] for step in run) for run in steps]
@@ -76,21 +80,21 @@ def compare(a: list[Path], b: list[Path]) -> tuple[dict[str, dict], str]:
         losses = [[step["loss"] for step in run if before < step["samples"] <= end] for run in steps]
         if all(losses):  # an evaluation may come before a step
             found["training"][end] = pair([fmean(own) for own in losses])
-        last = [next(test for test in run if test["samples"] == end) for run in tests]
-        found["validation"][end] = pair([test["val_loss"] for test in last])
+        found["validation"][end] = pair([run[end]["val_loss"] for run in tests])
         before = end
-    for k, losses in enumerate(zip(*(test["val_loss_per_timestep"] for test in last))):
-        found["time"][f"{k}/8"] = pair(list(losses))
-    return found, verdict_of(found["validation"][ends[-1]], ends[-1])
+    for k, losses in enumerate(zip(*(run[end]["val_loss_per_timestep"] for run in tests))):
+        found["time"][f"{k}/8"] = pair(losses)
+    return found, verdict_of(found["validation"][end], end)
 
 
 def verdict_of(last: dict[str, object], samples: int) -> str:
     """A sentence about the last validation losses."""
     if last["p"] is None:
         return "no verdict: one seed has no standard error; give --seeds=2 or more"
-    size = f"{abs(last['b - a']):.4g} +- {last['stderr']:.2g} in validation loss after {samples:,} samples"
+    off = last["b - a"]
+    size = f"{abs(off):.4g} +- {last['stderr']:.2g} in validation loss after {samples:,} samples"
     if last["p"] < 0.05:
-        return f"B is {'worse' if last['b - a'] > 0 else 'better'} than A by {size} (p = {last['p']:.2g})"
+        return f"B is {'worse' if off > 0 else 'better'} than A by {size} (p = {last['p']:.2g})"
     need = "their means are equal"
     if last["seeds"]:
         need = f"it would take about {last['seeds']:,} seeds to see a difference of this size"
@@ -100,22 +104,25 @@ def verdict_of(last: dict[str, object], samples: int) -> str:
 def train(configs: dict[str, config.Config], seeds: int, out: Path, ranks: int = 1) -> list[list[Path]]:
     """Train out/NAME_0 and so on, or go on, with logs beside them. Returns the folders. Raises: Refusal, SystemExit."""
     runs = [(name, i) for i in range(seeds) for name in configs]
+    folders = {name: [] for name in configs}
     bar = progress(runs, unit=" runs")
     for name, i in bar:
         folder = out / f"{name}_{i}"
+        folders[name].append(folder)
         bar.set_description(folder.name)
         cfg = configs[name]
         text = config_file.dump(config_file.replace(cfg, run__dir=str(folder), train__seed=cfg.train.seed + i))
-        if not (outcome(folder) and config_file.dump(config_file.of_run(folder)) == text):
+        if not outcome(folder) or config_file.dump(config_file.of_run(folder)) != text:
             write_whole(Path(f"{folder}.toml"), text)
             train_one(folder, ranks)
-    return [[out / f"{name}_{i}" for i in range(seeds)] for name in configs]
+    return list(folders.values())
 
 
 def train_one(folder: Path, ranks: int) -> None:
     """Train by the config beside a folder, or go on. Its log is beside it, too. Raises: Refusal, SystemExit."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, Path(__file__).parents[2] / "train.py", Path(f"{folder}.toml")]
+    command = [sys.executable, Path(__file__).parents[2] / "train.py", Path(f"{folder}.toml")]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     log = Path(f"{folder}.log")
     with log.open("a") as to:
         begin = to.tell()  # a log keeps what earlier calls wrote
@@ -133,11 +140,9 @@ def require_pairs(a: dict[str, object], differ: dict[str, str]) -> None:
     for key in differ:
         if any(fnmatch(key, name) for name in SHARED):
             raise Refusal(f"{key} is {differ[key]}; pairs share {', '.join(SHARED)}; give --{key}=VALUE for both")
-    want = "compared runs evaluate to the end; set"
-    if a["eval.target"]:
-        raise Refusal(f"eval.target={a['eval.target']!r}: {want} eval.target to 0")
-    if not a["data.val"]:
-        raise Refusal(f"data.val={a['data.val']!r}: {want} data.val to a folder")
+    for key, is_right, value in (("eval.target", not a["eval.target"], "0"), ("data.val", a["data.val"], "a folder")):
+        if not is_right:
+            raise Refusal(f"{key}={a[key]!r}: compared runs evaluate to the end; set {key} to {value}")
 
 
 def main(argv: list[str]) -> int:
@@ -155,13 +160,16 @@ def main(argv: list[str]) -> int:
     require_pairs(a, differ)
     for cfg in configs.values():
         config_rules.validate_world(cfg, args.ranks)
-    print("\n".join(f"{key} is {values}" for key, values in differ.items()) or "no key differs", flush=True)
+    for key, words in differ.items():
+        print(key, "is", words, flush=True)
+    if not differ:
+        print("no key differs", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     found, verdict = compare(*train(configs, args.seeds, args.out, args.ranks))
     for kind, rows in found.items():
         for at, row in rows.items():
-            shown = (f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, int | float))
-            print(f"{kind:>10} {at:>9}: {', '.join(shown)}")
+            shown = [f"{name} {row[name]:.4g}" for name in SHOWN if row[name] is not None]
+            print(f"{kind:>10} {at:>9}:", ", ".join(shown))
     draw(found, f"A: {args.configs[0]}, B: {args.configs[1]}", args.out / "compare.png")
     json_option.give({"configs": args.configs, "differ": differ, "verdict": verdict} | found, args.out / "compare.json")
     print(verdict)
@@ -176,10 +184,10 @@ def draw(found: dict[str, dict], title: str, to: Path) -> None:
     axes = figure.add_subplot(xlabel="training samples", ylabel="loss of B - loss of A, standard error", title=title)
     for kind in ("training", "validation"):
         samples = list(found[kind])
-        middle = np.array([row["b - a"] for row in found[kind].values()])
-        error = np.array([row["stderr"] or 0.0 for row in found[kind].values()])
+        middle = [row["b - a"] for row in found[kind].values()]
+        error = [row["stderr"] or 0.0 for row in found[kind].values()]
         axes.plot(samples, middle, ".-", label=kind)
-        axes.fill_between(samples, middle - error, middle + error, alpha=0.25)
+        axes.fill_between(samples, np.subtract(middle, error), np.add(middle, error), alpha=0.25)
     axes.axhline(0.0, color="grey")
     axes.legend()
     with whole(to) as part:

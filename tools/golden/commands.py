@@ -23,10 +23,8 @@ from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from tools.golden import places
 from tools.golden.compare import report
-from tools.golden.files import CONFIG, INDEX, VALUES, Golden
+from tools.golden.files import CONFIG, FOLDER, INDEX, VALUES, Golden
 from tools.golden.tensor_file import TensorFile
-
-FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
 
 def check(args: Namespace) -> int:
@@ -48,8 +46,8 @@ def check(args: Namespace) -> int:
 
     recorded = record.record(config_file.load(golden.folder / CONFIG), golden.given())
     if args.long:
-        recorded["full.init.norms"] = record.plain(full_size.initial_norms())
-    golden.values = [value for value in golden.values if args.long or value.name not in places.LONG]
+        recorded[places.LONG] = record.plain(full_size.initial_norms())
+    golden.values = [value for value in golden.values if args.long or value.name != places.LONG]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / VALUES
         path.write_bytes(save({name: value.array for name, value in recorded.items()}))

@@ -10,6 +10,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import outside
 from tools.golden.tensor_file import TensorFile
 
+FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 VALUES = "golden.safetensors"
 INDEX = "index.json"
 CONFIG = "config.toml"
@@ -49,7 +50,7 @@ class Golden:
             is_whole = index["sha256"] == checksum(folder / VALUES)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"{folder / INDEX} is no index of golden values: {error!r}; restore it") from None
-        if not is_whole or shapes != {name: shape for name, (_, shape) in self.file.entries.items()}:
+        if not is_whole or shapes != {name: entry.shape for name, entry in self.file.entries.items()}:
             raise Refusal(f"{folder / VALUES} is not the file that {INDEX} was written with; restore both")
 
     def given(self) -> dict[str, np.ndarray]:

@@ -3,17 +3,18 @@
 import torch
 from torch import Tensor
 
-from flux_ref.config import ModelConfig
+from flux_ref.config import Config, PrecisionConfig
 from flux_ref.speed import casts, policy
 from flux_ref.speed.block_product import BlockMatmul, Draws
 from flux_ref.speed.chances import chances
 from flux_ref.speed.number_formats import E2M1, E4M3, FORMATS, Format, Scaling
 from tools.golden import places
+from tools.golden.precision import tensors
 
 
 def formats(values: dict, given: dict) -> None:
     """What codes mean, and what casts, scales of blocks and the Hadamard transform make of given values."""
-    x = {name.removeprefix("formats."): torch.from_numpy(x) for name, x in given.items() if name.startswith("formats.")}
+    x = tensors(given, "formats.")
     tables = {name: torch.tensor(form.table()) for name, form in FORMATS.items()}
     tables["e8m0"] = torch.cat((casts.power_of_two(torch.arange(-127, 128).int()), torch.tensor([torch.nan])))
     for name, table in tables.items():
@@ -23,18 +24,20 @@ def formats(values: dict, given: dict) -> None:
         values[f"formats.edge.{name}.bits"] = coded(FORMATS[name], x[f"edge.{name}.x"])
     about = places.inputs_of("formats.scales.floor")
     forms = [FORMATS[name] for name in about["formats"]]
-    blocks = x["blocks.x"]
-    broken = blocks.clone()
+    broken = x["blocks.x"].clone()
     broken[tuple(about["nan"])] = torch.nan
     broken[tuple(about["infinity"])] = torch.inf
     for rule in ("floor", "ceil", "rceil"):
         scaling = Scaling(rule, 1, 32)
-        scales = torch.stack([casts.scaled(broken, form, scaling)[1][:, 0] for form in forms])
-        values[f"formats.scales.{rule}"] = casts.scale_codes(scales)
-        codes = [coded(form, casts.scaled(blocks, form, scaling)[0]) for form in forms]
+        scales = []
+        codes = []
+        for form in forms:
+            scales.append(casts.scaled(broken, form, scaling)[1][:, 0])
+            codes.append(coded(form, casts.scaled(x["blocks.x"], form, scaling)[0]))
+        values[f"formats.scales.{rule}"] = casts.scale_codes(torch.stack(scales))
         values[f"formats.codes.{rule}"] = torch.stack(codes)
-    part = blocks[: places.inputs_of("formats.two_level.codes")["rows"]]
-    part, scales, whole = casts.scaled(part, E2M1, Scaling("two-level", 1, 16))
+    rows = places.inputs_of("formats.two_level.codes")["rows"]
+    part, scales, whole = casts.scaled(x["blocks.x"][:rows], E2M1, Scaling("two-level", 1, 16))
     values["formats.two_level.tensor"] = whole
     values["formats.two_level.scales"] = coded(E4M3, scales)
     values["formats.two_level.codes"] = coded(E2M1, part)
@@ -54,15 +57,15 @@ def coded(form: Format, x: Tensor, chance: Tensor | None = None) -> Tensor:
 def presets(values: dict, given: dict) -> None:
     """The three products of one linear under four presets, two of which round stochastically."""
     for preset in ("mxfp8", "mxfp4_backward", "mxfp6_fp4", "nvfp4"):
-        x, weight, grad = (torch.from_numpy(given[f"formats.linear.{n}"]).bfloat16() for n in ("x", "weight", "grad"))
-        x.requires_grad_()
-        weight.requires_grad_()
-        about = places.inputs_of(f"formats.linear.{preset}.y")
-        rules = [policy.parse(text) for text in policy.PRESETS[preset]]
-        pairs = policy.pairs(rules, ModelConfig())[about["layer"]]
+        place = f"formats.linear.{preset}"
+        about = places.inputs_of(f"{place}.y")
+        fed = tensors(given, "formats.linear.")
+        x = fed["x"].bfloat16().requires_grad_()
+        weight = fed["weight"].bfloat16().requires_grad_()
+        pairs = policy.stages(Config(precision=PrecisionConfig(preset=preset)))[0].pairs[about["layer"]]
         draws = Draws(*(torch.tensor(about[key]) for key in ("seed", "step", "first_sample", "number")))
         y = BlockMatmul.apply(x, weight, None, pairs, "", draws, len(x))
-        y.backward(grad)
-        values[f"formats.linear.{preset}.y"] = y
-        values[f"formats.linear.{preset}.grad_x"] = x.grad
-        values[f"formats.linear.{preset}.grad_weight"] = weight.grad
+        y.backward(fed["grad"].bfloat16())
+        values[f"{place}.y"] = y
+        values[f"{place}.grad_x"] = x.grad
+        values[f"{place}.grad_weight"] = weight.grad

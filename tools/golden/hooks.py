@@ -27,35 +27,37 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
 
     The names of modules are Black Forest Labs'.
     """
-    block = ""  # the one that computes at present
+    begun = []  # the blocks that have begun to compute
 
     def note(name: str, value: Tensor) -> None:
         values[name] = value.detach().clone()
 
-    def note_inside(name: str, value: Tensor) -> None:
-        if block.endswith(".0"):  # only the first block of each kind is recorded
-            note(f"{block}.{name}", value)
-
     def before_block(name: str, module: nn.Module, args: tuple) -> None:
-        nonlocal block
-        block = name
-        if name == "double_blocks.0":
+        if not begun:
             note("vec", args[1])
+        begun.append(name)
 
     def after_block(name: str, module: nn.Module, args: tuple, result: Tensor | tuple[Tensor, Tensor]) -> None:
-        for stream, value in zip((".img", ".txt"), result) if isinstance(result, tuple) else [("", result)]:
+        results = {".img": result[0], ".txt": result[1]} if isinstance(result, tuple) else {"": result}
+        for stream, value in results.items():
             note(name + stream, value)
 
     def after_module(name: str, module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
         if INPUT_TOO.fullmatch(name):
             note(f"{name}.input", torch.cat(args, dim=-1))
-        result = torch.cat(result, dim=-1) if isinstance(result, tuple) else result
-        result = result.transpose(1, 2) if name.endswith("_norm") else result  # as attention has it: (B, H, S, K)
+        if isinstance(result, tuple):
+            result = torch.cat(result, dim=-1)
+        if name.endswith("_norm"):
+            result = result.transpose(1, 2)  # as attention has it: (B, H, S, K)
         note("prediction" if name == "final_layer.linear" else name, result)
 
-    def before_attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> None:
-        for name, value_BSHK in {"v": v_BSHK, "q": q_BSHK, "k": k_BSHK}.items():
-            note_inside(f"attention.{name}", value_BSHK.transpose(1, 2))
+    def after_attention(result: Tensor, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> None:
+        if begun[-1].endswith(".0"):  # only the first block of each kind is recorded
+            place = f"{begun[-1]}.attention"
+            note(f"{place}.v", v_BSHK.transpose(1, 2))
+            note(f"{place}.q", q_BSHK.transpose(1, 2))
+            note(f"{place}.k", k_BSHK.transpose(1, 2))
+            note(place, result)
 
     def after_pack(result: Tensor, image: Tensor) -> None:
         note("img" if torch.equal(image, values["x_t"]) else "target", result)
@@ -69,28 +71,25 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
                 stack.callback(module.register_forward_hook(partial(after_block, name)).remove)
             if MODULES.fullmatch(name):
                 stack.callback(module.register_forward_hook(partial(after_module, name)).remove)
-        for owner, function, before, after in (
-            (latents, "sample", None, lambda result, *_: note("latent", result)),
-            (flow, "interpolate", None, lambda result, *_: note("x_t", result)),
-            (latents, "pack", None, after_pack),
-            (model, "time_waves", None, lambda result, *_: note("time_waves", result)),
-            (model, "attention", before_attention, lambda result, *_: note_inside("attention", result)),
-            (flow, "losses", None, lambda result, *_: note("losses", result)),
+        stack.enter_context(wrapped(latents, "pack", after_pack))
+        stack.enter_context(wrapped(model, "attention", after_attention))
+        for owner, function, name in (
+            (latents, "sample", "latent"),
+            (flow, "interpolate", "x_t"),
+            (model, "time_waves", "time_waves"),
+            (flow, "losses", "losses"),
         ):
-            stack.enter_context(wrapped(owner, function, before, after))
+            stack.enter_context(wrapped(owner, function, lambda result, *_, name=name: note(name, result)))
         yield
 
 
-def wrapped(owner: object, name: str, before: Callable | None = None, after: Callable | None = None):
-    """A context in which each call of owner.name also calls before(*arguments) and after(result, *arguments)."""
+def wrapped(owner: object, name: str, after: Callable):
+    """A context in which each call of owner.name also calls after(result, *arguments)."""
     original = getattr(owner, name)
 
     def call(*args: object) -> object:
-        if before:
-            before(*args)
         result = original(*args)
-        if after:
-            after(result, *args)
+        after(result, *args)
         return result
 
     return patch.object(owner, name, call)

@@ -15,14 +15,21 @@ from flux_ref.speed.linear import PolicyLinear
 from flux_ref.speed.precision import Precision
 from tools.golden import places
 from tools.golden.hooks import recording, wrapped
-from tools.golden.inputs import FED, FP8_FORMATS
-from tools.golden.training import CPU, after_step, gradients, initial_state, local, norms, take_step
+from tools.golden.training import BATCH, CPU, after_step, gradients, initial_state, local, norms, take_step
 
 LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
     r"time_waves|rope|rms_norm.*|vec|(double|single)_blocks\.\d+(\.img|\.txt)?|(double|single)_blocks\.0\.attention\.q"
     r"|x_t|prediction|loss.*|grad.*|step1\.(grad|exp_avg|exp_avg_sq|weights)\.img_in\.weight"
 )
+QKV = "double_blocks.0.img_attn.qkv"
+RENAMED = {QKV: "rms_norm.input", "double_blocks.0.img_attn.norm.query_norm": "rms_norm"}
+FP8_FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+
+
+def tensors(given: dict, prefix: str) -> dict[str, Tensor]:
+    """The given values of a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
 
 
 def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
@@ -30,16 +37,12 @@ def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
     cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
     recorded = {}
     state = initial_state(cfg, world, given)
-    batch = {name.removeprefix("batch."): value for name, value in values.items() if name.startswith("batch.")}
-    batch["weight"] = torch.ones(cfg.train.global_batch)
-
-    def record_norm(module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
-        recorded["rms_norm.input"] = args[0].transpose(1, 2).clone()
-        recorded["rms_norm"] = result.transpose(1, 2).clone()
-
-    query_norm = next(m for name, m in state.net.named_modules() if name.endswith("img_attn.norm.query_norm"))
-    with recording(recorded, state.net), query_norm.register_forward_hook(record_norm):
+    batch = {name: values[f"batch.{name}"] for name in BATCH} | {"weight": torch.ones(cfg.train.global_batch)}
+    with recording(recorded, state.net):
         flow.losses(state.net, batch, torch.bfloat16).mean().backward()
+    query = recorded[QKV].chunk(3, dim=-1)[0]
+    recorded[QKV] = query.unflatten(-1, (cfg.model.heads, -1)).transpose(1, 2)
+    recorded = {RENAMED.get(name, name): value for name, value in recorded.items()}
     recorded["loss"] = recorded["losses"].mean()
     recorded["grad.norms"] = norms(gradients(state.net))
 
@@ -50,34 +53,33 @@ def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
     state.opt.lr.fill_(cfg.optim.lr)
     with patch.object(flow, "losses", given_losses):
         taken = take_step(state, batch, cfg)
-    recorded |= {f"step1.grad.{name}": grad for name, grad in taken.gradients.items()}
+    recorded["step1.grad.img_in.weight"] = taken.gradients["img_in.weight"]
     after_step(recorded, 1, state, taken, local(state.net))
     values.update({f"bf16.{name}": value for name, value in recorded.items() if KEPT.fullmatch(name)})
 
 
 def operations(values: dict, cfg: Config, given: dict) -> None:
     """Single operations in bf16, each by the function of the product, on given operands: bf16.fed.* to bf16.only.*"""
-    x = {name: torch.from_numpy(given[f"bf16.fed.{name}"]).bfloat16() for name in FED}
+    fed = tensors(given, "bf16.fed.")
+    x = {name: tensor.bfloat16() for name, tensor in fed.items()}
     of_rope = places.inputs_of("bf16.only.rope")
     text = torch.zeros(of_rope["text_tokens"], 3, dtype=torch.float64)
     height, width = of_rope["grid"]
     positions = torch.cat((text, latents.image_positions(2 * height, 2 * width)))
     table = model.rope_table(positions, of_rope["axes"], of_rope["theta"])
-    norm = model.RMSNorm(16)
-    norm.scale = nn.Parameter(x["rope.norm"])
     both = model.QKNorm(16)
-    both.query_norm = both.key_norm = norm
+    both.query_norm.scale = both.key_norm.scale = nn.Parameter(x["rope.norm"])
     with torch.no_grad():
         results = {
             "linear": F.linear(x["linear.x"], x["linear.weight"], x["linear.bias"]),
             "modulate": model.modulate(x["modulate.x"], x["modulate.shift"], x["modulate.scale"]),
-            "rope": model.apply_rope(norm(x["rope.x"]), table),
+            "rope": model.apply_rope(both.query_norm(x["rope.x"]), table),
             "qk": torch.stack(both(x["rope.x"], x["rope.x"], table)),
             "attention": model.attention(x["attention.q"], x["attention.k"], x["attention.v"]),
             "gelu": model.mlp(cfg.model)[1](x["gelu.x"]),
             "gelu_single": gelu_of_single_block(cfg, x["gelu.x"]),
             "gate": x["gate.x"] + x["gate.gate"] * x["gate.y"],
-            "losses": losses_of(x["loss.prediction"], torch.from_numpy(given["bf16.fed.loss.target"])),
+            "losses": losses_of(x["loss.prediction"], fed["loss.target"]),
         }
     values.update({f"bf16.only.{name}": value for name, value in results.items()})
 
@@ -85,30 +87,29 @@ def operations(values: dict, cfg: Config, given: dict) -> None:
 def gelu_of_single_block(cfg: Config, inner: Tensor) -> Tensor:
     """What a single block makes of the first inner features of its MLP."""
     block = model.SingleBlock(cfg.model).bfloat16()
-    noted = []
     x = torch.zeros(1, 1, cfg.model.hidden, dtype=torch.bfloat16)
-    inner = inner[None, None, : cfg.model.mlp_ratio * cfg.model.hidden]
-    block.linear1.register_forward_hook(lambda *_: (x, x, x, inner))
-    block.linear2.register_forward_pre_hook(lambda module, args: noted.append(args[1].flatten()))
-    block(x, x[0], torch.ones(1, cfg.model.head_dim // 2, 2))
-    return noted[0]
+    parts = x, x, x, inner[None, None, : cfg.model.mlp_ratio * cfg.model.hidden]
+    linear1 = patch.object(block.linear1, "forward", return_value=parts)
+    linear2 = patch.object(block.linear2, "forward", return_value=x)
+    with linear1, linear2 as called:
+        block(x, x[0], torch.ones(1, cfg.model.head_dim // 2, 2))
+    return called.call_args.args[1].flatten()
 
 
 def losses_of(prediction: Tensor, target: Tensor) -> Tensor:
     """The loss of each sample for a given prediction. The latent is zero here, so the target is the noise."""
-    batch = {name: torch.zeros(1) for name in ("logvar", "mean", "latent_eps", "t5", "clip")}
-    batch |= {"t": torch.zeros(len(target)), "noise": latents.unpack(target, 4, 6)}
-    with patch.object(latents, "sample", lambda *_: torch.zeros(())):
-        return flow.losses(lambda *_: prediction, batch, torch.bfloat16)
+    batch = {name: torch.zeros(1) for name in ("logvar", "latent_eps", "t5", "clip", "t")}
+    batch |= {"mean": torch.full((1,), latents.SHIFT), "noise": latents.unpack(target, 4, 6)}
+    return flow.losses(lambda *_: prediction, batch, torch.bfloat16)
 
 
 def operands(given: dict) -> tuple[Tensor, Tensor, nn.Linear]:
     """Input and gradient of y of a linear, in bf16, and the linear."""
-    x, weight, bias, grad = (torch.from_numpy(given[f"fp8.{n}"]).bfloat16() for n in ("x", "weight", "bias", "grad"))
+    x = tensors(given, "fp8.")
     linear = nn.Linear(48, 16, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(weight.clone())
-    linear.bias = nn.Parameter(bias)
-    return x, grad, linear
+    linear.weight = nn.Parameter(x["weight"].bfloat16())
+    linear.bias = nn.Parameter(x["bias"].bfloat16())
+    return x["x"].bfloat16(), x["grad"].bfloat16(), linear
 
 
 def delayed(linear: nn.Linear, name: str) -> tuple[nn.Module, Precision]:
@@ -129,7 +130,7 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.{name}.scale"] = scale
         values[f"fp8.{name}.bits"] = result.view(torch.uint8)
 
-    with wrapped(fp8_product, "cast", after=record_cast):
+    with wrapped(fp8_product, "cast", record_cast):
         in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
         x.requires_grad_()
         y = in_fp8(x)
@@ -145,15 +146,14 @@ def fp8_linear(values: dict, given: dict) -> None:
         values[f"fp8.{name}.scale"] = scale
         values[f"fp8.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
     amax = torch.from_numpy(given["fp8.delayed.amax"])
-    for name, magnitudes in (("delayed", amax), ("recent", amax * torch.eye(2)[0])):
-        scales, histories = remembered(f"fp8.{name}.scale", magnitudes)
-        values[f"fp8.{name}.scale"] = scales[1:] if name == "delayed" else scales
-        values[f"fp8.{name}.history"] = histories
+    remember(values, "fp8.delayed", amax)
+    remember(values, "fp8.recent", amax * torch.eye(2)[0])
+    values["fp8.delayed.scale"] = values["fp8.delayed.scale"][1:]
 
 
-def remembered(name: str, amax: Tensor) -> tuple[Tensor, Tensor]:
+def remember(values: dict, place: str, amax: Tensor) -> None:
     """The scales before the first step and after each, and the histories after each. amax: (steps, 2)."""
-    _, state = delayed(nn.Linear(48, 16, dtype=torch.bfloat16), name)
+    _, state = delayed(nn.Linear(48, 16, dtype=torch.bfloat16), f"{place}.scale")
     scales = [torch.stack(state.scales)]
     histories = []
     for row in amax:
@@ -162,19 +162,22 @@ def remembered(name: str, amax: Tensor) -> tuple[Tensor, Tensor]:
         state.remember_magnitudes()
         scales.append(torch.stack(state.scales))
         histories.append(state.history.clone())
-    return torch.stack(scales), torch.stack(histories)
+    values[f"{place}.scale"] = torch.stack(scales)
+    values[f"{place}.history"] = torch.stack(histories)
 
 
 def fp8_edges(values: dict, given: dict) -> None:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
-    amax = torch.from_numpy(given["fp8.scales.amax"])
+    x = tensors(given, "fp8.")
     exponent = PrecisionConfig().max_scale_exponent
     for kind in FP8_FORMATS:
         dtype = getattr(torch, f"float8_{kind}")
-        bits = fp8_product.cast(torch.from_numpy(given[f"fp8.edge.{kind}.x"]), torch.tensor(1.0), dtype)
+        bits = fp8_product.cast(x[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
         values[f"fp8.edge.{kind}.bits"] = bits.view(torch.uint8)
         values[f"fp8.edge.{kind}.decoded"] = bits.float()
-        values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(amax, torch.finfo(dtype).max, exponent)
+        values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(
+            x["scales.amax"], torch.finfo(dtype).max, exponent
+        )
 
 
 def fp8_order(values: dict, given: dict) -> None:
@@ -185,17 +188,17 @@ def fp8_order(values: dict, given: dict) -> None:
     """
     x, grad, linear = operands(given)
     in_fp8, state = delayed(linear, "fp8.order.scale")
+    steps = torch.from_numpy(given["fp8.order.factors"]).bfloat16()
     scales = []
-    with wrapped(fp8_product, "cast", before=lambda x, scale, dtype: scales.append(scale.clone())):
-        for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
+    with wrapped(fp8_product, "cast", lambda result, x, scale, dtype: scales.append(scale.clone())):
+        for number, factors in enumerate(steps):
             state.begin(number)
             for factor in factors:
                 in_fp8(x * factor).backward(grad * factor)
             state.remember_magnitudes()
-            with torch.no_grad():
-                in_fp8.weight.mul_(2)
+            in_fp8.weight.data.mul_(2)
         with torch.no_grad():
             in_fp8(x)
-    casts = torch.stack(scales[:-2]).view(*given["fp8.order.factors"].shape, 4)  # x, weight, gradient, weight again
+    casts = torch.stack(scales[:-2]).view(*steps.shape, 4)  # x, weight, gradient, weight again
     values["fp8.order.scale"] = casts[..., :3]
     values["fp8.order.val_scale"] = torch.stack(scales[-2:])

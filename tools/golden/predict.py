@@ -7,6 +7,7 @@ dumps are compared. The network computes in fp32 and holds one block at a time, 
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.files import whole
 from flux_ref.run import weight_files
 from flux_ref.run.weight_files import Source
-from tools.golden.files import TensorFile
+from tools.golden.compare import report
+from tools.golden.files import Value
 from tools.golden.inputs import drawn
+from tools.golden.tensor_file import TensorFile
 
 TIMES = (0.25, 0.875)  # t of the two samples
 STRIDE = 37  # every so many elements of the prediction are shown
@@ -37,7 +40,19 @@ def predict(weights: Path, out: Path, config: str | None, other: Path | None) ->
     with whole(out) as partial_file:
         partial_file.write_bytes(save(values))
     print(f"{out}: {len(values)} values of {path}")
-    return compare(values, theirs) if theirs else 0
+    return int(any(report(as_golden(theirs, list(values)), TensorFile(out)))) if theirs else 0
+
+
+def as_golden(file: TensorFile, order: list[str]) -> SimpleNamespace:
+    """Another program's dump, as `report` takes golden values. order: of the names in computation."""
+    names = [name for name in dict.fromkeys([*order, *file.entries]) if name in file.entries]
+    values = []
+    for name in names:
+        array = file.read(name)
+        atol = TOLERANCE * float(np.abs(array).max(initial=0))
+        why = f"{TOLERANCE} of the largest magnitude"
+        values.append(Value(name, list(array.shape), "fp32", False, "of the other dump", atol, 0.0, why))
+    return SimpleNamespace(file=file, values=values)
 
 
 def prediction(source: Source, cfg: model.ModelConfig) -> dict[str, np.ndarray]:
@@ -51,12 +66,12 @@ def prediction(source: Source, cfg: model.ModelConfig) -> dict[str, np.ndarray]:
         net = model.Flux(cfg)
     net.rope = net.make_rope()
 
-    def fill(prefix: str, module: nn.Module, *_: object) -> None:
+    def fill(prefix: str, module: nn.Module, _: tuple) -> None:
         module.to_empty(device="cpu")
         for name, parameter in module.named_parameters():
             parameter.data.copy_(source.read(f"{prefix}.{name}", 0, len(parameter)))
 
-    def note(prefix: str, module: nn.Module, args: tuple, result: Tensor | tuple[Tensor, ...]) -> None:
+    def note(prefix: str, module: nn.Module, _: tuple, result: Tensor | tuple[Tensor, ...]) -> None:
         for part, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
             values[f"predict.{prefix}.{part}"] = tensor.flatten(1).norm(dim=1).numpy()
         module.to("meta")  # frees the memory
@@ -65,22 +80,10 @@ def prediction(source: Source, cfg: model.ModelConfig) -> dict[str, np.ndarray]:
         if re.fullmatch(r"\w+_(in|layer)|\w+_blocks\.\d+", name):
             module.register_forward_pre_hook(partial(fill, name))
             module.register_forward_hook(partial(note, name))
-    shapes = {"img": (rows, cfg.image_tokens, cfg.packed_channels), "txt": (rows, cfg.text_tokens, cfg.t5_dim)}
-    operands = [torch.from_numpy(drawn(f"predict.{name}", shape, 1.0)) for name, shape in shapes.items()]
-    clip = torch.from_numpy(drawn("predict.clip", (rows, cfg.clip_dim), 2.0))
+    img = drawn("predict.img", (rows, cfg.image_tokens, cfg.packed_channels), 1.0)
+    txt = drawn("predict.txt", (rows, cfg.text_tokens, cfg.t5_dim), 1.0)
+    clip = drawn("predict.clip", (rows, cfg.clip_dim), 2.0)
     with torch.no_grad():
-        result = net(*operands, clip, torch.tensor(TIMES))
-    return values | {"predict.prediction": np.ascontiguousarray(result.flatten()[::STRIDE])}
-
-
-def compare(values: dict[str, np.ndarray], theirs: TensorFile) -> int:
-    """Print how far another dump is off, value by value. Returns 1 if one is off, else 0. Raises: Refusal."""
-    if lacking := [name for name, value in values.items() if theirs.entries.get(name, ("", None))[1] != value.shape]:
-        raise Refusal(f"the other dump lacks {lacking[0]} of shape {list(values[lacking[0]].shape)}")
-    code = 0
-    for name, value in values.items():
-        distance = float(np.abs(theirs.read(name).astype(np.float64) - value).max() / np.abs(value).max())
-        is_off = not distance <= TOLERANCE
-        code |= is_off
-        print(f"{'differs' if is_off else 'agrees '} {distance:.1e} of the largest magnitude: {name}")
-    return int(code)
+        result = net(*map(torch.from_numpy, (img, txt, clip)), torch.tensor(TIMES))
+    values["predict.prediction"] = np.ascontiguousarray(result.flatten()[::STRIDE])
+    return values

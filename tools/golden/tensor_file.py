@@ -5,6 +5,7 @@ Format: 8 bytes little-endian length, then JSON, then the tensors back to back (
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,71 +33,56 @@ STORED = {  # dtype as the format names it -> how its bytes are read
 }
 
 
-class TensorFile:
-    """The tensors of a safetensors file. Each is read when it is asked for.
+class Entry(NamedTuple):
+    """A tensor of the file. dtype: as the format names it. begin, end: its bytes, after the header."""
 
-    entries: name -> (dtype as the format names it, shape).
-    """
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """The tensors of a safetensors file, by name in `entries`. Each is read when it is asked for."""
 
     def __init__(self, path: Path):
         """Raises: Refusal for a file that is not a whole safetensors file."""
+        self.path = path
         with outside.opened(path, "safetensors file") as file:
             length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length <= HEAD_BYTES else b""
-            size = file.seek(0, 2) - 8 - length  # of the data
+            head = file.read(min(length, HEAD_BYTES))
+            size = file.seek(0, 2) - 8 - length
+        self._data = 8 + length
         try:
-            if len(text) < length or size < 0:
-                raise ValueError(f"its first eight bytes announce a header of {length} bytes")
-            self.entries, self._begins = _entries(outside.parse_json(text), size)
-        except ValueError as error:
-            reason = outside.printable(error)[:200]
+            self.entries = _entries(outside.parse_json(head), size)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = outside.printable(repr(error))[:200]
             raise Refusal(f"{path} is not a whole safetensors file: {reason}; write it again") from None
-        # A map of no bytes is not allowed.
-        self._data = np.memmap(path, np.uint8, "r", 8 + length, size) if size else np.empty(0, np.uint8)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor: bf16 as float32, FP8 as its bytes. Raises: KeyError."""
-        dtype, shape = self.entries[name]
-        begin = self._begins[name]
-        kind = np.dtype(STORED[dtype])
-        array = self._data[begin : begin + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
+        dtype, shape, begin, _ = self.entries[name]
+        array = np.fromfile(self.path, STORED[dtype], math.prod(shape), offset=self._data + begin).reshape(shape)
         if dtype == "BF16":
             return (array.astype(np.uint32) << 16).view(np.float32)
-        return np.array(array)  # a copy: aligned, and in memory
+        return array
 
 
-def _entries(head: object, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, int]]:
-    """(dtype, shape) and the first byte of each tensor, from a header and the bytes of data. Raises: ValueError."""
-    if not isinstance(head, dict):
-        raise ValueError("its header is no JSON object")
+def _entries(head: dict, size: int) -> dict[str, Entry]:
+    """The tensors by name. size: bytes of data. Raises: ValueError, or another error for a foreign header."""
+    head.pop("__metadata__", None)
     entries = {}
-    spans = {}
-    for name, entry in head.items():
-        if name == "__metadata__":
-            continue
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-                is_known = len(shape) <= MOST_AXES and all(_is_count(number) for number in (*shape, begin, end))
-            case _:
-                is_known = False
-        if not is_known:
-            raise ValueError(f"its entry {name[:100]} has no dtype, shape and data_offsets as the format wants them")
-        if dtype not in STORED:
-            raise ValueError(f"the dtype {dtype[:20]} of {name[:100]} is not one of {', '.join(STORED)}")
-        if end - begin != math.prod(shape) * np.dtype(STORED[dtype]).itemsize:
-            raise ValueError(f"{name[:100]} has {end - begin} bytes, which do not fit its shape and dtype")
-        entries[name] = dtype, tuple(shape)
-        spans[name] = begin, end
-    last = 0
-    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
-        if begin != last:
-            raise ValueError(f"{name[:100]} begins at byte {begin}, and the tensor before it ends at {last}")
-        last = end
-    if last != size:
-        raise ValueError(f"its tensors end at byte {last} of {size}")
-    return entries, {name: begin for name, (begin, _) in spans.items()}
-
-
-def _is_count(number: object) -> bool:
-    """Whether it is a whole number from 0 that is not beyond what a file can hold."""
-    return type(number) is int and 0 <= number < 2**48
+    for name, about in head.items():
+        entry = Entry(about["dtype"], tuple(about["shape"]), *about["data_offsets"])
+        numbers = entry[2:] + entry.shape
+        if entry.dtype not in STORED:
+            raise ValueError(f"the dtype {entry.dtype} of {name} is not one of {', '.join(STORED)}")
+        if len(numbers) > MOST_AXES or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
+            raise ValueError(f"the shape or the bytes of {name} cannot be")
+        if entry.end - entry.begin != math.prod(entry.shape) * np.dtype(STORED[entry.dtype]).itemsize:
+            raise ValueError(f"the bytes of {name} do not fit its shape and dtype")
+        entries[name] = entry
+    spans = sorted(entry[2:] for entry in entries.values())
+    if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), size]:
+        raise ValueError(f"its tensors do not fill the {size} bytes after its header one after another")
+    return entries

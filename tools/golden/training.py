@@ -1,6 +1,9 @@
 """The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
 
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
+from itertools import count
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +14,7 @@ from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding,
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
+from flux_ref.run import weight_files
 from flux_ref.step import Health, State
 from tools.golden import places
 from tools.golden.hooks import recording, wrapped
@@ -34,18 +38,18 @@ def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.nda
     rates = [schedule.lr(number, of_rate["peak"], of_rate["warmup_steps"]) for number in of_rate["steps"]]
     values["schedule.lr"] = np.array(rates, np.float32)
     state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
-    for parameter in state.opt.parameters:
-        parameter.grad = parameter.detach().clone()
-    state.opt.step()
-    moments = dict(zip(state.opt.names, state.opt.moments()["exp_avg"]))
+    opt = state.opt
+    set_gradients(state, local(state.net).values())
+    opt.step()
+    moments = dict(zip(opt.names, opt.moments()["exp_avg"]))
     values["clip.clipped"] = moments["single_blocks.1.norm.query_norm.scale"].clone()
     coefficients = []
     for norm in given["clip.norms"].tolist():
-        for parameter in state.opt.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        state.opt.parameters[0].grad.to_local().view(-1)[0] = norm
-        state.opt.step()
-        coefficients.append(1 / state.opt.adamw.grad_scale)
+        grads = [torch.zeros_like(shard) for shard in opt.shards]
+        grads[0].view(-1)[0] = norm
+        set_gradients(state, grads)
+        opt.step()
+        coefficients.append(1 / opt.adamw.grad_scale)
     values["clip.coefficient"] = torch.stack(coefficients)
 
 
@@ -59,11 +63,12 @@ def init(values: Values, cfg: Config, world: World) -> None:
 
 def initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> State:
     """The state of a run that starts from the given weights."""
+
+    def read(name: str, first: int, count: int) -> Tensor:
+        return torch.from_numpy(given[f"weights.{name}"][first : first + count])
+
     net = sharding.build(cfg, world, None)
-    with torch.no_grad():
-        for name, parameter in sharding.named_parameters(net).items():
-            first, rows = sharding.local_rows(parameter)
-            rows.copy_(torch.from_numpy(given[f"weights.{name}"][first : first + len(rows)]))
+    weight_files.load(net, SimpleNamespace(read=read))
     return State.of(net, cfg, world)
 
 
@@ -87,71 +92,79 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def set_gradients(state: State, grads: Iterable[Tensor]) -> None:
+    """Give the optimizer these gradients, in the order of its parameters."""
+    for own, grad in zip(gradients(state.net).values(), grads):
+        own.copy_(grad)
+
+
 class Taken(NamedTuple):
-    """What a step gave. losses, times: of each row. gradients: as the optimizer was given them."""
+    """What a step gave. losses: of each row. gradients: as the optimizer was given them."""
 
     loss: Tensor
     norm: Tensor
     losses: Tensor
-    times: Tensor
     gradients: dict[str, Tensor]
 
 
 def take_step(state: State, batch: data.Batch, cfg: Config) -> Taken:
     """A step of training by the product's own code."""
     losses = []
-    times = []
     grads = {}
 
-    def note_losses(result: Tensor, net: nn.Module, part: data.Batch, dtype: torch.dtype) -> None:
+    def note_losses(result: Tensor, *_: object) -> None:
         losses.append(result.detach().flatten())
-        times.append(part["t"].clone())
 
     def note_gradients(*_: object) -> None:
         grads.update({name: grad.clone() for name, grad in gradients(state.net).items()})
 
-    with wrapped(flow, "losses", after=note_losses), wrapped(state.opt, "step", before=note_gradients):
+    # A step asks for the magnitudes after its last backward, before the optimizer clears the gradients.
+    with wrapped(flow, "losses", note_losses), wrapped(state.precision, "remember_magnitudes", note_gradients):
         loss, norm = step.train_step(state, batch, Health(CPU), cfg)
-    return Taken(loss, norm, torch.cat(losses), torch.cat(times), grads)
+    return Taken(loss, norm, torch.cat(losses), grads)
 
 
-def rows_of(train_set: data.TrainSet, number: int) -> dict[str, np.ndarray]:
-    """Which positions, epochs and samples a rank takes in a step, and the captions that it drops. number: from 0."""
-    cfg = train_set.cfg
-    pairs = next(train_set._plan(number))
-    drops = []
-    for epoch, sample in pairs:
-        draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
-        drops.append(draw.drop_caption)
-    epochs, samples = np.array(pairs, np.int64).T
-    positions = data.rank_slice(cfg, number, train_set.rank, train_set.size)
-    return {"position": np.array(positions), "epoch": epochs, "sample": samples, "drop": np.array(drops)}
+def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, data.Batch]]:
+    """What a rank takes in the steps from `first` on: positions, epochs, samples, drops and times; and the batch.
+
+    Steps count from 0. The batch is filled anew for each step.
+    """
+    train_set = data.TrainSet(cfg, rank, size, pin=False)
+    train_set.open()
+    batch = data.allocate(cfg.model, cfg.train.global_batch // size)
+    with closing(train_set.feed(first * cfg.train.global_batch)) as feed:
+        for number in count(first):
+            feed.copy_into(batch)
+            pairs = next(train_set._plan(number))
+            drops = []
+            for epoch, sample in pairs:
+                draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
+                drops.append(draw.drop_caption)
+            epochs, samples = np.array(pairs, np.int64).T
+            positions = np.array(data.rank_slice(cfg, number, rank, size))
+            rows = {"position": positions, "epoch": epochs, "sample": samples, "drop": np.array(drops)}
+            yield rows | {"t": batch["t"].clone()}, batch
 
 
 def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """Some optimizer steps. All values of the first one are recorded."""
     state = initial_state(cfg, world, given)
     start = {name: tensor.clone() for name, tensor in local(state.net).items()}
-    train_set = data.TrainSet(cfg, 0, 1, pin=False)
-    train_set.open()
-    batch = data.allocate(cfg.model, cfg.train.global_batch)
-    with closing(train_set.feed(0)) as feed:
-        for number in range(1, STEPS + 1):
-            feed.copy_into(batch)
-            state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
-            rows = rows_of(train_set, number - 1) | {"t": batch["t"].clone()}
-            values |= {f"step{number}.{name}": row for name, row in rows.items()}
-            if number == 1:
-                values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
-            with recording(values, state.net) if number == 1 else nullcontext():
-                taken = take_step(state, batch, cfg)
-            if number == 1:
-                values["loss"] = taken.losses.mean()
-                values |= {f"grad.{name}": taken.gradients[name] for name in reversed(WHOLE)}
-                values["grad.norms"] = norms(taken.gradients)
-            else:
-                values[f"step{number}.losses"] = taken.losses
-            after_step(values, number, state, taken, start)
+    for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
+        is_first = number == 1
+        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
+        values |= {f"step{number}.{name}": row for name, row in rows.items()}
+        if is_first:
+            values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+        with recording(values, state.net) if is_first else nullcontext():
+            taken = take_step(state, batch, cfg)
+        if is_first:
+            values["loss"] = taken.losses.mean()
+            values |= {f"grad.{name}": taken.gradients[name] for name in reversed(WHOLE)}
+            values["grad.norms"] = norms(taken.gradients)
+        else:
+            values[f"step{number}.losses"] = taken.losses
+        after_step(values, number, state, taken, start)
 
 
 def after_step(values: Values, number: int, state: State, taken: Taken, start: dict[str, Tensor]) -> None:
@@ -173,16 +186,6 @@ def after_step(values: Values, number: int, state: State, taken: Taken, start: d
     values[f"{place}.update_norms"] = norms({name: weights[name] - start[name] for name in start})
 
 
-def batch_of_rank(cfg: Config, rank: int) -> tuple[dict[str, np.ndarray], data.Batch]:
-    """What a rank takes in step RANKS_STEP: what rows_of tells, and the batch."""
-    train_set = data.TrainSet(cfg, rank, RANKS, pin=False)
-    train_set.open()
-    batch = data.allocate(cfg.model, cfg.train.global_batch // RANKS)
-    with closing(train_set.feed(RANKS_STEP * cfg.train.global_batch)) as feed:
-        feed.copy_into(batch)
-    return rows_of(train_set, RANKS_STEP), batch
-
-
 def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """One step on two ranks with two micro-batches each, from the given weights.
 
@@ -199,42 +202,41 @@ def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.
     rows = []
     taken = []
     for rank in range(RANKS):
-        of_rank, batch = batch_of_rank(cfg, rank)
+        of_rank, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
         rows.append(of_rank)
         state = initial_state(cfg, world, given)
         taken.append(take_step(state, batch, cfg))
     for name in rows[0]:
         values[f"ranks.{name}"] = np.stack([row[name] for row in rows])
-    values["ranks.t"] = torch.stack([one.times for one in taken])
     values["ranks.losses"] = torch.stack([one.losses for one in taken])
     values["ranks.loss"] = torch.stack([one.loss for one in taken])
     values["ranks.grad_norm_of_rank"] = torch.stack([norms(one.gradients).norm() for one in taken])
     values["ranks.mean_loss"] = values["ranks.loss"].mean()
     mean = {name: sum(one.gradients[name] for one in taken) / RANKS for name in taken[0].gradients}
     values["ranks.grad.norms"] = norms(mean)
-    for parameter, grad in zip(state.opt.parameters, mean.values()):
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().copy_(grad)
+    set_gradients(state, mean.values())
     values["ranks.grad_norm"] = state.opt.step()
 
 
 def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
     """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
     parts = {"t": [], "latent_eps": [], "noise": [], "losses": []}
+    counts = []
     state = initial_state(cfg, world, given)
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
 
     def note_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
         for name, noted in parts.items():
-            noted.append((losses if name == "losses" else batch[name]).clone())
+            noted.append((batch | {"losses": losses})[name].clone())
 
-    def note_count(sums: Tensor, _: object) -> None:
-        for name, noted in parts.items():
-            values[f"val.{name}"] = torch.cat(noted)[: cfg.data.val_count]
-        values["val.count"] = np.float32(sums[0])
+    def note_counts(result: evaluate.Validation, sums: list[list[float]], samples: int) -> None:
+        counts.extend(sums[0])
 
-    with wrapped(flow, "losses", after=note_losses), wrapped(evaluate, "summarise", before=note_count):
+    with wrapped(flow, "losses", note_losses), wrapped(evaluate, "summarise", note_counts):
         result = evaluate.validation_loss(step_runner.StepRunner(state, cfg, world), val_set, samples=0)
+    for name, noted in parts.items():
+        values[f"val.{name}"] = torch.cat(noted)[: cfg.data.val_count]
+    values["val.count"] = np.float32(counts)
     values["val.loss_per_timestep"] = np.float32(result.losses)
     values["val.loss"] = np.array(result.loss, np.float32)

@@ -5,32 +5,34 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from safetensors.numpy import save
 
 from flux_ref import config_file
-from flux_ref.errors import Refusal
+from flux_ref.config import Config
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.model import parameter_table
-from tools.golden import draws, full_size, places, record
-from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden, Value, checksum
+from tools.golden import places, record
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, checksum
+from tools.golden.full_size import initial_norms
 from tools.golden.inputs import inputs, write_data
 
 
 def write(folder: Path, is_long: bool) -> int:
     """Record all values of DIR/config.toml, the given ones too. Returns the exit code. Raises: Refusal.
 
-    is_long: also those of places.LONG; else they stay as the folder has them.
+    What does not depend on the config is taken from FOLDER: operands, and without is_long the value of places.LONG.
     """
     cfg = config_file.load(folder / CONFIG)
-    given = inputs(cfg)
+    kept = Golden(FOLDER)
+    given = inputs(cfg, kept.given())
     recorded = record.record(cfg, given)
-    recorded |= {name: record.plain(array) for name, array in long_values(folder, is_long).items()}
+    recorded[places.LONG] = record.plain(initial_norms() if is_long else kept.file.read(places.LONG))
+    by_config = of_config(cfg)
     entries = []
     for name, (dtype, array) in recorded.items():
         place = places.place(name)
         about = (place.meaning, *place.kind.tolerances(array, cfg.optim.lr), place.kind.why)
-        sources = draws.inputs_of(name, cfg) | full_size.inputs_of(name) | places.inputs_of(name)
+        sources = {key: by_config.get(str(source), source) for key, source in places.inputs_of(name).items()}
         entries.append(asdict(Value(name, list(array.shape), dtype, name in given, *about, sources)))
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save({name: value.array for name, value in recorded.items()}))
@@ -40,17 +42,18 @@ def write(folder: Path, is_long: bool) -> int:
     shutil.rmtree(folder / DATA, ignore_errors=True)
     with whole(folder / DATA) as partial:
         write_data(partial, given)
-    print(f"{folder}: {len(entries)} values, {(folder / VALUES).stat().st_size / 1e3:.0f} kB")
+    print(f"{folder}: {len(entries)} values")
     return 0
 
 
-def long_values(folder: Path, is_long: bool) -> dict[str, np.ndarray]:
-    """The values of places.LONG: computed, or those that the folder holds. {} if it holds none."""
-    if is_long:
-        return {"full.init.norms": full_size.initial_norms()}
-    try:
-        golden = Golden(folder)
-    except Refusal:
-        print("full.init.norms is left out: only golden write --long computes it")
-        return {}
-    return {value.name: golden.file.read(value.name) for value in golden.values if value.name in places.LONG}
+def of_config(cfg: Config) -> dict[str, object]:
+    """What stands in the table of inputs for "$NAME"."""
+    names = list(parameter_table(Config().model))
+    return {
+        "$seed": cfg.train.seed,
+        "$rate": cfg.train.caption_drop,
+        "$shape": list(cfg.model.latent_shape),
+        "$schnell": names,
+        "$double": [name.removeprefix("double_blocks.0.") for name in names if name.startswith("double_blocks.0.")],
+        "$single": [name.removeprefix("single_blocks.0.") for name in names if name.startswith("single_blocks.0.")],
+    }
