@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import traceback
 import zlib
@@ -33,7 +32,8 @@ WRONG, LEFTOVER, UNCLEAR = "wrong acceptance", "leftover", "unclear"  # unclear:
 GOOD = (REFUSED, SAME, AS_READ)
 BAD = (TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
 RESULTS = GOOD + BAD
-MEMORY_BYTES = 2 * 2**30  # an input may take so much memory
+MEMORY_BYTES = 9 * 2**28  # an input may take so much memory; Python reserves 2 GiB to read a list of our own
+LIMIT_S = 10.0
 FIRST_S = 100.0  # for the sound input of a target, whose modules may have to be imported
 CHECKED_BYTES = 16 * 2**20  # of a larger file only the size is compared
 LONGEST_LINE = 2000  # a refusal with more characters is not clear
@@ -55,8 +55,6 @@ class Target:
     # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
     judge: Callable[[Path, object], str] | None = None
     writes: tuple[str, ...] = ()  # patterns of the files that `run` may write if it accepts
-    weight: float = 1.0  # how often it is drawn
-    limit_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Bench:
         folder = self._fresh(target)
         said = target.damages[damage](folder, Random(f"{damage}/{seed}"))
         before = _listing(folder)
-        kind, detail, outcome = self._read(target, folder)
+        kind, detail, outcome = self._read(target, folder, LIMIT_S)
         if not (written := self.output.read_text("utf-8", "replace")).replace("\n", "").replace("\t", "").isprintable():
             kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
         if kind == SAME and repr(outcome) != self.sound[name]:
@@ -126,7 +124,7 @@ class Bench:
         place.mkdir(parents=True)
         os.chdir(place)
         target.make(place)
-        kind, detail, outcome = self._read(target, self._fresh(target), limit_s=FIRST_S)
+        kind, detail, outcome = self._read(target, self._fresh(target), FIRST_S)
         assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
         self.sound[target.name] = repr(outcome)
 
@@ -139,22 +137,22 @@ class Bench:
         os.chdir(folder)
         return folder
 
-    def _read(self, target: Target, folder: Path, limit_s: float = 0.0) -> tuple[str, str, object]:
+    def _read(self, target: Target, folder: Path, limit_s: float) -> tuple[str, str, object]:
         """(kind, detail, outcome); SAME stands for accepted."""
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
         signal.signal(signal.SIGALRM, _raise_hang)
-        signal.setitimer(signal.ITIMER_REAL, limit_s or target.limit_s)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             outcome = target.run(folder)
         except (Refusal, Fault, OSError) as error:  # commands make one line of each
             return REFUSED if _is_clear(one_line(error)) else UNCLEAR, one_line(error), None
         except _Hang:
-            return HANG, _where(), None
+            return HANG, traceback.format_exc(), None
         except MemoryError:
-            return MEMORY, _where(), None
+            return MEMORY, traceback.format_exc(), None
         except BaseException:
-            return TRACEBACK, _where(), None
+            return TRACEBACK, traceback.format_exc(), None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -200,14 +198,6 @@ def _is_clear(line: str) -> bool:
     return 8 < len(line) <= LONGEST_LINE and len(line.splitlines()) == 1
 
 
-def _where() -> str:
-    """The error that is being handled and the places that it went through, innermost first."""
-    error = sys.exc_info()[1]
-    frames = traceback.extract_tb(error.__traceback__)[:0:-1]
-    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-    return f"{type(error).__name__}: {ascii(str(error))[:300]} at {' < '.join(places[:12])}"
-
-
 def _listing(folder: Path) -> set[tuple]:
     """What lies in a folder tree: names, kinds, sizes, checksums."""
     found = set()
@@ -233,20 +223,19 @@ def targets() -> dict[str, Target]:
 def drawn(seed: int, count: int, only: Iterable[str] = ()) -> list[Input]:
     """`count` inputs that follow from a seed."""
     known = [target for target in targets().values() if not only or target.name in only]
-    random, weights = Random(seed), [target.weight for target in known]
-    chosen = random.choices(known, weights, k=count)
+    random = Random(seed)
+    chosen = random.choices(known, k=count)
     return [(target.name, random.choice(sorted(target.damages)), random.getrandbits(32)) for target in chosen]
 
 
 def tried(inputs: Iterable[Input]) -> Iterator[tuple[Input, Result]]:
     """The result of each input, one after another. A worker that dies or does not answer is replaced."""
-    limits = {name: target.limit_s for name, target in targets().items()}
     with contextlib.ExitStack() as stack:
         worker = None
         for one in inputs:
             if worker is None:
                 worker = stack.enter_context(_Worker())
-            result = worker.ask(one, limits[one[0]])
+            result = worker.ask(one)
             if result.kind in (HANG, MEMORY) or (result.kind == TRACEBACK and not result.damage):
                 worker.kill()
                 worker = None
@@ -269,10 +258,10 @@ class _Worker:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def ask(self, one: Input, limit_s: float) -> Result:
+    def ask(self, one: Input) -> Result:
         self.connection.send(one)
         try:
-            if self.connection.poll(2 * FIRST_S + 2 * limit_s):
+            if self.connection.poll(2 * FIRST_S):
                 return self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(5)

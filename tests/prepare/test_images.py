@@ -68,7 +68,7 @@ def claiming(width: int, height: int) -> bytes:
 
 
 def pixels(content: bytes, height: int = 256, width: int = 256, min_side: int = 64) -> torch.Tensor:
-    return raw_images.pixels(io.BytesIO(content), height, width, min_side)
+    return raw_images.pixels(content, height, width, min_side)
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> int:
@@ -305,7 +305,7 @@ def lay_out(folder: Path, with_bad: bool) -> dict[str, str]:
     os.mkfifo(folder / "14.png")
     (folder / "14.txt").write_text("a cat")
     (folder / ".hidden.png").write_bytes(b"")
-    return reasons | {"13.png": "missing file", "14.png": "missing file"}
+    return reasons | {"13.png": "unreadable file", "14.png": "unreadable file"}
 
 
 @pytest.fixture(scope="module")
@@ -599,7 +599,7 @@ def test_a_job_does_not_go_on_with_other_input_once_there_is_a_shard(stopped, tm
     for args, words in (
         ([], "00.png was missing, is [0, "),
         (["--min-side", "65"], "min_side was 64, is 65"),
-        (["--t5", str(other)], "/t5/config.json"),
+        (["--t5", str(other)], "/t5/model.safetensors"),
     ):
         line = refused([*stopped, *args], capsys)
         assert "was begun otherwise" in line and words in line and contents(tmp_path / "out") == before

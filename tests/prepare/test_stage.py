@@ -445,7 +445,7 @@ def test_nodes_with_other_sources_or_a_shared_destination_are_refused_in_one_lin
     for folder, last_src, line in (
         ("1", missing, rf"rank 1: source {missing} on \S+ does not exist or is no folder"),
         ("1", other, "node 1 sees other files .*"),
-        ("0", src, r"(rank 1: )?\S+ is being staged already \(process .*\); every node needs its own DST"),
+        ("0", src, r"(rank 1: )?\S+ is being staged by another job \(process .*\); every node needs its own DST"),
     ):
         nodes = launched(src, tmp_path / "0", tmp_path / folder, last_src=last_src)
         codes, said = nodes.codes, nodes.said

@@ -174,8 +174,8 @@ NOTICED_FAST = [
             (lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "layout", " ("),
         )
     ),
-    (move(TRAIN_1, "train/shard_000009.tar"), "missing", "train: there is no shard 1, although there is shard 9"),
-    (move(TRAIN_1, f"train/shard_{10**30}.tar"), "missing", f"there is no shard 3 to {10**30 - 1}, although there is"),
+    (move(TRAIN_1, "train/shard_000009.tar"), "missing", "train: there is no shard 1, although there is shard 2"),
+    (move(TRAIN_1, f"train/shard_{10**30}.tar"), "missing", f"there is no shard 3, although there is shard {10**30}"),
     (move(TRAIN_2, "train/shard_\u0662.tar"), "file name", "\u0662.tar: does not end with a number"),
     (move(TRAIN_2, "train/shard_000002 (1).tar"), "file name", "2 (1).tar: does not end with a number"),
     (move(TRAIN_2, "train/shard_\n2.tar"), "file name", r"\n2.tar: does not fit into a line"),
@@ -376,7 +376,6 @@ def swap(root: Path) -> None:
         move(old, new)(root)
 
 
-UNUSABLE = "is none of sha256sum's, or names a file again"
 LISTED = [
     *(
         (plant, "manifest", f"{name}: has changed")
@@ -398,9 +397,6 @@ LISTED_FAST = [
     (remove(TRAIN_2), "manifest", f"{TRAIN_2}: is missing"),
     (edit(lambda text: text + f"{'0' * 64}  ../beside.txt\n"), "manifest", "../beside.txt: is missing"),
     (edit(lambda text: ""), "manifest", f"{TRAIN_0}: is not in manifest"),
-    (edit(lambda text: text + "rubbish\n"), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
-    (edit(lambda text: text + text.splitlines()[0]), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
-    (edit(lambda text: text + "\udcff\n"), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
 ]
 
 

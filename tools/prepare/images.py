@@ -151,15 +151,9 @@ def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_
     """What must be the same when a stopped job goes on."""
     names = ("val_share", "caption_column", "per_shard", "min_side", "dtype")
     given = {"split": split} | {name: getattr(args, name) for name in names}
-    weights = []
-    for net in (args.t5, args.clip):
-        for folder in {net, encoders.tokenizer_folder(net)}:
-            weights += [path for path in folder.iterdir() if path.is_file()]
-    stats = {}
-    for path in (vae.find(args.vae), *sorted(weights)):
-        status = path.stat()
-        stats[str(path)] = [status.st_size, status.st_mtime_ns]
-    return {"options": given | shards.layout(model).shapes | stats, "files": listed}
+    weights = sorted([vae.find(args.vae), *args.t5.glob("*.safetensors"), *args.clip.glob("*.safetensors")])
+    used = listed + [raw_images.stamp(path, str(path)) for path in weights]
+    return {"options": given | shards.layout(model).shapes, "files": used}
 
 
 def _write_empty(final: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:

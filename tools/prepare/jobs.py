@@ -28,6 +28,14 @@ def require_new(final: Path) -> None:
         raise Refusal(f"{final} exists; remove it or choose another --output")
 
 
+def take(place: Path, what: str, remedy: str) -> claim.Claim:
+    """The claim at a place, which no two processes hold. Raises: Refusal of `what` with its owner; OSError."""
+    own = claim.take(place)
+    if own is None:
+        raise Refusal(f"{what} by another job ({claim.owner(place)}); {remedy}")
+    return own
+
+
 @contextmanager
 def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
@@ -36,13 +44,7 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
-    place = final.with_name(f".{final.name}.claim")
-    own = claim.take(place)
-    if own is None:
-        raise Refusal(
-            f"{folder} is in use by another job ({claim.owner(place)}); wait for it or choose another --output"
-        )
-    with own:
+    with take(final.with_name(f".{final.name}.claim"), f"{folder} is in use", "wait for it or choose another --output"):
         plan_path = folder / PLAN
         wanted = json.dumps(plan)
         begun = ""

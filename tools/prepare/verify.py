@@ -180,8 +180,7 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
             problems.add("file name", path, "does not end with a number")
     for before, number in pairwise(sorted(numbers)):
         if number > before + 1:
-            gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
-            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {max(numbers)}")
+            problems.add("missing", folder, f"there is no shard {before + 1}, although there is shard {number}")
     return paths
 
 
@@ -237,20 +236,16 @@ def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
         problems.add("empty encoding", error)
 
 
-def _check_manifest(
-    path: Path, listed: dict[str, str], unusable: list[int], sums: dict[str, str], problems: Problems
-) -> None:
+def _check_manifest(root: Path, listed: dict[str, str], sums: dict[str, str], problems: Problems) -> None:
     """Compare with what the manifest lists. sums: the SHA-256 of each file, "" if unknown."""
-    for number in unusable:
-        problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
     for name in sorted(listed):
         if name not in sums:
-            problems.add("manifest", path.parent / name, f"is missing, {MANIFEST} has it")
+            problems.add("manifest", root / name, f"is missing, {MANIFEST} has it")
         elif sums[name] not in ("", listed[name]):
-            problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
+            problems.add("manifest", root / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
     for name in sorted(sums.keys() - listed.keys()):
         if name.endswith((".tar", ".npy")):
-            problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
+            problems.add("manifest", root / name, f"is not in {MANIFEST}")
 
 
 # The command
@@ -292,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
         _check_empty(args.dir / EMPTY, layout, problems)
     sums = {report.path.relative_to(args.dir).as_posix(): report.sha256 for report in reports}
     if listed is not None:
-        _check_manifest(path, *listed, sums, problems)
+        _check_manifest(args.dir, listed, sums, problems)
     elif not args.fast and not problems:
         try:
             files.write_whole(path, manifest.written(sums))
