@@ -16,7 +16,7 @@ import io
 import json
 import warnings
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -63,14 +63,10 @@ class Job:
 
     def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
         """The samples, in order. Threads load some of the next samples meanwhile."""
-        waiting = deque()
         sizes = 8 * self.model.latent_height, 8 * self.model.latent_width, self.args.min_side
-        for candidate in candidates:
-            waiting.append(self.pool.submit(candidate.load, *sizes))
-            if len(waiting) > 2 * max(self.args.batch, self.args.workers):
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        candidates = iter(candidates)
+        while ahead := list(islice(candidates, 4 * max(self.args.batch, self.args.workers))):
+            yield from self.pool.map(lambda candidate: candidate.load(*sizes), ahead)
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
@@ -180,18 +176,16 @@ def _check(job: Job) -> Checked:
     mine = []
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
-            count = 0
-            rejected = []
+            outcomes = []
             for sample in job.loaded(job.parts[number]()):
-                if sample.rejected:
-                    rejected.append([count, sample.name, sample.rejected])
-                count += 1
+                outcomes.append((sample.name, sample.rejected))
                 bar.update()
-            mine.append([number, [count, rejected]])
+            rejected = [[position, *outcome] for position, outcome in enumerate(outcomes) if outcome[1]]
+            mine.append([number, len(outcomes), rejected])
     numbered = []
     for share in ranks.gather_objects(mine):
         numbered += share
-    checked = [part for _, part in sorted(numbered)]
+    checked = [part for _, *part in sorted(numbered)]
     with ranks.agreed():
         if job.world.rank == 0:
             files.write_whole(path, json.dumps({"crc32": _crc32(checked), "parts": checked}))

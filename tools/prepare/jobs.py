@@ -67,19 +67,13 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
 def _difference(begun: str, wanted: str) -> str:
     """The first options and files that differ."""
     try:
-        then = _flat(begun)
-        now = _flat(wanted)
+        contents = [outside.parse_json(plan) for plan in (begun, wanted)]
+        then, now = (content["options"] | {name: about for name, *about in content["files"]} for content in contents)
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"
     names = [name for name in then | now if then.get(name) != now.get(name)]
     changes = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in names]
     return "; ".join(changes[:3]) or "its files came in another order"
-
-
-def _flat(plan: str) -> dict[str, object]:
-    """The options and files of a plan, by name. Raises: ValueError, KeyError, TypeError."""
-    content = outside.parse_json(plan)
-    return content["options"] | {name: about for name, *about in content["files"]}
 
 
 def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:

@@ -94,9 +94,9 @@ def _timesteps(table, split: str, path: Path) -> list[int | None]:
     """The timesteps of a file: 0 to 7 for val, None for train. Raises: Refusal."""
     index = table.schema.get_field_index("timestep")  # -1 for none, or for several
     values = [None] * len(table) if index < 0 else table.column(index).to_pylist()
-    wanted = range(TIMESTEPS) if split == "val" else (None,)
+    wanted = range(TIMESTEPS) if split == "val" else [None]
     for row, value in enumerate(values):
-        if value not in wanted or type(value) not in (int, type(None)):
+        if type(value) not in (int, type(None)) or value not in wanted:
             want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
             raise Refusal(f"{path}, row {row}: timestep {value!r}, want {want}; is this the {split} split?")
     return values
