@@ -37,15 +37,16 @@ def run(inputs: list[engine.Input], verbose: bool = False) -> int:
     counts = Counter()
     begin = time.monotonic()
     for number, (one, result) in enumerate(engine.tried(inputs), 1):
-        counts.update([(one[0], result.kind), ("all", result.kind)])
+        counts[one[0], result.kind] += 1
         if verbose or result.kind not in engine.GOOD:
             print(f"{result.kind}: {engine.written(one, result.damage)}\n    {result.detail}", flush=True)
         if number % 250 == 0:
             print(f"{number} of {len(inputs)}, {time.monotonic() - begin:.0f} s", flush=True)
-    if not verbose:
-        for name in ("target", *sorted({name for name, _ in counts})):
-            print(*(f"{kind if name == 'target' else counts[name, kind]:>16}" for kind in engine.RESULTS), name)
-    return int(any(counts["all", kind] for kind in engine.BAD))
+    for (name, kind), count in sorted(counts.items()):
+        print(f"{name:17} {kind:17} {count:5}")
+    bad = sum(count for (_, kind), count in counts.items() if kind in engine.BAD)
+    print(f"{len(inputs)} inputs, {bad} bad")
+    return int(bad > 0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,6 @@ from flux_ref.formats import jsonl
 from flux_ref.run import folder as run_folder
 from tools.plan import commands as plan
 from tools.report import commands as report
-from tools.report import result_log, score
 from tools.shared import hardware
 from tools.watch import commands as watch
 
@@ -140,32 +138,15 @@ def many(path: Path, random: Random) -> str:
     return f"10 MiB of {line[:12]!r}"
 
 
-def run_logs(folder: Path) -> list:
-    """The figures of each log, as a report counts them; only "faulty" for a log that does not count."""
-    runs = [score.measure(result_log.read(path)) for path in sorted((folder / "logs").glob("result_*"))]
-    return ["faulty" if run.faults else (run.run_ms, run.samples, run.val_curve) for run in runs]
-
-
-def judge_logs(folder: Path, found: list) -> str:
-    """A log that counts has losses of its own lines."""
-    for path, figures in zip(sorted((folder / "logs").glob("result_*")), found, strict=True):
-        lines = re.findall(r":::MLLOG (.*)", path.read_text("latin-1")) if figures != "faulty" else []
-        entries = [entry for entry in map(json.loads, lines) if entry["key"] == "eval_accuracy"]
-        losses = [(entry["metadata"]["samples_count"], entry["value"]) for entry in entries]
-        if figures != "faulty" and not set(figures[2]) <= set(losses):
-            return f"{path.name} differs from {losses}"
-    return ""
-
-
 def run_report(folder: Path) -> Said:
     return command(report.main, ["logs", "--points=points.json", "--json=figures.json"])
 
 
 def judge_report(folder: Path, said: Said) -> str:
     """Two runs are no valid result, whatever they hold."""
-    figures = json.loads((folder / "figures.json").read_text())
+    figures = json.loads(Path("figures.json").read_text())
     valid = [system["system"] for system in figures["systems"] if system["valid"]]
-    points = json.loads((folder / "points.json").read_text()).values()
+    points = json.loads(Path("points.json").read_text()).values()
     is_right = said.code == 1 and not valid and all(point["Benchmark"] == "flux1" for point in points)
     return "" if is_right else f"{valid} are valid, exit code {said.code}"
 
@@ -232,7 +213,6 @@ TARGETS = [
     Target("records", make_run, RUN, run_records, judge=judge_records),
     Target("watch", make_run, RUN, run_watch, judge=judge_watch),
     Target("claim", make_unfinished, at(".lock", TEXT), run_claim, writes=CLAIMED),
-    Target("logs", make_logs, LOGS, run_logs, judge=judge_logs),
     Target(
         "report",
         make_logs,
