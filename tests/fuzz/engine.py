@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import resource
 import shutil
@@ -18,6 +17,8 @@ import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -89,6 +90,8 @@ def command(main: Callable[[list[str]], int], argv: list[str], encoding: str = "
 
 class Bench:
     """The folders in which a worker hurts and reads inputs."""
+
+    of_worker: "Bench"
 
     def __init__(self, root: Path, targets: dict[str, Target]):
         self.root, self.targets = root, targets
@@ -233,57 +236,46 @@ def tried(inputs: Iterable[Input]) -> Iterator[tuple[Input, Result]]:
     with contextlib.ExitStack() as stack:
         worker = None
         for one in inputs:
-            if worker is None:
-                worker = stack.enter_context(_Worker())
-            result = worker.ask(one)
+            worker = worker or stack.enter_context(_worker())
+            pool, root = worker
+            try:
+                result = pool.submit(_try, one).result(2 * FIRST_S)
+            except TimeoutError:
+                result = Result(HANG, "", "the worker does not answer")
+            except BrokenProcessPool:
+                last = (root / "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
+                result = Result(TRACEBACK, "", f"the worker died: {last}")
             if result.kind in (HANG, MEMORY) or (result.kind == TRACEBACK and not result.damage):
-                worker.kill()
+                stack.close()
                 worker = None
             yield one, result
 
 
-class _Worker:
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")  # no thread of this process's torch
-        self.connection, far = context.Pipe()
-        self.root = tempfile.TemporaryDirectory(prefix="fuzz_")
-        self.process = context.Process(target=_work, args=(far, Path(self.root.name)), daemon=True)
-        self.process.start()
-        far.close()
-        assert self.connection.poll(120) and self.connection.recv() == "ready", "the worker does not start"
-
-    def __enter__(self) -> "_Worker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
-
-    def ask(self, one: Input) -> Result:
-        self.connection.send(one)
+@contextlib.contextmanager
+def _worker() -> Iterator[tuple[ProcessPoolExecutor, Path]]:
+    """A process that tries inputs, and the folder in which it does so. It is killed at the end."""
+    context = multiprocessing.get_context("spawn")  # no thread of this process's torch
+    with tempfile.TemporaryDirectory(prefix="fuzz_") as root:
+        pool = ProcessPoolExecutor(1, context, _begin, (Path(root).resolve(),))
+        pid = pool.submit(os.getpid).result()
         try:
-            if self.connection.poll(2 * FIRST_S):
-                return self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join(5)
-            last = Path(self.root.name, "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
-            return Result(TRACEBACK, "", f"the worker died with {self.process.exitcode}: {last}")
-        return Result(HANG, "", "the worker does not answer")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.root.cleanup()
+            yield pool, Path(root)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            pool.shutdown(cancel_futures=True)
 
 
-def _work(connection: multiprocessing.connection.Connection, root: Path) -> None:
-    """The worker: answers inputs until it is killed."""
+def _begin(root: Path) -> None:
+    """Make the worker's bench."""
     output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    bench = Bench(root.resolve(), targets())
-    connection.send("ready")
-    while True:
-        connection.send(bench.try_input(*connection.recv()))
+    Bench.of_worker = Bench(root, targets())
+
+
+def _try(one: Input) -> Result:
+    return Bench.of_worker.try_input(*one)
 
 
 def written(one: Input, damage: str) -> str:
