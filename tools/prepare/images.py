@@ -63,10 +63,11 @@ class Job:
 
     def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
         """The samples, in order. Threads load some of the next samples meanwhile."""
-        sizes = 8 * self.model.latent_height, 8 * self.model.latent_width, self.args.min_side
+        height = 8 * self.model.latent_height
+        width = 8 * self.model.latent_width
         candidates = iter(candidates)
         while ahead := list(islice(candidates, 4 * max(self.args.batch, self.args.workers))):
-            yield from self.pool.map(lambda candidate: candidate.load(*sizes), ahead)
+            yield from self.pool.map(lambda candidate: candidate.load(height, width), ahead)
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
@@ -145,7 +146,7 @@ def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
 
 def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
     """What must be the same when a stopped job goes on."""
-    names = ("val_share", "caption_column", "per_shard", "min_side", "dtype")
+    names = ("val_share", "caption_column", "per_shard", "dtype")
     given = {"split": split} | {name: getattr(args, name) for name in names}
     weights = sorted([vae.find(args.vae), *args.t5.glob("*.safetensors"), *args.clip.glob("*.safetensors")])
     used = listed + [raw_images.stamp(path, str(path)) for path in weights]
@@ -265,7 +266,7 @@ def _write_shard(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", required=True, metavar="DIR|TARS", help="images with captions; x-{000..137}.tar is many")
+    add("--input", required=True, metavar="DIR|TARS", help="images of 64 pixels or more; x-{000..137}.tar is many")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     split = parser.add_mutually_exclusive_group(required=True)
     split.add_argument("--split", choices=("train", "val"), help="make one set of all images")
@@ -280,6 +281,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
     add("--batch", type=options.number, default=32, metavar="N", help="images encoded at a time (%(default)s)")
     add("--per-shard", type=options.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
-    add("--min-side", type=options.number, default=64, metavar="PIXELS", help="reject smaller images (%(default)s)")
     add("--workers", type=options.number, default=8, metavar="N", help="decoding threads per rank (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")

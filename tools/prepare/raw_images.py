@@ -30,6 +30,7 @@ from tools.prepare import manifest, metadata
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 TEXTS = (".txt", ".json")
+MIN_SIDE = 64  # pixels
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
 PICTURE_BYTES = 2**28  # of a file or a member of an archive
 TWINS = "several images for one caption"  # which of them the caption describes is unknown
@@ -62,11 +63,11 @@ class Candidate:
     name: str
     read: Callable[[], Entry]
 
-    def load(self, height: int, width: int, min_side: int) -> Sample:
+    def load(self, height: int, width: int) -> Sample:
         """Read and decode it; for the sizes see `pixels`."""
         try:
             content, caption, timestep = self.read()
-            return Sample(self.name, "", pixels(content, height, width, min_side), caption, timestep)
+            return Sample(self.name, "", pixels(content, height, width), caption, timestep)
         except Rejected as error:
             return Sample(self.name, str(error))
 
@@ -78,16 +79,13 @@ Files = list[list]  # [name, bytes, mtime in ns] of each file; -1 bytes: the fil
 # From a file to pixels
 
 
-def pixels(content: bytes, height: int, width: int, min_side: int) -> Tensor:
-    """The picture in the bytes of a file as (3, height, width) uint8; the first frame of an animation.
-
-    min_side: the least width and height of the picture in the file, in pixels. Raises: Rejected.
-    """
+def pixels(content: bytes, height: int, width: int) -> Tensor:
+    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected."""
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise Rejected("too many pixels")
-            if min(image.size) < min_side:
+            if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
             return cover(rgb(image), height, width)
