@@ -92,18 +92,19 @@ def stored() -> Iterator[tuple[str, bytes, Image.Image, int]]:
     yield "16 bits", saved(Image.fromarray(np.array(grey).astype(np.uint16) * 257)), grey, 0
 
     white = Image.new("RGB", square.size, "white")
-    palette = square.convert("P")
-    shown = Image.fromarray(np.where(np.asarray(palette) == 3, 0, 255).astype(np.uint8))
     opacity = Image.linear_gradient("L")
-    for picture, alpha in ((grey.convert("LA"), opacity), (square.convert("RGBA"), opacity), (palette, shown)):
+    faded_grey, faded, palette = (square.convert(mode) for mode in ("LA", "RGBA", "P"))
+    faded_grey.putalpha(opacity)
+    faded.putalpha(opacity)
+    shown = Image.fromarray(np.where(np.asarray(palette) == 3, 0, 255).astype(np.uint8))
+    for picture, alpha, kind, options in (
+        (faded_grey, opacity, "PNG", {}),
+        (faded, opacity, "WEBP", {"lossless": True, "exact": True}),
+        (palette, shown, "PNG", {"transparency": 3}),
+        (palette, shown, "GIF", {"transparency": 3}),
+    ):
         want = Image.composite(picture.convert("RGB"), white, alpha)
-        if picture is palette:
-            yield "transparent colour", saved(palette, "GIF", transparency=3), want, 1
-            yield "transparent colour", saved(palette, "PNG", transparency=3), want, 1
-        else:
-            picture.putalpha(alpha)
-            yield f"transparent {picture.mode}", saved(picture), want, 1
-    yield "transparent WEBP", saved(square.convert("RGBA"), "WEBP", lossless=True), square, 0
+        yield f"transparent {picture.mode} {kind}", saved(picture, kind, **options), want, 1
 
     jpeg = {"kind": "JPEG", "quality": 100, "subsampling": 0}
     exif = Image.Exif()
@@ -123,9 +124,7 @@ def stored() -> Iterator[tuple[str, bytes, Image.Image, int]]:
 @pytest.mark.filterwarnings("ignore")
 def test_pictures_of_all_forms_show_what_they_show_to_people():
     """The shorter side becomes 256 and the centre is kept; what is transparent shows white; EXIF turns a picture."""
-    assert {
-        what: found for what, file, shown, most in stored() if (found := distance(pixels(file), shown)) > most
-    } == {}
+    assert [what for what, file, shown, most in stored() if distance(pixels(file), shown) > most] == []
     for size, resized, kept in (((120, 300), (48, 120), (0, 44, 48, 76)), ((300, 120), (80, 32), (16, 0, 64, 32))):
         shown = drawn(*size).resize(resized, 3).crop(kept)
         assert distance(pixels(saved(drawn(*size)), HEIGHT, WIDTH), shown) == 0, size
