@@ -8,17 +8,17 @@ import contextlib
 import importlib
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import resource
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,7 +33,8 @@ WRONG, LEFTOVER, UNCLEAR = "wrong acceptance", "leftover", "unclear"  # unclear:
 GOOD = (REFUSED, SAME, AS_READ)
 BAD = (TRACEBACK, HANG, MEMORY, WRONG, LEFTOVER, UNCLEAR)
 RESULTS = GOOD + BAD
-MEMORY_BYTES = 2 * 2**30  # an input may take so much memory
+MEMORY_BYTES = 9 * 2**28  # an input may take so much memory; Python reserves 2 GiB to read a list of our own
+LIMIT_S = 10.0
 FIRST_S = 100.0  # for the sound input of a target, whose modules may have to be imported
 CHECKED_BYTES = 16 * 2**20  # of a larger file only the size is compared
 LONGEST_LINE = 2000  # a refusal with more characters is not clear
@@ -55,8 +56,6 @@ class Target:
     # Where that is not enough: what is wrong with an outcome that differs from the sound input's; "" if it is right.
     judge: Callable[[Path, object], str] | None = None
     writes: tuple[str, ...] = ()  # patterns of the files that `run` may write if it accepts
-    weight: float = 1.0  # how often it is drawn
-    limit_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,8 @@ def command(main: Callable[[list[str]], int], argv: list[str], encoding: str = "
 class Bench:
     """The folders in which a worker hurts and reads inputs."""
 
+    of_worker: "Bench"
+
     def __init__(self, root: Path, targets: dict[str, Target]):
         self.root, self.targets = root, targets
         self.sound: dict[str, str] = {}  # what each target finds in the sound input
@@ -105,7 +106,7 @@ class Bench:
         folder = self._fresh(target)
         said = target.damages[damage](folder, Random(f"{damage}/{seed}"))
         before = _listing(folder)
-        kind, detail, outcome = self._read(target, folder)
+        kind, detail, outcome = self._read(target, folder, LIMIT_S)
         if not (written := self.output.read_text("utf-8", "replace")).replace("\n", "").replace("\t", "").isprintable():
             kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
         if kind == SAME and repr(outcome) != self.sound[name]:
@@ -126,7 +127,7 @@ class Bench:
         place.mkdir(parents=True)
         os.chdir(place)
         target.make(place)
-        kind, detail, outcome = self._read(target, self._fresh(target), limit_s=FIRST_S)
+        kind, detail, outcome = self._read(target, self._fresh(target), FIRST_S)
         assert kind == SAME, f"the sound input of {target.name} ends in {kind}: {detail}"
         self.sound[target.name] = repr(outcome)
 
@@ -139,22 +140,22 @@ class Bench:
         os.chdir(folder)
         return folder
 
-    def _read(self, target: Target, folder: Path, limit_s: float = 0.0) -> tuple[str, str, object]:
+    def _read(self, target: Target, folder: Path, limit_s: float) -> tuple[str, str, object]:
         """(kind, detail, outcome); SAME stands for accepted."""
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
         signal.signal(signal.SIGALRM, _raise_hang)
-        signal.setitimer(signal.ITIMER_REAL, limit_s or target.limit_s)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             outcome = target.run(folder)
         except (Refusal, Fault, OSError) as error:  # commands make one line of each
             return REFUSED if _is_clear(one_line(error)) else UNCLEAR, one_line(error), None
         except _Hang:
-            return HANG, _where(), None
+            return HANG, traceback.format_exc(), None
         except MemoryError:
-            return MEMORY, _where(), None
+            return MEMORY, traceback.format_exc(), None
         except BaseException:
-            return TRACEBACK, _where(), None
+            return TRACEBACK, traceback.format_exc(), None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -200,14 +201,6 @@ def _is_clear(line: str) -> bool:
     return 8 < len(line) <= LONGEST_LINE and len(line.splitlines()) == 1
 
 
-def _where() -> str:
-    """The error that is being handled and the places that it went through, innermost first."""
-    error = sys.exc_info()[1]
-    frames = traceback.extract_tb(error.__traceback__)[:0:-1]
-    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-    return f"{type(error).__name__}: {ascii(str(error))[:300]} at {' < '.join(places[:12])}"
-
-
 def _listing(folder: Path) -> set[tuple]:
     """What lies in a folder tree: names, kinds, sizes, checksums."""
     found = set()
@@ -233,68 +226,56 @@ def targets() -> dict[str, Target]:
 def drawn(seed: int, count: int, only: Iterable[str] = ()) -> list[Input]:
     """`count` inputs that follow from a seed."""
     known = [target for target in targets().values() if not only or target.name in only]
-    random, weights = Random(seed), [target.weight for target in known]
-    chosen = random.choices(known, weights, k=count)
+    random = Random(seed)
+    chosen = random.choices(known, k=count)
     return [(target.name, random.choice(sorted(target.damages)), random.getrandbits(32)) for target in chosen]
 
 
 def tried(inputs: Iterable[Input]) -> Iterator[tuple[Input, Result]]:
     """The result of each input, one after another. A worker that dies or does not answer is replaced."""
-    limits = {name: target.limit_s for name, target in targets().items()}
     with contextlib.ExitStack() as stack:
         worker = None
         for one in inputs:
-            if worker is None:
-                worker = stack.enter_context(_Worker())
-            result = worker.ask(one, limits[one[0]])
+            worker = worker or stack.enter_context(_worker())
+            pool, root = worker
+            try:
+                result = pool.submit(_try, one).result(2 * FIRST_S)
+            except TimeoutError:
+                result = Result(HANG, "", "the worker does not answer")
+            except BrokenProcessPool:
+                last = (root / "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
+                result = Result(TRACEBACK, "", f"the worker died: {last}")
             if result.kind in (HANG, MEMORY) or (result.kind == TRACEBACK and not result.damage):
-                worker.kill()
+                stack.close()
                 worker = None
             yield one, result
 
 
-class _Worker:
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")  # no thread of this process's torch
-        self.connection, far = context.Pipe()
-        self.root = tempfile.TemporaryDirectory(prefix="fuzz_")
-        self.process = context.Process(target=_work, args=(far, Path(self.root.name)), daemon=True)
-        self.process.start()
-        far.close()
-        assert self.connection.poll(120) and self.connection.recv() == "ready", "the worker does not start"
-
-    def __enter__(self) -> "_Worker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
-
-    def ask(self, one: Input, limit_s: float) -> Result:
-        self.connection.send(one)
+@contextlib.contextmanager
+def _worker() -> Iterator[tuple[ProcessPoolExecutor, Path]]:
+    """A process that tries inputs, and the folder in which it does so. It is killed at the end."""
+    context = multiprocessing.get_context("spawn")  # no thread of this process's torch
+    with tempfile.TemporaryDirectory(prefix="fuzz_") as root:
+        pool = ProcessPoolExecutor(1, context, _begin, (Path(root).resolve(),))
+        pid = pool.submit(os.getpid).result()
         try:
-            if self.connection.poll(2 * FIRST_S + 2 * limit_s):
-                return self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join(5)
-            last = Path(self.root.name, "output").read_text("utf-8", "replace")[-LONGEST_LINE:]
-            return Result(TRACEBACK, "", f"the worker died with {self.process.exitcode}: {last}")
-        return Result(HANG, "", "the worker does not answer")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.root.cleanup()
+            yield pool, Path(root)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            pool.shutdown(cancel_futures=True)
 
 
-def _work(connection: multiprocessing.connection.Connection, root: Path) -> None:
-    """The worker: answers inputs until it is killed."""
+def _begin(root: Path) -> None:
+    """Make the worker's bench."""
     output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    bench = Bench(root.resolve(), targets())
-    connection.send("ready")
-    while True:
-        connection.send(bench.try_input(*connection.recv()))
+    Bench.of_worker = Bench(root, targets())
+
+
+def _try(one: Input) -> Result:
+    return Bench.of_worker.try_input(*one)
 
 
 def written(one: Input, damage: str) -> str:

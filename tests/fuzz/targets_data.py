@@ -4,9 +4,9 @@ Payloads of shards and encodings have no checksum. Damage to them changes the va
 hurt files by Python's tarfile and numpy.load, and every value of every sample must be the one found there.
 """
 
+import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -18,9 +18,8 @@ import numpy as np
 import shard_damage
 import yaml
 from braceexpand import braceexpand
-from fuzz import damage_files
-from fuzz.damage import BYTES, TEXT, at, of_content
-from fuzz.damage_files import ARCHIVE, NPY, PLACES
+from fuzz.damage import BYTES, TEXT, at, edits, moved, replaced
+from fuzz.damage_files import ARCHIVE, NPY, PLACES, npy_head
 from fuzz.engine import Said, Target, command
 
 from flux_ref.errors import Refusal
@@ -82,39 +81,26 @@ def read_shards(folder: Path) -> list[tuple]:
     return found
 
 
-def samples(content: bytes, random: Random) -> tuple[bytes, str]:
-    """Whole samples gone, twice, exchanged."""
-    return damage_files.moved(lambda content: list(range(0, len(content) - shards.END_BYTES, LAYOUT.stride)))(
-        content, random
-    )
+def samples(content: bytes) -> list[int]:
+    """Where each sample begins."""
+    return list(range(0, len(content) - shards.END_BYTES, LAYOUT.stride))
+
+
+OWN_TEXTS = (
+    *(b"[" * 400, b'{"timestep": 1e999}', b'{"timestep": true}', b'{"timestep": -1}', b"{}", b"null"),
+    b'{"timestep": 3}',
+)
 
 
 def own_text(content: bytes, random: Random) -> tuple[bytes, str]:
     """The json of a sample holds another text of the same length."""
     at = content.index(b'{"key"', random.randrange(len(content) // 2))
     end = content.index(b"\0", at)
-    text = random.choice(
-        (
-            b"[" * 400,
-            b'{"timestep": 1e999}',
-            b'{"timestep": true}',
-            b'{"timestep": -1}',
-            b"{}",
-            b"null",
-            b'{"timestep": 3}',
-        )
-    )
-    return content[:at] + text[: end - at].ljust(end - at) + content[end:], f"json at byte {at} is {text[:20]!a}"
+    text = random.choice(OWN_TEXTS)[: end - at]
+    return content[:at] + text.ljust(end - at) + content[end:], f"json at byte {at} is {text[:20]!a}"
 
 
-def end(content: bytes, random: Random) -> tuple[bytes, str]:
-    """Bytes more or fewer at the end."""
-    count = random.choice((-1024, -512, -1, 1, 512, 1024, 10240, LAYOUT.stride))
-    filling = random.choice((b"\0", b"x"))
-    return (content[:count] if count < 0 else content + filling * count), f"{count} bytes {filling!a} at the end"
-
-
-SHARDS = BYTES | ARCHIVE | of_content(damage_files.npy_head, samples, own_text, end)
+SHARDS = BYTES | ARCHIVE | edits(npy_head=npy_head, samples=moved(samples), own_text=own_text)
 
 
 # Energon's lists
@@ -148,33 +134,17 @@ def _names(patterns: list[str]) -> list[str]:
 
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
+PATTERNS = (
+    *("{0..99999999999}", "{a..z}" * 9, "{,}" * 40, "{" * 50 + "}" * 50, "{" * 5000, "{1..{2..3}}", "../x.tar"),
+    *("train/shard_{\u0660..\u0662}.tar", "/etc/passwd", "train", "train/shard_{000002..000000}.tar", "2026-01-01"),
+    *("train/shard_{000000..000002..9999999999999999999}.tar", "train/shard_{000000..000003}.tar", '"\\0"'),
+    *("!!python/object/apply:os.getcwd []", "val/*.tar"),
+)
 
 
-def pattern(content: bytes, random: Random) -> tuple[bytes, str]:
-    """A pattern of shards becomes a hostile one."""
-    old = random.choice(re.findall(rb"(?:train|val)/shard_\S+\.tar", content))
-    new = random.choice(
-        (
-            *("{0..99999999999}", "{a..z}" * 9, "{,}" * 40, "{" * 50 + "}" * 50, "{" * 5000, "{1..{2..3}}", "*a29"),
-            *(
-                "train/shard_{\u0660..\u0662}.tar",
-                "../x.tar",
-                "/etc/passwd",
-                "train",
-                "train/shard_{000002..000000}.tar",
-            ),
-            *("train/shard_{000000..000002..9999999999999999999}.tar", "train/shard_{000002..000000}.tar"),
-            *(
-                "train/shard_{000000..000003}.tar",
-                "!!python/object/apply:os.getcwd []",
-                '"\\0"',
-                "2026-01-01",
-                "val/*.tar",
-            ),
-        )
-    )
-    bomb = BOMB.encode() + b"\n" if "*a29" in new else b""
-    return bomb + content.replace(old, new.encode(), 1), f"{old.decode()} becomes {new[:30]!a} of {len(new)}"
+def bomb(content: bytes, random: Random) -> tuple[bytes, str]:
+    """A list of patterns is one of 9 ** 29 of them, by aliases."""
+    return f"{BOMB}\n".encode() + content.replace(b"train/shard_000002.tar", b"*a29"), "aliases of aliases"
 
 
 # Encodings of the empty caption
@@ -232,19 +202,16 @@ def judge_verify(folder: Path, said: Said) -> str:
 
 
 def make_stage(folder: Path) -> None:
-    source, target = folder / "src", folder / "dst"
-    (source / "train").mkdir(parents=True)
-    shutil.copytree(source, target)
-    (target / stage.HIDDEN).mkdir()
-    sums = {}
-    for number in range(4):
-        path = source / "train" / f"shard_{number:06d}.tar"
-        path.write_bytes(bytes([number]) * 700)
-        sums[f"train/{path.name}"] = stage.hashlib.sha256(path.read_bytes()).hexdigest()
-        os.utime(path, ns=(10**18 + number, 10**18 + number))
-        if number < 3:
-            shutil.copy2(path, target / "train" / path.name)
-    (source / "manifest.sha256").write_text(manifest.written(sums))
+    train = folder / "src" / "train"
+    train.mkdir(parents=True)
+    names = [f"shard_{number:06d}.tar" for number in range(4)]
+    for name in names:
+        (train / name).write_bytes(700 * name[11:12].encode())
+    sums = {f"train/{name}": hashlib.sha256((train / name).read_bytes()).hexdigest() for name in names}
+    shutil.copytree(folder / "src", folder / "dst")
+    (folder / "dst" / "train" / names[3]).unlink()
+    (folder / "dst" / stage.HIDDEN).mkdir()
+    (folder / "src" / "manifest.sha256").write_text(manifest.written(sums))
 
 
 def run_stage(folder: Path) -> list:
@@ -269,42 +236,14 @@ def judge_stage(folder: Path, outcome: list) -> str:
     return "" if all(sums.get(name) == digest for name, digest in moves) else "another checksum"
 
 
+WHOLE = at("*.tar", SHARDS, "tar_") | at("manifest.sha256", TEXT, "sums_") | at("*.npy", BYTES, "empty_")
+WRITES = ("set/manifest.sha256",)
+ENERGON = at("split.yaml", TEXT | edits(pattern=replaced(rb"(?:train|val)/shard_\S+\.tar", PATTERNS), bomb=bomb))
+STAGE = at("manifest.sha256", TEXT, "sums_") | at("*.tar", PLACES)
 TARGETS = [
-    Target(
-        "shards",
-        make_shards,
-        at("set/*.tar", SHARDS | PLACES),
-        run_shards,
-        reading=read_shards,
-        weight=3,
-    ),
-    Target(
-        "energon",
-        make_energon,
-        at("split.yaml", TEXT | of_content(pattern)) | at("*.tar", PLACES),
-        run_energon,
-        reading=read_energon,
-        weight=2,
-    ),
-    Target("empty", make_empty, at("set/*.npy", NPY | PLACES), run_empty, reading=read_empty, weight=2),
-    Target(
-        "verify",
-        make_set,
-        at("*.tar", SHARDS, "tar_")
-        | at("manifest.sha256", TEXT, "sums_")
-        | at("*.npy", BYTES, "empty_")
-        | at("*.*", PLACES),
-        run_verify,
-        judge=judge_verify,
-        writes=("set/manifest.sha256",),
-        weight=2,
-    ),
-    Target(
-        "stage",
-        make_stage,
-        at("manifest.sha256", TEXT, "sums_") | at("*.tar", PLACES),
-        run_stage,
-        judge=judge_stage,
-        writes=("dst/.stage*",),
-    ),
+    Target("shards", make_shards, at("set/*.tar", SHARDS | PLACES), run_shards, reading=read_shards),
+    Target("energon", make_energon, ENERGON | at("*.tar", PLACES), run_energon, reading=read_energon),
+    Target("empty", make_empty, at("set/*.npy", NPY | PLACES), run_empty, reading=read_empty),
+    Target("verify", make_set, WHOLE | at("*.*", PLACES), run_verify, judge=judge_verify, writes=WRITES),
+    Target("stage", make_stage, STAGE, run_stage, judge=judge_stage, writes=("dst/.stage*",)),
 ]

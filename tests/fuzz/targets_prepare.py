@@ -8,19 +8,22 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import arrow_files
 import numpy as np
+import pyarrow as pa
 import shard_damage
-from fuzz.damage import BYTES, JSON, TEXT, at, of_content
+from fuzz.damage import BYTES, JSON, TEXT, at, edits
 from fuzz.damage_files import ARCHIVE, PLACES, npy_head
 from fuzz.engine import Target
 from fuzz.targets_data import LAYOUT, crc
 from PIL import Image
-from torch import Tensor
 
 from flux_ref.formats import shard_writer
 from tools.prepare import images, jobs, mlcommons, raw_images
@@ -29,7 +32,7 @@ COUNT, SIDE = 4, 16
 
 
 def picture(number: int, kind: str = "PNG") -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), np.uint8)
+    pixels = np.random.default_rng(number).integers(0, 256, (64, 70, 3), np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, kind)
     return out.getvalue()
@@ -57,28 +60,28 @@ def make_pictures(folder: Path) -> None:
 
 def make_listed(folder: Path, kind: str) -> None:
     """All captions in metadata.jsonl or metadata.csv."""
-    for name, seed in (("set", 0), ("other", 1)):
-        (folder / name).mkdir()
-        rows = {f"{number}.png": f'a "cat", {number}{seed} é' for number in range(COUNT)}
-        for number, file in enumerate(rows):
-            (folder / name / file).write_bytes(picture(number + 10 * seed))
-        lines = [json.dumps({"file_name": file, "text": text}, ensure_ascii=False) for file, text in rows.items()]
-        if kind == "csv":
-            lines = [
-                "file_name,text",
-                *(f'{file},"{text.replace(chr(34), 2 * chr(34))}"' for file, text in rows.items()),
-            ]
-        (folder / name / f"metadata.{kind}").write_text("\n".join(lines))
+    make_pictures(folder)
+    for seed, name in enumerate(("set", "other")):
+        rows = [{"file_name": path.name, "text": f'a "cat", {seed} é'} for path in sorted((folder / name).glob("*g"))]
+        for path in (folder / name).glob("*.[tj][xs]*"):
+            path.unlink()
+        with (folder / name / f"metadata.{kind}").open("w", encoding="utf-8", newline="") as file:
+            if kind == "csv":
+                table = csv.DictWriter(file, rows[0])
+                table.writeheader()
+                table.writerows(rows)
+            else:
+                file.write("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
 
 
 def make_archives(folder: Path) -> None:
-    for name, seed in (("set", 0), ("other", 1)):
-        (folder / name).mkdir()
+    make_pictures(folder)
+    for name in ("set", "other"):
+        paths = sorted((folder / name).iterdir())
         with tarfile.open(folder / name / "0.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
-            for file, content in contents(seed).items():
-                entry = tarfile.TarInfo(file)
-                entry.size = len(content)
-                archive.addfile(entry, io.BytesIO(content))
+            for path in paths:
+                archive.add(path, path.name)
+                path.unlink()
 
 
 def run_pictures(folder: Path) -> list[tuple]:
@@ -86,109 +89,81 @@ def run_pictures(folder: Path) -> list[tuple]:
     source, found = raw_images.source("set"), []
     for part in source.parts(source.files()):
         for candidate in part():
-            sample = candidate.load(SIDE, SIDE, 8)
-            read = (sample.rejected,) if sample.rejected else (sample.caption, sample.timestep, crc_of(sample.pixels))
+            sample = candidate.load(SIDE, SIDE)
+            read = (
+                (sample.rejected,) if sample.rejected else (sample.caption, sample.timestep, crc(sample.pixels.numpy()))
+            )
             found.append((sample.name, *read))
     return found
 
 
-def crc_of(pixels: Tensor) -> int:
-    return crc(pixels.numpy())
-
-
 def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
-    """Each accepted sample is one picture and the caption of the same name; no sample is lost without a word."""
-    files = {path.name: _head(path) for path in Path("set").iterdir() if path.is_file()}
-    found = {name: rest for name, *rest in outcome}
-    shown = [file for file in files if file.endswith(raw_images.SUFFIXES) and not file.startswith(".")]
-    if not found.keys() >= set(shown):
-        return "a picture is lost"
-    return _judge(files, found)
-
-
-def judge_listed(folder: Path, outcome: list[tuple]) -> str:
-    """Each row and each picture is there, and each accepted sample has the caption and the picture of its row."""
-    shown = {path.name for path in Path("set").iterdir() if path.suffix in raw_images.SUFFIXES and path.name[0] != "."}
-    if lost := shown - {name for name, *_ in outcome}:
-        return f"{lost} are lost"
-    path = next(Path("set").glob("metadata.*"), None)
-    if path is None or path.suffix not in (".jsonl", ".csv"):
-        return "a caption from nowhere" if any(len(sample) > 2 for sample in outcome) else ""
-    text = path.read_bytes().decode().removeprefix("\ufeff")
-    if path.suffix == ".csv":
-        head, *table = csv.reader(io.StringIO(text, newline=""))
-        rows = [dict(zip(head, row)) for row in table if row]
-    else:
-        rows = [_object(line) for line in text.split("\n") if line.strip()]
-    if sum(sample[1] != f"not in {path.name}" for sample in outcome) != len(rows):
-        return "a row is lost"
-    pairs = {(os.path.normpath(str(row.get("file_name"))), str(row.get("text")).strip()) for row in rows}
-    for name, caption, *rest in (sample for sample in outcome if len(sample) > 2):
-        with Path("set", name).open("rb") as file:
-            if (name, caption) not in pairs or rest[1] != crc_of(raw_images.pixels(file, SIDE, SIDE, 8)):
-                return f"{name} is not what its row says"
-    return ""
-
-
-def _object(line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(2**20)
-    except OSError:
-        return b""
-
-
-def judge_archives(folder: Path, outcome: list[tuple]) -> str:
-    """As read by Python's tarfile, as far as tarfile can read. Damage to the archive must be told."""
-    found = {name: rest for name, *rest in outcome}
-    damaged = any("damaged archive" in rest[0] for rest in found.values())
-    files, complete = {}, True
-    for path in sorted(Path("set").glob("*.tar")):
-        try:
-            with tarfile.open(path, "r:", errorlevel=2) as archive:
-                for entry in archive:
-                    name, keys = f"{path}/{entry.name}", {"data": archive.extractfile(entry)}
-                    if name not in files and keys["data"]:
-                        files[name] = keys["data"].read()
-        except Exception:  # tarfile raises a dozen kinds
-            complete = False
-    lost = [name for name in ("0", "1", "2", "3") if not any(key.endswith(f"/{name}") for key in found)]
-    if lost and not damaged and complete and any(f"/{name}." in file for name in lost for file in files):
+    """Each accepted sample has the picture and a caption of its name; no picture is lost without a word."""
+    files, is_whole = _files()
+    found = {_stem(name) for name, *_ in outcome}
+    shown = {_stem(name) for name in files if name.endswith(raw_images.SUFFIXES)}
+    lost = {stem for stem in shown - found if re.fullmatch(r"(set/.*\.tar/)?[0-9]", stem)}
+    if lost and is_whole and not any("damaged archive" in str(read[0]) for _, *read in outcome):
         return f"{lost} are lost without a word"
-    samples = {name: rest for name, rest in found.items() if len(rest) == 3}
-    return _judge(files, samples) if complete else ""
-
-
-def _judge(files: dict[str, bytes], found: dict[str, list]) -> str:
-    for name, rest in found.items():
-        if len(rest) == 3:
-            beside = {Path(file).suffix: content for file, content in files.items() if _stem(file) == _stem(name)}
-            caption = beside[".txt"].decode() if ".txt" in beside else json.loads(beside[".json"])["caption"]
-            pictures = [content for suffix, content in beside.items() if suffix.lower() in raw_images.SUFFIXES]
-            pixels = raw_images.pixels(io.BytesIO(pictures[0]), SIDE, SIDE, 8)
-            if rest[0] != caption.strip() or len(pictures) != 1 or rest[2] != crc_of(pixels):
+    captions = _listed()
+    for name, caption, *read in outcome:
+        if read and is_whole:
+            beside = [file for file in files if _stem(file) == _stem(name)]
+            texts = [own for file, own in captions if file == name] or [_caption(file, files[file]) for file in beside]
+            pictures = [files[file] for file in beside if Path(file).suffix.lower() in raw_images.SUFFIXES]
+            sums = [crc(raw_images.pixels(content, SIDE, SIDE).numpy()) for content in pictures]
+            if caption not in texts or read[1:] != sums:
                 return f"{name} is not what its files say"
     return ""
 
 
+def _files() -> tuple[dict[str, bytes], bool]:
+    """The plain files and members of archives, and whether Python's tarfile reads all of them."""
+    files = {}
+    is_whole = True
+    for path in sorted(path for path in Path("set").iterdir() if path.is_file()):
+        if path.suffix != ".tar":
+            with path.open("rb") as file:
+                files[path.name] = file.read(2**20)
+            continue
+        try:
+            with tarfile.open(path, "r:", errorlevel=2) as archive:
+                for entry in filter(tarfile.TarInfo.isreg, archive):
+                    files.setdefault(f"{path}/{entry.name}", archive.extractfile(entry).read())
+        except Exception:  # tarfile raises a dozen kinds
+            is_whole = False
+    return files, is_whole
+
+
+def _listed() -> list[tuple[str, str]]:
+    """(name, caption) of each row of metadata.jsonl or metadata.csv."""
+    path = next(Path("set").glob("metadata.*"), Path("none"))
+    text = path.read_bytes().decode("utf-8-sig") if path.suffix in (".jsonl", ".csv") else ""
+    rows = list(csv.DictReader(io.StringIO(text, newline=""))) if path.suffix == ".csv" else []
+    for line in text.split("\n") if not rows else []:
+        with suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [(os.path.normpath(row["file_name"]), str(row.get("text")).strip()) for row in rows if _names_a_file(row)]
+
+
+def _names_a_file(row: object) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("file_name"), str)
+
+
+def _caption(name: str, content: bytes) -> str | None:
+    """The caption in a file beside a picture."""
+    with suppress(ValueError, TypeError):
+        return (content.decode() if name.endswith(".txt") else json.loads(content)["caption"]).strip()
+
+
 def _stem(name: str) -> str:
-    return name.removesuffix(Path(name).suffix) if Path(name).suffix else name
+    return name.removesuffix(Path(name).suffix)
 
 
 # Arrow files
 
 
 def make_arrow(folder: Path) -> None:
-    import arrow_files  # needs pyarrow
-
     for name, seed in (("set", 0), ("other", 1)):
         rows = []
         for sample in shard_damage.samples(5, seed):
@@ -207,8 +182,6 @@ def run_arrow(folder: Path) -> list[tuple]:
 
 
 def read_arrow(folder: Path) -> list[tuple]:
-    import pyarrow as pa
-
     state, found = Path("set/state.json"), []
     names = sorted(path.name for path in Path("set").glob("data-*.arrow"))
     if state.exists():
@@ -250,43 +223,17 @@ def run_job(folder: Path) -> tuple:
     return found
 
 
+PICTURES = at("set/*.*g", BYTES, "picture_") | at("set/*.txt", TEXT, "text_") | at("set/*.json", JSON, "json_")
+LISTED = at("set/metadata.*", TEXT) | at("set/*.*", PLACES)
+ARROW = at("set/*.arrow", BYTES, "file_") | at("set/*.arrow", edits(npy_head=npy_head) | PLACES)
+JOB = at("train.partial/plan.json", JSON, "plan_") | at("train.partial/checked.json", JSON, "checked_")
 TARGETS = [
-    Target(
-        "pictures",
-        make_pictures,
-        at("set/*.*g", BYTES, "picture_")
-        | at("set/*.txt", TEXT, "text_")
-        | at("set/*.json", JSON, "json_")
-        | at("set/*.*", PLACES),
-        run_pictures,
-        judge=judge_pictures,
-        weight=2,
-    ),
+    Target("pictures", make_pictures, PICTURES | at("set/*.*", PLACES), run_pictures, judge=judge_pictures),
     *(
-        Target(
-            f"listed_{kind}",
-            partial(make_listed, kind=kind),
-            at("set/metadata.*", TEXT) | at("set/*.*", PLACES),
-            run_pictures,
-            judge=judge_listed,
-        )
+        Target(f"listed_{kind}", partial(make_listed, kind=kind), LISTED, run_pictures, judge=judge_pictures)
         for kind in ("jsonl", "csv")
     ),
-    Target("archives", make_archives, at("set/*.tar", BYTES | ARCHIVE), run_pictures, judge=judge_archives, weight=2),
-    Target(
-        "arrow",
-        make_arrow,
-        at("set/*.arrow", BYTES, "file_")
-        | at("set/*.arrow", of_content(npy_head) | PLACES)
-        | at("set/state.json", JSON, "state_"),
-        run_arrow,
-        reading=read_arrow,
-        weight=2,
-    ),
-    Target(
-        "job",
-        make_job,
-        at("train.partial/plan.json", JSON, "plan_") | at("train.partial/checked.json", JSON, "checked_"),
-        run_job,
-    ),
+    Target("archives", make_archives, at("set/*.tar", BYTES | ARCHIVE), run_pictures, judge=judge_pictures),
+    Target("arrow", make_arrow, ARROW | at("set/state.json", JSON, "state_"), run_arrow, reading=read_arrow),
+    Target("job", make_job, JOB, run_job),
 ]

@@ -5,11 +5,12 @@ import io
 import json
 import math
 import os
-import random
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
-from fuzz.damage import BYTES, JSON, JSON_LINES, TEXT, at
+from fuzz.damage import BYTES, JSON, JSON_LINES, TEXT, at, edits, tree, tree_line
 from fuzz.engine import Said, Target, command
 from made_logs import MadeLog
 
@@ -19,12 +20,13 @@ from flux_ref.formats import jsonl
 from flux_ref.run import folder as run_folder
 from tools.plan import commands as plan
 from tools.report import commands as report
-from tools.report import result_log, score
 from tools.shared import hardware
 from tools.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
 MICRO = config_file.load(ROOT / "tests" / "micro.toml")
+TRAINED = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train")
+CLAIMING = config_file.replace(TRAINED, run__dir="run")
 
 
 # Configs
@@ -57,8 +59,7 @@ def make_run(folder: Path) -> None:
     """A run that came to its end."""
     run = folder / "run"
     run.mkdir()
-    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train")
-    (run / "config.toml").write_text(config_file.dump(cfg))
+    (run / "config.toml").write_text(config_file.dump(TRAINED))
     facts = {"ranks": 2, "nodes": ["a", "a"], "device": "NVIDIA H200", "torch": "2.11.0"}
     (run / "environment.json").write_text(json.dumps(facts))
     step = {"loss": 1.5, "samples_per_s": 100.0, "data_wait": 0.01, "peak_memory_gb": 2.0, "grad_norm": 1.0}
@@ -77,43 +78,24 @@ def run_records(folder: Path) -> tuple:
     return (*found, jsonl.outcome(run), jsonl.json_object(run / "environment.json"))
 
 
-def read_records(folder: Path) -> tuple:
-    """By json alone. The last line may be half a record; other lines must be records."""
-    found = [_records(folder / "run" / name, figures) for name, figures in watch.FIGURES.items()]
-    files = [_content(folder / "run" / name) for name in ("outcome.json", "environment.json")]
-    ending, facts = (json.loads(content) if content else {} for content in files)
-    ending = ending["outcome"] if files[0] or ending else ""
-    if not isinstance(facts, dict) or ending not in ("", jsonl.REACHED, jsonl.ENDED):
-        raise ValueError("outcome or environment")
-    return (*found, ending, facts)
-
-
-def _records(path: Path, figures: tuple[str, ...]) -> list[dict]:
-    lines, kept = _content(path).split(b"\n"), []
-    for i, line in enumerate(lines):
-        try:
-            record = json.loads(line.decode())
-            wrong = [key for key in ("samples", *figures) if not _is_number(record[key])]
-        except (ValueError, KeyError, TypeError, IndexError):
-            wrong = [path.name]
-        if not wrong and record["samples"] >= 0:
-            kept.append(record)
-        elif i < len(lines) - 1:
-            raise ValueError(f"{path.name} line {i + 1}")
-    return kept
+def judge_records(folder: Path, found: tuple) -> str:
+    """As by json alone. The last line of records may be half a one."""
+    run = folder / "run"
+    *records, ending, facts = found
+    for name, kept in zip(watch.FIGURES, records):
+        *lines, last = _content(run / name).split(b"\n")
+        wanted = [json.loads(line) for line in lines]
+        with suppress(ValueError):
+            wanted.append(json.loads(last))
+        if kept not in (wanted, wanted[:-1]):
+            return f"{name} holds {wanted}"
+    wanted = [json.loads(_content(run / name) or "{}") for name in ("outcome.json", "environment.json")]
+    return "" if [ending, facts] == [wanted[0].get("outcome", ""), wanted[1]] else "another outcome or environment"
 
 
 def _content(path: Path) -> bytes:
-    """None for a missing file, as for an empty one."""
-    if not path.exists():
-        return b""
-    if not path.is_file():
-        raise ValueError("no file")
-    return path.read_bytes()
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) < 1e100
+    """Nothing for a missing file."""
+    return path.read_bytes() if path.exists() else b""
 
 
 def run_watch(folder: Path) -> Said:
@@ -122,36 +104,23 @@ def run_watch(folder: Path) -> Said:
 
 def judge_watch(folder: Path, said: Said) -> str:
     """The panel of other records is another; it must have lines of 80 columns."""
-    read_records(folder)
     return "" if max(map(len, said.out.splitlines())) <= 80 else "a line is too long"
 
 
 def make_unfinished(folder: Path) -> None:
     make_run(folder)
     (folder / "run" / "outcome.json").unlink()
-    cfg = config_file.replace(config_file.of_run(folder / "run"), run__dir="run")
     (folder / "run" / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
-    (folder / "run" / "config.toml").write_text(config_file.dump(cfg))
+    (folder / "run" / "config.toml").write_text(config_file.dump(CLAIMING))
 
 
-def run_claim(folder: Path) -> object:
+def run_claim(folder: Path) -> list:
     """A run claims the folder of an unfinished one, and resumes its records."""
-    run = folder / "run"
-    cfg = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train", run__dir="run")
-    with run_folder.claim(cfg, False) as start:
-        if not start.is_new:
-            return jsonl.records(run / "metrics.jsonl", 120, ("loss",))
-    return []
+    with run_folder.claim(CLAIMING, False):
+        return jsonl.records(folder / "run" / "metrics.jsonl", 120, ("loss",))
 
 
-def judge_claim(folder: Path, found: object) -> str:
-    if not (folder / "run" / "metrics.jsonl").exists():
-        return ""
-    want = [record for record in _records(folder / "run" / "metrics.jsonl", ("loss",)) if record["samples"] <= 120]
-    return "" if found == want else "other records"
-
-
-# Benchmark logs
+# Benchmark logs and reference points
 
 
 def make_logs(folder: Path) -> None:
@@ -159,67 +128,30 @@ def make_logs(folder: Path) -> None:
     ours = {"train.caption_drop": 0.1, "model.rope_axes": [16, 56, 56], "rehearsal": False}
     MadeLog(1, evaluations=3, **ours).write(folder / "logs" / "result_0.txt")
     MadeLog(2, evaluations=4).write(folder / "logs" / "result_1.txt")
+    (folder / "points.json").write_text((ROOT / "configs" / "closed_smoke_points.json").read_text())
 
 
-def many(folder: Path, random: random.Random) -> str:
+def many(path: Path, random: Random) -> str:
     """A log of very many lines."""
     line = random.choice((b"\0", b"\n", b":::MLLOG {\n", b"x" * 99 + b"\n"))
-    (folder / "logs" / "result_1.txt").write_bytes(line * (10 * 2**20 // len(line)))
+    path.write_bytes(line * (10 * 2**20 // len(line)))
     return f"10 MiB of {line[:12]!r}"
 
 
-def run_logs(folder: Path) -> list[tuple]:
-    """The figures of each log, as a report counts them; only "faulty" for a log that does not count."""
-    found = []
-    for path in sorted((folder / "logs").glob("result_*")):
-        run = score.measure(result_log.read(path))
-        found.append("faulty" if run.faults else (run.run_ms, run.samples, run.val_curve))
-    return found
-
-
-def judge_logs(folder: Path, found: list) -> str:
-    """A log that counts has the figures that json finds in its lines."""
-    for path, figures in zip(sorted((folder / "logs").glob("result_*")), found, strict=True):
-        if figures != "faulty":
-            text = path.read_text(encoding="latin-1")
-            entries = [json.loads(line.rpartition(":::MLLOG ")[2]) for line in text.split("\n") if ":::MLLOG " in line]
-            times = {key: [e["time_ms"] for e in entries if e["key"] == key] for key in ("run_start", "run_stop")}
-            keys, losses = [entry["key"] for entry in entries], {}
-            for entry in entries[keys.index("run_start") : keys.index("run_stop")]:
-                if entry["key"] == "eval_accuracy":
-                    losses.setdefault(entry["metadata"]["samples_count"], entry["value"])
-            if figures[2] != sorted(losses.items()) or figures[0] != times["run_stop"][0] - times["run_start"][-1]:
-                return f"{path.name} differs from {sorted(losses.items())}, {times}"
-    return ""
-
-
 def run_report(folder: Path) -> Said:
-    return command(report.main, ["logs", "--json=figures.json"])
+    return command(report.main, ["logs", "--points=points.json", "--json=figures.json"])
 
 
 def judge_report(folder: Path, said: Said) -> str:
     """Two runs are no valid result, whatever they hold."""
-    figures = json.loads((folder / "figures.json").read_text())
+    figures = json.loads(Path("figures.json").read_text())
     valid = [system["system"] for system in figures["systems"] if system["valid"]]
-    return "" if said.code == 1 and not valid else f"{valid} are valid, exit code {said.code}"
+    points = json.loads(Path("points.json").read_text()).values()
+    is_right = said.code == 1 and not valid and all(point["Benchmark"] == "flux1" for point in points)
+    return "" if is_right else f"{valid} are valid, exit code {said.code}"
 
 
 # Tables of figures
-
-
-def make_points(folder: Path) -> None:
-    make_logs(folder)
-    content = (ROOT / "configs" / "closed_smoke_points.json").read_text()
-    (folder / "points.json").write_text(content)
-
-
-def run_points(folder: Path) -> Said:
-    return command(report.main, ["logs", "--points=points.json"])
-
-
-def judge_points(folder: Path, said: Said) -> str:
-    points = json.loads((folder / "points.json").read_text()).values()
-    return "" if said.code == 1 and all(point["Benchmark"] == "flux1" for point in points) else "no points"
 
 
 def make_curves(folder: Path) -> None:
@@ -228,23 +160,19 @@ def make_curves(folder: Path) -> None:
     (folder / "curves.csv").write_text("".join(lines[:1] + lines[1::4]))
 
 
-def run_curves(folder: Path) -> tuple:
-    found = [convergence.band(folder / "curves.csv", batch, "own") for batch in (512, 700, 1024, 2048)]
-    return tuple(found)
+def run_curves(folder: Path) -> list:
+    return [convergence.band(folder / "curves.csv", batch, "own") for batch in (512, 700, 1024, 2048)]
 
 
-def judge_curves(folder: Path, found: tuple) -> str:
-    """Whatever is accepted consists of finite losses in order, at samples that the file has."""
-    rows = list(csv.DictReader(io.StringIO((folder / "curves.csv").read_bytes().decode(), newline="")))
-    samples = {float(row["samples"]) for row in rows}
+def judge_curves(folder: Path, found: list) -> str:
+    """Whatever is accepted consists of losses above 0, at samples that the file has, in order."""
+    rows = csv.DictReader(io.StringIO((folder / "curves.csv").read_bytes().decode(), newline=""))
+    samples = {int(float(row["samples"])) for row in rows}
     for curves in filter(None, found):
-        figures = [*curves.low, *curves.median, *curves.high]
-        if not all(math.isfinite(figure) and figure > 0 for figure in figures):
-            return f"{figures} are not all above 0"
-        if list(curves.samples) != sorted(set(curves.samples)) or not {*map(float, curves.samples)} <= {
-            *map(int, samples)
-        }:
-            return f"{curves.samples} are not in the file"
+        losses = [*curves.low, *curves.median, *curves.high]
+        at = list(curves.samples)
+        if not all(0 < loss < math.inf for loss in losses) or at != sorted(set(at)) or not {*map(int, at)} <= samples:
+            return f"{losses} at {at}"
     return ""
 
 
@@ -253,13 +181,13 @@ def make_plan(folder: Path) -> None:
     make_config(folder)
 
 
-def sizes(folder: Path, random: random.Random) -> str:
+def sizes(path: Path, random: Random) -> str:
     """One to three sizes of the model or the batches become large."""
     keys = [key for key, kind in config.TYPES.items() if kind is int and key.startswith(("model.", "train.", "eval."))]
     chosen = {random.choice(keys): 2 ** random.randrange(1, 64) for _ in range(random.randrange(1, 4))}
     values = config.flat(MICRO) | chosen
-    (folder / "one.toml").write_text("".join(f"{key} = {config_file._toml(value)}\n" for key, value in values.items()))
-    return ", ".join(f"{key}={value}" for key, value in chosen.items())
+    path.write_text("".join(f"{key} = {config_file._toml(value)}\n" for key, value in values.items()))
+    return str(chosen)
 
 
 def run_plan(folder: Path) -> Said:
@@ -276,24 +204,23 @@ def judge_plan(folder: Path, said: Said) -> str:
     return f"{wrong} are no figures" if wrong else ""
 
 
-RUN = at("run/*", TEXT) | {
-    "tree_of_metrics": at("metrics.jsonl", JSON_LINES)["tree_line"],
-    "tree_of_eval": at("eval.jsonl", JSON_LINES)["tree_line"],
-    "tree_of_outcome": at("outcome.json", JSON)["tree"],
-    "tree_of_environment": at("environment.json", JSON)["tree"],
-}
-UNFINISHED = {name: hurt for name, hurt in RUN.items() if name != "tree_of_outcome"}
-LOGS = at("logs/result_*", BYTES) | {"many": many} | at("result_0.txt", JSON_LINES, "log_")
-PLAN = at("*.toml", TEXT) | dict.fromkeys(("sizes", "sizes_too", "sizes_as_well"), sizes)
+RUN = at("run/*", TEXT) | at("run/*.jsonl", edits(tree_line=tree_line)) | at("run/*.json", edits(tree=tree))
+LOGS = at("logs/result_*", BYTES | {"many": many}) | at("result_0.txt", JSON_LINES, "log_")
+PLAN = at("*.toml", TEXT) | at("one.toml", {"sizes": sizes})
 CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
-    Target("config", make_config, at("one.toml", TEXT), run_config, read_config, weight=2),
-    Target("records", make_run, RUN, run_records, read_records),
-    Target("watch", make_run, RUN, run_watch, judge=judge_watch, weight=2),
-    Target("claim", make_unfinished, UNFINISHED, run_claim, judge=judge_claim, writes=CLAIMED),
-    Target("logs", make_logs, LOGS, run_logs, judge=judge_logs, weight=2),
-    Target("report", make_logs, LOGS, run_report, judge=judge_report, writes=("figures.json",)),
-    Target("points", make_points, at("points.json", JSON), run_points, judge=judge_points, weight=0.5),
+    Target("config", make_config, at("one.toml", TEXT), run_config, read_config),
+    Target("records", make_run, RUN, run_records, judge=judge_records),
+    Target("watch", make_run, RUN, run_watch, judge=judge_watch),
+    Target("claim", make_unfinished, at(".lock", TEXT), run_claim, writes=CLAIMED),
+    Target(
+        "report",
+        make_logs,
+        LOGS | at("points.json", JSON, "points_"),
+        run_report,
+        judge=judge_report,
+        writes=("figures.json",),
+    ),
     Target("curves", make_curves, at("curves.csv", TEXT), run_curves, judge=judge_curves),
-    Target("plan", make_plan, PLAN, run_plan, judge=judge_plan, writes=("plan.json",), weight=0.3),
+    Target("plan", make_plan, PLAN, run_plan, judge=judge_plan, writes=("plan.json",)),
 ]

@@ -3,22 +3,22 @@
 Files of weights without a manifest have no checksum. Damage to their payload changes the value that it hits. The oracle
 reads each hurt file by the library of safetensors, and each tensor must have the bytes found there. A checkpoint has
 checksums: none of its bytes may change unseen. Whoever renews the checksums of its manifest has made another
-checkpoint, which the oracle reads.
+checkpoint.
 """
 
 import hashlib
 import json
-import math
 import shutil
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
-from fuzz.damage import BYTES, JSON, OfContent, at
-from fuzz.damage_files import PLACES, SAFETENSORS
+from fuzz.damage import BYTES, JSON, Edit, at, number, tree, word
+from fuzz.damage_files import PLACES, SAFETENSORS, renamed
 from fuzz.engine import Target
 from fuzz.targets_data import crc
 from safetensors import SafetensorError, safe_open
@@ -34,7 +34,7 @@ from flux_ref.sampling import vae
 
 CFG = config_file.load(Path(__file__).parents[1] / "micro.toml")
 MODEL = replace(CFG.model, double_blocks=1, single_blocks=1)
-BYTES_OF = {"F32": 4, "BF16": 2, "F16": 2}
+INDEX = f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json"
 VAE = vae.Sizes(base=32, multipliers=(1, 1), blocks=1, latent_channels=2)
 
 
@@ -54,109 +54,87 @@ INFO = {"name": "micro", "config": {"train.global_batch": 12}, "skipped": {"3": 
 
 
 def make_checkpoints(folder: Path) -> None:
-    """Two checkpoints of two ranks: the second of a later step."""
-    for number, step in enumerate((7, 9)):
-        partial, parts = folder / "run" / f"partial{step}", []
+    """Two checkpoints of two ranks: the second of a later step. other/ has the same."""
+    for seed, step in enumerate((7, 9)):
+        partial = folder / "run" / f"partial{step}"
         partial.mkdir(parents=True)
-        for rank, (low, high) in enumerate(((0, 3), (3, 9))):
-            tensors = drawn(TABLE, number)
-            rows = {
-                key: TensorSlice(tensor[low:high], min(low, len(tensor)), tensor.shape)
-                for key, tensor in tensors.items()
-            }
-            kept = {key: part for key, part in rows.items() if len(part.local)}
-            parts.append(checkpoint_files.write_rank(partial, rank, kept))
-        info = {"step": step, "samples": 12 * step, **INFO}
+        parts = []
+        for rank in range(2):
+            rows = {}
+            for key, tensor in drawn(TABLE, seed).items():
+                local = tensor[3 * rank : (3, 9)[rank]]
+                if len(local):
+                    rows[key] = TensorSlice(local, 3 * rank, tensor.shape)
+            parts.append(checkpoint_files.write_rank(partial, rank, rows))
         final = checkpoint_files.folder_of(folder / "run") / f"step_{step:09d}"
         final.parent.mkdir(exist_ok=True)
+        info = {"step": step, "samples": 12 * step, **INFO}
         checkpoint_files.publish(partial, final, checkpoint_files.manifest(info, parts))
-    shutil.copytree(final, folder / "other")
+    shutil.copytree(folder / "run", folder / "other")
 
 
-def run_checkpoints(folder: Path) -> list[tuple]:
+def run_checkpoints(folder: Path, run: str = "run") -> list[tuple]:
     """All that the two hold."""
     found = []
-    for path in checkpoint_files.list_checkpoints(Path("run")):
+    for path in checkpoint_files.list_checkpoints(Path(run)):
         saved = Checkpoint(path)
         tensors = {key: (entry.dtype, entry.shape, crc_of(saved.read(key))) for key, entry in saved.tensors.items()}
         found.append((checkpoint_files.step_of(path), saved.info, tensors))
     return found
 
 
-def read_checkpoints(folder: Path) -> list[tuple]:
-    """By json and the bytes of the files. A folder of another name is none."""
-    found = []
-    for path in sorted(Path("run", "checkpoints").glob("step_" + 9 * "[0-9]")):
-        if not path.name.isascii():
-            continue
-        content = json.loads((path / "manifest.json").read_bytes())
-        checksum, step = content.pop("crc32"), int(path.name[5:])
-        info, tensors = content["info"], {}
-        if zlib.crc32(json.dumps(content).encode()) != checksum or (info["step"], info["samples"]) != (step, 12 * step):
-            raise ValueError(f"manifest of {path.name}")
-        for key, entry in content["tensors"].items():
-            width, rows = BYTES_OF[entry["dtype"]] * math.prod(entry["shape"][1:]), {}
-            for file, offset, first, count in entry["chunks"]:
-                payload = (path / file).read_bytes()
-                sums = [zlib.crc32(payload[at : at + 2**20]) for at in range(0, len(payload), 2**20)]
-                if content["files"][file] != {"bytes": len(payload), "crc32": sums}:
-                    raise ValueError(f"checksum of {file}")
-                for row in range(count):
-                    rows[first + row] = payload[offset + row * width :][:width]
-            if sorted(rows) != list(range(entry["shape"][0])):
-                raise ValueError(f"rows of {key}")
-            tensors[key] = (entry["dtype"], entry["shape"], crc(b"".join(rows[row] for row in sorted(rows))))
-        found.append((step, info, tensors))
-    return found
+def judge_checkpoints(folder: Path, found: list[tuple]) -> str:
+    """Each is as it was written, unless somebody has made the checksum of its manifest right again."""
+    for path, one in zip(checkpoint_files.list_checkpoints(Path("run")), found, strict=True):
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        checksum = manifest.pop("crc32")
+        if one not in run_checkpoints(folder, "other") and not (folder / RENEWED).exists():
+            return f"another checkpoint {path.name}"
+        if zlib.crc32(json.dumps(manifest).encode()) != checksum:
+            return f"checksum of {path.name}"
+    return ""
 
 
-def with_right_sum(name: str, change: OfContent) -> tuple[str, OfContent]:
-    """The change of a manifest, with its checksum made right again."""
+RENEWED = "renewed"  # a file that says that the checksum of a manifest fits a change
 
-    def renewed(content: bytes, random: Random) -> tuple[bytes, str]:
-        text, said = change.change(content, random)
-        try:
-            table = json.loads(text)
-            del table["crc32"]
-            table["crc32"] = zlib.crc32(json.dumps(table).encode())
-            return json.dumps(table).encode(), f"{said}, sum renewed"
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return text, said
 
-    return f"renewed_{name}", OfContent(renewed)
+def with_right_sum(change: Edit, path: Path, random: Random) -> str:
+    """Change a manifest and make its checksum right again."""
+    text, said = change(path.read_bytes(), random)
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        table = json.loads(text)
+        del table["crc32"]
+        text = json.dumps(table | {"crc32": zlib.crc32(json.dumps(table).encode())}).encode()
+        Path(RENEWED).touch()
+    path.write_bytes(text)
+    return said
 
 
 # Weights
 
 
 def make_bfl(folder: Path) -> None:
-    for name, seed in (("set", 0), ("other", 1)):
+    metadata = {"trained_by": weight_files.TRAINER, "step": "3", "samples": "36"}
+    for seed, name in enumerate(("set", "other")):
         (folder / name).mkdir()
-        metadata = {"trained_by": weight_files.TRAINER, "step": "3", "samples": "36"}
         save_file(drawn(parameter_table(MODEL), seed), folder / name / "w.safetensors", metadata)
 
 
-def make_diffusers(folder: Path) -> None:
-    for name, seed in (("set", 0), ("other", 1)):
+def make_diffusers(folder: Path, has_index: bool = True) -> None:
+    """Two files, with or without an index."""
+    for seed, name in enumerate(("set", "other")):
         place = folder / name / "transformer"
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps(diffusers_names.diffusers_config(MODEL)))
-        tensors, weight_map = drawn(diffusers_names.diffusers_table(MODEL), seed), {}
-        for number in range(2):
-            file = f"{weight_files.DIFFUSERS_STEM}-{number + 1:05d}-of-00002.safetensors"
-            part = dict(list(tensors.items())[number::2])
+        tensors = drawn(diffusers_names.diffusers_table(MODEL), seed)
+        weight_map = {}
+        for half in range(2):
+            file = f"{weight_files.DIFFUSERS_STEM}-{half + 1:05d}-of-00002.safetensors"
+            part = dict(list(tensors.items())[half::2])
             save_file(part, place / file)
             weight_map |= dict.fromkeys(part, file)
-        (place / f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json").write_text(
-            json.dumps({"weight_map": weight_map})
-        )
-
-
-def make_unlisted(folder: Path) -> None:
-    """Two files without an index."""
-    make_diffusers(folder)
-    for index in folder.rglob("*.index.json"):
-        index.unlink()
+        if has_index:
+            (place / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def run_weights(path: str, folder: Path) -> dict[str, tuple]:
@@ -184,21 +162,23 @@ def parsed(path: Path) -> tuple[dict[str, tuple], dict]:
 
 def read_weights(path: str, folder: Path) -> dict[str, tuple]:
     given = next(place for place in (Path(path) / "transformer", Path(path)) if place.exists())
-    index = given / f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json"
     files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-    weight_map = json.loads(index.read_bytes())["weight_map"] if index.is_file() else None
-    if weight_map is not None:
+    weight_map = None
+    if (given / INDEX).is_file():
+        weight_map = json.loads((given / INDEX).read_bytes())["weight_map"]
         files = [given / name for name in sorted(set(weight_map.values()))]
-    tensors, places, metadata = {}, {}, {}
+    tensors = []
+    info = {}
     for file in files:
-        found, own = parsed(file)
-        if found.keys() & tensors.keys():
-            raise ValueError("a tensor in two files")
-        tensors, places, metadata = tensors | found, places | dict.fromkeys(found, file.name), metadata | (own or {})
-    if weight_map not in (None, places):
-        raise ValueError("the index does not fit")
-    info = metadata if metadata.get("trained_by") == weight_files.TRAINER else {}
-    return dict(sorted(tensors.items())) | {"info": {key: info.get(key) for key in ("step", "samples")}}
+        found, metadata = parsed(file)
+        tensors += [(name, file.name, content) for name, content in found.items()]
+        info |= metadata or {}
+    names = {name: file for name, file, _ in tensors}
+    if weight_map not in (None, names) or len(names) < len(tensors):
+        raise ValueError("the index does not fit, or a tensor is in two files")
+    info = info if info.get("trained_by") == weight_files.TRAINER else {}
+    own = {name: content for name, _, content in sorted(tensors)}
+    return own | {"info": {key: info.get(key) for key in ("step", "samples")}}
 
 
 # The autoencoder
@@ -207,25 +187,20 @@ def read_weights(path: str, folder: Path) -> dict[str, tuple]:
 def make_vae(folder: Path) -> None:
     net = vae.Autoencoder(VAE)
     table = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
-    for name, seed in (("set", 0), ("other", 1)):
-        (folder / name).mkdir()
+    for seed, name in enumerate(("set", "other")):
+        (folder / name / "vae").mkdir(parents=True)
         save_file(drawn(table, seed), folder / name / "ae.safetensors")
-
-
-def run_vae(folder: Path) -> dict[str, tuple]:
-    net = vae.load(Path("set/ae.safetensors"), sizes=VAE)
-    return {name: (tuple(p.shape), crc_of(p)) for name, p in sorted(net.named_parameters())}
-
-
-def make_diffusers_vae(folder: Path) -> None:
-    table = vae.diffusers_table(vae.Autoencoder(VAE))
-    (folder / "set" / "vae").mkdir(parents=True)
-    save_file(drawn(table, 0), folder / "set" / "vae" / vae.DIFFUSERS_FILE)
+        save_file(drawn(vae.diffusers_table(net), seed), folder / name / "vae" / vae.DIFFUSERS_FILE)
     (folder / "set" / "vae" / "config.json").write_text(json.dumps(vae.DIFFUSERS_CONFIG))
 
 
-def run_diffusers_vae(folder: Path) -> list:
-    return [crc_of(parameter) for parameter in vae.load(Path("set"), sizes=VAE).parameters()]
+def run_vae(path: str, folder: Path) -> list:
+    return [crc_of(parameter) for parameter in vae.load(Path(path), sizes=VAE).parameters()]
+
+
+def read_vae(folder: Path) -> list:
+    found = parsed(Path("set/ae.safetensors"))[0]
+    return [found.pop(name)[1] for name, _ in vae.Autoencoder(VAE).named_parameters()] + list(found)
 
 
 def read_diffusers_vae(folder: Path) -> list:
@@ -234,10 +209,6 @@ def read_diffusers_vae(folder: Path) -> list:
     if wrong := {key for key, value in vae.DIFFUSERS_CONFIG.items() if config.get(key, value) != value}:
         raise ValueError(f"another {wrong}")
     return [found.pop(name)[1] for name in vae.diffusers_table(vae.Autoencoder(VAE))] + list(found)
-
-
-def read_vae(folder: Path) -> dict[str, tuple]:
-    return dict(sorted(parsed(Path("set/ae.safetensors"))[0].items()))
 
 
 # The compiler's cache
@@ -258,53 +229,34 @@ def judge_cache(folder: Path, outcome: int) -> str:
     return "" if is_right else "code of a damaged file"
 
 
-SUMS = {name: JSON[name] for name in ("tree", "number", "word")}
-
+SUMS = {"tree": tree, "number": number, "word": word}
+CHECKPOINTS = (
+    at("run/**/*.safetensors", SAFETENSORS, "file_")
+    | at("run/**/manifest.json", JSON, "manifest_")
+    | at("run/**/manifest.json", {name: partial(with_right_sum, edit) for name, edit in SUMS.items()}, "renewed_")
+    | at("run/**/rank_*", PLACES)
+    | at("run/**/step_*", {"renamed": renamed}, "folder_")
+)
+CONFIG = at("set/**/config.json", JSON, "config_")
+DIFFUSERS = (
+    at("set/**/*.safetensors", SAFETENSORS, "file_")
+    | at("set/**/*.index.json", JSON, "index_")
+    | CONFIG
+    | at("set/**/*.safetensors", PLACES)
+)
+ONE = at("set/w.safetensors", SAFETENSORS)
+TWO = at("set/**/*.safetensors", SAFETENSORS | PLACES)
+FOLDER = partial(run_weights, "set")
+IN_FOLDER = partial(read_weights, "set")
+OF_ONE = partial(read_weights, "set/w.safetensors")
+AE = at("set/ae.safetensors", SAFETENSORS)
+VAE_OF_DIFFUSERS = at("set/vae/*.safetensors", SAFETENSORS, "file_") | CONFIG
 TARGETS = [
-    Target(
-        "checkpoints",
-        make_checkpoints,
-        at("run/**/*.safetensors", SAFETENSORS, "file_")
-        | at("run/**/manifest.json", JSON, "manifest_")
-        | at("run/**/manifest.json", dict(with_right_sum(*item) for item in SUMS.items()))
-        | at("run/**/rank_*", PLACES)
-        | at("step_*", {"renamed": PLACES["renamed"]}, "folder_"),
-        run_checkpoints,
-        reading=read_checkpoints,
-        weight=3,
-    ),
-    Target(
-        "bfl",
-        make_bfl,
-        at("set/*.safetensors", SAFETENSORS),
-        partial(run_weights, "set/w.safetensors"),
-        reading=partial(read_weights, "set/w.safetensors"),
-    ),
-    Target(
-        "diffusers",
-        make_diffusers,
-        at("set/**/*.safetensors", SAFETENSORS, "file_")
-        | at("set/**/*.index.json", JSON, "index_")
-        | at("set/**/config.json", JSON, "config_")
-        | at("set/**/*.safetensors", PLACES),
-        partial(run_weights, "set"),
-        reading=partial(read_weights, "set"),
-        weight=2,
-    ),
-    Target(
-        "unlisted",
-        make_unlisted,
-        at("set/**/*.safetensors", SAFETENSORS | PLACES),
-        partial(run_weights, "set"),
-        reading=partial(read_weights, "set"),
-    ),
-    Target("vae", make_vae, at("set/*.safetensors", SAFETENSORS), run_vae, reading=read_vae),
-    Target(
-        "vae_of_diffusers",
-        make_diffusers_vae,
-        at("set/**/*.safetensors", SAFETENSORS, "file_") | at("set/**/config.json", JSON, "config_"),
-        run_diffusers_vae,
-        reading=read_diffusers_vae,
-    ),
+    Target("checkpoints", make_checkpoints, CHECKPOINTS, run_checkpoints, judge=judge_checkpoints),
+    Target("bfl", make_bfl, ONE, partial(run_weights, "set/w.safetensors"), reading=OF_ONE),
+    Target("diffusers", make_diffusers, DIFFUSERS, FOLDER, reading=IN_FOLDER),
+    Target("unlisted", partial(make_diffusers, has_index=False), TWO, FOLDER, reading=IN_FOLDER),
+    Target("vae", make_vae, AE, partial(run_vae, "set/ae.safetensors"), reading=read_vae),
+    Target("vae_of_diffusers", make_vae, VAE_OF_DIFFUSERS, partial(run_vae, "set/vae"), reading=read_diffusers_vae),
     Target("compile_cache", make_cache, at("cache", BYTES), run_cache, judge=judge_cache),
 ]

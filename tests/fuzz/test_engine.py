@@ -68,13 +68,11 @@ def to_seven(folder: Path) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path):
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "LIMIT_S", 0.1)
     before = os.getcwd()
     (tmp_path / "output").touch()
-    targets = {
-        name: Target(name, to_seven, {"nine": to_nine}, reader, number, limit_s=0.1)
-        for name, (reader, _) in READERS.items()
-    }
+    targets = {name: Target(name, to_seven, {"nine": to_nine}, reader, number) for name, (reader, _) in READERS.items()}
     yield engine.Bench(tmp_path, targets)
     os.chdir(before)
 

@@ -14,7 +14,7 @@ from tools.prepare import raw_images
 
 def put(folder: Path, texts: dict[str, str], pictures: tuple[str, ...] = ("a.png", "b.png", "sub/c.png")) -> Path:
     stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "PNG")
+    Image.new("RGB", (64, 64)).save(stream, "PNG")
     for name in pictures:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(stream.getvalue())
@@ -29,7 +29,7 @@ def outcome(folder: Path, column: str = "") -> list[tuple[str, str]]:
     source, found = raw_images.source(str(folder), column), []
     for part in source.parts(source.files()):
         for candidate in part():
-            sample = candidate.load(8, 8, 8)
+            sample = candidate.load(8, 8)
             assert sample.timestep is None
             found.append((sample.name, sample.rejected or f"= {sample.caption}"))
     return found

@@ -8,11 +8,10 @@ import random
 import re
 import shutil
 import signal
-import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +25,7 @@ from shard_damage import LAYOUT, opened
 
 from flux_ref import config
 from flux_ref.errors import Refusal
-from flux_ref.formats import shard_writer, shards
+from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shards import MEMBERS, Layout
 from tools.prepare import commands as prepare
 from tools.prepare import mlcommons
@@ -151,24 +150,23 @@ def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(public, o
 
 
 def test_training_sets_of_many_forms_are_taken(public, output):
-    want, lz4 = rows(), pa.ipc.IpcWriteOptions(compression="lz4")
-    one, four = "data-0.arrow", [f"data-{i}.arrow" for i in range(4)]
-    forms = (
-        {one: (want, (5, 18), schema(binary=pa.large_binary()))},
-        {one: (want, (COUNT,), schema(without=("timestep", "__key__")))},
-        {one: (want, (1,) * COUNT, schema(timestep=pa.null()))},
-        dict(zip(four, (([], ()), (want[:6], (0, 6, 0)), ([], (0,)), (want[6:], (17, 0))))),
-        {"data-b.arrow": (want[:9], (9,)), "data-a.arrow": (want[9:], (14,)), "data-c.arrow": (want, (COUNT,))},
-        {one: (want,)},
+    want = rows()
+    lz4 = pa.ipc.IpcWriteOptions(compression="lz4")
+    forms = (  # arguments of write_arrow, by file
+        {"data-0.arrow": (want, (5, 18), schema(binary=pa.large_binary()))},
+        {"data-0.arrow": (want, (1,) * COUNT, schema(timestep=pa.null()))},
+        {"data-0.arrow": (want, (COUNT,), schema(without=("timestep", "__key__")))},
+        {"data-0.arrow": ([], ()), "data-1.arrow": (want[:6], (0, 6, 0)), "data-2.arrow": (want[6:],)},
+        {"data-b.arrow": (want[:9],), "data-a.arrow": (want[9:],), "data-c.arrow": (want,)},
     )
     for number, form in enumerate(forms):
-        source, folder = public / f"form_{number}", output / str(number)
+        source = public / f"form_{number}"
         for name, parts in form.items():
-            write_arrow(source / name, *parts, **({"options": lz4} if len(parts) == 1 else {}))
+            write_arrow(source / name, *parts, options=lz4 if len(parts) == 1 else None)
         if "data-b.arrow" in form:
             write_state(source, ["data-b.arrow", "data-a.arrow"])
-        convert(source, folder, expect=COUNT)
-        require_converted(folder, want)
+        convert(source, output / str(number), expect=COUNT)
+        require_converted(output / str(number), want)
 
 
 def test_what_datasets_saves_is_taken(public, output):
@@ -185,26 +183,25 @@ def test_what_datasets_saves_is_taken(public, output):
 
 
 def test_empty_encodings_become_bf16_bits_and_are_needed_once_and_only_for_training(public, output, capsys):
-    source, path = public / "empty_encodings", public / "empty_encodings" / "clip_empty.npy"
-    whole, want = path.read_bytes(), shards.read_empty(source, LAYOUT)
-    path.write_bytes(whole[:-1])
-    assert str(path) in refused(public / "cc12m_preprocessed", output)
-    path.unlink()
-    assert str(path) in refused(public / "coco_preprocessed", output, "val")
-    path.write_bytes(whole)
+    source = public / "empty_encodings"
+    train, val = public / "cc12m_preprocessed", public / "coco_preprocessed"
+    want = shards.read_empty(source, LAYOUT)
+    content = (source / "clip_empty.npy").read_bytes()
+    (source / "clip_empty.npy").write_bytes(content[:-1])
+    assert str(source / "clip_empty.npy") in refused(train, output)
+    (source / "clip_empty.npy").write_bytes(content)
     source.rename(public / "away")
-    assert f"{source} does not exist, and training needs it; put" in refused(public / "cc12m_preprocessed", output)
-    convert(public / "coco_preprocessed", output / "1", "val")
-    require_converted(output / "1", rows(16, "val", seed=1), "val")
+    assert f"{source} does not exist, and training needs it; put" in refused(train, output)
+    convert(val, output / "1", "val")
     assert f"note: {source} does not exist" in capsys.readouterr().out
     assert not (output / "1" / "empty_encodings").exists()
     (public / "away").rename(source)
-    convert(public / "coco_preprocessed", output, "val")
+    convert(val, output, "val")
+    shutil.rmtree(source)
+    convert(train, output)
     for member in ("t5", "clip"):
         found = np.load(output / "empty_encodings" / f"{member}_empty.npy")
         assert found.dtype == np.uint16 and np.array_equal(found, want[member])
-    shutil.rmtree(source)
-    convert(public / "cc12m_preprocessed", output)
 
 
 def test_two_conversions_into_one_folder_do_not_meet(public, output, monkeypatch):
@@ -304,6 +301,7 @@ def test_an_error_or_ctrl_c_amid_a_shard_ends_all_threads_with_one_line(train, o
 
 def test_a_conversion_goes_on_with_its_own_plan_only(train, output):
     convert(train, output)
+    assert f"{output}/train exists; remove it" in refusal(train, output)
     begun, second = (output / "train").rename(output / "train.partial"), train / "data-00001-of-00002.arrow"
     (begun / "shard_000003.tar").unlink()
     before, content = contents(begun), second.read_bytes()
@@ -311,9 +309,6 @@ def test_a_conversion_goes_on_with_its_own_plan_only(train, output):
     write_arrow(second, rows()[11:], (12,))
     assert "data-00001-of-00002.arrow was [" in (message := refusal(train, output)) and ", 13], is [" in message
     second.write_bytes(content)
-    write_state(train, ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"])
-    assert "another order" in refusal(train, output)
-    write_state(train, ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"])
     assert contents(begun) == before
     for plan in ("", "{", "[]", '{"split": "train"}'):
         (begun / "plan.json").write_text(plan)
@@ -323,15 +318,6 @@ def test_a_conversion_goes_on_with_its_own_plan_only(train, output):
     require_converted(output, rows())
 
 
-def test_a_finished_set_is_refused_and_one_that_was_not_renamed_is_renamed(train, output):
-    convert(train, output)
-    before = {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
-    assert f"{output}/train exists; remove it" in refusal(train, output)
-    (output / "train").rename(output / "train.partial")
-    convert(train, output)
-    assert before == {path.name: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
-
-
 def refused(source: Path, output: Path, *args: object, **kwargs: object) -> str:
     """As refusal, of what is found out before anything is written."""
     message = refusal(source, output, *args, **kwargs)
@@ -339,33 +325,65 @@ def refused(source: Path, output: Path, *args: object, **kwargs: object) -> str:
     return message
 
 
-def test_missing_pyarrow_is_said_with_the_remedy(train, output, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in refused(train, output)
+FIRST, SECOND = "data-00000-of-00002.arrow", "data-00001-of-00002.arrow"
+T5 = np.zeros(LAYOUT.shapes["t5"], np.uint16)
+ARRAYS = (T5.astype(np.float16), T5.astype(np.int16), T5.astype(">u2"), T5[None], T5.T.copy(), T5[:-1])
+BLOBS = (*map(npy, ARRAYS), npy(np.asfortranarray(T5)), npy(T5)[:-1], npy(T5) + b"\0", npy(T5)[:50], b"", None)
 
 
-def test_a_damaged_state_and_one_that_names_anything_but_files_beside_it_are_refused(train, output):
-    state, first, second = train / "state.json", "data-00000-of-00002.arrow", "data-00001-of-00002.arrow"
-    for folder in (train.parent, train / "missing"):
-        assert f"{folder} holds neither state.json" in refused(folder, output)
+def state_of(text: str) -> Callable[[Path], object]:
+    return lambda train: (train / "state.json").write_text(text)
+
+
+def listing(*names: object) -> Callable[[Path], None]:
+    return lambda train: write_state(train, names)
+
+
+def columns(kind: pa.Schema) -> Callable[[Path], None]:
+    """The first file has these columns and no row."""
+    return lambda train: write_arrow(train / FIRST, [], kind=kind)
+
+
+def t5_of_the_11th_row(blob: bytes | None) -> Callable[[Path], None]:
+    return lambda train: write_arrow(train / SECOND, [rows()[0] | {"t5_encodings": blob}, *rows()[11:]])
+
+
+REFUSED = [  # what is done to the source, and a pattern of the refusal
+    *(
+        (state_of(text), "state.json (is damaged|is no JSON|holds no JSON)")
+        for text in ("", "{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": ["a.arrow"]}')
+    ),
+    *(
+        (listing(FIRST, name), f"state.json lists {re.escape(repr(name))}, which is no name of an arrow file")
+        for name in ("../secret.arrow", "/secret.arrow", "..", "", "a\\b.arrow", "a\0.arrow", "a.txt", 3, None)
+    ),
+    (listing(FIRST, SECOND, "none.arrow"), "/none.arrow is missing"),
+    *(
+        (listing(*names), "such as data-0000[01]-of-0000.*; download all of one set")
+        for names in (("data-00000-of-00003.arrow", SECOND), [SECOND], [FIRST], [FIRST] * 2, [FIRST, SECOND, SECOND])
+    ),
+    (columns(schema(without=("clip_encodings",))), "want one column clip_encodings of binary; the columns are __key__"),
+    (columns(schema(without=("mean",)).append(pa.field("mean", pa.int64()))), "one column mean of binary"),
+    (columns(schema().append(pa.field("t5_encodings", pa.binary()))), "one column t5_encodings of binary"),
+    *((t5_of_the_11th_row(blob), r"row 0: t5_encodings \(.* of uint16 \(9, 28\) in C order") for blob in BLOBS),
+    (lambda train: files.remove(train), "holds neither state.json"),
+]
+
+
+def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anything_is_written(train, output):
+    whole = train.rename(train.with_name("whole"))
     wrong = []
-    for text in ("", "{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": ["a.arrow"]}'):
-        state.write_text(text)
-        wrong += [text] * (not re.search(rf"{state} (is damaged|is no JSON|holds no JSON)", refused(train, output)))
-    write_arrow(train.parent / "secret.arrow", rows())
-    cases = [([first, second, "none.arrow"], f"{train}/none.arrow is missing")]
-    for name in ("../secret.arrow", "/secret.arrow", "..", "", "a\\b.arrow", "a\0.arrow", "a.txt", 3, None):
-        cases.append(([first, name], f"{state} lists {name!r}"))
-    for names in (["data-00000-of-00003.arrow", second], [second], [first], [first] * 2, [first, second, second]):
-        cases.append((names, "download all of one"))
-    for names, words in cases:
-        write_state(train, names)
-        wrong += [names] * (words not in refused(train, output))
+    for number, (change, words) in enumerate(REFUSED):
+        files.remove(train)
+        shutil.copytree(whole, train)
+        change(train)
+        message = refused(train, output)
+        wrong += [(number, message)] * (str(train) not in message or not re.search(words, message))
     assert wrong == []
 
 
 def test_files_that_are_cut_or_of_other_kinds_are_refused(train, output):
-    path = train / "data-00000-of-00002.arrow"
+    path = train / FIRST
     whole, draw = path.read_bytes(), random.Random(0)
     with pa.memory_map(str(path)) as file:
         ends = [file.tell() for _ in pa.ipc.open_stream(file)]  # just behind each batch
@@ -377,29 +395,6 @@ def test_files_that_are_cut_or_of_other_kinds_are_refused(train, output):
         path.write_bytes(content)
         message = refused(train, output)
         assert f"{path} is " in message and "truncated" in message
-
-
-def test_other_columns_are_refused(train, output):
-    path = train / "data-00000-of-00002.arrow"
-    for kind, words in (
-        (schema(without=("clip_encodings", "logvar")), "want one column clip_encodings of binary; the columns are __"),
-        (schema(without=("mean",)).append(pa.field("mean", pa.int64())), "one column mean of binary"),
-        (schema().append(pa.field("t5_encodings", pa.binary())), "one column t5_encodings of binary"),
-    ):
-        with pa.ipc.new_stream(str(path), kind):
-            pass
-        assert f"{path}: want one" in refused(train, output) and words in refused(train, output)
-
-
-def test_what_is_no_npy_of_the_right_kind_is_refused_with_its_place(train, output):
-    t5 = np.zeros(LAYOUT.shapes["t5"], np.uint16)
-    arrays = [t5.astype(np.float16), t5.astype(np.int16), t5.astype(">u2"), t5[None], t5.T.copy(), t5[:-1]]
-    arrays.append(np.asfortranarray(t5))
-    path = train / "data-00001-of-00002.arrow"
-    for blob in (*map(npy, arrays), npy(t5)[:-1], npy(t5) + b"\0", npy(t5)[:50], t5.tobytes(), b"", None):
-        write_arrow(path, [rows()[0] | {"t5_encodings": blob}, *rows()[11:]], (13,))
-        message = refused(train, output)
-        assert f"{path}, row 0: t5_encodings (" in message and "uint16 (9, 28) in C order" in message
 
 
 def test_what_is_wrong_behind_the_first_row_is_found_while_it_is_converted(train):
@@ -440,12 +435,6 @@ def test_another_number_of_samples_is_refused_with_both(train, public, output):
 # Full size
 
 
-def anonymous_mb(pid: int) -> float:
-    """Memory of a process that is no page of a file."""
-    found = re.search(r"RssAnon:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0  # a process that has just ended has none
-
-
 @pytest.mark.slow
 def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, output):
     want = 7 * rows(41, full=True)
@@ -454,15 +443,14 @@ def test_samples_of_full_size_arrive_byte_for_byte_in_little_memory(tmp_path, ou
     write_empty(tmp_path / "public" / "empty_encodings", FULL)
     args = ("--input", tmp_path / "public" / "source", "--output", output, "--split", "train")
     args = (*args, "--expect-samples", len(want), "--per-shard", 70)
-    peak = 0.0
+    peak = 0
     with Job(tmp_path / "log", "tools/prepare/__main__.py", "mlcommons", *args, ranks=0) as job:
         while job.process.poll() is None:
-            peak = max(peak, anonymous_mb(job.process.pid))
+            status = Path(f"/proc/{job.process.pid}/status").read_text()
+            peak = max([peak, *map(int, re.findall(r"RssAnon:\s*(\d+)", status))])  # in kB, of no file's pages
             time.sleep(0.02)
         assert job.wait() == 0, job.said
-        print(job.said.split("\r")[-1])
-    print(f"{peak:.0f} MB of memory")
-    assert peak < 250
+    assert peak < 250_000
     require_converted(output, want, per_shard=70, layout=FULL)
     shutil.rmtree(tmp_path / "public")
     shutil.rmtree(output)

@@ -42,13 +42,6 @@ def test_counts_keys_and_timesteps_and_training_never_shows_what_validation_asks
     assert {meta.caption for meta in val} <= held_out and not {meta.caption for meta in train} & held_out
 
 
-def test_the_same_set_is_made_every_time(made, tmp_path):
-    prepare.main([*ARGS, "--out", str(tmp_path / "again")])
-    files = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
-    assert len(files) == 4
-    assert all((made / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
-
-
 def test_an_interrupted_set_is_never_visible_and_the_next_call_succeeds(tmp_path, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt

@@ -174,8 +174,8 @@ NOTICED_FAST = [
             (lambda s: rebuild(s, lambda m: [*m[:7], ("notes.txt", b""), *m[7:]]), "layout", " ("),
         )
     ),
-    (move(TRAIN_1, "train/shard_000009.tar"), "missing", "train: there is no shard 1, although there is shard 9"),
-    (move(TRAIN_1, f"train/shard_{10**30}.tar"), "missing", f"there is no shard 3 to {10**30 - 1}, although there is"),
+    (move(TRAIN_1, "train/shard_000009.tar"), "missing", "train: there is no shard 8, although there is shard 9"),
+    (move(TRAIN_1, f"train/shard_{10**30}.tar"), "missing", f"there is no shard {10**30 - 1}, although there is"),
     (move(TRAIN_2, "train/shard_\u0662.tar"), "file name", "\u0662.tar: does not end with a number"),
     (move(TRAIN_2, "train/shard_000002 (1).tar"), "file name", "2 (1).tar: does not end with a number"),
     (move(TRAIN_2, "train/shard_\n2.tar"), "file name", r"\n2.tar: does not fit into a line"),
@@ -347,14 +347,12 @@ def test_a_clean_set_passes_with_one_screen_and_a_manifest_of_all_files_that_sha
         result = run(root)
         assert result.code == 0 and "manifest.sha256 cannot be written: Directory not empty" in result.text
     assert snapshot(root.parent) == before
+    val = f"{16 * STRIDE + 6 * END_BYTES:,} bytes; timesteps 0 to 7: {8 * [2]}"
+    train = f"train: 8 samples in 3 shards, {8 * STRIDE + 3 * END_BYTES:,} bytes"
+    begin = f"{train}\nval: 16 samples in 6 shards, {val}\nproblems: none\n"
     result = run(root)
-    text = result.text.splitlines()
-    assert result.code == 0 and not result.lines and len(text) == 4
-    size = 8 * STRIDE + 3 * END_BYTES
-    assert text[0] == f"train: 8 samples in 3 shards, {size:,} bytes"
-    assert text[1].startswith("val: 16 samples in 6 shards, ")
-    assert text[1].endswith(": 2 of 0, 2 of 1, 2 of 2, 2 of 3, 2 of 4, 2 of 5, 2 of 6, 2 of 7")
-    assert text[2] == "problems: none" and re.match(r"PASS in \d+\.\d s, [\d,]+ MB/s", text[3])
+    text = result.text.removeprefix(begin)
+    assert result.code == 0 and re.fullmatch(r"PASS in \d+\.\d s, [\d,]+ MB/s\n", text), result.text
     after = snapshot(root.parent)
     assert {name for name in after if after[name] != before.get(name)} == {"set", "set/manifest.sha256"}
     assert len((root / "manifest.sha256").read_text().splitlines()) == 12  # all files
@@ -376,7 +374,6 @@ def swap(root: Path) -> None:
         move(old, new)(root)
 
 
-UNUSABLE = "is none of sha256sum's, or names a file again"
 LISTED = [
     *(
         (plant, "manifest", f"{name}: has changed")
@@ -398,9 +395,6 @@ LISTED_FAST = [
     (remove(TRAIN_2), "manifest", f"{TRAIN_2}: is missing"),
     (edit(lambda text: text + f"{'0' * 64}  ../beside.txt\n"), "manifest", "../beside.txt: is missing"),
     (edit(lambda text: ""), "manifest", f"{TRAIN_0}: is not in manifest"),
-    (edit(lambda text: text + "rubbish\n"), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
-    (edit(lambda text: text + text.splitlines()[0]), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
-    (edit(lambda text: text + "\udcff\n"), "manifest", f"manifest.sha256, line 12: {UNUSABLE}"),
 ]
 
 
@@ -425,10 +419,12 @@ def test_manifests_that_others_wrote_are_taken_and_a_new_file_is_no_problem(root
 
 
 def test_what_cannot_be_checked_is_refused_and_an_empty_folder_fails(root, run):
+    (root / "val" / "manifest.sha256").write_text("rubbish")
     before = snapshot(root.parent)
     for folder, args, words in (
         ("none", (), "is no folder"),
         ("beside.txt", (), "is no folder"),
+        ("set/val", (), "line 1: not a line of sha256sum"),
         ("set", ("--config", "none.toml"), "none.toml"),
     ):
         with pytest.raises(Refusal, match=words):

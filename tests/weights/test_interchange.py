@@ -3,15 +3,13 @@ Nothing changes on the way there and back."""
 
 import json
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import lively_nets
 import pytest
 import torch
-from conftest import MICRO, ROOT, require_identical
+from conftest import MICRO, require_identical
 from diffusers import FluxTransformer2DModel
 from peer_net import FULL_WIDTH, diffusers_forward, random_inputs, random_net, relative_error, to_diffusers
 from safetensors import safe_open
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from flux_ref import config, config_file
 from flux_ref.config import Config, ModelConfig
-from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io, shards
+from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
@@ -40,7 +38,7 @@ def lively() -> dict[str, Tensor]:
     return {name: lively_nets.lively(name, shape) for name, shape in parameter_table(MODEL).items()}
 
 
-def save_checkpoint(folder: Path, weights: dict[str, Tensor], info: dict = TRAINED) -> Path:
+def save_checkpoint(folder: Path, weights: dict[str, Tensor]) -> Path:
     """A trained checkpoint: the files of two ranks, and the counters."""
     partial = folder.with_name(f".{folder.name}.partial")
     partial.mkdir(parents=True)
@@ -51,7 +49,7 @@ def save_checkpoint(folder: Path, weights: dict[str, Tensor], info: dict = TRAIN
             first = rank * -(-len(tensor) // 2)
             rows[f"model.{name}"] = checkpoint_files.TensorSlice(tensor.chunk(2)[rank], first, tensor.shape)
         parts.append(checkpoint_files.write_rank(partial, rank, rows))
-    checkpoint_files.publish(partial, folder, checkpoint_files.manifest(info, parts))
+    checkpoint_files.publish(partial, folder, checkpoint_files.manifest(TRAINED, parts))
     return folder
 
 
@@ -160,8 +158,7 @@ def test_config_and_names_of_an_export_are_those_that_diffusers_writes(twin, che
     ours = export(checkpoint, tmp_path / "ours", "diffusers")
     assert {path.name for path in ours.iterdir()} == {path.name for path in (tmp_path / "theirs").iterdir()}
     our, their = (json.loads((folder / "config.json").read_text()) for folder in (ours, tmp_path / "theirs"))
-    assert our.items() <= their.items()
-    assert {key: their[key] for key in their.keys() - our.keys() - {"_diffusers_version"}} == {"out_channels": None}
+    assert their.pop("_diffusers_version") and their == our | {"out_channels": None}
     our, their = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (ours, tmp_path / "theirs"))
     require_same(our, their)
 
@@ -183,17 +180,6 @@ def test_nothing_changes_on_the_way_round(checkpoint, lively, tmp_path, monkeypa
         require_same(load_file(last), want)
 
 
-def test_bf16_rounds_to_nearest_and_ties_to_even(tmp_path, lively):
-    """Ties, both neighbours of a tie, both signs, the smallest numbers and zeros with their signs."""
-    ties = 1 + torch.arange(16) / 256
-    values = torch.cat((ties, ties + 2**-23, ties - 2**-23, torch.tensor([1e-40, 2**-149, 0.0, 3e38])))
-    values = torch.cat((values, -values))
-    lively["txt_in.weight"].view(-1)[: len(values)] = values
-    save_file(lively, tmp_path / "w.safetensors")
-    found = load_file(export(tmp_path / "w.safetensors", tmp_path / "out", dtype="bf16"))["txt_in.weight"].view(-1)
-    assert found[: len(values)].view(torch.uint16).tolist() == shards.to_bf16_bits(values.numpy()).tolist()
-
-
 def test_what_is_read_at_a_time_is_small(checkpoint, lively, tmp_path, monkeypatch):
     """Nothing is larger than a piece, unless a single row is. So memory does not grow with the model."""
     sizes, write = [], safetensors_io.CheckedFile.write_tensor
@@ -213,10 +199,10 @@ def header_of(path: Path) -> dict[str, str] | None:
 def test_files_say_what_trained_them_and_where_they_come_from(checkpoint, lively, tmp_path, capsys):
     want = {"format": "pt", "trained_by": "flux_ref", "step": "5", "samples": "60", "name": "micro"}
     folder = export(checkpoint, tmp_path / "folder", "diffusers")
-    for path in (export(checkpoint, tmp_path / "file"), folder / "diffusion_pytorch_model.safetensors"):
+    file = export(checkpoint, tmp_path / "file")
+    again = export(file, tmp_path / "again")
+    for path in (file, again, folder / "diffusion_pytorch_model.safetensors"):
         assert header_of(path) == want
-    assert header_of(export(tmp_path / "file", tmp_path / "again")) == want
-
     public = tmp_path / "public.safetensors"
     save_file(lively, public, {"samples": "many"})
     assert header_of(export(public, tmp_path / "of public")) == {"format": "pt"}, "trained elsewhere"
@@ -224,19 +210,7 @@ def test_files_say_what_trained_them_and_where_they_come_from(checkpoint, lively
     info = Checkpoint(path).info
     assert (info["from"], info["step"], info["samples"]) == (str(public), 0, 0)
     assert config_file.from_flat(info["name"], info["config"]).model == MODEL
-    assert command("inspect", path, "--verify") == 0
-    assert f"from      {public}" in capsys.readouterr().out
-
-
-def test_a_run_is_exported_as_its_newest_checkpoint_or_that_of_a_step(lively, tmp_path):
-    run = tmp_path / "run"
-    for step in (3, 7):
-        weights_of = {name: tensor * step for name, tensor in lively.items()}
-        info = TRAINED | {"step": step, "samples": step * CFG.train.global_batch}
-        save_checkpoint(run / "checkpoints" / f"step_{step:09d}", weights_of, info)
-    for option, step in (([], 7), (["--checkpoint=3"], 3)):
-        assert command("export", run, tmp_path / f"out {step}", *option) == 0
-        require_same(load_file(tmp_path / f"out {step}"), {name: tensor * step for name, tensor in lively.items()})
+    assert command("inspect", path, "--verify") == 0 and f"from      {public}" in capsys.readouterr().out
 
 
 def complaint(capsys, *argv: object, code: int = 2) -> str:
@@ -257,9 +231,7 @@ def test_what_diffusers_cannot_compute_is_not_exported_to_it(tmp_path, capsys):
         save_file(tensors, folder / "w.safetensors")
         where = [folder / "w.safetensors", folder / "out", f"--config={folder / 'other.toml'}"]
         assert f"model.{key}" in complaint(capsys, "export", *where, "--format=diffusers")
-        assert sorted(path.name for path in folder.iterdir()) == ["other.toml", "w.safetensors"]
-        assert command("export", *where) == 0
-        require_same(load_file(folder / "out"), tensors)
+        assert not (folder / "out").exists() and command("export", *where) == 0
 
 
 def break_off(monkeypatch, error: BaseException, after: int = 40) -> None:
@@ -292,42 +264,3 @@ def test_what_breaks_off_leaves_nothing_and_the_next_succeeds(checkpoint, lively
         assert set(tmp_path.iterdir()) == before
         source = weight_files.open_source(weight_files.find(out), MODEL)
         require_same({name: source.read(name, 0, len(tensor)) for name, tensor in lively.items()}, lively)
-
-
-# Runs argv[1] in a process that then prints its largest resident memory in kB.
-RESIDENT = (
-    "import re, sys; exec(sys.argv.pop(1)); print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-)
-WEIGHTS = "from tools.weights import commands; assert commands.main(sys.argv[1:]) == 0"
-
-
-def resident_gb(code: str, *argv: object) -> float:
-    command = [sys.executable, "-c", RESIDENT, code, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    return int(done.stdout.split()[-1]) * 1024 / 1e9
-
-
-@pytest.mark.nightly
-def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Of a block of each kind of schnell's width, more than 2 GB: beside torch, a few pieces of 64 MiB."""
-    model = ModelConfig(double_blocks=1, single_blocks=1)
-    (tmp_path / "config.toml").write_text(config_file.dump(Config(name="wide", model=model)))
-    entries, size = {}, 0
-    for name, shape in parameter_table(model).items():
-        end = size + 4 * torch.Size(shape).numel()
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [size, end]}
-        size = end
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
-    with open(tmp_path / "weights.safetensors", "wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
-        file.truncate(8 + len(head) + size)
-    given = f"--config={tmp_path / 'config.toml'}"
-    torch_alone = resident_gb("import torch")
-    found = {"import": resident_gb(WEIGHTS, "import", tmp_path / "weights.safetensors", tmp_path / "saved", given)}
-    for layout, dtype in (("bfl", "fp32"), ("bfl", "bf16"), ("diffusers", "bf16")):
-        out = tmp_path / f"{layout}_{dtype}"
-        options = (f"--format={layout}", f"--dtype={dtype}")
-        found[f"export {out.name}"] = resident_gb(WEIGHTS, "export", tmp_path / "saved", out, *options)
-        found[f"import {out.name}"] = resident_gb(WEIGHTS, "import", out, tmp_path / f"{out.name}_back", given)
-    assert size > 2e9 and {name: gb for name, gb in found.items() if gb - torch_alone > 0.8} == {}

@@ -16,7 +16,7 @@ import io
 import json
 import warnings
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -63,14 +63,11 @@ class Job:
 
     def loaded(self, candidates: Iterable[Candidate]) -> Iterator[Sample]:
         """The samples, in order. Threads load some of the next samples meanwhile."""
-        waiting = deque()
-        sizes = 8 * self.model.latent_height, 8 * self.model.latent_width, self.args.min_side
-        for candidate in candidates:
-            waiting.append(self.pool.submit(candidate.load, *sizes))
-            if len(waiting) > 2 * max(self.args.batch, self.args.workers):
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        height = 8 * self.model.latent_height
+        width = 8 * self.model.latent_width
+        candidates = iter(candidates)
+        while ahead := list(islice(candidates, 4 * max(self.args.batch, self.args.workers))):
+            yield from self.pool.map(lambda candidate: candidate.load(height, width), ahead)
 
     def bar(self, what: str, total: int | None = None) -> tqdm:
         """Progress of rank 0's share."""
@@ -149,17 +146,11 @@ def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
 
 def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_images.Files) -> jobs.Plan:
     """What must be the same when a stopped job goes on."""
-    names = ("val_share", "caption_column", "per_shard", "min_side", "dtype")
+    names = ("val_share", "caption_column", "per_shard", "dtype")
     given = {"split": split} | {name: getattr(args, name) for name in names}
-    weights = []
-    for net in (args.t5, args.clip):
-        for folder in {net, encoders.tokenizer_folder(net)}:
-            weights += [path for path in folder.iterdir() if path.is_file()]
-    stats = {}
-    for path in (vae.find(args.vae), *sorted(weights)):
-        status = path.stat()
-        stats[str(path)] = [status.st_size, status.st_mtime_ns]
-    return {"options": given | shards.layout(model).shapes | stats, "files": listed}
+    weights = sorted([vae.find(args.vae), *args.t5.glob("*.safetensors"), *args.clip.glob("*.safetensors")])
+    used = listed + [raw_images.stamp(path, str(path)) for path in weights]
+    return {"options": given | shards.layout(model).shapes, "files": used}
 
 
 def _write_empty(final: Path, encodings: dict[str, np.ndarray], layout: shards.Layout) -> None:
@@ -186,18 +177,16 @@ def _check(job: Job) -> Checked:
     mine = []
     with job.bar("checking") as bar:
         for number in range(job.world.rank, len(job.parts), job.world.size):
-            count = 0
-            rejected = []
+            outcomes = []
             for sample in job.loaded(job.parts[number]()):
-                if sample.rejected:
-                    rejected.append([count, sample.name, sample.rejected])
-                count += 1
+                outcomes.append((sample.name, sample.rejected))
                 bar.update()
-            mine.append([number, [count, rejected]])
+            rejected = [[position, *outcome] for position, outcome in enumerate(outcomes) if outcome[1]]
+            mine.append([number, len(outcomes), rejected])
     numbered = []
     for share in ranks.gather_objects(mine):
         numbered += share
-    checked = [part for _, part in sorted(numbered)]
+    checked = [part for _, *part in sorted(numbered)]
     with ranks.agreed():
         if job.world.rank == 0:
             files.write_whole(path, json.dumps({"crc32": _crc32(checked), "parts": checked}))
@@ -277,7 +266,7 @@ def _write_shard(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", required=True, metavar="DIR|TARS", help="images with captions; x-{000..137}.tar is many")
+    add("--input", required=True, metavar="DIR|TARS", help="images of 64 pixels or more; x-{000..137}.tar is many")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
     split = parser.add_mutually_exclusive_group(required=True)
     split.add_argument("--split", choices=("train", "val"), help="make one set of all images")
@@ -292,6 +281,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
     add("--batch", type=options.number, default=32, metavar="N", help="images encoded at a time (%(default)s)")
     add("--per-shard", type=options.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
-    add("--min-side", type=options.number, default=64, metavar="PIXELS", help="reject smaller images (%(default)s)")
     add("--workers", type=options.number, default=8, metavar="N", help="decoding threads per rank (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")

@@ -28,6 +28,14 @@ def require_new(final: Path) -> None:
         raise Refusal(f"{final} exists; remove it or choose another --output")
 
 
+def take(place: Path, what: str, remedy: str) -> claim.Claim:
+    """The claim at a place, which no two processes hold. Raises: Refusal of `what` with its owner; OSError."""
+    own = claim.take(place)
+    if own is None:
+        raise Refusal(f"{what} by another job ({claim.owner(place)}); {remedy}")
+    return own
+
+
 @contextmanager
 def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
@@ -36,13 +44,7 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
-    place = final.with_name(f".{final.name}.claim")
-    own = claim.take(place)
-    if own is None:
-        raise Refusal(
-            f"{folder} is in use by another job ({claim.owner(place)}); wait for it or choose another --output"
-        )
-    with own:
+    with take(final.with_name(f".{final.name}.claim"), f"{folder} is in use", "wait for it or choose another --output"):
         plan_path = folder / PLAN
         wanted = json.dumps(plan)
         begun = ""
@@ -65,19 +67,13 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
 def _difference(begun: str, wanted: str) -> str:
     """The first options and files that differ."""
     try:
-        then = _flat(begun)
-        now = _flat(wanted)
+        contents = [outside.parse_json(plan) for plan in (begun, wanted)]
+        then, now = (content["options"] | {name: about for name, *about in content["files"]} for content in contents)
     except (ValueError, KeyError, TypeError):
         return f"its {PLAN} is damaged or of another version"
     names = [name for name in then | now if then.get(name) != now.get(name)]
     changes = [f"{name} was {then.get(name, 'missing')}, is {now.get(name, 'missing')}" for name in names]
     return "; ".join(changes[:3]) or "its files came in another order"
-
-
-def _flat(plan: str) -> dict[str, object]:
-    """The options and files of a plan, by name. Raises: ValueError, KeyError, TypeError."""
-    content = outside.parse_json(plan)
-    return content["options"] | {name: about for name, *about in content["files"]}
 
 
 def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:

@@ -46,6 +46,7 @@ def _inspect(source: Path, split: str, layout: Layout) -> dict[Path, int]:
 def _paths(source: Path) -> list[Path]:
     """The arrow files of a folder: those in state.json, without it all by name. Raises: Refusal."""
     state = source / "state.json"
+    names = sorted(path.name for path in source.glob("data-*.arrow"))
     if state.is_file():
         try:
             names = [entry["filename"] for entry in outside.read_json(state, "list of arrow files")["_data_files"]]
@@ -55,17 +56,11 @@ def _paths(source: Path) -> list[Path]:
             if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+\.arrow", name)):
                 name = outside.shown(name)
                 raise Refusal(f"{state} lists {name}, which is no name of an arrow file; download it again")
-    else:
-        names = sorted(path.name for path in source.glob("data-*.arrow"))
-        if not names:
-            raise Refusal(f"{source} holds neither state.json nor data-*.arrow; give the folder in which they are")
-    numbered = []  # (number of a file, number of files) of those that are named data-I-of-N.arrow
-    for name in names:
-        if match := re.fullmatch(r"data-([0-9]{5,9})-of-([0-9]{5,9})\.arrow", name):
-            numbered.append((int(match[1]), int(match[2])))
-    if sorted(numbered) != [(number, len(numbered)) for number in range(len(numbered))]:
-        total = min(numbered)[1]
-        raise Refusal(f"{source} holds {len(numbered)} arrow files of sets of {total}; download all of one")
+    if not names:
+        raise Refusal(f"{source} holds neither state.json nor data-*.arrow; give the folder in which they are")
+    numbered = sorted(name for name in names if re.fullmatch(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow", name))
+    if numbered != [f"data-{number:05d}-of-{len(numbered):05d}.arrow" for number in range(len(numbered))]:
+        raise Refusal(f"{source} holds {len(numbered)} arrow files such as {numbered[0]}; download all of one set")
     return [source / name for name in names]
 
 
@@ -99,9 +94,9 @@ def _timesteps(table, split: str, path: Path) -> list[int | None]:
     """The timesteps of a file: 0 to 7 for val, None for train. Raises: Refusal."""
     index = table.schema.get_field_index("timestep")  # -1 for none, or for several
     values = [None] * len(table) if index < 0 else table.column(index).to_pylist()
-    wanted = range(TIMESTEPS) if split == "val" else (None,)
+    wanted = range(TIMESTEPS) if split == "val" else [None]
     for row, value in enumerate(values):
-        if value not in wanted or type(value) not in (int, type(None)):
+        if type(value) not in (int, type(None)) or value not in wanted:
             want = f"0 to {TIMESTEPS - 1}" if split == "val" else "none"
             raise Refusal(f"{path}, row {row}: timestep {value!r}, want {want}; is this the {split} split?")
     return values

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -31,8 +30,9 @@ from tools.prepare import manifest, metadata
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 TEXTS = (".txt", ".json")
+MIN_SIDE = 64  # pixels
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs
-MEMBER_BYTES = 2**28  # of a picture in an archive
+PICTURE_BYTES = 2**28  # of a file or a member of an archive
 TWINS = "several images for one caption"  # which of them the caption describes is unknown
 TEXT_BYTES = 2**20  # of a caption or its JSON
 PART = 1024  # files that one rank looks at in one go
@@ -42,7 +42,7 @@ class Rejected(Exception):
     """A sample cannot be used. The message is one of a few reasons, so that samples can be counted by reason."""
 
 
-Entry = tuple[BinaryIO, str, int | None]  # a picture that is not decoded yet, its caption, its timestep if it has one
+Entry = tuple[bytes, str, int | None]  # a picture that is not decoded yet, its caption, its timestep if it has one
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One sample of the input that is not read yet.
-
-    read: raises Rejected, OSError. rejected: why it is not even to be read.
-    """
+    """One sample of the input that is not read yet. read: raises Rejected."""
 
     name: str
-    read: Callable[[], Entry] | None
-    rejected: str = ""
+    read: Callable[[], Entry]
 
-    def load(self, height: int, width: int, min_side: int) -> Sample:
+    def load(self, height: int, width: int) -> Sample:
         """Read and decode it; for the sizes see `pixels`."""
-        if self.rejected:
-            return Sample(self.name, self.rejected)
         try:
-            file, caption, timestep = self.read()
-            with file:
-                return Sample(self.name, "", pixels(file, height, width, min_side), caption, timestep)
+            content, caption, timestep = self.read()
+            return Sample(self.name, "", pixels(content, height, width), caption, timestep)
         except Rejected as error:
             return Sample(self.name, str(error))
-        except OSError:
-            return Sample(self.name, "unreadable file")
 
 
 Part = Callable[[], Iterator[Candidate]]  # some consecutive candidates; every call gives the same ones
@@ -88,16 +79,13 @@ Files = list[list]  # [name, bytes, mtime in ns] of each file; -1 bytes: the fil
 # From a file to pixels
 
 
-def pixels(file: BinaryIO, height: int, width: int, min_side: int) -> Tensor:
-    """The picture in a file as (3, height, width) uint8; the first frame of an animation.
-
-    min_side: the least width and height of the picture in the file, in pixels. Raises: Rejected.
-    """
+def pixels(content: bytes, height: int, width: int) -> Tensor:
+    """The picture in a file as (3, height, width) uint8; the first frame of an animation. Raises: Rejected."""
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise Rejected("too many pixels")
-            if min(image.size) < min_side:
+            if min(image.size) < MIN_SIDE:
                 raise Rejected("too small")
             image.load()
             return cover(rgb(image), height, width)
@@ -139,10 +127,6 @@ def cover(image: Image.Image, height: int, width: int) -> Tensor:
 # Inputs. Each has files(): what it consists of, and parts(files): its samples, always in the same order
 
 
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".")
-
-
 @dataclass(frozen=True)
 class Folder:
     """Pictures and their captions; sub-folders too, by name.
@@ -155,8 +139,8 @@ class Folder:
     column: str = ""  # of the captions in it
 
     def files(self) -> Files:
-        names = sorted(path.relative_to(self.root).as_posix() for path in manifest.walk(self.root, _is_hidden))
-        return [_stat(self.root / name, name) for name in names if "/." not in f"/{name}"]  # none is hidden
+        names = sorted(path.relative_to(self.root).as_posix() for path in manifest.walk(self.root))
+        return [stamp(self.root / name, name) for name in names if "/." not in f"/{name}"]  # none is hidden
 
     def parts(self, files: Files) -> list[Part]:
         """Raises: Refusal if captions are where they are not looked for, or in two places."""
@@ -177,20 +161,18 @@ class Folder:
 
     def _part(self, entries: list[metadata.Entry]) -> Iterator[Candidate]:
         for name, reason, caption in entries:
-            yield Candidate(name, partial(self._read, self.root / name, caption), reason)
+            yield Candidate(name, partial(self._read, self.root / name, reason, caption))
 
-    def _read(self, path: Path, caption: object) -> Entry:
-        if path.suffix.lower() not in SUFFIXES:
-            raise Rejected("unsupported type")
+    def _read(self, path: Path, reason: str, caption: object) -> Entry:
+        if reason or path.suffix.lower() not in SUFFIXES:
+            raise Rejected(reason or "unsupported type")
         if self.listing:
             texts = {"json": json.dumps({"caption": caption})}
         else:
             beside = [path.with_suffix(suffix) for suffix in TEXTS]
-            texts = {text.suffix[1:]: _text(text) for text in beside if text.is_file()}
+            texts = {text.suffix[1:]: _bytes(text, "caption", TEXT_BYTES) for text in beside if text.is_file()}
         described = _described(texts)
-        if not path.is_file():  # a pipe, for one, would never end
-            raise Rejected("missing file")
-        return path.open("rb"), *described
+        return _bytes(path, "file", PICTURE_BYTES), *described
 
 
 @dataclass(frozen=True)
@@ -203,7 +185,7 @@ class Archives:
     paths: list[Path]
 
     def files(self) -> Files:
-        return [_stat(path, str(path)) for path in self.paths]
+        return [stamp(path, str(path)) for path in self.paths]
 
     def parts(self, files: Files) -> list[Part]:
         return [partial(self._part, path) for path in self.paths]
@@ -218,21 +200,25 @@ class Archives:
         for sample in tariterators.group_by_keys(_members(path, note), handler=note):
             yield Candidate(f"{path}/{sample['__key__']}", partial(self._read, sample))
         if damages:
-            yield Candidate(str(path), None, "damaged archive, some of it is lost")
+            yield Candidate(str(path), _lost)
 
     @staticmethod
     def _read(sample: dict) -> Entry:
         images = [sample[suffix[1:]] for suffix in SUFFIXES if suffix[1:] in sample]
         if len(images) != 1:
             raise Rejected(TWINS if images else "no image of a supported type")
-        return io.BytesIO(images[0]), *_described(sample)
+        return images[0], *_described(sample)
+
+
+def _lost() -> Entry:
+    raise Rejected("damaged archive, some of it is lost")
 
 
 class _Bounded(io.FileIO):
     """A file from which tarfile takes no more at a time than a member may have; headers announce any size."""
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MEMBER_BYTES:
+        if not 0 <= size <= PICTURE_BYTES:
             raise tarfile.ReadError(f"a header announces {size} bytes")
         return super().read(size)
 
@@ -245,7 +231,7 @@ def _members(path: Path, note: Callable[[Exception], object]) -> Iterator[dict]:
                 archive.members = []  # of millions
                 if not member.isreg() or not member.name.lower().endswith(SUFFIXES + TEXTS):
                     continue
-                if member.size > MEMBER_BYTES:
+                if member.size > PICTURE_BYTES:
                     note(ValueError(f"{member.name} is too large"))
                     continue
                 yield {"fname": member.name, "data": archive.extractfile(member).read(), "__url__": str(path)}
@@ -281,17 +267,18 @@ def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def _stat(path: Path, name: str) -> list:
+def stamp(path: Path, name: str) -> list:
+    """An entry of Files."""
     status = path.stat() if path.is_file() else None
     return [name, status.st_size, status.st_mtime_ns] if status else [name, -1, 0]
 
 
-def _text(path: Path) -> bytes:
-    """The bytes of a file beside a picture. Raises: Rejected."""
+def _bytes(path: Path, what: str, most: int) -> bytes:
+    """The bytes of a regular file. Raises: Rejected."""
     try:
-        return outside.read_bytes(path, "caption", TEXT_BYTES)
+        return outside.read_bytes(path, what, most)
     except Refusal:
-        raise Rejected("unreadable caption") from None
+        raise Rejected(f"unreadable {what}") from None
 
 
 def _described(texts: dict) -> tuple[str, int | None]:

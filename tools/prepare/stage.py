@@ -24,22 +24,21 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import claim
 from flux_ref.formats import files as whole_files
+from flux_ref.formats.claim import Claim
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
-from tools.prepare import manifest, pool
+from tools.prepare import jobs, manifest, pool
 from tools.prepare.manifest import HIDDEN, MANIFEST
 
 STREAMS = 8
@@ -48,8 +47,7 @@ FAILED = "stage/failed"  # key of the reason, in the store that all nodes share
 POLL_S = 0.2  # between two looks at it
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """A version of a file: its path below SRC or DST, its size, and the time of its last change, which a copy keeps."""
 
     name: str
@@ -92,24 +90,16 @@ def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
     if MANIFEST not in files:
         return files, {}
     path = src / MANIFEST
-    sums, unusable = manifest.read(path)
-    if unusable:
-        raise Refusal(f"{path}, line {unusable[0]}: not a line of sha256sum, or names a file again; remake it")
+    sums = manifest.read(path)
     for name in sorted(sums.keys() ^ (files.keys() - {MANIFEST})):
         raise Refusal(f"{path} and the files do not fit: only one of them has {name}; make it again")
     return files, sums
 
 
-@contextmanager
-def claimed(dst: Path) -> Iterator[None]:
-    """No other process stages to DST during the block. Raises: Refusal, OSError."""
+def claimed(dst: Path) -> Claim:
+    """No other process stages to DST while this is held. Raises: Refusal, OSError."""
     (dst / HIDDEN).mkdir(parents=True, exist_ok=True)
-    place = dst / HIDDEN / "claim"
-    own = claim.take(place)
-    if own is None:
-        raise Refusal(f"{dst} is being staged already ({claim.owner(place)}); every node needs its own DST")
-    with own:
-        yield
+    return jobs.take(dst / HIDDEN / "claim", f"{dst} is being staged", "every node needs its own DST")
 
 
 def partial_of(dst: Path, name: str = "") -> Path:
@@ -280,7 +270,7 @@ def stage(src: Path, dst: Path) -> int:
     join()
     with ranks.agreed():
         files, sums = survey(src, dst)
-    first, *others = ranks.gather_objects([[astuple(file) for file in files.values()], sums])
+    first, *others = ranks.gather_objects([list(files.values()), sums])
     for node, other in enumerate(others, 1):
         if other != first:
             raise Refusal(f"node {node} sees other files in {src} than node 0; is it the same storage, and at rest?")

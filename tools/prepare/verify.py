@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from tools.prepare.manifest import MANIFEST
 EMPTY = "empty_encodings"
 SPLITS = ("train", "val")
 SHOWN = 20  # lines per kind of problem
-CHUNK = 4 << 20  # bytes
 OTHER_BYTES = 2**36  # of a file that is no shard
 WANTED = {  # the timesteps of each split, in words and as values
     "train": ("none", (None,)),
@@ -74,19 +72,19 @@ class Report:
 def look(path: Path, split: str, fast: bool, layout: Layout, advance: pool.Advance) -> Report:
     """Look at one file. fast: at its first and last sample only. advance: gets the number of bytes read."""
     report = Report(path, split)
-    with ExitStack() as opened:
-        try:
-            if not path.is_file():  # a FIFO would wait for ever
-                raise Refusal(f"{path} is no file")
-            report.bytes = path.stat().st_size
+    try:
+        if not path.is_file():  # a FIFO would wait for ever
+            raise Refusal(f"{path} is no file")
+        report.bytes = path.stat().st_size
+        with ExitStack() as opened:
             shard = _opened(report, layout, opened) if split else None
-            if not fast:
-                _read(report, shard, layout, advance)
-            elif shard:
-                for position in sorted({0, shard.count - 1}):
+            if fast:
+                for position in sorted({0, report.samples - 1}) if shard else ():
                     _look_at_sample(report, shard, position, layout.rows())
-        except (Refusal, OSError) as error:
-            report.problems.add("unreadable", error)
+            else:
+                _read(report, shard, layout, advance)
+    except (Refusal, OSError) as error:
+        report.problems.add("unreadable", error)
     return report
 
 
@@ -109,7 +107,7 @@ def _read(report: Report, shard: Shard | None, layout: Layout, advance: pool.Adv
         raise Refusal(f"{report.path} has {report.bytes:,} bytes, which no file beside sound shards has")
     rows = layout.rows()
     digest = hashlib.sha256()
-    chunk = memoryview(bytearray(layout.stride if shard else CHUNK))  # of a shard a sample at a time
+    chunk = memoryview(bytearray(layout.stride))  # of a shard a sample
     position = 0
     with report.path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -172,16 +170,14 @@ def _shards(folder: Path, problems: Problems) -> list[Path]:
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         problems.add("missing", folder, "holds no *.tar shard")
-    numbers = {-1}
-    for path in paths:
-        if end := re.search(r"([0-9]+)\.tar$", path.name):
-            numbers.add(int(end[1]))
-        else:
+    ends = [re.search(r"([0-9]+)\.tar$", path.name) for path in paths]
+    for path, end in zip(paths, ends):
+        if not end:
             problems.add("file name", path, "does not end with a number")
-    for before, number in pairwise(sorted(numbers)):
-        if number > before + 1:
-            gap = str(before + 1) if number == before + 2 else f"{before + 1} to {number - 1}"
-            problems.add("missing", folder, f"there is no shard {gap}, although there is shard {max(numbers)}")
+    numbers = {int(end[1]) for end in ends if end}
+    for number in sorted(numbers):
+        if number and number - 1 not in numbers:
+            problems.add("missing", folder, f"there is no shard {number - 1}, although there is shard {number}")
     return paths
 
 
@@ -192,10 +188,9 @@ def _others(root: Path, known: set[Path], problems: Problems) -> list[Path]:
         is_manifest = path.parent == root and MANIFEST in path.name
         if path not in known and not is_manifest and not path.is_dir():  # links to folders are not followed
             others.append(path)
-    for path in (*others, *known):
         if not manifest.fits(str(path.relative_to(root))):
             problems.add("file name", path, f"does not fit into a line of {MANIFEST}")
-    return sorted(others)
+    return others
 
 
 def _check_keys(reports: list[Report], problems: Problems) -> None:
@@ -225,7 +220,7 @@ def _sum_up(folder: Path, split: str, reports: list[Report], args: argparse.Name
     counts = [timesteps[k] for k in range(TIMESTEPS)]
     if max(counts) > min(counts) + 1 and not args.fast:
         problems.add("timestep counts", folder, f"timesteps 0 to {TIMESTEPS - 1} come {counts} times")
-    return f"{line}; timesteps: {', '.join(f'{count:,} of {k}' for k, count in sorted(timesteps.items()))}"
+    return f"{line}; timesteps 0 to {TIMESTEPS - 1}: {counts}"
 
 
 def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
@@ -237,20 +232,17 @@ def _check_empty(folder: Path, layout: Layout, problems: Problems) -> None:
         problems.add("empty encoding", error)
 
 
-def _check_manifest(
-    path: Path, listed: dict[str, str], unusable: list[int], sums: dict[str, str], problems: Problems
-) -> None:
+def _check_manifest(root: Path, listed: dict[str, str], sums: dict[str, str], problems: Problems) -> None:
     """Compare with what the manifest lists. sums: the SHA-256 of each file, "" if unknown."""
-    for number in unusable:
-        problems.add("manifest", f"{path}, line {number}", "is none of sha256sum's, or names a file again")
-    for name in sorted(listed):
+    for name in sorted(listed.keys() | sums.keys()):
+        path = root / name
         if name not in sums:
-            problems.add("manifest", path.parent / name, f"is missing, {MANIFEST} has it")
+            problems.add("manifest", path, f"is missing, {MANIFEST} has it")
+        elif name not in listed:
+            if path.suffix in (".tar", ".npy"):
+                problems.add("manifest", path, f"is not in {MANIFEST}")
         elif sums[name] not in ("", listed[name]):
-            problems.add("manifest", path.parent / name, f"has changed, its SHA-256 is not that of {MANIFEST}")
-    for name in sorted(sums.keys() - listed.keys()):
-        if name.endswith((".tar", ".npy")):
-            problems.add("manifest", path.parent / name, f"is not in {MANIFEST}")
+            problems.add("manifest", path, f"has changed, its SHA-256 is not that of {MANIFEST}")
 
 
 # The command
@@ -292,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
         _check_empty(args.dir / EMPTY, layout, problems)
     sums = {report.path.relative_to(args.dir).as_posix(): report.sha256 for report in reports}
     if listed is not None:
-        _check_manifest(path, *listed, sums, problems)
+        _check_manifest(args.dir, listed, sums, problems)
     elif not args.fast and not problems:
         try:
             files.write_whole(path, manifest.written(sums))
