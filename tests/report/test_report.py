@@ -14,14 +14,12 @@ import pytest
 import yaml
 from conftest import MICRO
 from made_logs import MadeLog
-from matplotlib.figure import Figure
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from tools.report import charts, official, result_files, result_log, score
 from tools.report import commands as report
-from tools.shared import public_systems
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ def results(tmp_path):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Charts are empty, which takes less time."""
-    monkeypatch.setattr(charts, "svg", lambda chart: "<svg></svg>")
+    monkeypatch.setattr(charts, "svg", lambda chart: "")
 
 
 def run_report(capsys, *args, out):
@@ -269,7 +267,7 @@ DOES_NOT_BELONG = [
     (lambda log: log.change("seed", 101), "already logs the same seed"),
     (lambda log: log.change("seed", 5, file=[]), "the official seed checker stopped: TypeError"),
     (lambda log: log.change("submission_division", ["open"]), "mixed submission_division"),
-    (lambda log: log.change("global_batch_size", 2048), "mixed global_batch_size: 1024 in result_0.txt ..., 2048"),
+    (lambda log: log.change("global_batch_size", 2048), "mixed global_batch_size: 1024 in result_0.txt, 2048"),
 ]
 
 
@@ -301,12 +299,11 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
     assert [words.count("olympic mean: ") for words in (text, page)] == [1, 1]
     assert re.search("^mixed +- +1024 +10/10( +-){4}$", text, re.M)
-    assert page.count("<td>-</td>") == 5 + 2  # of the mixed one, and the devices of the valid one
     assert valid["olympic_mean_minutes"] == pytest.approx(mean)
     assert [run["minutes"] for run in valid["runs"]] == pytest.approx(minutes)
     assert valid["valid"] and valid["seeds_pass"] and valid["convergence_pass"] and valid["compliant_logs"] == 10
     assert "ruleset 6.0.0" in text and "valid: valid result" in text
-    described, _ = text.split("\nsystem  ")
+    described, _ = text.split("\nsystem ")
     assert max(map(len, described.splitlines())) <= 80
 
 
@@ -401,7 +398,7 @@ def test_report_of_our_runs(capsys, tmp_path, undrawn):
     code, text, figures, page = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
     assert figures["systems"][0]["runs"][0]["samples"] == 100
-    assert page.count("<span class='pill soft'>1 of 10 runs</span>") == 2 and "pill bad" not in page
+    assert "<td>not a valid result</td>" in page
     assert "Validation loss at global batch" in page and "opt_base_learning_rate" in page and "2 x cpu" in page
 
 
@@ -443,49 +440,39 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(results), "--out=none"]) == 2 and not (tmp_path / "none").exists()
     error = capsys.readouterr().err
-    assert "pip install -r requirements-report.txt" in error and error.count("\n") == 1
+    assert "pip install matplotlib" in error and error.count("\n") == 1
 
 
 class Page(html.parser.HTMLParser):
-    """Every tag is closed; the tags and the names of attributes that there are."""
+    """The tags and the names of attributes that there are."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes = [], set(), set()
+        self.tags = set()
+        self.attributes = set()
         self.feed(text)
-        assert not self.open
 
     def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
         self.tags.add(tag)
         self.attributes |= dict(attributes).keys()
 
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
-
-def test_page_is_closed_and_safe(capsys, tmp_path):
-    """Whatever a log says, nothing is loaded, run or left open."""
-    evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp;"
+def test_page_is_safe(capsys, tmp_path):
+    """Whatever a log says, nothing is loaded or run."""
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp; $x_2$"
     folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
     made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
     (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
     code, text, _, content = run_report(capsys, folder, out=tmp_path / "out")
-    assert code == report.INVALID and "\x1b" not in text
+    assert code == report.INVALID and "\x1b" not in text and "$x_2$" in content
     parsed = Page(content)
-    assert not parsed.tags & {"script", "img", "link", "iframe", "object", "b"}
+    assert "svg" in parsed.tags and not parsed.tags & {"script", "img", "link", "iframe", "object", "b"}
     assert not [name for name in parsed.attributes if name in ("src", "href") or name.startswith("on")]
 
 
-def drawn(chart):
-    """The axes of a chart, and the points of its lines."""
-    axes = Figure().add_subplot()
-    chart.draw(axes)
-    return axes, [list(zip(line.get_xdata(), line.get_ydata())) for line in axes.lines]
+def lines_of(chart):
+    """The points of each line of a chart."""
+    return [list(zip(*line.get_data())) for line in chart.figure.axes[0].lines]
 
 
 def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
@@ -497,40 +484,24 @@ def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
         good = [{"samples": n, "val_loss_per_timestep": [n * factor + k / 8 for k in range(8)]} for n in (100, 200)]
         bad = [{"samples": 300, "val_loss_per_timestep": losses} for losses in ("x", [1.0], [None] * 8)]
         (tmp_path / name / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*good, *bad]))
-    (own, lines), (other, _) = map(drawn, charts.timesteps(systems))
-    assert [line.get_label() for line in own.lines] == [f"t = {k}/8" for k in range(8)]
-    assert lines == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
+    own, other = charts.timesteps(systems)
+    assert lines_of(own) == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
+    own, other = (chart.figure.axes[0] for chart in (own, other))
     assert own.get_ylim() == other.get_ylim() and own.get_xlim() == other.get_xlim() == (0, 200)
     assert own.get_ylim()[0] < 100 and own.get_ylim()[1] > 1000
-    assert charts.timesteps([judged(tmp_path / "own" / "result_0.txt")]) and not charts.timesteps([])
 
 
-def test_charts_show_the_figures_at_their_places(results):
-    """What is drawn, read back from matplotlib's axes: curves, band, target, dots, means."""
+def test_charts_show_the_figures(results):
+    """What is drawn, read back from matplotlib's axes: curves, band, target, runs, means."""
     system = judged(results)
-    system.name = "_a <b> $x_2$ & co"  # could be taken for markup or for a formula
+    system.name = "_a"  # matplotlib leaves out labels that begin so
     loss, minutes, samples = charts.of_systems([system])
-    axes, lines = drawn(loss)
-    assert not [run for run in system.runs if run.val_curve not in lines or run.val_curve[-1:] not in lines]
     band = convergence.public_band(1024)
-    assert list(zip(band.samples, band.median)) in lines and [(0, 0.586), (1, 0.586)] in lines
-    labels = [f" {system.name}", "target 0.586", band.source, "public v6.0 runs"]
-    assert axes.get_legend_handles_labels()[1] == labels
-    assert len(public_systems.curves(1024)) == 4 and all(curve in lines for curve in public_systems.curves(1024))
-    axes, lines = drawn(minutes)
-    at = {points[0][0] for points in lines if len(points) == 1}
-    assert at == {run.minutes for run in system.runs}
-    assert [points[0][0] for points in lines if len(points) == 2] == [system.olympic_mean_minutes]
-    hollow = [line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == charts.LIGHT["paper"]]
-    assert sorted(hollow) == [min(at), max(at)]  # left out of the olympic mean
-    _, lines = drawn(samples)
-    check = system.verdicts.convergence
-    marks = [points[0][0] for points in lines if len(points) == 2]
-    assert marks == [check.least_mean, check.reference_mean, system.samples_to_converge]
-    assert (charts.short(8_650_752), charts.short(1500), charts.short(0)) == ("8.65M", "1.5k", "0")
-    for chart in (loss, minutes):  # every colour is a property that the page defines; texts are escaped, no formulas
-        text = charts.svg(chart)
-        Page(text)
-        used = set(re.findall(r"var\(--c-(\w+)\)", text))
-        assert not re.search(r"#[0-9a-f]{6}\b", text) and {"paper", "soft", "0"} <= used <= set(charts.COLOURS)
-        assert re.search(r"<text[^>]*> ?_a &lt;b&gt; \$x_2\$ &amp; co</text>", text)
+    curves = [*(run.val_curve for run in system.runs), [(0, 0.586), (1, 0.586)], [*zip(band.samples, band.median)]]
+    assert lines_of(loss) == curves
+    assert loss.figure.axes[0].get_legend_handles_labels()[1][:2] == [" _a", "target 0.586"]
+    for chart, figure, mean in (
+        (minutes, "minutes", system.olympic_mean_minutes),
+        (samples, "samples_to_converge", system.samples_to_converge),
+    ):
+        assert lines_of(chart) == [[(getattr(run, figure), 0)] for run in system.runs] + [[(mean, 0)]]

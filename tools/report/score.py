@@ -34,7 +34,7 @@ class Run:
     evaluation_s: float | None = None  # within the run
     status: str = ""
     samples: float | None = None  # at run_stop
-    target: float = math.nan
+    target: float = 0.0
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
     faults: list[str] = field(default_factory=list)  # why the run does not count; empty if it counts
 
@@ -68,7 +68,7 @@ class Run:
 
 def measure(log: ResultLog) -> Run:
     """The figures of one log. Whatever contradicts a single timed run becomes a fault."""
-    run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or math.nan)
+    run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or 0.0)
     if not log.events:
         return run
     # A resumed run has several parts, which have no common clock. Of other runs the first run_stop counts, as other
@@ -161,7 +161,6 @@ class System:
     notes: list[str] = field(default_factory=list)
     olympic_mean_minutes: float | None = None  # not normalised
     score_minutes: float | None = None  # the official result: the olympic mean times the factor, if the result is valid
-    place: int = 0  # among the systems of a report
 
     @property
     def verdict(self) -> str:
@@ -265,13 +264,10 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
 
 def _mixtures(runs: list[Run]) -> Iterator[str]:
     for key in SHARED:
-        names: dict[str, list[str]] = {}
+        values = {}  # each with the first run that has it
         for run in runs:
             if (value := run.log.value(key)) is not None:
-                names.setdefault(str(value)[:60], []).append(run.name)
-        if len(names) > 1:
-            parts = []
-            for value, files in names.items():
-                more = " ..." if len(files) > 1 else ""
-                parts.append(f"{value} in {files[0]}{more}")
+                values.setdefault(str(value)[:60], run.name)
+        if len(values) > 1:
+            parts = [f"{value} in {name}" for value, name in values.items()]
             yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"
