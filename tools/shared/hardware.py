@@ -67,12 +67,6 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
     return gpu, _build(Assumed, "assumed", tables["assumed"] | tables.get(share, {}) | mine)
 
 
-def of_device(device: str) -> Gpu | None:
-    """The card of the table whose name is in a device's name, such as "NVIDIA H200"; None if there is none."""
-    known = [name for name in _names(_tables(TABLE)) if name in device.lower()]
-    return load(max(known, key=len))[0] if known else None
-
-
 def _names(tables: dict[str, dict]) -> list[str]:
     return [table.removeprefix("gpu.") for table in tables if table.startswith("gpu.")]
 

@@ -25,12 +25,12 @@ from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
+from flux_ref.formats.jsonl import REACHED, outcome, records
 from flux_ref.run import loss_chart
 from flux_ref.run.attempt import attempt
 from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
-from tools.shared import flops, hardware, reference_samples
+from tools.shared import reference_samples
 
 BOLD = "1"
 DIM = "2"
@@ -68,7 +68,6 @@ class Look:
     folder: Path
     cfg: Config
     band: Band | None
-    environment: dict  # of environment.json: ranks, nodes, device
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
@@ -130,12 +129,6 @@ def look(folder: Path, before: Look | None = None) -> Look:
     before: the look before this one. Clocks that are set between two looks then change nothing.
     """
     cfg = config_file.of_run(folder)
-    path = folder / "environment.json"
-    environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
-    ranks = environment["ranks"]
-    nodes = environment["nodes"]
-    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
-        raise Refusal(f"{path} is damaged (ranks is no number above 0, or nodes is no list); mend it")
     files = [folder / name for name in FIGURES if (folder / name).exists()]
     written = max((file.stat().st_mtime for file in files), default=time.time())
     now = time.monotonic()
@@ -147,7 +140,6 @@ def look(folder: Path, before: Look | None = None) -> Look:
         folder=folder,
         cfg=cfg,
         band=convergence.of_config(cfg),
-        environment={"ranks": ranks, "nodes": [*map(str, nodes)], "device": str(environment["device"])},
         steps=records(folder / "metrics.jsonl", figures=FIGURES["metrics.jsonl"]),
         evaluations=records(folder / "eval.jsonl", figures=FIGURES["eval.jsonl"]),
         outcome=outcome(folder) or broken_off(folder / "result_0.txt"),
@@ -215,12 +207,8 @@ def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
     if run.steps:
         last = run.steps[-1]
         losses = f"  loss {last['loss']:.4f}"
-        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
-        gpu = hardware.of_device(run.environment["device"])
-        mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
         speed = [
-            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
-            f"   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
+            f"  {last['samples_per_s']:,.5g} samples/s   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
         ]
     if run.curve:
         samples, loss = run.curve[-1]
@@ -267,12 +255,7 @@ def chart(looks: list[Look], width: int) -> list[str]:
     labels = {}
     for loss, text in loss_chart.ticks(low, high, 5).items():
         labels[row(loss)] = text if len(text) < 8 else f"{loss:.1e}"
-    if target:
-        labels[row(target)] = f"{target:.4g}"
-    lines = []
-    for y, cells in enumerate(grid):
-        label = labels.get(y, "")[:7]
-        lines.append(f"{label:>7} │{''.join(cells)}")
+    lines = [f"{labels.get(y, ''):>7} │{''.join(cells)}" for y, cells in enumerate(grid)]
     axis = ["─"] * columns
     numbers = " " * (columns + 1)
     for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
