@@ -310,9 +310,6 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
     assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
     assert found["samples"] == SMALL.train.max_samples and "no reference point fits" in shown, "a micro model"
     assert "no public rate of FLUX.1 on h200 in fp32 is known\nnearest public system: Nebius/2x8xH100" in shown
-    assert "-0" not in shown.replace("-0.", ""), shown
-    rounded = step_time.Times(0.3, 0.1 + 0.2, *[0.0] * 4, sent={})
-    assert commands._ms(rounded.exposed) == "0", "no -0 ms of waiting"
 
 
 def test_the_nearest_public_system_stands_beside_the_plan():
@@ -329,7 +326,7 @@ def test_the_nearest_public_system_stands_beside_the_plan():
     plan = SimpleNamespace(gpu="mi300x", precision="bf16", assumed=hardware.load("mi300x")[1], nearest=near)
     lines = " ".join(commands.sources(plan))
     assert "nearest public system: Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8, micro-batch 8 (v6.0)" in lines
-    assert "1,165 ms; this method gives 33" in lines and "ms, -71%; an outlier: it ran without" in lines
+    assert "1.17 s; this method gives 0.33" in lines and " s, -71%; an outlier: it ran without" in lines
 
 
 def test_what_does_not_fit_has_no_time(tmp_path, capsys):
@@ -350,13 +347,12 @@ def test_several_configs_make_a_table(tmp_path, capsys):
     other.write_text(MICRO.read_text() + '\ndata.val = ""\n')
     assert commands.main([ARGS[0], str(other), *ARGS[1:], "--json", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "card GB   step ms  time" in shown
+    assert max(map(len, shown.splitlines())) <= 80 and "card GB    step s  time" in shown
     assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
     with_validation, without = json.loads(path.read_text())["plans"]
     assert with_validation["evaluation"] > 0 == without["evaluation"] == without["evaluations"]
     assert not any("padding" in line for line in without["warnings"])
     assert commands.main([ARGS[0], str(tmp_path / "none.toml"), *ARGS[1:]]) == 2
-    assert "none.toml: " in capsys.readouterr().out
 
 
 def test_command_refuses():
