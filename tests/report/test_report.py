@@ -14,6 +14,9 @@ import pytest
 import yaml
 from conftest import MICRO
 from made_logs import MadeLog
+from mlperf_logging.compliance_checker import mlp_compliance
+from mlperf_logging.rcp_checker import rcp_checker
+from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
@@ -65,9 +68,6 @@ def by_hand(folder):
 
 def test_valid_system(results):
     """Score, samples and verdict: by hand, and by mlperf-logging's own score and convergence check."""
-    from mlperf_logging.rcp_checker import rcp_checker
-    from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_score_standalone
-
     minutes, mean = by_hand(results)
     ruleset = "5.1.0"  # the other tests take the default, 6.0.0
     system = judged(results, ruleset)
@@ -94,7 +94,7 @@ def test_throughput_by_closed_form(tmp_path):
     """300 s of initialisation; blocks at the given rate; 6.4 s per evaluation."""
     run = score.measure(result_log.read(MadeLog(3, evaluations=20, rate=2000).write(tmp_path / "result_0.txt")))
     samples = 20 * made_logs.INTERVAL
-    assert (run.samples, run.init_s, run.evaluation_s) == (samples, 300, pytest.approx(20 * 6.4))
+    assert (run.samples, run.evaluation_s) == (samples, pytest.approx(20 * 6.4))
     assert run.samples_per_s == pytest.approx(samples / run.run_ms * 1000)
     assert run.samples_per_s_without_evaluation == pytest.approx(samples / (run.run_ms / 1000 - 128), rel=1e-12)
     assert run.samples_per_s_without_evaluation == pytest.approx(2000, rel=0.01)
@@ -127,20 +127,14 @@ def test_a_resumed_run_shows_all_its_losses_and_no_rate(tmp_path):
 
 def test_checks_leave_no_trace(results, tmp_path, monkeypatch):
     """mlperf-logging writes logs and scaling.json where it can, and talks through the root logger."""
-    from mlperf_logging.compliance_checker import mlp_compliance
-    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
-
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    root, folders = logging.getLogger(), []
+    root = logging.getLogger()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(root, "level", logging.ERROR)
     monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
-    monkeypatch.setattr(RCP_Checker, "_reset_results_scaling", lambda self, folder: folders.append(folder))
     before, files = [*root.handlers], sorted(tmp_path.rglob("*"))
     assert [run.faults for run in judged(results).runs] == [[]] * 10
     assert sorted(tmp_path.rglob("*")) == files
     assert (root.handlers, root.level) == (before, logging.ERROR)
-    assert folders and "" not in folders  # it removes scaling.json in that folder, in / for an empty one
 
 
 def rewrite(change):
@@ -296,15 +290,13 @@ def test_mixed_systems_are_named_not_averaged(capsys, results, tmp_path, undrawn
     assert [mixed[key] for key in means] == [None] * 6 and None not in [valid[key] for key in means]
     assert mixed["convergence_pass"]  # so that nothing else keeps the figures back
     assert code == report.INVALID and "mixed submission_org" in " ".join(mixed["reasons"])
-    assert all(run["minutes"] and run["samples_per_s"] for run in mixed["runs"])
     assert [words.count("olympic mean: ") for words in (text, page)] == [1, 1]
     assert re.search("^mixed +- +1024 +10/10( +-){4}$", text, re.M)
     assert valid["olympic_mean_minutes"] == pytest.approx(mean)
-    assert [run["minutes"] for run in valid["runs"]] == pytest.approx(minutes)
+    for system in (mixed, valid):
+        assert [run["minutes"] for run in system["runs"]] == pytest.approx(minutes)
     assert valid["valid"] and valid["seeds_pass"] and valid["convergence_pass"] and valid["compliant_logs"] == 10
-    assert "ruleset 6.0.0" in text and "valid: valid result" in text
-    described, _ = text.split("\nsystem ")
-    assert max(map(len, described.splitlines())) <= 80
+    assert max(map(len, text.split("\nsystem ")[0].splitlines())) <= 80
 
 
 def test_reference_points_decide(tmp_path):
@@ -367,12 +359,16 @@ def test_a_tree_holds_systems(tmp_path):
         for file in ("result_10.txt", "result_9.txt", "result_2.txt"):
             MadeLog(3).write(tmp_path / name / file)
     groups = result_files.find([str(tmp_path)])
-    assert [name for name, _ in groups] == ["A/one", "A/two", "B/one"]
+    assert [name for name, _ in groups] == ["A/results/one/flux1", "A/results/two/flux1", "B/results/one/flux1"]
     assert [path.name for path in groups[0][1]] == ["result_2.txt", "result_9.txt", "result_10.txt"]
     again = result_files.find([str(tmp_path), str(tmp_path / "A"), str(groups[0][1][0])])
     assert [len(files) for _, files in again] == [3, 3, 3]  # a file given twice is one run
     MadeLog(3).write(tmp_path / "A/result_0.txt")
-    assert {name for name, _ in result_files.find([str(tmp_path / "A")])} == {"two", "one", "A"}
+    assert {name for name, _ in result_files.find([str(tmp_path / "A")])} == {
+        "A",
+        "A/results/one/flux1",
+        "A/results/two/flux1",
+    }
 
 
 def test_our_runs_side_by_side(tmp_path):
@@ -385,7 +381,7 @@ def test_our_runs_side_by_side(tmp_path):
         file.write("another run's\n")
     groups = {(name, len(files)): files for name, files in result_files.find([str(tmp_path)])}
     ours, copy = f"{tmp_path.name}/run_0", f"{tmp_path.name}/{tmp_path.name}"  # two systems have one parent
-    assert groups.keys() == {("other", 1), (copy, 1), (ours, 3)}
+    assert groups.keys() == {(f"{tmp_path.name}/other", 1), (copy, 1), (ours, 3)}
     files = groups[ours, 3]
     logs = [result_log.read(path) for path in files]
     names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
@@ -398,16 +394,20 @@ def test_report_of_our_runs(capsys, tmp_path, undrawn):
     code, text, figures, page = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
     assert figures["systems"][0]["runs"][0]["samples"] == 100
-    assert "<td>not a valid result</td>" in page
-    assert "Validation loss at global batch" in page and "opt_base_learning_rate" in page and "2 x cpu" in page
+    for words in ("<td>not a valid result</td>", "Validation loss at", "opt_base_learning_rate", "2 x cpu"):
+        assert words in page, words
 
 
 def test_system_description_of_the_benchmarks_tree(tmp_path):
     path = MadeLog().write(tmp_path / "A" / "results" / "sys" / "flux1" / "result_0.txt")
     (tmp_path / "A" / "systems").mkdir()
-    (tmp_path / "A" / "systems" / "sys.json").write_text(
-        '{"number_of_nodes": "18", "accelerators_per_node": 4, "other_software_stack": {"nccl": "2.28"}, "x": [1]}'
-    )
+    described = {
+        "number_of_nodes": "18",
+        "accelerators_per_node": 4,
+        "other_software_stack": {"nccl": "2.28"},
+        "x": [1],
+    }
+    (tmp_path / "A" / "systems" / "sys.json").write_text(json.dumps(described))
     found = result_files.machine(path, {})
     assert result_files.accelerators(found) == 72 and found["nccl"] == "2.28"
 
@@ -476,19 +476,13 @@ def lines_of(chart):
 
 
 def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
-    """Of two systems, on the same axes."""
-    systems = []
-    for name, factor in (("own", 1), ("other", 5)):
-        made_logs.system(tmp_path / name, 1)
-        systems.append(judged(tmp_path / name))
-        good = [{"samples": n, "val_loss_per_timestep": [n * factor + k / 8 for k in range(8)]} for n in (100, 200)]
-        bad = [{"samples": 300, "val_loss_per_timestep": losses} for losses in ("x", [1.0], [None] * 8)]
-        (tmp_path / name / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*good, *bad]))
-    own, other = charts.timesteps(systems)
-    assert lines_of(own) == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
-    own, other = (chart.figure.axes[0] for chart in (own, other))
-    assert own.get_ylim() == other.get_ylim() and own.get_xlim() == other.get_xlim() == (0, 200)
-    assert own.get_ylim()[0] < 100 and own.get_ylim()[1] > 1000
+    made_logs.system(tmp_path, 1)
+    every = ([n + k / 8 for k in range(8)] for n in (100, 200))
+    losses = [*every, "x", [1.0], [None] * 8]  # the last three are no losses of eight timesteps
+    records = [{"samples": n, "val_loss_per_timestep": found} for n, found in zip((100, 200, 300, 400, 500), losses)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (chart,) = charts.timesteps([judged(tmp_path)])
+    assert lines_of(chart) == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
 
 
 def test_charts_show_the_figures(results):

@@ -30,7 +30,6 @@ class Run:
 
     log: ResultLog
     run_ms: float | None = None  # from run_start to run_stop
-    init_s: float | None = None  # from the first init_start to init_stop
     evaluation_s: float | None = None  # within the run
     status: str = ""
     samples: float | None = None  # at run_stop
@@ -93,10 +92,6 @@ def _departures(log: ResultLog) -> Iterator[str]:
 
 def _clock(run: Run, starts: list[Event], stop: Event | None, is_resumed: bool) -> None:
     """The time from the last run_start before the run_stop that counts, as in mlperf-logging."""
-    begun = run.log.first("init_start")
-    ended = run.log.first("init_stop")
-    if begun and ended and ended.time_ms >= begun.time_ms:
-        run.init_s = (ended.time_ms - begun.time_ms) / 1000
     before = [event for event in starts if not stop or event.line < stop.line]
     if not before:
         run.faults.append("run_start is missing" + (" before run_stop" if starts else ""))

@@ -9,6 +9,12 @@ from tools.report.score import SHARED, System
 COLUMNS = 80
 NAME = 20  # characters of a name in a table
 SHOWN_FAULTS = 3  # of a run
+WHAT = (
+    "org {submission_org}, platform {submission_platform}, {devices}, global batch {global_batch_size},"
+    " lr {opt_base_learning_rate}"
+)
+CONVERGENCE = "convergence: {} ({}), reference {} samples, accepted from {}, here {}"
+SCORE = "olympic mean: {} minutes; normalised by {}: {} minutes"
 # The table of runs: attribute of a run: (heading, format).
 RUN_COLUMNS = {
     "minutes": ("minutes", ",.2f"),
@@ -16,18 +22,14 @@ RUN_COLUMNS = {
     "samples_per_s": ("samples/s", ",.1f"),
     "samples_per_s_without_evaluation": ("training", ",.1f"),
     "evaluation_s": ("eval s", ",.0f"),
-    "init_s": ("init s", ",.0f"),
 }
 
 
 def describe(system: System) -> str:
     """The verdict, what ran, a row for each run, their faults, the checks and the reasons."""
-    count = result_files.accelerators(system.machine)
-    model = system.machine.get("accelerator_model_name")
-    parts = [f"{key.removeprefix('submission_')} {system.value(key)}" for key in SHARED[:2]]
-    if count:
-        parts.append(f"{count} x {model}" if model else f"{count} ranks")
-    parts += [f"global batch {system.value('global_batch_size')}", f"lr {system.value('opt_base_learning_rate')}"]
+    count = show(result_files.accelerators(system.machine), ",")
+    devices = f"{count} x {system.machine.get('accelerator_model_name', 'device')}"
+    shared = {key: system.value(key) for key in SHARED}
     rows = []
     faults = []
     for run in system.runs:
@@ -36,29 +38,25 @@ def describe(system: System) -> str:
         faults += [f"{run.name} failed: {fault}" for fault in run.faults[:SHOWN_FAULTS]]
         if len(run.faults) > SHOWN_FAULTS:
             faults.append(f"{run.name} failed: and {len(run.faults) - SHOWN_FAULTS} more")
-    lines = [f"{system.name}: {system.verdict}", ", ".join(parts), *table(rows), *faults, *checks(system)]
-    lines += [*system.notes, *(f"not valid: {reason}" for reason in system.reasons)]
+    lines = [f"{system.name}: {system.verdict}", WHAT.format(**shared, devices=devices), *table(rows), *faults]
+    lines += [*checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons)]
     return "\n".join(map(wrapped, lines))
 
 
 def checks(system: System) -> list[str]:
     """The official checks and the score, in words."""
-    verdicts = system.verdicts
+    check = system.verdicts.convergence
     lines = [f"compliance: {system.compliant_logs} of {len(system.runs)} logs"]
-    if check := verdicts.convergence:
-        lines[0] += f"; seeds: {'refused' if verdicts.seeds else 'all different'}"
+    if check:
         outcome = {True: "passed", False: "failed", None: "not judged"}[check.passed]
-        text = f"convergence: {outcome} ({check.message})"
-        if check.reference_mean:
-            text += f", reference {check.reference_mean:,.0f} samples, accepted from {check.least_mean:,.0f}"
-            text += f", here {show(system.samples_to_converge, ',.0f')}"
-        lines.append(text)
+        means = (check.reference_mean, check.least_mean, system.samples_to_converge)
+        lines.append(f"seeds: {'refused' if system.verdicts.seeds else 'all different'}")
+        lines.append(CONVERGENCE.format(outcome, check.message, *(show(mean, ",.0f") for mean in means)))
     else:
-        lines[0] += "; open division: seeds and convergence are not checked"
+        lines.append("open division: seeds and convergence are not checked")
     if system.olympic_mean_minutes is not None:
-        lines.append(f"olympic mean: {system.olympic_mean_minutes:.2f} minutes")
-        if system.score_minutes is not None:
-            lines[-1] += f", normalised by {system.factor or 1:.4f}: {system.score_minutes:.2f} minutes"
+        factor = show(system.factor, ".4f")
+        lines.append(SCORE.format(show(system.olympic_mean_minutes), factor, show(system.score_minutes)))
     return lines
 
 
