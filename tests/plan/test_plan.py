@@ -304,7 +304,6 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
     assert max(map(len, shown.splitlines())) <= 80
     found = json.loads(path.read_text())
     assert found["gpus"] == 4 and found["overrides"] == ["--eval.batch=4"]
-    assert found["moment"]["parts"].keys() == set(memory.PARTS)
     tensors = sum(found["moment"]["parts"].values())
     assert found["total"] == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
     assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
@@ -324,9 +323,8 @@ def test_the_nearest_public_system_stands_beside_the_plan():
     assert public_systems.nearest("mi355x", "gfx950", "mxfp4", 32, 32).precision != "mxfp4", "has no plan"
     near = public_systems.nearest("mi300x", "gfx942", "bf16", 512, 8)
     plan = SimpleNamespace(gpu="mi300x", precision="bf16", assumed=hardware.load("mi300x")[1], nearest=near)
-    lines = " ".join(commands.sources(plan))
-    assert "nearest public system: Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8, micro-batch 8 (v6.0)" in lines
-    assert "1.17 s; this method gives 0.33" in lines and " s, -71%; an outlier: it ran without" in lines
+    line = commands.sources(plan)[-1]
+    assert "Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8" in line and "-71%; an outlier: it ran without" in line
 
 
 def test_what_does_not_fit_has_no_time(tmp_path, capsys):
@@ -346,13 +344,11 @@ def test_several_configs_make_a_table(tmp_path, capsys):
     other, path = tmp_path / "other.toml", tmp_path / "plans.json"
     other.write_text(MICRO.read_text() + '\ndata.val = ""\n')
     assert commands.main([ARGS[0], str(other), *ARGS[1:], "--json", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "card GB    step s  time" in shown
-    assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
+    rows = capsys.readouterr().out.splitlines()[1:3]
+    assert [row.split()[:3] for row in rows] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
     with_validation, without = json.loads(path.read_text())["plans"]
     assert with_validation["evaluation"] > 0 == without["evaluation"] == without["evaluations"]
-    assert not any("padding" in line for line in without["warnings"])
-    assert commands.main([ARGS[0], str(tmp_path / "none.toml"), *ARGS[1:]]) == 2
+    assert "padding" not in str(without["warnings"])
 
 
 def test_command_refuses():
@@ -372,25 +368,21 @@ def test_command_refuses():
 
 def test_warnings():
     sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
-    cfg = config_file.replace(SMALL, data__val_count=45, eval__batch=8, mllog__submission_division="closed")
+    micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
+    dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
     waiting = replace(sound.times, step=2 * sound.times.compute)
-    for changes, words in (
-        ({}, "validation: 19 of 64 rows are padding, 30% of its time"),
-        ({"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
-        ({"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
-        ({"times": waiting}, "communication: 50% of the step waits for it"),
-        ({"gpus": 12}, "12 GPUs are no whole nodes of 8"),
+    for cfg, changes, words in (
+        (micro, {}, "validation: 19 of 64 rows are padding, 30% of its time"),
+        (micro, {}, "fp32 takes longer"),
+        (micro, {"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
+        (micro, {"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
+        (micro, {"times": waiting}, "communication: 50% of the step waits for it"),
+        (micro, {"gpus": 12}, "12 GPUs are no whole nodes of 8"),
+        (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
     ):
         lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes), GPU)
         assert any(words in line for line in lines), (words, lines)
     assert not [line for line in sound.warnings if "communication" not in line]
-    assert "fp32 takes longer" in " ".join(making.make(SMALL, "h200", 4, GPU, ASSUMED).warnings)
-
-
-def test_warnings_name_what_is_no_benchmark_result():
-    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
-    words = " ".join(making.warnings(cfg, making.make(SMALL, "h200", 4, GPU, ASSUMED), GPU))
-    assert "no benchmark result: train.caption_drop=0.5" in words
 
 
 def test_largest_micro_batch_is_the_last_that_fits():

@@ -57,7 +57,6 @@ def losses(batch: int, systems: list[System]) -> Chart:
             axes.plot(*zip(*run.val_curve), style, color=f"C{place}", label=label)
             curves.append(run.val_curve)
             target = target or max(run.target, 0.0)
-    low, high = span(curves, target)
     if target:
         axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
     caption = "A line for each run, dotted if the run does not count."
@@ -65,13 +64,12 @@ def losses(batch: int, systems: list[System]) -> Chart:
     if band:
         axes.plot(band.samples, band.median, color="grey", label=band.source)
         axes.fill_between(band.samples, band.low, band.high, color="grey", alpha=0.25)
-        low = min(low, *band.low)
-        high = max(high, *band.high[len(band.high) // 15 :])
+        curves += [[*zip(band.samples, band.low)], [*zip(band.samples, band.high)]]
         caption += (
             " Grey: lowest, median and highest loss of public v5.1 runs of this batch. They validated with captions"
             " dropped, which raises their losses by about 0.001."
         )
-    axes.set_ylim(low, high)
+    axes.set_ylim(*span(curves, target))
     axes.legend()
     return Chart(f"Validation loss at global batch {batch:,}", caption, figure)
 
