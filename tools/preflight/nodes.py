@@ -131,7 +131,7 @@ class Leader(Node):
         """Measure each node alone and between its neighbours."""
         alone = self.round([[node] for node in facts])
         reports = {node: NodeReport(facts[node], alone[node]) for node in facts}
-        for groups in ring([node for node, report in reports.items() if report.devices]):
+        for groups in ring([node for node, result in alone.items() if "devices" in result]):
             for node, result in self.round(groups).items():
                 reports[node].add_pair(result)
         return reports
