@@ -261,17 +261,17 @@ def test_shares_of_your_own_come_first(tmp_path):
 WRONG_HARDWARE = [
     ("h20", "", "did you mean h200?"),
     ("zzz", "", "a100, h100"),
-    ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
-    ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
+    ("h200", "gpu.h200.tflops = 3", "unknown key gpu.h200.tflops; did you mean gpu.h200."),
+    ("h200", "gpus.h200.node = 3", "unknown key gpus.h200.node; did you mean gpu.h200.node?"),
     ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-06 to 1e+12"),
     ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
     ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is not a number from 0.001 to 1"),
     ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
     ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
-    ("h200", "gpu.h200 = 1", "not a table"),
+    ("h200", "gpu.h200 = 1", "unknown key gpu.h200; "),
     ("h200", "= 1", "not valid TOML"),
-    ("h200", "share.sm9_bf16.gemm_share = 0.5", "unknown table share.sm9_bf16; did you mean share.sm90_bf16?"),
-    ("h200", "share = 1", "share in"),
+    ("h200", "share.sm9_bf16.gemm_share = 0.5", "did you mean share.sm90_bf16.gemm_share?"),
+    ("h200", "share = 1", "unknown key share; "),
     ("h200", "assumed.range = -1", "assumed.range=-1.0 is not a number"),
 ]
 
@@ -370,19 +370,16 @@ def test_warnings():
     sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
     micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
     dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
-    waiting = replace(sound.times, step=2 * sound.times.compute)
     for cfg, changes, words in (
-        (micro, {}, "validation: 19 of 64 rows are padding, 30% of its time"),
+        (micro, {}, "validation: 19 of 64 rows are padding"),
         (micro, {}, "fp32 takes longer"),
         (micro, {"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
         (micro, {"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
-        (micro, {"times": waiting}, "communication: 50% of the step waits for it"),
-        (micro, {"gpus": 12}, "12 GPUs are no whole nodes of 8"),
         (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
     ):
-        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes), GPU)
+        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))
         assert any(words in line for line in lines), (words, lines)
-    assert not [line for line in sound.warnings if "communication" not in line]
+    assert sound.warnings == []
 
 
 def test_largest_micro_batch_is_the_last_that_fits():
