@@ -2,8 +2,8 @@
 
 import json
 import re
-import time
 
+import made_logs
 import pytest
 import yaml
 from compliance import RULESETS
@@ -12,7 +12,6 @@ from conftest import ROOT
 from flux_ref import config_file
 from flux_ref.benchmark import closed
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
-from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from tools.report import charts, official, result_log, score
 from tools.report import commands as report
@@ -53,23 +52,6 @@ def load(path, *overrides: str) -> Config:
     return config_file.load(path, [f"--{override}" for override in overrides])
 
 
-def written(path, cfg: Config, counts: tuple[int, int] = COUNTS, loss: float = 0.58) -> str:
-    """The log of a run that reaches the target at once. Returns what outcome.json would hold."""
-    log = BenchmarkLog(path)
-    if cfg.data.evict:
-        log.cache_clear()
-    log.init_start()
-    log.describe(cfg, 8, *counts)
-    log.run_start()
-    log.block_start(0)
-    time.sleep(0.002)  # the log counts in milliseconds
-    log.eval_start(262_144)
-    log.eval_stop(262_144, loss)
-    log.run_stop(262_144, True, "target reached")
-    log.close()
-    return log.flaw
-
-
 def stripped(path, *keys: str) -> None:
     """Take out entries, and let the run have succeeded."""
     lines = [line for line in path.read_text().splitlines() if not any(f'"key": "{key}"' in line for key in keys)]
@@ -88,7 +70,7 @@ def test_each_departure_alone_disqualifies(tmp_path):
     for key, (cfg, counts) in cases.items():
         path.unlink(missing_ok=True)
         words = f"{key}=[^;]+, the closed division fixes "
-        flaw = written(path, cfg, counts)
+        flaw = made_logs.ours(path, cfg, counts=counts)
         told = " ".join(closed.warnings(cfg, *counts))
         faults = " ".join(score.measure(result_log.read(path)).faults)
         stop = path.read_text().splitlines()[-1]
@@ -114,7 +96,7 @@ def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_
     (line,) = closed.warnings(load(CONFIGS["tiny"], "train.caption_drop=0.5"), 2592, 576)
     assert "no benchmark result: " in line and "train.caption_drop=0.5" in line, "one line for a toy"
     opened = load(SMOKE, "mllog.submission_division=open", "mllog.rehearsal=false", *F1)
-    assert written(tmp_path / "log", opened, (512, 8)) == "" and closed.warnings(opened, 512, 8) == []
+    assert made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and closed.warnings(opened, 512, 8) == []
     given = config_file.replace(opened, init__weights="some")
     assert closed.departures(given, 512, 8) == ["init.weights='some', the open division fixes ''"]
 
@@ -130,7 +112,7 @@ def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys, monkey
     """Its model and its data may be smaller, and nothing else."""
     cfg, counts = load(SMOKE), (16_384, VAL_SAMPLES)
     assert closed.warnings(cfg, *counts) == ["  rules   rehearsal: no benchmark result"]
-    assert written(tmp_path / "log", cfg, counts, 0.34) == closed.REHEARSAL
+    assert made_logs.ours(tmp_path / "log", cfg, (0.34,), counts) == closed.REHEARSAL
     ten(tmp_path / "ten", tmp_path / "log")
     log = result_log.read(tmp_path / "log")
     assert {ruleset: official.check([log], ruleset).compliance for ruleset in RULESETS} == {
@@ -151,7 +133,7 @@ def test_a_rehearsal_passes_all_checks_and_is_no_result(tmp_path, capsys, monkey
 def test_ten_copies_of_a_run_that_breaks_the_rules_are_no_result(tmp_path, capsys):
     """With all that the log says against it, and with less and less of it."""
     log = tmp_path / "log"
-    assert "train.caption_drop=0.5, the closed" in written(log, load(SMOKE, *F1), (512, 8), 0.57)
+    assert "train.caption_drop=0.5, the closed" in made_logs.ours(log, load(SMOKE, *F1), (0.57,), (512, 8))
     for gone in ((), ("disqualified",), ("disqualified", *closed.OWN, "rehearsal")):
         if gone:
             stripped(log, *gone)

@@ -3,6 +3,7 @@
 import json
 import time
 
+import made_logs
 import pytest
 from compliance import RULESETS, check
 from conftest import ROOT
@@ -16,19 +17,7 @@ PREFIX = ":::MLLOG "
 
 def write_log(path, cfg, loss=0.58, success=True) -> list[dict]:
     """The events of a log as a run of two evaluations writes it."""
-    log = BenchmarkLog(path)
-    log.cache_clear()
-    log.init_start()
-    log.describe(cfg, world_size=8, train_count=1_099_776, val_count=29_696)
-    log.run_start()
-    samples = 0
-    for value in (0.7, loss):
-        log.block_start(samples)
-        samples += 262_656
-        log.eval_start(samples)
-        log.eval_stop(samples, value)
-    log.run_stop(samples, success, "target reached")
-    log.close()
+    made_logs.ours(path, cfg, (0.7, loss), success=success)
     return [json.loads(line.removeprefix(PREFIX)) for line in path.read_text().splitlines() if line.startswith(PREFIX)]
 
 

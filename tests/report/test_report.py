@@ -7,7 +7,6 @@ import logging
 import re
 import shutil
 import sys
-import time
 
 import made_logs
 import pytest
@@ -20,7 +19,7 @@ from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_s
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
-from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
+from flux_ref.benchmark.mllog import RESUMED
 from tools.report import charts, official, result_files, result_log, score
 from tools.report import commands as report
 
@@ -104,11 +103,12 @@ def test_only_evaluations_of_the_run_count_and_each_once(tmp_path):
     """One before run_start is a warm-up; a second value for the same samples is another rank's."""
     plain = score.measure(result_log.read(MadeLog(3, evaluations=5).write(tmp_path / "plain.txt")))
     log = MadeLog(3, evaluations=5)
-    evaluations = [entry for entry in log.entries if entry[0] in ("eval_start", "eval_accuracy", "eval_stop")]
-    start = [entry[0] for entry in log.entries].index("run_start")
-    log.entries[start:start] = [[key, 0.3, metadata, kind, 0] for key, _, metadata, kind, _ in evaluations[:3]]
-    key, _, *rest = evaluations[4]
-    log.entries.insert(len(log.entries) - 1, [key, 0.1, *rest])
+    keys = [entry[0] for entry in log.entries]
+    first = keys.index("eval_start")
+    again = [[key, 0.1, metadata, kind, 0] for key, _, metadata, kind, _ in log.entries[first : first + 3]]
+    log.entries.insert(len(keys) - 1, again[1])
+    start = keys.index("run_start")
+    log.entries[start:start] = again
     found = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
     assert found.val_curve == plain.val_curve and found.evaluation_s == plain.evaluation_s
 
@@ -339,19 +339,8 @@ def own_run(folder, seed, **changes):
     folder.mkdir(parents=True)
     cfg = config_file.replace(config_file.load(MICRO, [f"--run.dir={folder}", f"--train.seed={seed}"]), **changes)
     (folder / "config.toml").write_text(config_file.dump(cfg))
-    log = BenchmarkLog(folder / "result_0.txt")
-    log.text("flux_ref micro: FLUX.1\n  ranks   2 x cpu (2 shard), torch 2.15")
-    log.cache_clear()
-    log.init_start()
-    log.describe(cfg, 2, 100, 10)
-    log.run_start()
-    log.block_start(0)
-    log.eval_start(100)
-    log.eval_stop(100, 0.5)
-    time.sleep(0.002)  # the log counts in milliseconds
-    log.run_stop(100, True, "target reached")
-    log.close()
-    return folder
+    text = "flux_ref micro: FLUX.1\n  ranks   2 x cpu (2 shard), torch 2.15"
+    made_logs.ours(folder / "result_0.txt", cfg, (0.5,), (100, 10), text=text)
 
 
 def test_a_tree_holds_systems(tmp_path):
@@ -393,7 +382,7 @@ def test_report_of_our_runs(capsys, tmp_path, undrawn):
     own_run(tmp_path / "runs" / "mine", 0)
     code, text, figures, page = run_report(capsys, tmp_path / "runs", out=tmp_path / "out")
     assert code == report.INVALID and "1 run; the rules ask for 10" in text
-    assert figures["systems"][0]["runs"][0]["samples"] == 100
+    assert figures["systems"][0]["runs"][0]["samples"] == 262_656
     for words in ("<td>not a valid result</td>", "Validation loss at", "opt_base_learning_rate", "2 x cpu"):
         assert words in page, words
 
