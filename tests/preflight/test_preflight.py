@@ -229,7 +229,7 @@ def test_a_first_node_that_does_not_answer_is_named_and_an_address_that_makes_no
 def test_the_store_listens_on_the_given_address_only_and_its_values_are_json():
     """127.0.0.2 is this machine, too: what listens everywhere answers there."""
     args = argparse.Namespace(node=0, gpus=1, wait=5.0, address="127.0.0.1:0", nodes=["a"])
-    leader = preflight.Leader(args)
+    leader = preflight.Leader(args, {})
     port = int(leader.address.rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):

@@ -33,8 +33,8 @@ POLL_S = 0.005
 class Node:
     """This node among the others, and the store that they share."""
 
-    def __init__(self, args: argparse.Namespace):
-        """Raises: Refusal; Fault if node 0 does not answer."""
+    def __init__(self, args: argparse.Namespace, facts: dict[str, object]):
+        """facts: what this node has. Raises: Refusal; Fault if node 0 does not answer."""
         self.number = args.node
         self.gpus = args.gpus
         self.wait_s = args.wait
@@ -57,6 +57,7 @@ class Node:
                 raise Fault(f"bad nodes: {name}") from None  # slurm.sbatch looks for this line
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
+        self.set(f"here/{self.number}", facts)
 
     def set(self, key: str, value: object = "") -> None:
         """Give a value to all nodes."""
@@ -76,9 +77,8 @@ class Node:
         except RuntimeError:
             raise Fault("node 0 has ended") from None
 
-    def serve(self, facts: dict[str, object]) -> None:
-        """The part of all nodes but node 0: answer the roll, then measure in every round. Raises: Fault."""
-        self.set(f"here/{self.number}", facts)
+    def serve(self) -> None:
+        """The part of all nodes but node 0: measure in every round. Raises: Fault."""
         turn = 0
         while groups := self.get(f"round/{turn}", 3 * self.wait_s):
             self.measure(turn, groups)
@@ -105,12 +105,7 @@ class Leader(Node):
 
     turn = 0
 
-    def roll(self, facts: dict[str, object], nodes: int) -> dict[int, dict]:
-        """{node: its facts} of the nodes that come."""
-        self.set("here/0", facts)
-        return self._gather("here/{}", range(nodes), self.wait_s)
-
-    def _gather(self, key: str, nodes: Iterable[int], wait_s: float) -> dict[int, object]:
+    def gather(self, key: str, nodes: Iterable[int], wait_s: float) -> dict[int, object]:
         """{node: its value} of the nodes that set it in time."""
         deadline = time.monotonic() + wait_s
         values = {node: self.get(key.format(node), deadline - time.monotonic()) for node in nodes}
@@ -124,7 +119,7 @@ class Leader(Node):
         self.turn = self.turn + 1
         self.set(f"round/{turn}", groups)
         self.measure(turn, groups)
-        results = self._gather(f"turn/{turn}/{{}}", nodes, 2 * self.wait_s - (time.monotonic() - begin))
+        results = self.gather(f"turn/{turn}/{{}}", nodes, 2 * self.wait_s - (time.monotonic() - begin))
         return {node: results.get(node, {"problem": "answers no more"}) for node in nodes}
 
     def survey(self, facts: dict[int, dict]) -> dict[int, NodeReport]:
@@ -139,7 +134,7 @@ class Leader(Node):
     def end(self, nodes: Iterable[int]) -> None:
         """Let the others end before this process, as the store ends with it."""
         self.set(f"round/{self.turn}", [])
-        self._gather("bye/{}", set(nodes) - {0}, 5.0)
+        self.gather("bye/{}", set(nodes) - {0}, 5.0)
 
 
 def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, object]]:
