@@ -68,22 +68,22 @@ def test_judging_without_an_odd_node():
     assert complaints({0: two[0], 1: two[1]})[-1] == "bad nodes: b"
 
 
-def test_pairs_of_neighbours_find_the_slow_node(monkeypatch):
-    """A pair is as slow as its slower node."""
+def test_every_pair_of_neighbours_is_measured_once_and_no_node_twice_in_a_round():
+    for count in (1, 2, 3, 6, 7):
+        rounds = preflight.ring([*range(count)])
+        for groups in rounds:
+            nodes = [node for group in groups for node in group]
+            assert len(set(nodes)) == len(nodes), count
+        pairs = {frozenset((node, (node + 1) % count)) for node in range(count)} if count > 1 else set()
+        measured = [frozenset(group) for groups in rounds for group in groups]
+        assert {*measured} == pairs and len(measured) == len(pairs), count
 
-    def round(leader, groups):
-        measured = [node for group in groups for node in group]
-        assert len(set(measured)) == len(measured), "a node is in one group at a time"
-        speeds = {node: 30.0 if bad in group and len(group) > 1 else 300.0 for group in groups for node in group}
-        return {node: {"devices": [DEVICE | {"gb_per_s": speed}]} for node, speed in speeds.items()}
 
-    monkeypatch.setattr(preflight.Leader, "__init__", lambda leader: None)
-    monkeypatch.setattr(preflight.Leader, "round", round)
-    for count in (2, 3, 6, 7):
-        for bad in range(count):
-            reports = preflight.Leader().survey({node: {} for node in range(count)})
-            slow = [node for node, report in reports.items() if report.between < 240]
-            assert slow == ([bad] if count > 2 else [0, 1])
+def test_the_better_of_two_neighbours_counts():
+    report = NodeReport({}, {})
+    for speed in (300.0, 30.0):
+        report.add_pair({"devices": [DEVICE, DEVICE | {"gb_per_s": speed}]})
+    assert report.between == 300.0
 
 
 # What the operating system says

@@ -75,29 +75,25 @@ def losses(batch: int, systems: list[System]) -> Chart:
 
 
 def timesteps(systems: list[System]) -> list[Chart]:
-    """The losses at the eight timesteps of each system's first run, from the eval.jsonl beside its log; equal axes."""
-    found = {}
+    """The losses at the eight timesteps of each system's first run, from the eval.jsonl beside its log."""
+    charts = []
     for system in systems:
         points = []
         for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
             values = record.get("val_loss_per_timestep")
             if isinstance(values, list) and len(values) == TIMESTEPS and all(map(jsonl.is_number, values)):
                 points.append([(record["samples"], loss) for loss in values])
-        if points:
-            found[system.name] = [*zip(*points)]
-    every = [curve for curves in found.values() for curve in curves]
-    most = max((curve[-1][0] for curve in every), default=1)
-    charts = []
-    for name, curves in found.items():
+        if not points:
+            continue
         figure = _figure("training samples", HEIGHT)
         axes = figure.axes[0]
+        curves = [*zip(*points)]
         for k, curve in enumerate(curves):
             axes.plot(*zip(*curve), ".-", label=f"t = {k}/{TIMESTEPS}")
-        axes.set_xlim(0, most or 1)
-        axes.set_ylim(*span(every))
+        axes.set_ylim(*span(curves))
         axes.legend(ncols=2)
         caption = "First run of the system; t = 0 is data, t = 1 is noise."
-        charts.append(Chart(f"Validation loss per timestep: {name}", caption, figure))
+        charts.append(Chart(f"Validation loss per timestep: {system.name}", caption, figure))
     return charts
 
 

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from flux_ref.benchmark import closed
@@ -187,15 +188,10 @@ class System:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What the logs say before run_start, apart from the seed: for each key the first value that any run gives."""
-        settings: dict[str, object] = {}
-        for run in self.runs:
-            for event in run.log.events:
-                if event.key == "run_start":
-                    break
-                if isinstance(event.value, (str, int, float)) and event.key not in ("seed", "cache_clear"):
-                    settings.setdefault(event.key, event.value)
-        return settings
+        """What the first log says before run_start, apart from the seed."""
+        before = takewhile(lambda event: event.key != "run_start", self.runs[0].log.events)
+        known = {event.key: event.value for event in before if event.key not in ("seed", "cache_clear")}
+        return {key: value for key, value in known.items() if isinstance(value, (str, int, float))}
 
     @property
     def machine(self) -> dict[str, str]:
@@ -247,9 +243,8 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
         yield f"{len(system.runs)} run{plural}; the rules ask for {RUNS}"
     if failed > 1 or failed == len(system.runs):
         bad = [run for run in system.runs if run.faults]
-        names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
-        first = bad[0].faults[0]
-        yield f"{failed} runs failed, at most 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
+        names = ", ".join(run.name for run in bad)
+        yield f"failed runs, at most 1 may: {names}; the first: {bad[0].faults[0]}"
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
