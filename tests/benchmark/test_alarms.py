@@ -1,6 +1,5 @@
 """Alarms: none for runs that converged or ran steadily, one for each planted defect. Counts of real runs: README."""
 
-import csv
 import random
 
 from conftest import ROOT
@@ -11,18 +10,10 @@ from flux_ref.benchmark.convergence import Band
 from flux_ref.formats.jsonl import records
 
 BATCHES = (512, 1024, 2048, 2304, 4096)
-QUARTILES = ("min", "p25", "median", "p75", "max")
-
-
-def public_curve(batch: int, quartile: str) -> list[tuple[int, float]]:
-    with convergence.PUBLIC.open() as file:
-        rows = [row for row in csv.DictReader(file) if int(row["global_batch"]) == batch]
-    rows = [row for row in rows if row["lr"] == rows[0]["lr"]]
-    return [(int(row["samples"]), float(row[f"val_loss_{quartile}"])) for row in rows]
 
 
 def kinds(curve, band) -> list[str]:
-    return [alarm.kind for alarm in of_losses(curve, band)]
+    return [alarm.kind for alarm in of_losses([*curve], band)]
 
 
 def like_the_band(band: Band, seed: int, factor: float = 1.0) -> list[tuple[int, float]]:
@@ -36,10 +27,11 @@ def like_the_band(band: Band, seed: int, factor: float = 1.0) -> list[tuple[int,
 
 
 def test_runs_like_the_public_ones_raise_no_warning():
-    """Not even their quartiles and extremes do; of simulated runs at most 2 in 100 do."""
+    """Not even their extremes do; of simulated runs at most 2 in 100 do."""
     for batch in BATCHES:
         band = convergence.public_band(batch)
-        assert not [name for name in QUARTILES if kinds(public_curve(batch, name), band)], batch
+        for curve in (band.low, band.median, band.high):
+            assert kinds(zip(band.samples, curve), band) == [], batch
         assert sum(bool(kinds(like_the_band(band, seed), band)) for seed in range(50)) <= 1, batch
 
 
@@ -65,7 +57,7 @@ def test_evaluations_that_stray():
     """One that strays far is told, and told again when it comes again; one that strays a little is not, two are."""
     band = convergence.public_band(1024)
     for lift, places, told_at in ((0.02, (8, 20), [8, 20]), (0.005, (20,), []), (0.005, (20, 21), [21])):
-        curve = public_curve(1024, "median")
+        curve = [*zip(band.samples, band.median)]
         for i in places:
             curve[i] = (curve[i][0], curve[i][1] + lift)
         told = [(alarm.kind, alarm.samples) for alarm in of_losses(curve, band)]

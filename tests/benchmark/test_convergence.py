@@ -45,12 +45,10 @@ def put(tmp_path):
     def make(name: str, outcome: str = "train.max_samples reached", losses: str = "0.5", overrides=()) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.toml").write_text(
-            config_file.dump(config_file.load(ROOT / "configs/tiny.toml", list(overrides)))
-        )
-        (folder / "eval.jsonl").write_text(
-            f'{{"samples": 0, "val_loss": 1.0}}\n{{"samples": 60, "val_loss": {losses}}}\n'
-        )
+        cfg = config_file.load(ROOT / "configs/tiny.toml", list(overrides))
+        (folder / "config.toml").write_text(config_file.dump(cfg))
+        records = ('{"samples": 0, "val_loss": 1.0}', f'{{"samples": 60, "val_loss": {losses}}}', "")
+        (folder / "eval.jsonl").write_text("\n".join(records))
         if outcome:
             (folder / "outcome.json").write_text(json.dumps({"outcome": outcome}))
         return folder

@@ -3,6 +3,7 @@
 import json
 import time
 
+import made_logs
 import pytest
 from compliance import RULESETS, check
 from conftest import ROOT
@@ -16,19 +17,7 @@ PREFIX = ":::MLLOG "
 
 def write_log(path, cfg, loss=0.58, success=True) -> list[dict]:
     """The events of a log as a run of two evaluations writes it."""
-    log = BenchmarkLog(path)
-    log.cache_clear()
-    log.init_start()
-    log.describe(cfg, world_size=8, train_count=1_099_776, val_count=29_696)
-    log.run_start()
-    samples = 0
-    for value in (0.7, loss):
-        log.block_start(samples)
-        samples += 262_656
-        log.eval_start(samples)
-        log.eval_stop(samples, value)
-    log.run_stop(samples, success, "target reached")
-    log.close()
+    made_logs.ours(path, cfg, (0.7, loss), success=success)
     return [json.loads(line.removeprefix(PREFIX)) for line in path.read_text().splitlines() if line.startswith(PREFIX)]
 
 
@@ -66,15 +55,14 @@ def test_official_checker_refuses_a_run_that_missed_the_target(tmp_path, cfg):
 def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):
     """Each case: values of the config; precision in linears, attention and communication."""
     cases = (
-        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "bf16"}, ("fp32", "fp32", "bfloat16")),
-        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "fp32"}, ("fp32", "fp32", "fp32")),
-        ({"precision__preset": "fp8_delayed", "mllog__ruleset": "6.1.0"}, ("fp8", "bfloat16", "bfloat16")),
+        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "bf16"}, ["fp32", "fp32", "bfloat16"]),
+        ({"parallel__dtype": "fp32", "parallel__reduce_dtype": "fp32"}, ["fp32", "fp32", "fp32"]),
+        ({"precision__preset": "fp8_delayed", "mllog__ruleset": "6.1.0"}, ["fp8", "bfloat16", "bfloat16"]),
     )
     for number, (changes, want) in enumerate(cases):
-        path = tmp_path / str(number) / "result_0.txt"
-        path.parent.mkdir()
+        path = tmp_path / f"result_{number}.txt"
         values = values_of(write_log(path, config_file.replace(cfg, **changes)))
-        assert tuple(values[f"lowest_numerical_precision_in_{part}"] for part in ("linear", "attn", "comm")) == want
+        assert [values[f"lowest_numerical_precision_in_{part}"] for part in ("linear", "attn", "comm")] == want
     assert check(path, "6.1.0")[0], "FP8 is disclosed"
 
 
@@ -98,23 +86,20 @@ def test_order_values_and_outcome(tmp_path, cfg):
 
 def test_a_clock_that_is_set_in_the_run_is_told_and_slow_drift_is_not(tmp_path, cfg, monkeypatch):
     """Times in the log are those of the wall clock, so a result over a jump is none."""
-    real, steady, run_stop, jump = time.time, mllog.steady_s, BenchmarkLog.run_stop, [0.0, 0.0]
-
-    def stop(log: BenchmarkLog, *args: object) -> None:
-        jump[:] = set_by + took, took
-        run_stop(log, *args)
-
-    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
-    monkeypatch.setattr(mllog, "steady_s", lambda: steady() + jump[1])
-    monkeypatch.setattr(BenchmarkLog, "run_stop", stop)
-    cases = ((0.3, 0, False), (0.8, 0, True), (-0.8, 0, True), (1.5, 3600, False), (-4, 3600, True))
-    for number, case in enumerate(cases):
-        set_by, took, told = case  # seconds, seconds
-        path, jump[:] = tmp_path / str(number) / "result_0.txt", (0.0, 0.0)
+    real, steady, run_stop = time.time, mllog.steady_s, BenchmarkLog.run_stop
+    for set_by, took, told in ((0.3, 0, False), (0.8, 0, True), (-0.8, 0, True), (1.5, 3600, False), (-4, 3600, True)):
+        path = tmp_path / f"{set_by}" / "result_0.txt"
         path.parent.mkdir()
+
+        def stop(*args: object, by: float = set_by, took: float = took) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda: real() + by + took)
+                patch.setattr(mllog, "steady_s", lambda: steady() + took)
+                run_stop(*args)
+
+        monkeypatch.setattr(BenchmarkLog, "run_stop", stop)
         found = write_log(path, cfg)
-        assert check(path, "6.0.0")[0] and found[-1]["metadata"]["status"] == ("aborted" if told else "success"), set_by
-        if told:
-            why = f"the clock was set by {set_by:+.1f} s in the run"
-            assert f"{why}, so not a valid" in found[-1]["metadata"]["reason"]
-            assert values_of(found)["disqualified"] == why
+        ending = found[-1]["metadata"]
+        assert check(path, "6.0.0")[0] and ending["status"] == ("aborted" if told else "success"), set_by
+        why = f"the clock was set by {set_by:+.1f} s in the run"
+        assert (f"{why}, so not a valid" in ending["reason"]) == told == (values_of(found).get("disqualified") == why)

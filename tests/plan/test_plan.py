@@ -20,7 +20,7 @@ from flux_ref.step import Health, State, train_step
 from tools.plan import commands, footprint, making, memory, step_time
 from tools.plan.footprint import Footprint, Product, Work
 from tools.plan.step_time import Machine
-from tools.shared import communication, hardware, public_systems
+from tools.shared import hardware, public_systems
 
 SMALL = config_file.load(MICRO)
 GPU, ASSUMED = hardware.load("h200")
@@ -51,29 +51,22 @@ def test_the_layout_is_that_of_fsdp2():
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
             net = sharding.shard(Flux(cfg.model), cfg, world)
-            regions = [*net.double_blocks, *net.single_blocks]
-            inside = {id(parameter) for region in regions for parameter in region.parameters()}
-            root = [parameter for parameter in net.parameters() if id(parameter) not in inside]
-            units = [[*region.parameters()] for region in regions] + [root]
-            lengths = [len(region.blocks) for region in regions]
-            groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in (*regions, net)]
-            padded = [sum(part.padded_sharded_param_size.numel() for part in group) for group in groups]
+            units = [*net.double_blocks, *net.single_blocks, net]
+            groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
+            sizes = []
+            for group in groups:
+                parts = [part.sharded_param for part in group]
+                padded = sum(part.padded_sharded_param_size.numel() for part in group)
+                sizes.append((sum(p.numel() for p in parts), padded, sum(p.to_local().numel() for p in parts)))
         layout = footprint.layout(cfg, gpus, node)
         shards = min(gpus, node)
         assert (layout.shards, layout.replicas) == (shards, gpus // shards)
-        assert [unit.whole for unit in layout.units] == [sum(p.numel() for p in unit) for unit in units]
-        assert [unit.padded // shards for unit in layout.units] == padded
-        assert [unit.shard for unit in layout.units] == [sum(p.to_local().numel() for p in unit) for unit in units]
+        assert [(unit.whole, unit.padded // shards, unit.shard) for unit in layout.units] == sizes
+        lengths = [len(region.blocks) for region in units[:-1]]
         assert [int(unit.kind.split()[-1]) for unit in layout.units[:-1]] == lengths
 
 
-def test_weights_and_moments_are_those_of_the_layout():
-    """Also the layout of schnell on 512 ranks."""
-    layout = footprint.layout(SMALL, 5, 8)
-    for moment in memory.moments(SMALL, layout, footprint.trace(SMALL, "cpu", 12), 5, 12):
-        assert moment.parts["weights"] == 4 * sum(unit.padded // 5 for unit in layout.units)
-        assert moment.parts["moments"] == 8 * sum(unit.shard for unit in layout.units)
-    assert {name: dtype.itemsize for name, dtype in sharding.DTYPES.items()} == communication.ITEM_BYTES
+def test_the_layout_of_schnell_on_512_ranks():
     layout = footprint.layout(config_file.load(ROOT / "configs" / "mi300x_64x8.toml"), 512, 8)
     assert layout.parameters == 11_891_178_560 and len(layout.units) == 19 + 38 + 1
     assert (layout.replicas, layout.shards) == (64, 8)
@@ -238,13 +231,10 @@ def loaded(path: Path, name: str, text: str) -> tuple[hardware.Gpu, hardware.Ass
     return hardware.load(name, path if text else None)
 
 
-def test_own_figures_lie_over_the_table(tmp_path):
+def test_own_figures_lie_over_the_table_and_shares_of_your_own_come_first(tmp_path):
+    """Those of `assumed` before those of `share`, which count in their precision only."""
     gpu, assumed = loaded(tmp_path / "own.toml", "h200", "gpu.h200.bf16_tflops = 800\nassumed.margin = 0.1\n")
     assert gpu == replace(GPU, bf16_tflops=800) and assumed == replace(ASSUMED, margin=0.1)
-
-
-def test_shares_of_your_own_come_first(tmp_path):
-    """Those of `assumed` before those of `share`, which count in their precision only."""
     yours = {"range": hardware.OWN_RANGE, "source": "yours, own.toml"}
     for text, precision, changes in (
         ("share.sm90_bf16.gemm_share = 0.6", "bf16", {"gemm_share": 0.6} | yours),
@@ -261,17 +251,17 @@ def test_shares_of_your_own_come_first(tmp_path):
 WRONG_HARDWARE = [
     ("h20", "", "did you mean h200?"),
     ("zzz", "", "a100, h100"),
-    ("h200", "gpu.h200.tflops = 3", "unknown key in gpu.h200: tflops; did you mean"),
-    ("h200", "gpus.h200.node = 3", "unknown table gpus; did you mean gpu?"),
+    ("h200", "gpu.h200.tflops = 3", "unknown key gpu.h200.tflops; did you mean gpu.h200."),
+    ("h200", "gpus.h200.node = 3", "unknown key gpus.h200.node; did you mean gpu.h200.node?"),
     ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-06 to 1e+12"),
     ("h200", "gpu.h200.memory_gb = nan", "gpu.h200.memory_gb=nan"),
     ("h200", "assumed.gemm_share = 5", "assumed.gemm_share=5.0 is not a number from 0.001 to 1"),
     ("h200", "assumed.gemm_share = 1e-300", "from 0.001 to 1"),
     ("new", "gpu.new.node = 8", "gpu.new.arch is missing"),
-    ("h200", "gpu.h200 = 1", "not a table"),
+    ("h200", "gpu.h200 = 1", "unknown key gpu.h200; "),
     ("h200", "= 1", "not valid TOML"),
-    ("h200", "share.sm9_bf16.gemm_share = 0.5", "unknown table share.sm9_bf16; did you mean share.sm90_bf16?"),
-    ("h200", "share = 1", "share in"),
+    ("h200", "share.sm9_bf16.gemm_share = 0.5", "did you mean share.sm90_bf16.gemm_share?"),
+    ("h200", "share = 1", "unknown key share; "),
     ("h200", "assumed.range = -1", "assumed.range=-1.0 is not a number"),
 ]
 
@@ -304,15 +294,11 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
     assert max(map(len, shown.splitlines())) <= 80
     found = json.loads(path.read_text())
     assert found["gpus"] == 4 and found["overrides"] == ["--eval.batch=4"]
-    assert found["moment"]["parts"].keys() == set(memory.PARTS)
     tensors = sum(found["moment"]["parts"].values())
     assert found["total"] == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
     assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
     assert found["samples"] == SMALL.train.max_samples and "no reference point fits" in shown, "a micro model"
     assert "no public rate of FLUX.1 on h200 in fp32 is known\nnearest public system: Nebius/2x8xH100" in shown
-    assert "-0" not in shown.replace("-0.", ""), shown
-    rounded = step_time.Times(0.3, 0.1 + 0.2, *[0.0] * 4, sent={})
-    assert commands._ms(rounded.exposed) == "0", "no -0 ms of waiting"
 
 
 def test_the_nearest_public_system_stands_beside_the_plan():
@@ -327,9 +313,8 @@ def test_the_nearest_public_system_stands_beside_the_plan():
     assert public_systems.nearest("mi355x", "gfx950", "mxfp4", 32, 32).precision != "mxfp4", "has no plan"
     near = public_systems.nearest("mi300x", "gfx942", "bf16", 512, 8)
     plan = SimpleNamespace(gpu="mi300x", precision="bf16", assumed=hardware.load("mi300x")[1], nearest=near)
-    lines = " ".join(commands.sources(plan))
-    assert "nearest public system: Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8, micro-batch 8 (v6.0)" in lines
-    assert "1,165 ms; this method gives 33" in lines and "ms, -71%; an outlier: it ran without" in lines
+    line = commands.sources(plan)[-1]
+    assert "Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8" in line and "-71%; an outlier: it ran without" in line
 
 
 def test_what_does_not_fit_has_no_time(tmp_path, capsys):
@@ -349,14 +334,11 @@ def test_several_configs_make_a_table(tmp_path, capsys):
     other, path = tmp_path / "other.toml", tmp_path / "plans.json"
     other.write_text(MICRO.read_text() + '\ndata.val = ""\n')
     assert commands.main([ARGS[0], str(other), *ARGS[1:], "--json", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80 and "card GB   step ms  time" in shown
-    assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
+    rows = capsys.readouterr().out.splitlines()[1:3]
+    assert [row.split()[:3] for row in rows] == [["micro", "fp32", "3"], ["other", "fp32", "3"]]
     with_validation, without = json.loads(path.read_text())["plans"]
     assert with_validation["evaluation"] > 0 == without["evaluation"] == without["evaluations"]
-    assert not any("padding" in line for line in without["warnings"])
-    assert commands.main([ARGS[0], str(tmp_path / "none.toml"), *ARGS[1:]]) == 2
-    assert "none.toml: " in capsys.readouterr().out
+    assert "padding" not in str(without["warnings"])
 
 
 def test_command_refuses():
@@ -376,25 +358,18 @@ def test_command_refuses():
 
 def test_warnings():
     sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
-    cfg = config_file.replace(SMALL, data__val_count=45, eval__batch=8, mllog__submission_division="closed")
-    waiting = replace(sound.times, step=2 * sound.times.compute)
-    for changes, words in (
-        ({}, "validation: 19 of 64 rows are padding, 30% of its time"),
-        ({"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
-        ({"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
-        ({"times": waiting}, "communication: 50% of the step waits for it"),
-        ({"gpus": 12}, "12 GPUs are no whole nodes of 8"),
+    micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
+    dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
+    for cfg, changes, words in (
+        (micro, {}, "validation: 19 of 64 rows are padding"),
+        (micro, {}, "fp32 takes longer"),
+        (micro, {"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
+        (micro, {"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
+        (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
     ):
-        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes), GPU)
+        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))
         assert any(words in line for line in lines), (words, lines)
-    assert not [line for line in sound.warnings if "communication" not in line]
-    assert "fp32 takes longer" in " ".join(making.make(SMALL, "h200", 4, GPU, ASSUMED).warnings)
-
-
-def test_warnings_name_what_is_no_benchmark_result():
-    cfg = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
-    words = " ".join(making.warnings(cfg, making.make(SMALL, "h200", 4, GPU, ASSUMED), GPU))
-    assert "no benchmark result: train.caption_drop=0.5" in words
+    assert sound.warnings == []
 
 
 def test_largest_micro_batch_is_the_last_that_fits():

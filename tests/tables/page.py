@@ -30,7 +30,6 @@ DTYPE = BENCHMARK.parallel.dtype
 REDUCE = BENCHMARK.parallel.reduce_dtype
 ITEM = closed_forms.ITEM_BYTES[DTYPE]
 REDUCED_ITEM = closed_forms.ITEM_BYTES[REDUCE]
-MB = 1e6
 GB = 1e9
 GFLOP = 1e9
 
@@ -102,32 +101,15 @@ def _fold(name: str) -> str:
 
 
 def operations() -> str:
-    """Every operation of the net: its arithmetic, its traffic, and the values of forward that backward reads."""
-    listed = flops.operations(BENCHMARK.model)
-    units = dict.fromkeys(("forward", "backward"), GFLOP)
-    moved = ("forward_moved", "backward_moved", "forward_weights", "backward_weights", "kept")
-    units |= dict.fromkeys(moved, MB / ITEM)
+    """The arithmetic of every matrix product and attention of the net."""
     rows = []
-    for op in listed:
-        figures = [f"{getattr(op, field) / unit:.4g}" for field, unit in units.items()]
-        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures, op.keeps])
-    totals = {field: sum(op.times * getattr(op, field) for op in listed) / unit for field, unit in units.items()}
-    rows.append(["all, times their number", "", "", *(f"{total:,.1f}" for total in totals.values()), ""])
-    header = (
-        "operation | >number | >rows | >forward GFLOP | >backward GFLOP | >forward MB | >backward MB"
-        " | >forward weights MB | >backward weights MB | >kept MB | what is kept"
-    )
-    return f"""{flops.per_sample(BENCHMARK.model) / 1e12:.4g} TFLOP per training sample.
+    for op in flops.operations(BENCHMARK.model):
+        figures = [f"{figure / GFLOP:.4g}" for figure in (op.forward, op.backward)]
+        rows.append([f"{op.part}: {op.name}", op.times, op.rows, *figures])
+    return f"""{flops.per_sample(BENCHMARK.model) / 1e12:.4g} TFLOP per training sample. GFLOP count one sample and one
+occurrence of the operation.
 
-- GFLOP and MB count one sample and one occurrence of the operation. MB of weights count one pass, for any number of
-  samples.
-- Bytes are those of one kernel per operation in {DTYPE}: it reads each input once and writes each output once.
-  tools/shared/flops.py lists what is left out.
-- Kept are the results of forward that backward needs, if no value is kept twice and none is computed again:
-  {totals["kept"] * MB / GB:.3g} GB per sample of a micro-batch. torch.compile keeps the output of attention once more
-  per block. Eager steps also keep values inside of norms. `python -m tools.plan` counts both, and recomputation.
-
-{markdown(header, rows)}"""
+{markdown("operation | >number | >rows | >forward GFLOP | >backward GFLOP", rows)}"""
 
 
 def communication() -> str:
@@ -228,7 +210,7 @@ def events(ruleset: str) -> list[dict]:
 TABLES = {
     "Shapes": shapes,
     "Parameters": parameters,
-    "Operations, bytes and kept activations": operations,
+    "Operations": operations,
     "Communication": communication,
     "Keys of the benchmark's log": log,
 }

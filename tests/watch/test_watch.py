@@ -36,7 +36,6 @@ def put(tmp_path):
         overrides = ["--optim.lr=1.85e-4", "--optim.warmup_steps=0"]
         cfg = config_file.load(ROOT / "configs/schnell_gbs1024.toml", overrides)
         (folder / "config.toml").write_text(config_file.dump(cfg))
-        (folder / "environment.json").write_text(json.dumps({"ranks": 32, "device": "NVIDIA GB200"}))
         band = convergence.public_band(BATCH)
         step = {"loss": 0.6, "samples_per_s": 1600.0, "data_wait": 0.01, "peak_memory_gb": 120.25}
         steps = [step | {"samples": at} for at in range(BATCH * 10, samples + 1, BATCH * 10)]
@@ -65,14 +64,13 @@ def test_a_run_under_way(put):
     assert "61%  4,997,120 of 8,247,827 samples (the reference's mean)" in text
     median = convergence.public_band(BATCH).at(4_980_736, "median")
     assert f"validation {median:.4f} at 4,980,736" in text and "target 0.586" in text
-    # 1600 samples/s of 20.42 TFLOP over 32 ranks
-    assert "1,600 samples/s   1,021 TFLOP/s per rank (MFU 41%)   wait 1.0%   120.2 GB\n" in text
+
+    assert "1,600 samples/s   wait 1.0%   120.2 GB\n" in text
     assert "░ public MLPerf v5.1 runs at batch 1024" in text and text.count("●") >= 12 and "╌" in text
     assert "warning" not in text
 
 
-def test_states_and_durations(put):
-    assert [watch.duration(s) for s in (0.4, 99, 130, 5000, 11_100)] == ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
+def test_states(put):
     assert "silent for 40 min" in shown(put("silent", 1_000_000, age_s=2400))
     assert "target reached" in shown(put("done", 3_000_000, outcome="target reached", age_s=2400))
     assert "starting" in shown(put("new", 0))
@@ -97,46 +95,34 @@ def test_several_runs_share_a_chart(put):
     coloured = watch.panel([watch.look(folder) for folder in folders], 100, coloured=True)
     for mark in "●◆▲":
         assert coloured.count(mark) == coloured.count(f"\x1b[{watch.MARKS[mark]}m{mark}") > 0
-    assert len({*watch.MARKS.values()}) == len(watch.MARKS) == 8
-    assert re.sub(r"\x1b\[[\d;]+m", "", coloured) == text
 
 
-def test_marks_band_and_ticks_are_at_their_places(put):
+def test_marks_and_band_are_at_their_places(put):
     """The chart against its own numbers: columns are samples, rows losses. Half a row is rounding."""
     for factor in (1.0, 1.5, 0.5):  # in the band, above all of the band, below all of the band
         folder = put(f"run_{factor}", 5_000_000, factor=factor)
         evaluations = folder / "eval.jsonl"
         evaluations.write_text(json.dumps(ALIVE | {"samples": 0, "val_loss": 3.0}) + "\n" + evaluations.read_text())
         one = watch.look(folder)
-        lines = shown(folder).splitlines()
-        rows = [line.partition("│")[2] for line in lines if "│" in line]
+        rows = [line.partition("│")[2] for line in shown(folder).splitlines() if "│" in line]
         low, high = loss_chart.span([one.curve], one.cfg.eval.target)
         height = (high - low) / (len(rows) - 1)
-        column_of = (len(rows[0]) - 1) / one.goal[0]
-        cells = [(x, y, cell) for y, line in enumerate(rows) for x, cell in enumerate(line)]
+        width = one.goal[0] / (len(rows[0]) - 1)
+        cells = [(x * width, high - y * height, cell) for y, line in enumerate(rows) for x, cell in enumerate(line)]
         for samples, loss in one.curve:
-            place = samples * column_of, max(0, (high - loss) / height)
-            near = [cell for x, y, cell in cells if abs(x - place[0]) <= 0.5 and abs(y - place[1]) <= 0.5]
+            near = [c for x, y, c in cells if abs(x - samples) <= width / 2 and abs(y - min(loss, high)) <= height / 2]
             assert {*near} & {*"●↑"}, (factor, samples)
         assert rows[0][0] == "↑"
-        shaded = [(x / column_of, high - y * height) for x, y, cell in cells if cell == "░"]
+        shaded = [(samples, loss) for samples, loss, cell in cells if cell == "░"]
         assert len(shaded) > 50 or factor != 1.0
         for samples, loss in shaded:
             assert one.band.at(samples, "low") - height <= loss <= one.band.at(samples, "high") + height, factor
-        ticks = [(y, line[:7]) for y, line in enumerate(line for line in lines if "│" in line) if line[:7].strip()]
-        assert len(ticks) > 2 and all(abs((high - float(loss)) / height - y) <= 0.5 for y, loss in ticks)
-        foot = next(i for i, line in enumerate(lines) if "└" in line)
-        for match in re.finditer(r"[\d,]+", lines[foot + 1]):
-            place = round(9 + int(match[0].replace(",", "")) * column_of)
-            assert match.start() <= place < match.end() and lines[foot][place] == "┴", match[0]
 
 
 DAMAGE = [
-    *((name, None) for name in ("result_0.txt", "environment.json", "outcome.json")),  # a folder of this name
-    *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "environment.json", "outcome.json")),
-    *(("environment.json", b'{"ranks": %s}' % ranks) for ranks in (b"null", b'"many"', b"0", b"true", b"1" * 400)),
-    *(("environment.json", b'{"nodes": %s}' % nodes) for nodes in (b"null", b"1")),
-    *((name, b'["x"]') for name in ("environment.json", "outcome.json")),
+    *((name, None) for name in ("result_0.txt", "outcome.json")),  # a folder of this name
+    *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "outcome.json")),
+    ("outcome.json", b'["x"]'),
     *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
     ("eval.jsonl", b'{"samples": 4096}\n'),
     *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
@@ -151,9 +137,9 @@ def test_damage_is_one_line_with_the_files_name(put, tmp_path, capsys):
         path = put(f"run_{i}", 100_000) / name
         path.unlink(missing_ok=True)
         path.mkdir() if content is None else path.write_bytes(content)
-        code, err = watch.main([str(path.parent)]), capsys.readouterr().err
-        named = str(path if name != "config.toml" else name) in err
-        if code != 2 or not err.startswith("watch: ") or err.count("\n") != 1 or not named:
+        code = watch.main([str(path.parent)])
+        err = capsys.readouterr().err
+        if code != 2 or not err.startswith("watch: ") or err.count("\n") != 1 or name not in err:
             wrong.append((name, content, code, err))
     assert not wrong
     assert watch.main([str(tmp_path / "none")]) == 2 and "holds no run" in capsys.readouterr().err
@@ -179,8 +165,8 @@ def test_a_clock_that_is_set_does_not_silence_a_run(put, monkeypatch):
     before = watch.look(folder)
     for seconds in (-7200, 7200):
         monkeypatch.setattr(time, "time", lambda by=seconds: real() + by)
-        assert 0 <= watch.look(folder, before).silent_s - before.silent_s < 60, seconds
-        assert watch.look(folder).silent_s >= 0
+        assert watch.look(folder, before).since == before.since, seconds
+        assert watch.look(folder).since <= time.monotonic()
 
 
 def test_a_stdout_that_cannot_take_the_panel(put):

@@ -22,12 +22,36 @@ from tools.plan import making
 from tools.shared import hardware, json_option, public_systems
 
 GB = 1e9
+TB = 1e12
 MOST_GPUS = 16_384  # a plan lists all ranks
 COLUMNS = 80
-COLLECTIVES = {"all_gather": "gather weights", "reduce_scatter": "reduce gradients", "all_reduce": "sum replicas"}
+HEADS = "config           precision   micro-batch  card GB    step s  time"
+ROW = "{config:<16.15} {precision:<11} {rows:>11} {total_gb:>8.0f} "
+MEMORY = """\
+{config} on {gpus} x {gpu}: {precision}, micro-batch {rows}, {replicas} x {shards} shards
+memory of a rank, at its fullest moment: {moment.name}"""
+CARD = """\
+  on the card         {total_gb:8.2f} GB  of {card_gb:g} GB, with assumed margin and context
+  largest micro-batch that fits: {largest_rows}; that also divides a rank's {rank_rows} samples: {dividing_rows}"""
+STEP = """\
+step {times.step:.3g} s ({least_step_s:.3g} to {most_step_s:.3g}): {times.compute:.3g} compute, {times.optimizer:.2g} \
+of it the optimizer; {times.exposed:.2g} waiting for links
+  gather weights      {gathered_gb:8.2f} GB  sent per rank, {times.all_gather:.2g} s
+  reduce gradients    {reduced_gb:8.2f} GB  sent per rank, {times.reduce_scatter:.2g} s
+  sum replicas        {summed_gb:8.2f} GB  sent per rank, {times.all_reduce:.2g} s
+{samples_per_s:,.0f} samples/s, {per_gpu:,.1f} per GPU, MFU {mfu:.0%} of bf16; an evaluation {evaluation:.1f} s; \
+reads {read_gb:.2f} GB/s per node
+{goal}: {samples:,.0f} samples, {evaluations} evaluations
+  {time} ({least_time} to {most_time}), {gpu_hours:,.0f} GPU hours, cost {cost:,.0f}"""
+DISK = "data {disk_tb:.2f} TB{counted}; checkpoint {checkpoint_gb:.0f} GB"
+SHARES = """\
+shares of {gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of bandwidth; {source}; \
+times may be off by a factor of {factor:g}"""
+NEAREST = """\
+nearest public system: {system}, {gpus} x {gpu} in {precision}, micro-batch {micro_batch} ({source}): {step_s:.3g} s; \
+this method gives {planned_s:.3g} s, {error:+z.0%}{why}"""
 # Presets, as hardware.toml knows them; fp32 is planned as bf16.
 PLANNED = {"bf16": "bf16", "fp8": "fp8", "fp8_delayed": "fp8"}
-HEADS = f"{'config':<16}{'precision':<12}{'micro-batch':>11}{'card GB':>9}{'step ms':>10}  time"
 TIMED = ("times", "samples_per_s", "mfu", "evaluation", "train", "cost", "read_per_node")
 
 
@@ -45,22 +69,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run(argv: list[str]) -> int:
+    """Raises: Refusal."""
     args, overrides = parse(argv)
-    if len(args.configs) == 1:
-        plan = of_file(args.configs[0], args, overrides)
-        json_option.show(wrapped(table(plan)), figures(plan) | {"overrides": overrides}, args.json)
-        return 0 if plan.fits else 1
-    plans = []
-    refused = []
-    for path in args.configs:
-        try:
-            plans.append(of_file(path, args, overrides))
-        except Refusal as refusal:
-            refused.append(f"{path}: {refusal}")
-    content = {"plans": [figures(plan) for plan in plans], "refused": refused, "overrides": overrides}
-    json_option.show("\n".join([wrapped(overview(plans)), *refused]), content, args.json)
-    if refused:
-        return Refusal.exit_code
+    plans = [of_file(path, args, overrides) for path in args.configs]
+    if len(plans) == 1:
+        lines = table(plans[0])
+        content = figures(plans[0])
+    else:
+        lines = overview(plans)
+        content = {"plans": [figures(plan) for plan in plans]}
+    shown = [textwrap.fill(line, COLUMNS, subsequent_indent="    ", replace_whitespace=False) for line in lines]
+    json_option.show("\n".join(shown), content | {"overrides": overrides}, args.json)
     return 0 if all(plan.fits for plan in plans) else 1
 
 
@@ -86,61 +105,45 @@ def figures(plan: SimpleNamespace) -> dict[str, object]:
     return found if plan.fits else found | dict.fromkeys(TIMED)
 
 
+def values(plan: SimpleNamespace) -> dict[str, object]:
+    """The figures of a plan in the units of the lines above."""
+    sent = plan.times.sent
+    off = 1 + plan.assumed.range
+    return vars(plan) | {
+        "total_gb": plan.total / GB,
+        "card_gb": plan.card / GB,
+        "gathered_gb": sent["all_gather"] / GB,
+        "reduced_gb": sent["reduce_scatter"] / GB,
+        "summed_gb": sent["all_reduce"] / GB,
+        "read_gb": plan.read_per_node / GB,
+        "checkpoint_gb": plan.checkpoint / GB,
+        "disk_tb": plan.disk / TB,
+        "least_step_s": plan.times.step / off,
+        "most_step_s": plan.times.step * off,
+        "per_gpu": plan.samples_per_s / plan.gpus,
+        "time": duration(plan.train),
+        "least_time": duration(plan.train / off),
+        "most_time": duration(plan.train * off),
+        "gpu_hours": plan.gpus * plan.train / 3600,
+    }
+
+
 def overview(plans: list[SimpleNamespace]) -> list[str]:
     """A row for each plan, and what public systems say of them."""
     lines = [HEADS]
     for plan in plans:
-        row = f"{plan.config[:15]:<16}{plan.precision:<12}{plan.rows:>11}{plan.total / GB:>9.0f}"
-        if plan.fits:
-            lines.append(f"{row}{_ms(plan.times.step):>10}  {duration(plan.train)}")
-        else:
-            lines.append(f"{row}  does not fit {plan.card / GB:g} GB")
+        time = f"{plan.times.step:>9.3g}  {duration(plan.train)}" if plan.fits else "  does not fit"
+        lines.append(ROW.format(**values(plan)) + time)
     return lines + list(dict.fromkeys(line for plan in plans for line in sources(plan)))
 
 
 def table(plan: SimpleNamespace) -> list[str]:
     """The plan in lines."""
-    total = plan.moment.total
-    lines = [
-        f"{plan.config} on {plan.gpus} x {plan.gpu}: {plan.precision}, micro-batch {plan.rows},"
-        f" {plan.replicas} x {plan.shards} shards",
-        f"memory of a rank, at its fullest moment: {plan.moment.name}",
-    ]
-    for part, size in plan.moment.parts.items():
-        lines.append(f"  {part:<20}{_gb(size)}  {size / total:4.0%}")
-    lines += [
-        f"  {'all tensors':<20}{_gb(total)}",
-        f"  {'on the card':<20}{_gb(plan.total)}  of {plan.card / GB:g} GB, with assumed margin and context",
-        f"  {'pinned on the host':<20}{_gb(plan.pinned)}  at most, by the captured graphs of a rank",
-        f"  largest micro-batch that fits: {plan.largest_rows}; that also divides a rank's {plan.rank_rows} samples:"
-        f" {plan.dividing_rows}",
-    ]
-    lines += _pace(plan) if plan.fits else ["no times: this config does not fit the card"]
-    lines += [f"data {plan.disk / 1e12:.2f} TB{plan.counted}; checkpoint {plan.checkpoint / GB:.0f} GB"]
-    return lines + sources(plan) + [f"WARNING {text}" for text in plan.warnings]
-
-
-def _pace(plan: SimpleNamespace) -> list[str]:
-    times = plan.times
-    off = 1 + plan.assumed.range
-    rate = plan.samples_per_s
-    lines = [
-        f"step {_ms(times.step)} ms ({_ms(times.step / off)} to {_ms(times.step * off)}): {_ms(times.compute)} compute,"
-        f" {_ms(times.optimizer)} of it the optimizer; {_ms(times.exposed)} waiting for links"
-    ]
-    for name, words in COLLECTIVES.items():
-        if times.sent[name]:
-            lines.append(f"  {words:<20}{_gb(times.sent[name])}  sent per rank, {_ms(getattr(times, name))} ms")
-    lines += [
-        f"{rate:,.0f} samples/s, {rate / plan.gpus:,.1f} per GPU, MFU {plan.mfu:.0%} of bf16; an evaluation"
-        f" {plan.evaluation:.1f} s; reads {plan.read_per_node / GB:.2f} GB/s per node",
-        f"{plan.goal}: {plan.samples:,.0f} samples, {plan.evaluations} evaluations",
-        f"  {duration(plan.train)} ({duration(plan.train / off)} to {duration(plan.train * off)}),"
-        f" {plan.gpus * plan.train / 3600:,.0f} GPU hours",
-    ]
-    if plan.cost:
-        lines[-1] += f", cost {plan.cost:,.0f}"
-    return lines
+    known = values(plan)
+    parts = [f"  {part:<20}{size / GB:8.2f} GB" for part, size in plan.moment.parts.items()]
+    pace = STEP.format(**known) if plan.fits else "no times: this config does not fit the card"
+    text = "\n".join([MEMORY.format(**known), *parts, CARD.format(**known), pace, DISK.format(**known)])
+    return [*text.split("\n"), *sources(plan), *(f"WARNING {warning}" for warning in plan.warnings)]
 
 
 def sources(plan: SimpleNamespace) -> list[str]:
@@ -148,35 +151,14 @@ def sources(plan: SimpleNamespace) -> list[str]:
     near = plan.nearest
     own = plan.assumed
     precision = PLANNED.get(plan.precision, plan.precision)
-    lines = [
-        f"shares of {plan.gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of"
-        f" bandwidth; {printable(own.source)}; times may be off by a factor of {1 + own.range:g}"
-    ]
+    source = printable(own.source)
+    lines = [SHARES.format(gpu=plan.gpu, precision=precision, own=own, source=source, factor=1 + own.range)]
     if not near or (near.gpu, near.precision) != (plan.gpu, precision):
         lines.append(f"no public rate of FLUX.1 on {plan.gpu} in {precision} is known")
     if near:
-        error = near.planned_s / near.step_s - 1
-        lines.append(
-            f"nearest public system: {near.system}, {near.gpus} x {near.gpu} in {near.precision}, micro-batch"
-            f" {near.micro_batch} ({near.source}): {_ms(near.step_s)} ms; this method gives {_ms(near.planned_s)} ms,"
-            f" {error:+z.0%}"
-        )
-        if near.outlier:
-            lines[-1] += f"; an outlier: {near.outlier}"
+        why = f"; an outlier: {near.outlier}" if near.outlier else ""
+        lines.append(NEAREST.format(**vars(near), error=near.planned_s / near.step_s - 1, why=why))
     return lines
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 or not seconds else f"{seconds * 1e3:.2g}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:8.2f} GB"
-
-
-def wrapped(lines: list[str]) -> str:
-    """Lines as a terminal of 80 columns shows them."""
-    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="    ", replace_whitespace=False) for line in lines)
 
 
 def main(argv: list[str]) -> int:

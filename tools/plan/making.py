@@ -61,7 +61,6 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
         fits=needed(moment, assumed) <= gpu.memory_gb * GB,
-        pinned=memory.pinned(cfg, layout, gpus, rows) if captures(cfg, gpu) else 0,
         largest_rows=largest,
         dividing_rows=dividing,
         assumed=assumed,
@@ -79,13 +78,8 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         read_per_node=sample * rate / ceil(gpus / gpu.node),  # bytes per second
         checkpoint=BYTES_PER_PARAMETER * layout.parameters,
     )
-    plan.warnings = warnings(cfg, plan, gpu)
+    plan.warnings = warnings(cfg, plan)
     return plan
-
-
-def captures(cfg: Config, gpu: Gpu) -> bool:
-    """Whether steps are captured as graphs. AMD's cards do so only when asked to."""
-    return cfg.graph.enabled == "on" or (cfg.graph.enabled == "auto" and gpu.arch.startswith("sm"))
 
 
 def val_count(cfg: Config) -> int:
@@ -123,12 +117,12 @@ def largest_rows(
     return count * step, max((size for size in sizes[:count] if batch % size == 0), default=0)
 
 
-def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
+def warnings(cfg: Config, plan: SimpleNamespace) -> list[str]:
     """What is worth a second look, one line each."""
     lines = []
     if not plan.fits:
         remedy = f"train.micro_batch={plan.dividing_rows} fits" if plan.dividing_rows else "no micro-batch fits"
-        lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {gpu.memory_gb:g} GB; {remedy}")
+        lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {plan.card / GB:g} GB; {remedy}")
     count = val_count(cfg)
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, count)
     if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
@@ -137,13 +131,5 @@ def warnings(cfg: Config, plan: SimpleNamespace, gpu: Gpu) -> list[str]:
         lines.append("parallel.dtype=fp32: times are those of bf16; fp32 takes longer")
     padding = -count % (plan.gpus * cfg.eval.batch)
     if padding:
-        rows = count + padding
-        words = f"{padding:,} of {rows:,} rows are padding, {padding / rows:.0%} of its time"
-        lines.append(f"validation: {words}; eval.batch decides")
-    if plan.gpus % gpu.node and plan.gpus > gpu.node:
-        lines.append(f"{plan.gpus} GPUs are no whole nodes of {gpu.node}: shards then lie across nodes")
-    share = plan.times.exposed / plan.times.step
-    if plan.fits and share > 0.2:
-        remedy = "larger micro-batches, parallel.reduce_dtype=bf16 or reshard_after_forward=false would hide more"
-        lines.append(f"communication: {share:.0%} of the step waits for it; {remedy}")
+        lines.append(f"validation: {padding:,} of {count + padding:,} rows are padding; eval.batch decides")
     return lines

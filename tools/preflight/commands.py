@@ -55,11 +55,11 @@ def check(args: argparse.Namespace) -> int:
     """This node's part. Raises: Refusal, Fault."""
     facts = nodes.facts(args.gpus)
     if args.node:
-        nodes.Node(args).serve(facts)
+        nodes.Node(args, facts).serve()
         return 0
-    leader = nodes.Leader(args)
+    leader = nodes.Leader(args, facts)
     verdict = Verdict(args.nodes)
-    present = leader.roll(facts, len(args.nodes))
+    present = leader.gather("here/{}", range(len(args.nodes)), args.wait)
     for absent in set(range(len(args.nodes))) - present.keys():
         verdict.add(absent, f"has not come within {args.wait:g} s", f"is it up, and does it reach {args.address}?")
     gpus = {node: facts["gpus"] for node, facts in present.items()}

@@ -6,19 +6,17 @@ first each node alone, then all pairs of neighbours on a ring. Each measurement 
 """
 
 import argparse
-import contextlib
 import ipaddress
 import json
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,46 +28,36 @@ from flux_ref.formats.outside import one_line
 from tools.preflight.verdict import NodeReport
 
 POLL_S = 0.005
-LINGER_S = 5.0  # lets processes that have lost another end by themselves
 
 
 class Node:
     """This node among the others, and the store that they share."""
 
-    def __init__(self, args: argparse.Namespace):
-        """Raises: Refusal; Fault if node 0 does not answer."""
+    def __init__(self, args: argparse.Namespace, facts: dict[str, object]):
+        """facts: what this node has. Raises: Refusal; Fault if node 0 does not answer."""
         self.number = args.node
         self.gpus = args.gpus
         self.wait_s = args.wait
         host, _, port = args.address.rpartition(":")
-        if self.number:
-            self._await(host, int(port), args.nodes[0])
-        leads = self.number == 0
-        wait = timedelta(seconds=self.wait_s)
         try:
-            socket.getaddrinfo(host, port)  # c10d would try an unknown name again and again
-            port, own = listener(host, int(port), len(args.nodes)) if leads else (int(port), {})
-            own |= {"is_master": leads, "wait_for_workers": False, "timeout": wait}
-            open_store = partial(dist.TCPStore, host, port, **own)
+            if self.number:
+                awaited(host, int(port), self.wait_s)
+                own = {"is_master": False}
+            else:
+                port, own = listener(host, int(port), len(args.nodes))
+            wait = timedelta(seconds=self.wait_s)
+            open_store = partial(dist.TCPStore, host, int(port), wait_for_workers=False, timeout=wait, **own)
             self.store = within(self.wait_s, open_store)
         except (RuntimeError, OSError, UnicodeError) as error:
-            silent = f"does not answer within {self.wait_s:g} s"
-            if self.number and isinstance(error, TimeoutError):
-                what = f"{args.address} listens but {silent}; has another program that port?"
-                raise unfit(args.nodes[0], what) from None
-            why = (str(error) or silent).splitlines()[0]
+            why = (str(error) or f"no store answers within {self.wait_s:g} s").splitlines()[0]
+            if self.number:
+                name = args.nodes[0]
+                what = f"{args.address} does not answer: {why}; has another program that port?"
+                print(one_line(f"preflight: {name}: {what}"), file=sys.stderr, flush=True)
+                raise Fault(f"bad nodes: {name}") from None  # slurm.sbatch looks for this line
             raise Refusal(f"--address={args.address}: {why}; choose a name of node 0 and a free port") from None
         self.address = f"{host}:{self.store.port}"
-
-    def _await(self, host: str, port: int, name: str) -> None:
-        deadline = time.monotonic() + self.wait_s
-        while True:
-            try:
-                return socket.create_connection((host, port), timeout=self.wait_s).close()
-            except (OSError, UnicodeError) as error:
-                if time.monotonic() > deadline:
-                    raise unfit(name, f"{host}:{port} does not answer ({error})") from None
-                time.sleep(0.2)
+        self.set(f"here/{self.number}", facts)
 
     def set(self, key: str, value: object = "") -> None:
         """Give a value to all nodes."""
@@ -89,9 +77,8 @@ class Node:
         except RuntimeError:
             raise Fault("node 0 has ended") from None
 
-    def serve(self, facts: dict[str, object]) -> None:
-        """The part of all nodes but node 0: answer the roll, then measure in every round. Raises: Fault."""
-        self.set(f"here/{self.number}", facts)
+    def serve(self) -> None:
+        """The part of all nodes but node 0: measure in every round. Raises: Fault."""
         turn = 0
         while groups := self.get(f"round/{turn}", 3 * self.wait_s):
             self.measure(turn, groups)
@@ -118,12 +105,7 @@ class Leader(Node):
 
     turn = 0
 
-    def roll(self, facts: dict[str, object], nodes: int) -> dict[int, dict]:
-        """{node: its facts} of the nodes that come."""
-        self.set("here/0", facts)
-        return self._gather("here/{}", range(nodes), self.wait_s)
-
-    def _gather(self, key: str, nodes: Iterable[int], wait_s: float) -> dict[int, object]:
+    def gather(self, key: str, nodes: Iterable[int], wait_s: float) -> dict[int, object]:
         """{node: its value} of the nodes that set it in time."""
         deadline = time.monotonic() + wait_s
         values = {node: self.get(key.format(node), deadline - time.monotonic()) for node in nodes}
@@ -137,14 +119,14 @@ class Leader(Node):
         self.turn = self.turn + 1
         self.set(f"round/{turn}", groups)
         self.measure(turn, groups)
-        results = self._gather(f"turn/{turn}/{{}}", nodes, 2 * self.wait_s - (time.monotonic() - begin))
+        results = self.gather(f"turn/{turn}/{{}}", nodes, 2 * self.wait_s - (time.monotonic() - begin))
         return {node: results.get(node, {"problem": "answers no more"}) for node in nodes}
 
     def survey(self, facts: dict[int, dict]) -> dict[int, NodeReport]:
         """Measure each node alone and between its neighbours."""
         alone = self.round([[node] for node in facts])
         reports = {node: NodeReport(facts[node], alone[node]) for node in facts}
-        for groups in ring([node for node, report in reports.items() if report.devices]):
+        for groups in ring([node for node, result in alone.items() if "devices" in result]):
             for node, result in self.round(groups).items():
                 reports[node].add_pair(result)
         return reports
@@ -152,26 +134,32 @@ class Leader(Node):
     def end(self, nodes: Iterable[int]) -> None:
         """Let the others end before this process, as the store ends with it."""
         self.set(f"round/{self.turn}", [])
-        self._gather("bye/{}", set(nodes) - {0}, 5.0)
+        self.gather("bye/{}", set(nodes) - {0}, 5.0)
 
 
-def unfit(name: str, what: str) -> Fault:
-    """Print what is wrong with a node. The error is a line of its own, which slurm.sbatch looks for."""
-    print(one_line(f"preflight: {name}: {what}"), file=sys.stderr, flush=True)
-    return Fault(f"bad nodes: {name}")
-
-
-def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, int]]:
-    """The port of node 0's store, and the store's option for a socket that listens on this address only.
+def listener(host: str, port: int, nodes: int) -> tuple[int, dict[str, object]]:
+    """The port of node 0's store, and the store's options for a socket that listens on this address only.
 
     By itself the store listens on every network of the node, and it takes what anybody sends. It still does so where
     /etc/hosts leads the node's own name to the node itself (127.0.1.1) and other nodes come. Raises: OSError.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if nodes > 1 and host != address[0] and ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-        return port, {}
+        return port, {"is_master": True}
     own = socket.create_server(address[:2], family=family)
-    return own.getsockname()[1], {"master_listen_fd": own.detach()}
+    return own.getsockname()[1], {"is_master": True, "master_listen_fd": own.detach()}
+
+
+def awaited(host: str, port: int, wait_s: float) -> None:
+    """Wait until something listens at an address. Raises: OSError, UnicodeError. c10d would print a traceback."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=wait_s).close()
+        except (OSError, UnicodeError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def ring(nodes: list[int]) -> list[list[list[int]]]:
@@ -199,26 +187,24 @@ def within(wait_s: float, task: Callable[[], object]) -> object:
 
 def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:
     """{"devices": the figures of each process of fitness.py}, or {"problem": what one process met}."""
-    with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
-        processes = [subprocess.Popen(command, stdout=file, stderr=file) for command, file in zip(commands, files)]
-        deadline = time.monotonic() + wait_s
-        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
-            if any(codes):  # the others may wait for it
-                deadline = min(deadline, time.monotonic() + LINGER_S)
-            time.sleep(POLL_S)
-        for process in processes:
-            process.kill()
-            process.wait()
-        for file in files:
-            file.seek(0)
-        last = [(file.read().strip().splitlines() or [""])[-1] for file in files]
-    for device, code in enumerate(codes):
-        if code:
-            return {"problem": f"device {device}: exit code {code}: {last[device]}"}
-    if None in codes:
-        return {"problem": f"device {codes.index(None)} hangs for {wait_s:g} s"}
-    return {"devices": [json.loads(line) for line in last]}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ends = list(pool.map(partial(ended, wait_s), commands))
+    hanging = [device for device, (code, _) in enumerate(ends) if code is None]
+    for device, (code, last) in enumerate(ends):
+        if code:  # what hangs may have waited for it
+            return {"problem": f"device {device}: exit code {code}: {last}"}
+    if hanging:
+        return {"problem": f"device {hanging[0]} hangs for {wait_s:g} s"}
+    return {"devices": [json.loads(last) for _, last in ends]}
+
+
+def ended(wait_s: float, command: list[str]) -> tuple[int | None, str]:
+    """The exit code and the last line of a process; None for one that hangs and is killed."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=wait_s)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, (done.stdout.strip().splitlines() or [""])[-1]
 
 
 # What the operating system says
@@ -244,8 +230,10 @@ def links(sys_root: Path = Path("/sys")) -> str:
 
 def driver(sys_root: Path = Path("/sys")) -> str:
     """The version of the devices' kernel driver, else of the kernel."""
-    versions = [f"{name} {_text(sys_root / 'module' / name / 'version')}" for name in ("nvidia", "amdgpu")]
-    return next((text for text in versions if not text.endswith(" ")), f"Linux {os.uname().release}")
+    for name in ("nvidia", "amdgpu"):
+        if version := _text(sys_root / "module" / name / "version"):
+            return f"{name} {version}"
+    return f"Linux {os.uname().release}"
 
 
 def _text(path: Path) -> str:

@@ -9,6 +9,19 @@ from dataclasses import dataclass
 
 NETWORK = "look at its network cards, cables and switch ports"
 FREE = 0.9  # share of a device's memory that must be free
+ROW = "{devices} | {driver} | {links} | {tflops:.3g} TFLOP/s | {gb_per_s:.3g} GB/s inside | {between:.3g} GB/s between"
+# What nodes must have in common, and the remedy.
+ALIKE = {
+    "driver": "install the same one",
+    "links": "look at cable, port and switch",
+    "devices": "look for the missing device",
+}
+# The speeds of nodes: in words, the unit, the remedy.
+SPEEDS = {
+    "tflops": ("multiplies at", "TFLOP/s", "look at its devices' temperature, power limit and clocks"),
+    "gb_per_s": ("all-reduces inside the node at", "GB/s", "look at the links between its devices"),
+    "between": ("all-reduces with its neighbours at", "GB/s", NETWORK),
+}
 
 
 @dataclass
@@ -20,28 +33,27 @@ class NodeReport:
     between: float = 0.0  # GB/s in the best of its pairs
     problem: str = "no other node is left"  # in its last pair
 
-    @property
-    def devices(self) -> list[dict]:
-        return self.alone.get("devices", [])
-
     def add_pair(self, result: dict) -> None:
         """result: of a measurement with another node, of the same form as `alone`."""
         self.problem = result.get("problem", "")
-        speed = min((device["gb_per_s"] for device in result.get("devices", ())), default=0.0)
-        self.between = max(self.between, speed)
+        self.between = max(self.between, slowest(result, "gb_per_s"))
 
-    def least(self, key: str) -> float:
-        return min((device[key] for device in self.devices), default=0.0)
-
-    def kinds(self) -> str:
-        counts = Counter(device["device"] for device in self.devices)
-        return " + ".join(f"{count} x {name}" for name, count in counts.items())
+    @property
+    def known(self) -> dict[str, object]:
+        """Facts, devices and speeds by name."""
+        counts = Counter(device["device"] for device in self.alone.get("devices", ()))
+        kinds = " + ".join(f"{count} x {name}" for name, count in counts.items())
+        speeds = {name: slowest(self.alone, name) for name in ("tflops", "gb_per_s")}
+        return self.facts | speeds | {"devices": kinds, "between": self.between}
 
     def row(self) -> str:
         """The report in a line."""
-        inside = f"{self.least('tflops'):.3g} TFLOP/s | {self.least('gb_per_s'):.3g} GB/s inside"
-        between = f"{self.between:.3g} GB/s between"
-        return " | ".join((self.kinds(), self.facts["driver"], self.facts["links"], inside, between))
+        return ROW.format(**self.known)
+
+
+def slowest(found: dict, figure: str) -> float:
+    """The least figure of the devices in a measurement; 0 without devices."""
+    return min((device[figure] for device in found.get("devices", ())), default=0.0)
 
 
 class Verdict:
@@ -63,13 +75,6 @@ class Verdict:
             if value != common or not agreed:
                 self.add(node, f"{what} {value}, {others}", remedy)
 
-    def fast(self, what: str, unit: str, values: dict[int, float], share: float, remedy: str) -> None:
-        """Blame nodes that reach less than a share of the median node's speed."""
-        median = statistics.median_high(values.values()) if values else 0.0
-        for node, value in values.items():
-            if value < share * median:
-                self.add(node, f"{what} {value:.3g} {unit}, the median node {median:.3g}", remedy)
-
     def lines(self) -> list[str]:
         bad = sorted(self.complaints)
         texts = [f"{self.names[node]}: {text}" for node in bad for text in self.complaints[node]]
@@ -78,28 +83,23 @@ class Verdict:
 
 def judge(verdict: Verdict, reports: dict[int, NodeReport], slow: float) -> None:
     """Add all complaints to the verdict. slow: the share of the median speed below which a node is slow."""
+    sound = {}
     for node, report in reports.items():
-        if not report.devices:
+        if "problem" in report.alone:
             verdict.add(node, report.alone["problem"], "look at its kernel log and the device's own tools")
-        for device in report.devices:
+            continue
+        sound[node] = report.known
+        for device in report.alone["devices"]:
             if device.get("free_gb", 1) < FREE * device.get("total_gb", 1):
                 free = f"{device['free_gb']:.0f} of {device['total_gb']:.0f} GB of device memory are free"
                 verdict.add(node, free, "end the process that holds the rest")
-    for fact, remedy in (("driver", "install the same one"), ("links", "look at cable, port and switch")):
-        verdict.same(fact, {node: report.facts[fact] for node, report in reports.items()}, remedy)
-    sound = {node: report for node, report in reports.items() if report.devices}
-    if not sound:
-        return
-    verdict.same("has", {node: report.kinds() for node, report in sound.items()}, "look for the missing device")
-    flops = {node: report.least("tflops") for node, report in sound.items()}
-    inside = {node: report.least("gb_per_s") for node, report in sound.items()}
-    between = {node: report.between for node, report in sound.items() if report.between}
-    for what, unit, speeds, remedy in (
-        ("multiplies at", "TFLOP/s", flops, "look at its devices' temperature, power limit and clocks"),
-        ("all-reduces inside the node at", "GB/s", inside, "look at the links between its devices"),
-        ("all-reduces with its neighbours at", "GB/s", between, NETWORK),
-    ):
-        verdict.fast(what, unit, speeds, slow, remedy)
-    if len(verdict.names) > 1:
-        for node in sound.keys() - between.keys():
-            verdict.add(node, f"all-reduces with no neighbour: {sound[node].problem}", NETWORK)
+        if not report.between and len(verdict.names) > 1:
+            verdict.add(node, f"all-reduces with no neighbour: {report.problem}", NETWORK)
+    for what, remedy in ALIKE.items() if sound else ():
+        verdict.same(what, {node: known[what] for node, known in sound.items()}, remedy)
+    for name, (what, unit, remedy) in SPEEDS.items():
+        speeds = {node: known[name] for node, known in sound.items() if known[name]}
+        median = statistics.median_high(speeds.values()) if speeds else 0.0
+        for node, speed in speeds.items():
+            if speed < slow * median:
+                verdict.add(node, f"{what} {speed:.3g} {unit}, the median node {median:.3g}", remedy)

@@ -8,7 +8,6 @@ are printed); 2 the request was refused.
 """
 
 import argparse
-import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,13 +17,18 @@ from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
 from flux_ref.formats.outside import printable
 from flux_ref.run.attempt import attempt
-from flux_ref.run.options import Options
+from flux_ref.run.options import Options, package
 from tools.report import official, result_files, result_log, score, text
 from tools.report.score import Run, System
 from tools.shared.json_option import give, json_option, text_beside
 
 INVALID = 1  # exit code
-OF_RUN = ("faults", "samples_to_converge", "status", *(name for _, _, name, _ in text.RUN_COLUMNS))
+# Attributes that --json gives.
+OF_RUN = ("faults", "samples_to_converge", "status", *text.RUN_COLUMNS)
+OF_SYSTEM = (
+    *("verdict", "reasons", "notes", "olympic_mean_minutes", "score_minutes", "samples_to_converge", "machine"),
+    "compliant_logs",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -54,8 +58,7 @@ def run(argv: list[str]) -> int:
 def judge_and_print(args: argparse.Namespace) -> list[System]:
     """Judge all systems, print each verdict at once, and write the page if --out asks for it. Raises: Refusal."""
     if args.out:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise Refusal("--out draws with matplotlib, which is missing; pip install -r requirements-report.txt")
+        package("matplotlib", "--out")
         args.out.mkdir(parents=True, exist_ok=True)
     if args.points:
         official.require_points(args.points)
@@ -63,17 +66,16 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
     basis = f"ruleset {args.ruleset}, mlperf-logging {version('mlperf-logging')}, reference points: {points}"
     systems = []
     groups = result_files.find(args.paths)
-    print(text.wrapped(basis, ""))
-    for place, (name, files) in enumerate(groups):
+    print(text.wrapped(basis))
+    for name, files in groups:
         system = score.judge(name, [result_log.read(path) for path in files], args.ruleset, args.points)
-        system.place = place
         systems.append(system)
         print(f"\n{text.describe(system)}", flush=True)
     if not any(run.log.events for system in systems for run in system.runs):
         first = systems[0].runs[0]
         raise Refusal(f"no log could be read; {first.log.path} {first.faults[0]}")
     if len(systems) > 1:
-        print(f"\n{text.summary(systems)}")
+        print("", *text.table([text.overview(system) for system in systems]), sep="\n")
     if args.out:
         from tools.report import page  # brings matplotlib
 
@@ -85,20 +87,12 @@ def judge_and_print(args: argparse.Namespace) -> list[System]:
 def figures(system: System) -> dict[str, object]:
     """A system for JSON."""
     check = system.verdicts.convergence or official.Convergence(None, None)
-    return {
+    return {name: getattr(system, name) for name in OF_SYSTEM} | {
         "system": system.name,
         "valid": system.verdict == score.VALID,
-        "verdict": system.verdict,
-        "reasons": system.reasons,
-        "notes": system.notes,
-        "olympic_mean_minutes": system.olympic_mean_minutes,
-        "score_minutes": system.score_minutes,
-        "samples_to_converge": system.samples_to_converge,
-        "machine": system.machine,
         "samples_per_s": system.mean("samples_per_s"),
         "samples_per_s_without_evaluation": system.mean("samples_per_s_without_evaluation"),
         "normalisation_factor": system.factor,
-        "compliant_logs": system.compliant_logs,
         "seeds_pass": not system.verdicts.seeds if system.verdicts.convergence else None,
         "convergence_pass": check.passed,
         "convergence_message": check.message,
@@ -110,10 +104,9 @@ def figures(system: System) -> dict[str, object]:
 
 
 def _run(run: Run) -> dict[str, object]:
-    return {
+    return {name: getattr(run, name) for name in OF_RUN} | {
         "file": str(run.log.path),
         "counts": not run.faults,
-        **{name: getattr(run, name) for name in OF_RUN},
         "seed": run.log.value("seed"),
         "validation": run.val_curve,
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.package_checker.seed_checker import SeedChecker
+from mlperf_logging.rcp_checker import rcp_checker
 
 from flux_ref.benchmark import closed
 from flux_ref.errors import Refusal
@@ -123,8 +124,6 @@ def _seeds(paths: list[str], ruleset: str) -> list[str]:
 
 
 def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> Convergence:
-    from mlperf_logging.rcp_checker import rcp_checker  # brings scipy
-
     own_points = points.open(encoding="utf-8") if points else contextlib.nullcontext()
     with _captured() as records, own_points as file:
         try:  # set_scaling=False would remove /scaling.json

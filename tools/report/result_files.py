@@ -17,7 +17,6 @@ from flux_ref.formats import jsonl
 from flux_ref.formats.outside import printable, whole_number
 
 MOST_FOLDERS = 5_000  # that are searched for results; a round of MLPerf Training has about 1,000
-DULL = {"results", "flux1", "/"}  # names of folders that do not tell systems apart
 
 
 def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
@@ -33,14 +32,14 @@ def find(arguments: list[str]) -> list[tuple[str, list[Path]]]:
     for real, path in files.items():
         systems.setdefault(_system_of(real), []).append(path)
     groups = [sorted(group, key=_number) for group in systems.values()]
-    homes = []
-    for group in groups:
-        homes.append(Path(os.path.commonpath([path.resolve().parent for path in group])))
+    homes = [Path(os.path.commonpath([path.resolve().parent for path in group])) for group in groups]
+    common = Path(os.path.commonpath(homes))
     found = []
-    names = _names(homes)
-    for name, group in zip(names, groups):
-        is_clear = names.count(name) == 1
-        found.append((name if is_clear else f"{name}/{group[0].parent.name}", group))
+    for home, group in zip(homes, groups):
+        name = home.relative_to(common.parent if common in homes else common)
+        if homes.count(home) > 1:
+            name = name / group[0].parent.name
+        found.append((printable(name), group))
     return found
 
 
@@ -82,17 +81,6 @@ def _system_of(path: Path) -> object:
 def _number(path: Path) -> tuple:
     """result_2 before result_10, run_2 before run_10."""
     return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", str(path))))
-
-
-def _names(folders: list[Path]) -> list[str]:
-    """Names of systems: their folders below the common one, without DULL parts; of one system its folder's name."""
-    common = Path(os.path.commonpath(folders))
-    names = []
-    for folder in folders:
-        telling = [part for part in folder.relative_to(common).parts if part not in DULL]
-        name = "/".join(telling or [part for part in common.parts if part not in DULL][-1:]) or str(folder)
-        names.append(printable(name))
-    return names
 
 
 def machine(result: Path, logged: dict[str, object]) -> dict[str, str]:

@@ -47,13 +47,9 @@ class ResultLog:
     def all(self, key: str) -> list[Event]:
         return [event for event in self.events if event.key == key]
 
-    def first(self, key: str) -> Event | None:
-        return next((event for event in self.events if event.key == key), None)
-
     def value(self, key: str) -> object:
         """The value of the first entry with this key; None without such an entry."""
-        event = self.first(key)
-        return event.value if event else None
+        return next((event.value for event in self.events if event.key == key), None)
 
 
 def read(path: Path) -> ResultLog:

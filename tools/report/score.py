@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from flux_ref.benchmark import closed
@@ -30,11 +31,10 @@ class Run:
 
     log: ResultLog
     run_ms: float | None = None  # from run_start to run_stop
-    init_s: float | None = None  # from the first init_start to init_stop
     evaluation_s: float | None = None  # within the run
     status: str = ""
     samples: float | None = None  # at run_stop
-    target: float = math.nan
+    target: float = 0.0
     val_curve: list[tuple[float, float]] = field(default_factory=list)  # (samples, loss)
     faults: list[str] = field(default_factory=list)  # why the run does not count; empty if it counts
 
@@ -68,7 +68,7 @@ class Run:
 
 def measure(log: ResultLog) -> Run:
     """The figures of one log. Whatever contradicts a single timed run becomes a fault."""
-    run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or math.nan)
+    run = Run(log, faults=[*log.problems], target=number(log.value("target_accuracy")) or 0.0)
     if not log.events:
         return run
     # A resumed run has several parts, which have no common clock. Of other runs the first run_stop counts, as other
@@ -93,10 +93,6 @@ def _departures(log: ResultLog) -> Iterator[str]:
 
 def _clock(run: Run, starts: list[Event], stop: Event | None, is_resumed: bool) -> None:
     """The time from the last run_start before the run_stop that counts, as in mlperf-logging."""
-    begun = run.log.first("init_start")
-    ended = run.log.first("init_stop")
-    if begun and ended and ended.time_ms >= begun.time_ms:
-        run.init_s = (ended.time_ms - begun.time_ms) / 1000
     before = [event for event in starts if not stop or event.line < stop.line]
     if not before:
         run.faults.append("run_start is missing" + (" before run_stop" if starts else ""))
@@ -161,7 +157,6 @@ class System:
     notes: list[str] = field(default_factory=list)
     olympic_mean_minutes: float | None = None  # not normalised
     score_minutes: float | None = None  # the official result: the olympic mean times the factor, if the result is valid
-    place: int = 0  # among the systems of a report
 
     @property
     def verdict(self) -> str:
@@ -193,15 +188,10 @@ class System:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What the logs say before run_start, apart from the seed: for each key the first value that any run gives."""
-        settings: dict[str, object] = {}
-        for run in self.runs:
-            for event in run.log.events:
-                if event.key == "run_start":
-                    break
-                if isinstance(event.value, (str, int, float)) and event.key not in ("seed", "cache_clear"):
-                    settings.setdefault(event.key, event.value)
-        return settings
+        """What the first log says before run_start, apart from the seed."""
+        before = takewhile(lambda event: event.key != "run_start", self.runs[0].log.events)
+        known = {event.key: event.value for event in before if event.key not in ("seed", "cache_clear")}
+        return {key: value for key, value in known.items() if isinstance(value, (str, int, float))}
 
     @property
     def machine(self) -> dict[str, str]:
@@ -253,9 +243,8 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
         yield f"{len(system.runs)} run{plural}; the rules ask for {RUNS}"
     if failed > 1 or failed == len(system.runs):
         bad = [run for run in system.runs if run.faults]
-        names = ", ".join(run.name for run in bad[:3]) + (" ..." if bad[3:] else "")
-        first = bad[0].faults[0]
-        yield f"{failed} runs failed, at most 1 may: {names}; the first: {first}" if len(system.runs) > 1 else first
+        names = ", ".join(run.name for run in bad)
+        yield f"failed runs, at most 1 may: {names}; the first: {bad[0].faults[0]}"
     for text in system.verdicts.seeds:
         yield f"seeds: {text}"
     convergence = system.verdicts.convergence
@@ -265,13 +254,10 @@ def _reasons(system: System, failed: int) -> Iterator[str]:
 
 def _mixtures(runs: list[Run]) -> Iterator[str]:
     for key in SHARED:
-        names: dict[str, list[str]] = {}
+        values = {}  # each with the first run that has it
         for run in runs:
             if (value := run.log.value(key)) is not None:
-                names.setdefault(str(value)[:60], []).append(run.name)
-        if len(names) > 1:
-            parts = []
-            for value, files in names.items():
-                more = " ..." if len(files) > 1 else ""
-                parts.append(f"{value} in {files[0]}{more}")
+                values.setdefault(str(value)[:60], run.name)
+        if len(values) > 1:
+            parts = [f"{value} in {name}" for value, name in values.items()]
             yield f"mixed {key}: {', '.join(parts)}; give each system a folder of its own"

@@ -8,7 +8,6 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
 TABLE = Path(__file__).with_name("hardware.toml")
-KINDS = ("assumed", "gpu", "share")
 OWN_RANGE = 0.1  # of shares of your own without a range
 LIMITS = {"gemm_share": (0.001, 1), "memory_share": (0.001, 1), "link_share": (0.001, 1)}
 LIMITS |= dict.fromkeys(("range", "fp8_tflops", "margin", "outside_gb", "hop_us"), (0, 1e12))
@@ -48,63 +47,48 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
 
     file: figures of your own, which take the place of the table's. Its shares in `assumed` go before those in `share`.
     """
-    known = _tables(TABLE)
-    own = _tables(file) if file else {}
-    for table in own:
-        if table.startswith("share.") and table not in known:
-            raise toml_file.unknown("table", table, known, "put the shares of a new architecture into assumed")
-    tables = {table: known.get(table, {}) | own.get(table, {}) for table in known | own}
-    names = _names(tables)
+    known = _flat(toml_file.read(TABLE, "hardware file"))
+    own = _flat(toml_file.read(file, "hardware file")) if file else {}
+    for key in own:
+        table, _, figure = key.rpartition(".")
+        kind = {"gpu": Gpu, "assumed": Assumed}.get(key.split(".")[0])
+        if key not in known and (kind is None or table == "gpu" or figure not in kind.__annotations__):
+            raise toml_file.unknown("key", key, known, f"a hardware file holds tables like those of {TABLE.name}")
+    names = dict.fromkeys(key.split(".")[1] for key in known | own if key.startswith("gpu."))
     if name not in names:
         raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
-    gpu = _build(Gpu, f"gpu.{name}", tables[f"gpu.{name}"])
+    gpu = _build(Gpu, f"gpu.{name}", _table(known | own, f"gpu.{name}"))
     if precision == "fp8" and not gpu.fp8_tflops:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
     share = f"share.{gpu.arch}_{precision}"
-    mine = own.get(share, {}) | own.get("assumed", {})
+    mine = _table(own, share) | _table(own, "assumed")
     if "gemm_share" in mine or "memory_share" in mine:
         mine = {"range": OWN_RANGE, "source": f"yours, {file.name}"} | mine
-    return gpu, _build(Assumed, "assumed", tables["assumed"] | tables.get(share, {}) | mine)
+    return gpu, _build(Assumed, "assumed", _table(known, "assumed") | _table(known, share) | mine)
 
 
-def of_device(device: str) -> Gpu | None:
-    """The card of the table whose name is in a device's name, such as "NVIDIA H200"; None if there is none."""
-    known = [name for name in _names(_tables(TABLE)) if name in device.lower()]
-    return load(max(known, key=len))[0] if known else None
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """{"gpu.h200.node": 8, ...}."""
+    flat = {}
+    for name, content in tree.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(content, f"{key}.") if isinstance(content, dict) else {key: content}
+    return flat
 
 
-def _names(tables: dict[str, dict]) -> list[str]:
-    return [table.removeprefix("gpu.") for table in tables if table.startswith("gpu.")]
-
-
-def _tables(path: Path) -> dict[str, dict[str, object]]:
-    """{"assumed", "gpu.NAME" and "share.ARCH_PRECISION": their figures} of a hardware file. Raises: Refusal."""
-    tables = {}
-    for name, content in toml_file.read(path, "hardware file").items():
-        if name not in KINDS:
-            raise toml_file.unknown("table", name, KINDS, f"known are {', '.join(KINDS)}")
-        if name == "assumed" or not isinstance(content, dict):
-            tables[name] = content
-        else:
-            tables |= {f"{name}.{one}": figures for one, figures in content.items()}
-    for table, figures in tables.items():
-        if not isinstance(figures, dict):
-            raise Refusal(f"{table} in {path} is not a table of figures; see {TABLE.name}")
-    return tables
+def _table(flat: dict[str, object], table: str) -> dict[str, object]:
+    """The figures of one table."""
+    return {key.rpartition(".")[2]: value for key, value in flat.items() if key.rpartition(".")[0] == table}
 
 
 def _build(kind: type, table: str, figures: dict[str, object]) -> object:
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    for key in figures:
-        if key not in types:
-            raise toml_file.unknown(f"key in {table}:", key, types, f"known are {', '.join(types)}")
     values = {}
-    for key, key_type in types.items():
-        if key not in figures:
-            raise Refusal(f"{table}.{key} is missing; a new GPU needs every key of {TABLE.name}")
-        value = toml_file.typed(f"{table}.{key}", figures[key], key_type)
-        least, most = LIMITS.get(key, (1e-6, 1e12))
-        if key_type is not str and not least <= value <= most:
-            raise Refusal(f"{table}.{key}={value!r} is not a number from {least:g} to {most:g}")
-        values[key] = value
+    for field in dataclasses.fields(kind):
+        if field.name not in figures:
+            raise Refusal(f"{table}.{field.name} is missing; a new GPU needs every key of {TABLE.name}")
+        value = toml_file.typed(f"{table}.{field.name}", figures[field.name], field.type)
+        least, most = LIMITS.get(field.name, (1e-6, 1e12))
+        if field.type is not str and not least <= value <= most:
+            raise Refusal(f"{table}.{field.name}={value!r} is not a number from {least:g} to {most:g}")
+        values[field.name] = value
     return kind(**values)

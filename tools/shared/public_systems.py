@@ -1,20 +1,14 @@
-"""Public rates of FLUX.1 training, what the method of tools.plan gives for them, and curves of public runs.
-
-public_runs.csv holds the losses of one run of each system of MLPerf Training v6.0, from the result files that
-public_systems.csv names. The systems of MI300X and MI325X validated with captions dropped, the others did not.
-"""
+"""Public rates of FLUX.1 training, and what the method of tools.plan gives for them."""
 
 import csv
 import json
 import math
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
 from tools.shared import hardware
 
 TABLE = Path(__file__).with_name("public_systems.csv")
-RUNS = Path(__file__).with_name("public_runs.csv")
 TEXTS = ("source", "system", "gpu", "precision", "outlier")  # columns that are no numbers
 
 
@@ -40,9 +34,3 @@ def nearest(name: str, arch: str, precision: str, gpus: int, rows: int) -> Simpl
         return public.gpu != name, public.precision != precision, sizes
 
     return min((public for public in known if archs[public.gpu] == arch), key=distance, default=None)
-
-
-def curves(global_batch: int) -> list[list[tuple[int, float]]]:
-    """(samples, validation loss) of the public runs of a batch, one of each system."""
-    rows = (row for row in systems(RUNS) if row.global_batch == global_batch)
-    return [[(row.samples, row.val_loss) for row in one] for _, one in groupby(rows, lambda row: row.system)]

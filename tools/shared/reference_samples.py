@@ -1,35 +1,12 @@
-"""How many training samples the reference needs to the target, as the official convergence checker interpolates it.
+"""How many training samples the reference needs to the target, by the points of the official convergence checker."""
 
-The reference convergence points are in mlperf-logging's own files, one for each ruleset.
-"""
-
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
 import numpy as np
-from mlperf_logging import rcp_checker
+from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 from flux_ref.benchmark.convergence import is_benchmark
 from flux_ref.config import Config
-
-
-@dataclass(frozen=True)
-class Point:
-    """One reference convergence point: what the reference needed to reach the target."""
-
-    global_batch: int
-    mean_samples: float  # over its runs, without the fastest and the slowest
-
-
-def points(ruleset: str) -> list[Point]:
-    """The reference's points by ascending batch."""
-    path = Path(rcp_checker.__file__).parent / f"training_{ruleset}" / "rcps_flux1.json"
-    found = []
-    for entry in json.loads(path.read_text(encoding="utf-8")).values():
-        kept = sorted(entry["samples to converge"])[1:-1]
-        found.append(Point(entry["BS"], sum(kept) / len(kept)))
-    return sorted(found, key=lambda point: point.global_batch)
 
 
 def samples_to_target(cfg: Config) -> float | None:
@@ -39,26 +16,12 @@ def samples_to_target(cfg: Config) -> float | None:
     """
     if not is_benchmark(cfg):
         return None
-    kept = prune(points(cfg.mllog.ruleset))
-    batches = [point.global_batch for point in kept]
-    if cfg.train.global_batch > batches[-1]:
-        return None
-    return float(np.interp(cfg.train.global_batch, batches, [point.mean_samples for point in kept]))
+    batches, means = zip(*_points(cfg.mllog.ruleset))
+    return float(np.interp(cfg.train.global_batch, batches, means)) if cfg.train.global_batch <= batches[-1] else None
 
 
-def prune(all_points: list[Point]) -> list[Point]:
-    """The points that the official checker uses: without those that converge more slowly than their neighbours suggest.
-
-    Source: mlperf-logging, rcp_checker, _prune_rcps.
-    """
-    fastest = min(all_points, key=lambda point: point.mean_samples)
-    kept = [point for point in all_points if point.global_batch >= fastest.global_batch]
-    i = 1
-    while i < len(kept) - 1:
-        ends = (kept[i - 1], kept[i + 1])
-        between = np.interp(kept[i].global_batch, [p.global_batch for p in ends], [p.mean_samples for p in ends])
-        if kept[i].mean_samples > between:
-            del kept[i]
-        else:
-            i += 1
-    return kept
+@cache
+def _points(ruleset: str) -> list[tuple[int, float]]:
+    """(batch, mean samples) by ascending batch, without points that converge more slowly than their neighbours."""
+    pruned = RCP_Checker("training", ruleset, "flux1", verbose=False).pruned_rcp_data
+    return sorted((point["BS"], point["RCP Mean"]) for point in pruned.values())

@@ -25,12 +25,12 @@ from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats.jsonl import REACHED, json_object, outcome, records
+from flux_ref.formats.jsonl import REACHED, outcome, records
 from flux_ref.run import loss_chart
 from flux_ref.run.attempt import attempt
 from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
-from tools.shared import flops, hardware, reference_samples
+from tools.shared import reference_samples
 
 BOLD = "1"
 DIM = "2"
@@ -58,6 +58,8 @@ FIGURES = {
     "metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb"),
     "eval.jsonl": ("val_loss", "seconds"),
 }
+LOSS = "  loss {loss:.4f}"
+SPEED = "  {samples_per_s:,.5g} samples/s   wait {data_wait:.1%}   {peak_memory_gb:.1f} GB"
 COLOUR_CODE = r"\x1b\[[\d;]+m"
 
 
@@ -68,13 +70,11 @@ class Look:
     folder: Path
     cfg: Config
     band: Band | None
-    environment: dict  # of environment.json: ranks, nodes, device
     steps: list[dict]  # of metrics.jsonl
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
-    written: float  # when the last record was: a time of the file system's clock
-    silent_s: float  # since the last record
-    looked: float  # when this look was, of a clock that nobody sets
+    written: float  # when the last record was, by the file system's clock
+    since: float  # the same by a clock that nobody sets
 
     @property
     def samples(self) -> int:
@@ -113,8 +113,9 @@ class Look:
         rate = max(self.rate, 1e-9)
         usual_s = self.cfg.train.log_every_samples / rate
         pause_s = max((record["seconds"] for record in self.evaluations), default=0.0)
-        if self.silent_s > SILENT * usual_s + 2 * pause_s + 10:
-            return f"silent for {duration(self.silent_s)}", RED
+        silent_s = time.monotonic() - self.since
+        if silent_s > SILENT * usual_s + 2 * pause_s + 10:
+            return f"silent for {duration(silent_s)}", RED
         return f"training, {duration((self.goal[0] - self.samples) / rate)} left", BOLD
 
     @property
@@ -130,30 +131,22 @@ def look(folder: Path, before: Look | None = None) -> Look:
     before: the look before this one. Clocks that are set between two looks then change nothing.
     """
     cfg = config_file.of_run(folder)
-    path = folder / "environment.json"
-    environment = {"ranks": 1, "nodes": [], "device": ""} | json_object(path)
-    ranks = environment["ranks"]
-    nodes = environment["nodes"]
-    if type(ranks) is not int or not 0 < ranks < 1e9 or not isinstance(nodes, list):
-        raise Refusal(f"{path} is damaged (ranks is no number above 0, or nodes is no list); mend it")
     files = [folder / name for name in FIGURES if (folder / name).exists()]
     written = max((file.stat().st_mtime for file in files), default=time.time())
-    now = time.monotonic()
+    since = time.monotonic()
     if before is None:
-        silent_s = max(0.0, time.time() - written)
-    else:
-        silent_s = before.silent_s + now - before.looked if written == before.written else 0.0
+        since -= max(0.0, time.time() - written)
+    elif before.written == written:
+        since = before.since
     return Look(
         folder=folder,
         cfg=cfg,
         band=convergence.of_config(cfg),
-        environment={"ranks": ranks, "nodes": [*map(str, nodes)], "device": str(environment["device"])},
         steps=records(folder / "metrics.jsonl", figures=FIGURES["metrics.jsonl"]),
         evaluations=records(folder / "eval.jsonl", figures=FIGURES["eval.jsonl"]),
         outcome=outcome(folder) or broken_off(folder / "result_0.txt"),
         written=written,
-        silent_s=silent_s,
-        looked=now,
+        since=since,
     )
 
 
@@ -205,30 +198,20 @@ def panel(looks: list[Look], columns: int, coloured: bool) -> str:
 def about(run: Look, mark: str, width: int, bar_width: int) -> list[str]:
     """The state of a run in four lines. bar_width: columns of a bar of 100 %."""
     state, colour = run.state
-    room = max(8, width - len(state) - 4)
-    name = str(run.folder)
-    if len(name) > room:
-        name = "…" + name[1 - room :]  # the end of a path tells runs apart
+    name = str(run.folder)[-max(8, width - len(state) - 4) :]  # the end of a path tells runs apart
     bar = "━" * round(min(1.0, run.samples / run.goal[0]) * bar_width)
     losses = "  no step logged yet"
     speed = []
     if run.steps:
-        last = run.steps[-1]
-        losses = f"  loss {last['loss']:.4f}"
-        tflop = last["samples_per_s"] * flops.per_sample(run.cfg.model) / run.environment["ranks"] / 1e12
-        gpu = hardware.of_device(run.environment["device"])
-        mfu = f" (MFU {tflop / gpu.bf16_tflops:.0%})" if gpu else ""
-        speed = [
-            f"  {last['samples_per_s']:,.5g} samples/s   {tflop:,.4g} TFLOP/s per rank{mfu}"
-            f"   wait {last['data_wait']:.1%}   {last['peak_memory_gb']:.1f} GB"
-        ]
+        losses = LOSS.format(**run.steps[-1])
+        speed = [SPEED.format(**run.steps[-1])]
     if run.curve:
         samples, loss = run.curve[-1]
         best = min(loss for _, loss in run.curve)
         losses += f"   validation {loss:.4f} at {samples:,} (best {best:.4f})"
     if run.cfg.eval.target:
         losses += f"   target {run.cfg.eval.target:g}"
-    head = f"{paint(mark, MARKS[mark])} {name:{width - len(state) - 2}}{paint(state, colour)}"
+    head = f"{paint(mark, MARKS[mark])} {name:<{width - len(state) - 2}}{paint(state, colour)}"
     return [head, f"  {bar:─<{bar_width}}  {run.progress}", losses, *speed, ""]
 
 
@@ -267,12 +250,7 @@ def chart(looks: list[Look], width: int) -> list[str]:
     labels = {}
     for loss, text in loss_chart.ticks(low, high, 5).items():
         labels[row(loss)] = text if len(text) < 8 else f"{loss:.1e}"
-    if target:
-        labels[row(target)] = f"{target:.4g}"
-    lines = []
-    for y, cells in enumerate(grid):
-        label = labels.get(y, "")[:7]
-        lines.append(f"{label:>7} │{''.join(cells)}")
+    lines = [f"{labels.get(y, ''):>7} │{''.join(cells)}" for y, cells in enumerate(grid)]
     axis = ["─"] * columns
     numbers = " " * (columns + 1)
     for samples, text in loss_chart.ticks(0, most_x, columns // 12).items():
@@ -280,13 +258,9 @@ def chart(looks: list[Look], width: int) -> list[str]:
         start = min(column(samples) - len(text) // 2, columns - len(text)) + 1
         numbers = numbers[:start] + text + numbers[start + len(text) :]
     foot = f"░ {band.source}" if band else "validation loss"
-    lines += [
-        f"{'':8}└{''.join(axis)}",
-        f"{'':8}{numbers}",
-        f"{'':9}{foot:{columns - 16}}training samples",
-        "",
-    ]
-    return lines
+    foot = f"{foot:{columns - 16}}training samples"
+    margin = " " * 8
+    return [*lines, f"{margin}└{''.join(axis)}", f"{margin}{numbers}", f"{margin} {foot}", ""]
 
 
 def follow(folders: list[Path], every_s: float) -> None:
