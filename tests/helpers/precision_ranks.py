@@ -106,7 +106,7 @@ def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bo
     weights, found = whole(state.net), []
     for name, linear in fp8_linears(state.net).items() if policy.layers_gathered_in_fp8(cfg) else ():
         weight = weights[f"{name}.weight"].bfloat16()
-        scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max, 44)
+        scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max)
         found.append((linear, cast(weight, scale, linear.arith.forward), scale))
     for unit in (*state.net.double_blocks, *state.net.single_blocks):
         unit.unshard()
