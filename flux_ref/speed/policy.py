@@ -125,8 +125,8 @@ def _stage(cfg: Config, key: str, first: int, preset: str, rules: tuple[str, ...
     _require_all_match(own, cfg.model)
     dtype = cfg.parallel.dtype
     if is_low(stage) and dtype != "bf16":
-        added = " with precision.rules" if rules else ""
-        raise Refusal(f"precision.{key}={preset}{added} needs parallel.dtype=bf16, not {dtype}; set parallel.dtype=bf16")
+        given = f"{preset} with precision.rules" if rules else preset
+        raise Refusal(f"precision.{key}={given} needs parallel.dtype=bf16, not {dtype}; set parallel.dtype=bf16")
     return stage
 
 

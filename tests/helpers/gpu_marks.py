@@ -11,6 +11,10 @@ import pytest
 import stand_in
 import torch
 
+from flux_ref import ranks
+from flux_ref.config import ParallelConfig
+from flux_ref.speed import regions
+
 NO_DEVICE = "no accelerator; --stand-in lets a CPU stand in for it"
 
 
@@ -70,6 +74,15 @@ def device(device_or_stand_in) -> torch.device:
     if not torch.accelerator.is_available():
         return stand_in.CPU
     return torch.device(torch.accelerator.current_accelerator().type, 0)
+
+
+@pytest.fixture
+def world() -> Iterator[ranks.World]:
+    """One rank on that device. Afterwards the compiler is as it was before."""
+    yield ranks.start(ParallelConfig())
+    regions.permit_compilation()
+    torch._dynamo.reset()
+    ranks.stop()
 
 
 @pytest.fixture

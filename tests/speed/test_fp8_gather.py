@@ -11,14 +11,7 @@ from fp8_net import low
 from precision_ranks import fp8_config, fp8_linears, lively_state, steps
 from torch import nn
 
-from flux_ref import config, ranks
 from flux_ref.errors import Refusal
-
-
-@pytest.fixture
-def world():
-    yield ranks.start(config.ParallelConfig())
-    ranks.stop()
 
 
 def test_backward_keeps_no_copy_of_a_weight():

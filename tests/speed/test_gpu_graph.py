@@ -26,12 +26,6 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def world():
-    yield ranks.start(config_file.load(MICRO).parallel)
-    ranks.stop()
-
-
 def make(micro: config.Config, world: ranks.World, **values: object) -> StepRunner:
     """The steps of a fresh net after a warm-up."""
     cfg = config_file.replace(micro, **(ON | values))

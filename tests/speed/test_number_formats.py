@@ -58,7 +58,7 @@ def all_codes(form: Format) -> Tensor:
 
 
 def hard(form: Format) -> Tensor:
-    """Every bf16 value, every value of a format, every tie between two of them, and the fp32 numbers beside the ties."""
+    """All bf16 values, all values of a format, all ties between two of them, and the fp32 numbers beside the ties."""
     every_bf16 = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     values = sorted({abs(value) for value in form.table() if math.isfinite(value)})
     ties = torch.tensor([(a + b) / 2 for a, b in pairwise(values)])

@@ -8,21 +8,13 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 
-from flux_ref import config, config_file, ranks, schedule, step_runner
+from flux_ref import config, config_file, schedule, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
 from flux_ref.speed import regions
 from flux_ref.step import Health, State, train_step, validation_step
-
-
-@pytest.fixture
-def world():
-    yield ranks.start(config.ParallelConfig())
-    regions.permit_compilation()
-    torch._dynamo.reset()
-    ranks.stop()
 
 
 def micro(**values: object) -> Config:
