@@ -5,7 +5,7 @@ pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what s
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import stand_in
@@ -83,6 +83,30 @@ def world() -> Iterator[ranks.World]:
     regions.permit_compilation()
     torch._dynamo.reset()
     ranks.stop()
+
+
+@pytest.fixture
+def on_both(device_or_stand_in, monkeypatch) -> Callable:
+    """on_both(function): what a function of a world gives on that device, and then on the CPU."""
+
+    def run(function: Callable) -> list:
+        found = []
+        for _ in range(2):
+            found.append(function(ranks.start(ParallelConfig())))
+            ranks.stop()
+            monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        return found
+
+    return run
+
+
+@pytest.fixture
+def deterministic(monkeypatch) -> Iterator[None]:
+    """Bit for bit needs kernels that add in a fixed order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -365,20 +365,11 @@ def test_compiled_regions_train_as_eager_ones(world):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["fp8", "fp8_delayed"])
-def test_a_device_trains_as_the_cpu_does(preset, monkeypatch):
+def test_a_device_trains_as_the_cpu_does(preset, on_both):
     """A device's kernels take every product of the net; bf16 rounds otherwise on the way."""
     cfg = fp8_config(precision__preset=preset)
-
-    def losses() -> list[float]:
-        world = ranks.start(cfg.parallel)
-        try:
-            return steps(lively_state(cfg, world), cfg, world)
-        finally:
-            ranks.stop()
-
-    on_device = losses()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert on_device == pytest.approx(losses(), rel=2e-2)
+    on_device, on_cpu = on_both(lambda world: steps(lively_state(cfg, world), cfg, world))
+    assert on_device == pytest.approx(on_cpu, rel=2e-2)
 
 
 def mean_last_loss(cfg: Config, world: ranks.World, count: int = 250) -> float:
