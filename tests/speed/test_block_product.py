@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 import torch
-from fp8_net import config, decode
+from fp8_net import config
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from flux_ref.model import JoinLinear, SplitLinear
-from flux_ref.speed import casts, policy
-from flux_ref.speed.block_product import Draws, decoded
+from flux_ref.speed import policy
+from flux_ref.speed.block_product import Draws
 from flux_ref.speed.linear import PolicyLinear
-from flux_ref.speed.sides import PRODUCTS, SIDES
+from flux_ref.speed.sides import PRODUCTS
 
 BATCH, ROWS, K, N = 6, 32, 64, 96
 
@@ -65,18 +65,6 @@ def test_every_product_comes_near_the_exact_one():
             if not low < error < high:
                 wrong.append((rules, product, error))
     assert not wrong
-
-
-def test_a_side_is_what_its_codes_and_scales_say():
-    """decoded = codes by the table, times the block's scale, times the tensor's scale."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
-    for name, side in SIDES.items():
-        values, scales, whole = casts.scaled(x, side.form, side.scaling)
-        codes = decode(side.form, casts.encode(side.form, values))
-        rows = side.scaling.rows or 64
-        columns = side.scaling.columns or 64
-        want = codes * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1) * whole
-        assert torch.equal(decoded(x, side), want), name
 
 
 def test_parts_and_splits_are_those_of_the_linear_taken_over():

@@ -170,14 +170,16 @@ def test_a_device_is_given_the_sides_that_are_emulated_in_the_calls_of_the_page(
             w = w.t().contiguous().t()
         elif bad:
             x[100, 200] = bad
+        kind = KINDS[arch, left.removesuffix("_2d")]
         found = multiplied(arch, left, right, x, w)
         call, *sides = seen.pop()
         wants = (decoded(x, SIDES[left]), decoded(w, SIDES[right]))
         faults = {
             "meaning": not all(torch.allclose(*both, rtol=0, atol=0, equal_nan=True) for both in zip(sides, wants)),
-            "call": breaks(call, KINDS[arch, left.removesuffix("_2d")]),
+            "call": breaks(call, kind),
             "result": (found.dtype, found.shape) != (torch.bfloat16, (M, N)),
             "finite": found.isfinite().all() == isinstance(bad, float),
+            "sizes": native.product(arch, SIDES[left], SIDES[right]).multiples != kind.multiples,
         }
         wrong += [(arch, left, right, bad, fault) for fault, is_there in faults.items() if is_there]
     assert not wrong
@@ -204,19 +206,6 @@ def test_torch_takes_the_calls_also_of_the_least_sizes_and_refuses_wrong_ones(se
     assert all(map(torch_refuses, (few, bare, bf16)))
 
 
-def test_sizes_that_a_kernel_does_not_take_are_refused():
-    message = r"M, N and K that .* divide, not .* set precision\.native=false"
-    for (arch, side), kind in KINDS.items():
-        kernel = native.product(arch, SIDES[side], SIDES[side])
-        assert kernel.multiples == kind.multiples
-        kernel.require(kind.multiples)
-        for place in range(kind.multiples[0] == 1, 3):
-            sizes = list(kind.multiples)
-            sizes[place] += 8
-            with pytest.raises(Refusal, match=message):
-                kernel.require(tuple(sizes))
-
-
 def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
     def counted(arch: str, preset: str, **model: object) -> tuple[int, int]:
         keys = {f"model__{name}": value for name, value in model.items()}
@@ -230,7 +219,8 @@ def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
     assert counted("gfx950", "mxfp6_fp4") == (2 * 228 + 38, 190), "torch multiplies no MXFP6"
     assert counted("sm100", "fp8") == (0, 0), "its products are not of blocks"
     assert counted("sm100", "mxfp4_backward") == (2 * 228 + 76, 0)
-    with pytest.raises(Refusal, match=r"^precision\.native=true: .* \(32, 32, 128\) divide, not"):
+    message = r"^precision\.native=true: .* \(32, 32, 128\) divide, not .*; set precision\.native=false"
+    with pytest.raises(Refusal, match=message):
         counted("gfx950", "mxfp8", **narrow)
 
 
