@@ -68,20 +68,6 @@ def validated(state: State, cfg: Config) -> Tensor:
     return sums
 
 
-def training(cfg: Config, world: World, state: State) -> dict:
-    losses = steps(state, cfg, world, count=1)
-    precision = state.precision
-    first = precision.history.clone()
-    losses += steps(state, cfg, world, count=STEPS - 1)
-    return {
-        "losses": losses,
-        "first history": first,
-        "histories": of_all(precision.history),
-        "scales": of_all(torch.stack(precision.scales)),
-        "buffers": {(type(b), b.dtype) for linear in precision.linears for b in linear.buffers()},
-    }
-
-
 def fp8_linears(net: nn.Module) -> dict[str, PolicyLinear]:
     """By Black Forest Labs' names."""
     owners = {id(module.weight): module for module in net.modules() if isinstance(module, PolicyLinear)}
@@ -181,10 +167,20 @@ def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)
-    found = {"base": training(cfg, world, state), "run": str(folder)}
-    kept = config_file.replace(cfg, parallel__reshard_after_forward=False)
-    found["kept gathered"] = training(kept, world, lively_state(kept, world))
+    precision = state.precision
+    losses = steps(state, cfg, world, count=1)
+    first = precision.history.clone()
+    losses += steps(state, cfg, world, count=STEPS - 1)
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    return found | {"one NaN": one_nan(state.precision, world), "gathers": gathers(cfg, world)}
+    return {
+        "run": str(folder),
+        "losses": losses,
+        "first history": first,
+        "histories": of_all(precision.history),
+        "scales": of_all(torch.stack(precision.scales)),
+        "buffers": {(type(b), b.dtype) for linear in precision.linears for b in linear.buffers()},
+        "one NaN": one_nan(precision, world),
+        "gathers": gathers(cfg, world),
+    }

@@ -19,9 +19,9 @@ from lively_nets import whole
 from precision_ranks import FACTS, STEPS, fp8_config, fp8_linears, lively_state, steps, validated
 from torch import Tensor, nn
 
-from flux_ref import config_file, config_rules, ranks, schedule, sharding
+from flux_ref import config_file, config_rules, ranks, sharding
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, allocate
+from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux, JoinLinear, SplitLinear, parameter_table
@@ -31,7 +31,7 @@ from flux_ref.speed.fp8_product import arithmetic, scaled_mm
 from flux_ref.speed.layers import layers
 from flux_ref.speed.linear import PolicyLinear, convert
 from flux_ref.speed.precision import Precision
-from flux_ref.step import Health, State, train_step
+from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 
 ARCHS = ("cpu", "gfx942", "sm100")  # both families of formats, both rules of layout
@@ -244,25 +244,22 @@ def test_a_warm_up_and_a_validation_leave_no_trace(world):
 
 def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     found = measured[3]["fp8"]
-    base = found["base"]
-    kept = found["kept gathered"]
-    assert kept["losses"] == base["losses"] and found["one NaN"] == [True] * 3
+    assert found["one NaN"] == [True] * 3 and found["buffers"] == {(Tensor, torch.float32)}
     for name in ("histories", "scales"):
-        assert all(torch.equal(of_rank, base[name][0]) for of_rank in base[name] + kept[name])
-    assert base["buffers"] == {(Tensor, torch.float32)}
+        assert all(torch.equal(of_rank, found[name][0]) for of_rank in found[name])
     cfg = fp8_config()
     state = lively_state(cfg, world)
     losses = steps(state, cfg, world, count=1)
-    assert losses[0] == pytest.approx(base["losses"][0], rel=1e-6)
-    assert torch.equal(state.precision.history[0::2], base["first history"][0::2])  # of inputs
+    assert losses[0] == pytest.approx(found["losses"][0], rel=1e-6)
+    assert torch.equal(state.precision.history[0::2], found["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
-    assert losses == pytest.approx(base["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
+    assert losses == pytest.approx(found["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
     path = checkpoint_files.list_checkpoints(Path(found["run"]))[0]
     saved = resuming.open_for(path, state, FACTS)
     state.precision.reset()
     resuming.load_progress(saved, state)
-    assert torch.equal(state.precision.history, base["histories"][0])
-    assert torch.equal(torch.stack(state.precision.scales), base["scales"][0])
+    assert torch.equal(state.precision.history, found["histories"][0])
+    assert torch.equal(torch.stack(state.precision.scales), found["scales"][0])
     history = saved.tensors["fp8.history"]
     assert (history.shape, len(history.chunks)) == ([2 * 22, 3], 1), "written once"
     dynamic = lively_state(config_file.replace(cfg, precision__preset="fp8"), world)
@@ -358,21 +355,13 @@ def test_a_device_trains_as_the_cpu_does(preset, on_both):
     assert on_device == pytest.approx(on_cpu, rel=2e-2)
 
 
-def mean_last_loss(cfg: Config, world: ranks.World, count: int = 250) -> float:
-    """The mean loss of the last 50 of many steps on drawings, from the initial weights."""
-    state = State.build(cfg, world, cfg.train.seed)
+def mean_last_loss(cfg: Config, world: ranks.World) -> float:
+    """The mean loss of the last 50 of 250 steps on drawings, from the initial weights."""
     data = TrainSet(cfg, 0, 1, False)
     data.open()
     feed = data.feed(0)
-    batch = allocate(cfg.model, cfg.train.global_batch)
-    health = Health(world.device)
-    losses = []
-    for _ in range(count):
-        feed.copy_into(batch)
-        state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, 20))
-        state.precision.begin(state.step)
-        losses.append(float(train_step(state, batch, health, cfg)[0]))
-        state.advance(cfg.train.global_batch)
+    runner = StepRunner(State.build(cfg, world, cfg.train.seed), cfg, world)
+    losses = [float(runner.train_on(feed)[0]) for _ in range(250)]
     feed.close()
     return sum(losses[-50:]) / 50
 
@@ -381,7 +370,7 @@ def mean_last_loss(cfg: Config, world: ranks.World, count: int = 250) -> float:
 def test_250_steps_reach_the_loss_of_bf16(shapes_dir, world):
     """This finds bugs. Seeds differ more than FP8 and bf16 do here, so it certifies no convergence."""
     data = {"data__train": f"{shapes_dir}/train", "data__val": f"{shapes_dir}/val", "model__text_tokens": 9}
-    sizes = {"model__latent_width": 6, "train__global_batch": 16}
+    sizes = {"model__latent_width": 6, "train__global_batch": 16, "optim__warmup_steps": 20}
     cfg = fp8_config(**data, **sizes, precision__history=1024, precision__dynamic_steps=16)
     want = mean_last_loss(config_file.replace(cfg, precision__preset="bf16"), world)
     most_recent = {"precision__algorithm": "most_recent", "precision__history": 4}
