@@ -124,6 +124,7 @@ def test_what_cannot_be_is_refused_with_the_rule_or_the_product_and_the_remedy()
     cases += [({"rules": (rule,)}, words) for rule, words in FORBIDDEN.items()]
     cases += [
         ({"preset": "fp8_delayed", "rules": HALF}, "e4m3_delayed needs a layer"),
+        ({"preset": "fp8_delayed", "rules": ("* grad_weight: e5m2 x e4m3",)}, "e4m3_delayed needs a layer"),
         (
             {"preset": "fp8_delayed", "rules": PLAIN},
             "e4m3_delayed needs tokens of a micro-batch that 16 divides, not 300",
