@@ -61,7 +61,7 @@ def test_sums_are_fp32s():
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cpu_never_calls_torchs_fp8_product(compiles, monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", None)
+    monkeypatch.setattr(fp8_product, "_device_mm", None)
     torch._dynamo.reset()
     for arch in ("cpu", "gfx942"):
         linear = low(nn.Linear(96, 64).bfloat16(), arch=arch)
