@@ -148,7 +148,6 @@ class PrecisionConfig:
     history: int = 1024  # delayed sides: number of steps whose largest values are remembered
     algorithm: str = "max"  # delayed sides: the scale follows the "max" or the "most_recent" value of the history
     margin: int = 0  # delayed sides: powers of two left free above that value
-    max_scale_exponent: int = 44  # a scale of e4m3 or e5m2 is at most 2 ** this
     dynamic_steps: int = 16  # delayed sides: number of first steps that use dynamic scales
 
 

@@ -18,6 +18,7 @@ REMOVED = {  # keys of earlier versions, with the only value that is left
     "parallel.reduce_buffers": 0,
     "parallel.sum_reduction": False,
     "parallel.symmetric_memory": False,
+    "precision.max_scale_exponent": 44,
     "run.tensorboard": False,
     "sample.shift": False,
 }
@@ -64,7 +65,8 @@ def dump(cfg: Config) -> str:
 
 def from_flat(name: str, values: dict[str, object]) -> Config:
     """The config that `flat` made, also after JSON. Keys that were removed are left out. Raises: Refusal."""
-    return _build(name, dict(_renamed(key, value) for key, value in values.items() if key not in REMOVED))
+    renamed = dict(_renamed(key, value) for key, value in values.items())
+    return _build(name, {key: value for key, value in renamed.items() if key not in REMOVED})
 
 
 def replace(cfg: Config, **values: object) -> Config:

@@ -64,7 +64,6 @@ MOST = {
     "parallel": 2**24,
     "parallel.activation_budget": 1,  # a share
     "precision": 2**24,
-    "precision.max_scale_exponent": 126,  # the greatest of fp32
     "sample.count": 10**6,
     "sample.steps": 10**6,
     "sample.guidance": 10**6,

@@ -99,25 +99,23 @@ def _product(ctx, product: str, left: tuple, right: tuple, bias: Tensor | None =
     if a_scale is None and b_scale is None:
         return F.linear(a, b, bias)  # sums in fp32
     out = a.float() @ b.float().t()
-    for scale in (a_scale, None if b_scale is None else b_scale.t()):
-        out = out if scale is None else out * scale
+    if a_scale is not None:
+        out = out * a_scale
+    if b_scale is not None:
+        out = out * b_scale.t()
     return (out if bias is None else out + bias.float()).bfloat16()
 
 
 def _side(ctx, product: str, side: Side | None, tensor: Tensor, kind: int, turned: bool = False) -> Scaled | Tensor:
+    """Chances go to elements by their places in the whole batch, so that all ranks agree."""
     chance = None
     if side and side.stochastic and ctx.draws:
-        chance = _chance(ctx.draws, 3 * PRODUCTS.index(product) + kind, tensor, 0 if kind == WEIGHT else ctx.rows)
+        seed, step, sample, linear = ctx.draws
+        number = 9 * linear + 3 * PRODUCTS.index(product) + kind
+        rows = 0 if kind == WEIGHT else ctx.rows  # of the tensor for each sample
+        first = sample * (rows * tensor.shape[1])
+        chance = chances(torch.stack((seed, step, number, first)), tensor)
     if turned:
         tensor = tensor.t()
         chance = None if chance is None else chance.t().contiguous()
     return scaled(tensor, side, chance) if side else tensor
-
-
-def _chance(draws: Draws, number: int, tensor: Tensor, rows: int) -> Tensor:
-    """Chances for the elements of a tensor, by their places in the whole batch, so that all ranks agree.
-
-    number: of product and side. rows: of the tensor for each sample; 0 for a weight.
-    """
-    first = draws.sample * (rows * tensor.shape[1])
-    return chances(torch.stack((draws.seed, draws.step, 9 * draws.linear + number, first)), tensor)

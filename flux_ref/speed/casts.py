@@ -15,7 +15,8 @@ from flux_ref.speed.number_formats import E4M3, Format, Scaling
 
 FP32_BIAS = 127
 FP32_MANTISSA = 23
-FP32_EXPONENT, FP32_FRACTION = 0xFF << 23, (1 << 23) - 1  # the bits of a number
+FP32_EXPONENT = 0xFF << 23  # its bits
+FP32_FRACTION = (1 << 23) - 1
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
 
 
@@ -85,7 +86,7 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
         scale = rounded((amax / form.largest / whole).clamp(min=2.0 ** (1 - E4M3.bias)), E4M3)
         factor = (1 / whole) / scale
     elif scaling.rule == "linear":
-        factor = scale_of_magnitude(amax, form.largest, scaling.max_exponent)
+        factor = scale_of_magnitude(amax, form.largest)
         scale = factor.reciprocal()
     else:
         exponent = scale_exponent(amax, form, scaling.rule)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flux_ref import rng
 
-PER_WORD, GRID = 4, 2.0**-16  # each word of 64 bits gives four numbers
+PER_WORD = 4  # each word of 64 bits gives four numbers
+GRID = 2.0**-16
 ROUNDS = 10
-FACTORS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # of Philox4x64
-BUMPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+FACTORS = (0xD2E7470EE14C6C93 - 2**64, 0xCA5A826395121157 - 2**64)  # of Philox4x64, as int64 holds them
+BUMPS = (0x9E3779B97F4A7C15 - 2**64, 0xBB67AE8584CAA73B - 2**64)
 LOW = 0xFFFFFFFF
 
 
@@ -44,20 +45,21 @@ def by_torch(place: Tensor, like: Tensor) -> Tensor:
     """`chances` by torch's arithmetic alone. No host reads the place, so a captured graph may hold it."""
     seed, step, number, first = place.unbind()
     block = torch.arange(-(-like.numel() // 16), device=like.device) + first // 16 + 1
-    words = torch.stack(philox(block, number, step, (seed, seed - seed + rng.ROUNDING)), dim=1).flatten()
-    numbers = words[:, None] >> torch.arange(0, 64, 16, device=like.device) & 0xFFFF
-    return (numbers.float() * GRID).flatten()[: like.numel()].view(like.shape)
+    words = philox([block, number, step, torch.zeros_like(seed)], [seed, torch.full_like(seed, rng.ROUNDING)])
+    numbers = torch.stack(words, dim=1).flatten().view(torch.int16).int() & 0xFFFF
+    return (numbers.float() * GRID)[: like.numel()].view(like.shape)
 
 
-def philox(block: Tensor, sample: Tensor, epoch: Tensor, key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The four words of each block of Philox4x64-10 as int64. Products and sums of int64 wrap, as 64 bits should."""
-    zero = torch.zeros_like(block)
-    counter = [block, zero + sample, zero + epoch, zero]
-    keys = list(key)
+def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """The four words of each block of Philox4x64-10 as int64. Products and sums of int64 wrap, as 64 bits should.
+
+    counter: block, sample, epoch and 0. key: seed and stream. Three rounds give all words the shape of block.
+    """
     for _ in range(ROUNDS):
-        (high0, low0), (high1, low1) = (_product(counter[2 * i], FACTORS[i]) for i in range(2))
-        counter = [high1 ^ counter[1] ^ keys[0], low1, high0 ^ counter[3] ^ keys[1], low0]
-        keys = [word + _signed(bump) for word, bump in zip(keys, BUMPS)]
+        high0, low0 = _product(counter[0], FACTORS[0])
+        high1, low1 = _product(counter[2], FACTORS[1])
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        key = [word + bump for word, bump in zip(key, BUMPS)]
     return counter
 
 
@@ -66,12 +68,7 @@ def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     low = x & LOW
     high = x >> 32 & LOW
     f_low = factor & LOW
-    f_high = factor >> 32
+    f_high = factor >> 32 & LOW
     carry = high * f_low + (low * f_low >> 32 & LOW)
     middle = low * f_high + (carry & LOW)
-    return high * f_high + (carry >> 32 & LOW) + (middle >> 32 & LOW), x * _signed(factor)
-
-
-def _signed(word: int) -> int:
-    """An unsigned 64-bit number as the signed one with the same bits."""
-    return word - (word >> 63 << 64)
+    return high * f_high + (carry >> 32 & LOW) + (middle >> 32 & LOW), x * factor

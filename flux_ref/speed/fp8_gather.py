@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from flux_ref.config import Config
 from flux_ref.speed import policy
-from flux_ref.speed.fp8_product import cast, scale_of_magnitude
+from flux_ref.speed.fp8_product import agreed_magnitudes, cast, keep_scales, scale_of_magnitude
 from flux_ref.speed.linear import PolicyLinear
 
 
@@ -53,18 +53,15 @@ def install_fp8_gather(net: nn.Module, cfg: Config) -> None:
 
 
 @torch.no_grad()
-def _agree(linears: list[PolicyLinear], known: list[Tensor], group: dist.ProcessGroup) -> None:
+def _agree(linears: list[PolicyLinear], shards: list[Tensor], group: dist.ProcessGroup) -> None:
     """Set the scales of the weights as they are now. Collective; works on the device alone and in place."""
-    # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
-    shards = [getattr(linear.weight, "_local_tensor", shard) for linear, shard in zip(linears, known)]
-    assert all(now is then for now, then in zip(shards, known)), "a shard was replaced: its hooks are lost"
+    for linear, shard in zip(linears, shards):
+        # A weight that stays gathered, as in the second of two forwards without backward, shows no shard.
+        assert getattr(linear.weight, "_local_tensor", shard) is shard, "a shard was replaced: its hooks are lost"
     filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-    amax = torch.stack(torch._foreach_norm(filled, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    largest = torch.finfo(linears[0].arith.forward).max
-    scale = scale_of_magnitude(amax.bfloat16().float(), largest, linears[0].max_exponent)
-    kept = [linear.weight_scale for linear in linears] + [linear.weight_inverse for linear in linears]
-    torch._foreach_copy_(kept, list(torch.cat((scale, scale.reciprocal())).unbind()))
+    amax = agreed_magnitudes(filled, group).bfloat16().float()
+    scale = scale_of_magnitude(amax, torch.finfo(linears[0].arith.forward).max)
+    keep_scales(scale, [linear.weight_scale for linear in linears], [linear.weight_inverse for linear in linears])
 
 
 def _encode(shard: Tensor, scale: Tensor, padding: int, dtype: torch.dtype) -> Tensor:

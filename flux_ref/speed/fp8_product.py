@@ -7,11 +7,13 @@ port: a scale is the largest FP8 value / largest magnitude. A cast multiplies by
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -20,6 +22,8 @@ from flux_ref.speed.layers import MULTIPLE
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+# numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
+LARGEST_SCALE = 2.0**44
 
 
 class Arithmetic(NamedTuple):
@@ -71,18 +75,30 @@ def has_kernel(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def scale_of_magnitude(amax: Tensor, largest: float | Tensor, max_exponent: int) -> Tensor:
-    """The scale that maps a magnitude to the largest value of a format, at most 2**max_exponent; fp32.
+def scale_of_magnitude(amax: Tensor, largest: float | Tensor) -> Tensor:
+    """The scale that maps a magnitude to the largest value of a format, at most LARGEST_SCALE; fp32.
 
     amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
     """
-    # numerics: an uncapped scale of a nearly vanished gradient overflows in some kernels.
-    return (largest / amax).clamp(max=2.0**max_exponent)
+    return (largest / amax).clamp(max=LARGEST_SCALE)
 
 
 def magnitudes(x: Tensor, dim: int = -1) -> Tensor:
     """max |x| along a dimension. The maximum over the rest is a second stage, which compilers fuse better."""
     return x.abs().amax(dim)
+
+
+def agreed_magnitudes(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """max |x| of each tensor over the ranks of a group, infinity for one that is not finite. Collective."""
+    # A maximum over ranks may overlook NaN.
+    amax = torch.stack(torch._foreach_norm(tensors, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def keep_scales(scale: Tensor, scales: list[Tensor], inverses: list[Tensor]) -> None:
+    """Write each element of `scale`, and 1 / scale, into one tensor of its own, on the device alone."""
+    torch._foreach_copy_(scales + inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,7 +128,7 @@ def scaled_mm(
     assert a_MK.stride(1) == 1 or not row_times_column, "the left side is not row-major"
     assert b_KN.stride(0) == 1 or not row_times_column, "the right side is not column-major"
     if has_kernel(a_MK.device):
-        return _device_mm(a_MK, b_KN, inverse_a, inverse_b, bias_N, out_dtype, fast)
+        return _device_mm(a_MK, b_KN, out_dtype, inverse_a, inverse_b, bias_N, fast)
     # numerics: decoding is exact, as is the product of two decoded values. Only the sum's order depends on the CPU.
     out_MN = torch.mm(a_MK.float(), b_KN.float()) * inverse_a * inverse_b
     return (out_MN if bias_N is None else out_MN + bias_N.float()).to(out_dtype)
@@ -122,10 +138,10 @@ def scaled_mm(
 def _device_mm(
     a_MK: Tensor,
     b_KN: Tensor,
+    out_dtype: torch.dtype,
     inverse_a: Tensor,
     inverse_b: Tensor,
     bias_N: Tensor | None,
-    out_dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
     """torch's own product, hidden from Inductor, which (torch 2.11 to 2.15) makes Hopper's layouts on every device."""
@@ -135,8 +151,8 @@ def _device_mm(
 
 
 @_device_mm.register_fake
-def _(a_MK, b_KN, inverse_a, inverse_b, bias_N, out_dtype, fast):
-    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=out_dtype)
+def _(a_MK, b_KN, out_dtype, *_):
+    return a_MK.new_empty(len(a_MK), b_KN.shape[1], dtype=out_dtype)
 
 
 @register_flop_formula(torch.ops.flux_ref.scaled_mm)  # parallel.activation_budget weighs what it recomputes
@@ -162,7 +178,6 @@ class Fp8Matmul(torch.autograd.Function):
         codes_NK: Tensor | None,
         weight_inverse: Tensor | None,
         arith: Arithmetic,
-        max_exponent: int,
         grad_in_fp8: bool,
         widths: list[int],
         of_input: Remembered,
@@ -171,20 +186,19 @@ class Fp8Matmul(torch.autograd.Function):
     ):
         """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts. parts: of x."""
         rule = arith.row_times_column
-        weight_scale = None
-        kept_NK = codes_NK
         amax_M = torch.cat([magnitudes(part) for part in parts])
-        input_scale, input_inverse = scales_of(amax_M, arith.forward, max_exponent, of_input)
+        input_scale, input_inverse = scales_of(amax_M, arith.forward, of_input)
         x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
+        kept_NK = codes_NK
+        weight_scale = None
         if codes_NK is None:
-            weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward, max_exponent)
-            codes_NK = cast(weight_NK, weight_scale, arith.forward)
             kept_NK = weight_NK
+            weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward)
+            codes_NK = cast(weight_NK, weight_scale, arith.forward)
         kept = (x8_KM,) if grad_in_fp8 else parts
         ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *of_grad[1:], *kept)
         ctx.grad_amax = of_grad.amax  # it changes, so ctx cannot save it
         ctx.arith = arith
-        ctx.max_exponent = max_exponent
         ctx.grad_in_fp8 = grad_in_fp8
         ctx.widths = [part.shape[1] for part in parts]
         out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
@@ -198,9 +212,9 @@ class Fp8Matmul(torch.autograd.Function):
         kind = ctx.arith.gradient
         dtype = grads[0].dtype
         amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
-        grad_scale, grad_inverse = scales_of(amax_N, kind, ctx.max_exponent, of_grad)
+        grad_scale, grad_inverse = scales_of(amax_N, kind, of_grad)
         g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
-        w8_NK = kept_NK if kept_NK.itemsize == 1 else cast(kept_NK, weight_scale, ctx.arith.forward)
+        w8_NK = kept_NK if weight_scale is None else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
             w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
@@ -209,7 +223,7 @@ class Fp8Matmul(torch.autograd.Function):
         else:
             grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
         grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
-        return grad_w_NK, grad_b_N, *(None,) * 8, *grad_x_MK.split(ctx.widths, dim=1)
+        return grad_w_NK, grad_b_N, *(None,) * 7, *grad_x_MK.split(ctx.widths, dim=1)
 
 
 def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
@@ -230,9 +244,7 @@ def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
     return (codes.view(torch.uint8) + zero).view(codes.dtype)
 
 
-def scales_of(
-    found: Tensor, dtype: torch.dtype, max_exponent: int, remembered: Remembered = NOTHING
-) -> tuple[Tensor, Tensor]:
+def scales_of(found: Tensor, dtype: torch.dtype, remembered: Remembered = NOTHING) -> tuple[Tensor, Tensor]:
     """The scale to cast a tensor with, and 1 / scale: those remembered, else those of the tensor's own magnitude.
 
     found: the tensor's `magnitudes`. Each value of remembered.amax is raised to the largest of an equal share of them.
@@ -241,6 +253,6 @@ def scales_of(
     if amax is not None:
         amax.copy_(torch.maximum(amax, found.unflatten(0, (len(amax), -1)).amax(1)))
     if scale is None:
-        scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max, max_exponent)
+        scale = scale_of_magnitude(found.amax().float(), torch.finfo(dtype).max)
         inverse = scale.reciprocal()
     return scale, inverse

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.speed.sides import Products, format_pair, way
+from flux_ref.speed.sides import PRODUCTS, Products, format_pair, way
 
+DELAYED = ["e4m3_delayed x e4m3", "e5m2_delayed x e4m3"]  # forward and grad_input of the preset fp8_delayed
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
@@ -22,6 +23,15 @@ class Layer(NamedTuple):
     outputs: int  # N
     tokens: int  # of a sample; M is this times the samples of a micro-batch
     is_last: bool
+
+    def sizes(self, rows: int) -> dict[str, tuple[int, int, int]]:
+        """M, N and K of each product of (M, K) and (N, K), which is summed over K. rows: samples of a micro-batch."""
+        tokens = rows * self.tokens
+        return {
+            "forward": (tokens, self.outputs, self.inputs),
+            "grad_input": (tokens, self.inputs, self.outputs),
+            "grad_weight": (self.outputs, self.inputs, tokens),
+        }
 
 
 def layers(model: ModelConfig) -> dict[str, Layer]:
@@ -73,29 +83,23 @@ def _obstacle(layer: Layer, products: Products, product: str, place: int, rows: 
     other = products[product][1 - place]
     scaling = side.scaling
     tokens = rows * layer.tokens
-    is_weight = place == 1 and product != "grad_weight"
-    if is_weight and scaling.rows and (layer.outputs if product == "forward" else layer.inputs) % scaling.rows:
+    of_tokens = product == "grad_weight"
+    is_weight = place == 1 and not of_tokens
+    _, columns, summed = layer.sizes(rows)[product]
+    if is_weight and scaling.rows and columns % scaling.rows:
         sizes = (layer.inputs, layer.outputs)
         return f"has {scaling.rows} rows, which do not divide a weight of {sizes}; set model.hidden"
-    summed = {"forward": layer.inputs, "grad_input": layer.outputs, "grad_weight": tokens}[product]
     divisor = max(scaling.columns or MULTIPLE, side.hadamard)
     if summed % divisor:
-        of_tokens = product == "grad_weight"
         what = f"{summed} tokens of a micro-batch" if of_tokens else f"{summed} features"
         return f"cannot sum over {what}, which {divisor} does not divide; set {TOKENS if of_tokens else 'model.hidden'}"
     if side.delayed and tokens % MULTIPLE:
         return f"needs tokens of a micro-batch that {MULTIPLE} divides, not {tokens}; set {TOKENS}"
     if side.hadamard != (other.hadamard if other else 0):
         return "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
-    if side.delayed and not _is_as_fp8_delayed(products):
+    given = [format_pair(products[name]) for name in PRODUCTS[:2]]
+    if side.delayed and (given != DELAYED or way(products) != "tensor"):  # grad_weight shares their sides, or is bf16
         return "needs a layer with the three products of the preset fp8_delayed; take e4m3 or e5m2"
     if scaling.rows > 1 and not is_weight:
         return "has 2-D blocks, which only a weight can have; take the 1-D side"
     return ""
-
-
-def _is_as_fp8_delayed(products: Products) -> bool:
-    """Whether forward and grad_input are those of the preset. grad_weight shares their sides, or is in bf16."""
-    forward = format_pair(products["forward"]) == "e4m3_delayed x e4m3"
-    grad_input = format_pair(products["grad_input"]) == "e5m2_delayed x e4m3"
-    return forward and grad_input and way(products) == "tensor"

@@ -67,7 +67,6 @@ class PolicyLinear(nn.Linear):
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
         self.layer = layer
-        self.max_exponent = cfg.precision.max_scale_exponent
         self.in_validation = cfg.precision.eval
         self.is_delayed = False
         self.draws = None
@@ -88,7 +87,7 @@ class PolicyLinear(nn.Linear):
     def encode(self) -> None:
         """Make the codes of the weight as it is now, as a gather would. For nets that are not sharded."""
         dtype = self.arith.forward
-        self.weight_scale, self.weight_inverse = scales_of(magnitudes(self.weight), dtype, self.max_exponent)
+        self.weight_scale, self.weight_inverse = scales_of(magnitudes(self.weight), dtype)
         self.codes = cast(self.weight, self.weight_scale, dtype)
 
     def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -121,7 +120,6 @@ class PolicyLinear(nn.Linear):
             self.codes,
             self.weight_inverse,
             arith,
-            self.max_exponent,
             of_weight is not None,
             [sum(group) for group in groups],
             self._remembered(self.of_input),

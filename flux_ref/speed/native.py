@@ -17,25 +17,26 @@ from flux_ref.speed.sides import Side, way
 
 # Shapes: M tokens, K inputs and N outputs; R rows and S columns of a side, which are summed over.
 DTYPES = {E4M3.name: torch.float8_e4m3fn, E4M3FNUZ.name: torch.float8_e4m3fnuz, E2M1.name: torch.float4_e2m1fn_x2}
-# Numbers of ScalingType, which itself the compilers of torch 2.11 and 2.12 cannot compare.
-ROWS = (ScalingType.RowWise.value,)
-BLOCKS = (ScalingType.BlockWise1x32.value,)
-TWO_LEVELS = (ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value)
-SCALES = {TWO_LEVELS[0]: torch.float8_e4m3fn, BLOCKS[0]: torch.float8_e8m0fnu}  # dtypes of scales that are codes
+# Kinds of scales, each with the dtype that torch reads it as. Compilers see only the name of a recipe.
+RECIPES = {
+    "rows": {ScalingType.RowWise: torch.float32},
+    "blocks": {ScalingType.BlockWise1x32: torch.float8_e8m0fnu},
+    "two levels": {ScalingType.BlockWise1x16: torch.float8_e4m3fn, ScalingType.TensorWise: torch.float32},
+}
 
 
 class Product(NamedTuple):
     """A native product. multiples: what torch demands that M, N and K are divisible by."""
 
     form: Format  # of the codes
-    recipe: tuple[int, ...]
+    recipe: str  # of RECIPES
     multiples: tuple[int, int, int] = (1, 16, 32)
     tiled: bool = False  # whether scales are `swizzled`
 
     def __call__(self, left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """What `casts.scaled` gives for (M, K) and (N, K) to bf16 (M, N). Raises: Refusal for other sizes."""
         self.require((len(left[0]), len(right[0]), left[0].shape[1]))
-        return _device_mm(*self.side(*left), *self.side(*right), self.form.name, list(self.recipe), self.tiled)
+        return _device_mm(*self.side(*left), *self.side(*right), self.form.name, self.recipe, self.tiled)
 
     def require(self, sizes: tuple[int, int, int]) -> None:
         """sizes: M, N and K, or 0. Raises: Refusal if the kernel does not take them."""
@@ -51,21 +52,30 @@ class Product(NamedTuple):
         codes = encode(self.form, values_RS).contiguous()
         if self.form == E2M1:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
-        if self.recipe == ROWS:
+        if self.recipe == "rows":
             return codes, [scales]
         scales = scales.repeat_interleave(len(values_RS) // len(scales), 0)  # of 2-D blocks
-        found = scale_codes(scales) if self.recipe == BLOCKS else encode(E4M3, scales)
-        return codes, [swizzled(found) if self.tiled else found.flatten(), whole][: len(self.recipe)]
+        found = scale_codes(scales) if self.recipe == "blocks" else encode(E4M3, scales)
+        found = swizzled(found) if self.tiled else found.flatten()
+        return codes, [found] if self.recipe == "blocks" else [found, whole]
 
 
-ROW = Product(E4M3, ROWS, (1, 16, 16))
-MX8 = Product(E4M3, BLOCKS, tiled=True)
-MX4 = Product(E2M1, BLOCKS, tiled=True)
-BLACKWELL = {"e4m3_row": ROW, "mxfp8": MX8, "mxfp4": MX4, "nvfp4": Product(E2M1, TWO_LEVELS, tiled=True)}
-UNTILED = {"multiples": (32, 32, 128), "tiled": False}  # of K 128: so torch's older call demands
-CDNA4 = {"e4m3_row": ROW, "mxfp8": MX8._replace(**UNTILED), "mxfp4": MX4._replace(**UNTILED)}
-FOUND = {"sm90": {"e4m3_row": ROW}, "sm100": BLACKWELL, "sm103": BLACKWELL, "gfx950": CDNA4}
-FOUND["gfx942"] = {"e4m3_row": ROW._replace(form=E4M3FNUZ)}
+ROW = Product(E4M3, "rows", (1, 16, 16))
+MX8 = Product(E4M3, "blocks", tiled=True)
+MX4 = Product(E2M1, "blocks", tiled=True)
+BLACKWELL = {"e4m3_row": ROW, "mxfp8": MX8, "mxfp4": MX4, "nvfp4": Product(E2M1, "two levels", tiled=True)}
+UNTILED = (32, 32, 128)  # of K 128: so torch's older call demands
+FOUND = {
+    "sm90": {"e4m3_row": ROW},
+    "sm100": BLACKWELL,
+    "sm103": BLACKWELL,
+    "gfx942": {"e4m3_row": Product(E4M3FNUZ, "rows", (1, 16, 16))},
+    "gfx950": {
+        "e4m3_row": ROW,
+        "mxfp8": Product(E4M3, "blocks", UNTILED),
+        "mxfp4": Product(E2M1, "blocks", UNTILED),
+    },
+}
 
 
 def product(arch: str, left: Side | None, right: Side | None) -> Product | None:
@@ -86,15 +96,12 @@ def require_native_sizes(cfg: Config, arch: str, rows: int) -> tuple[int, int]:
             products = stage.pairs[layer.name]
             if way(products) != "blocks":
                 continue
-            k = layer.inputs
-            n = layer.outputs
-            m = rows * layer.tokens
-            for pair, sizes in zip(products.values(), ((m, n, k), (m, k, n), (n, k, m))):
-                found = product(arch, *pair) if cfg.precision.native else None
+            for name, sizes in layer.sizes(rows).items():
+                found = product(arch, *products[name]) if cfg.precision.native else None
                 if found:
                     found.require(sizes)
                     taken += 1
-                elif any(pair):
+                elif any(products[name]):
                     emulated += 1
     return taken, emulated
 
@@ -110,18 +117,19 @@ def swizzled(codes_RS: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 
-def call(a: Tensor, a_s: list[Tensor], b: Tensor, b_s: list[Tensor], form: str, kinds: list[int], tile: bool) -> Tensor:
-    """scaled_mm of both sides, given as bytes. kinds: values of ScalingType."""
-    recipe = [ScalingType(kind) for kind in kinds]
-    of_blocks = SwizzleType.SWIZZLE_32_4_4 if tile else SwizzleType.NO_SWIZZLE
-    swizzles = [of_blocks, SwizzleType.NO_SWIZZLE][: len(recipe)]
-    left = [scale.view(SCALES.get(kind, scale.dtype)) for kind, scale in zip(kinds, a_s)]
-    right = [scale.view(SCALES.get(kind, scale.dtype)) for kind, scale in zip(kinds, b_s)]
-    if kinds == [*ROWS]:
+def call(a: Tensor, a_s: list[Tensor], b: Tensor, b_s: list[Tensor], form: str, recipe: str, tiled: bool) -> Tensor:
+    """scaled_mm of both sides, given as bytes. recipe: a name in RECIPES."""
+    kinds = list(RECIPES[recipe])
+    dtypes = RECIPES[recipe].values()
+    of_blocks = SwizzleType.SWIZZLE_32_4_4 if tiled else SwizzleType.NO_SWIZZLE
+    swizzles = [of_blocks, SwizzleType.NO_SWIZZLE][: len(kinds)]
+    left = [scale.view(dtype) for scale, dtype in zip(a_s, dtypes)]
+    right = [scale.view(dtype) for scale, dtype in zip(b_s, dtypes)]
+    if recipe == "rows":
         right = [right[0].t()]
     a = a.view(DTYPES[form])
     b = b.view(DTYPES[form])
-    return scaled_mm(a, b.t(), left, recipe, right, recipe, swizzles, swizzles, output_dtype=torch.bfloat16)
+    return scaled_mm(a, b.t(), left, kinds, right, kinds, swizzles, swizzles, output_dtype=torch.bfloat16)
 
 
 # Compilers see bytes only: Inductor knows no FP4, and torch 2.11's rules for fake tensors refuse right calls.

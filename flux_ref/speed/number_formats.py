@@ -73,11 +73,10 @@ class Scaling:
     rule: of the scale. floor, ceil, rceil: a power of two, kept as E8M0, by the block's largest magnitude m and the
     format's largest value L. floor (MX 6.3): 2**(floor(log2 m) - floor(log2 L)). ceil: the same of ceil(log2 m). rceil
     (cuBLAS, 1-D block scaling): the least power of two that is at least m / L.
-    linear: a cast multiplies by L / m in fp32, at most 2**max_exponent, and the scale is the inverse.
+    linear: a cast multiplies by L / m in fp32, at most 2**44, and the scale is the inverse.
     two-level (NVFP4): an E4M3 for each block times one fp32 for the tensor.
     """
 
     rule: str
     rows: int = 0
     columns: int = 0
-    max_exponent: int = 44

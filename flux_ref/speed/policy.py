@@ -47,7 +47,7 @@ PRESETS = {
     ),
 }
 RULE = re.compile(r"(\S+) +(\S+): *(\S+) +x +(\S+)")
-HADAMARD = {"h16": 16, "h32": 32}  # sizes, by option of a side
+OPTIONS = {"sr": ("stochastic", True), "h16": ("hadamard", 16), "h32": ("hadamard", 32)}  # of a side: what they set
 # What the benchmark's log calls sides whose names hold a word, narrowest first.
 LOGGED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp6": "mxfp6", "mxfp8": "fp8", "e4m3": "fp8", "e5m2": "fp8"}
 
@@ -62,40 +62,30 @@ class Rule:
     pair: Pair
 
     def matches(self, layer: Layer, product: str) -> bool:
-        if not fnmatchcase(product, self.product):
-            return False
-        is_last = layer.is_last and fnmatchcase(f"last.{layer.name}", self.layer)
-        return is_last or fnmatchcase(layer.name, self.layer)
+        names = [layer.name, f"last.{layer.name}"] if layer.is_last else [layer.name]
+        return fnmatchcase(product, self.product) and any(fnmatchcase(name, self.layer) for name in names)
 
 
-def parse(text: str, max_exponent: int = 44) -> Rule:
-    """max_exponent: of the scales of e4m3 and e5m2. Raises: Refusal."""
+def parse(text: str) -> Rule:
+    """Raises: Refusal."""
     match = RULE.fullmatch(text.strip())
     if not match:
         raise Refusal(f"precision.rules: {text!r} is no rule; write LAYER PRODUCT: LEFT x RIGHT, as * *: e4m3 x e4m3")
     layer, product, left, right = match.groups()
     if not any(fnmatchcase(name, product) for name in PRODUCTS):
         raise Refusal(f"precision.rules: {text!r} names the product {product}; give {', '.join(PRODUCTS)} or a pattern")
-    return Rule(text, layer, product, (_side(left, text, max_exponent), _side(right, text, max_exponent)))
+    return Rule(text, layer, product, (_side(left, text), _side(right, text)))
 
 
-def _side(name: str, text: str, max_exponent: int) -> Side | None:
+def _side(name: str, text: str) -> Side | None:
     if name == PLAIN:
         return None
     base, *options = name.split("+")
-    transforms = [option for option in options if option in HADAMARD]
-    rest = [option for option in options if option not in HADAMARD]
-    if base not in SIDES or len(transforms) > 1 or rest not in ([], ["sr"]):
+    values = dict(OPTIONS[option] for option in options if option in OPTIONS)
+    if base not in SIDES or len(values) < len(options):
         known = f"{PLAIN}, {', '.join(SIDES)}"
         raise Refusal(f"precision.rules: {text!r} names the side {name}; give one of {known}, with +sr, +h16 or +h32")
-    side = SIDES[base]
-    return replace(
-        side,
-        name=name,
-        scaling=replace(side.scaling, max_exponent=max_exponent),
-        stochastic=bool(rest),
-        hadamard=HADAMARD[transforms[0]] if transforms else 0,
-    )
+    return replace(SIDES[base], name=name, **values)
 
 
 DEFAULT = parse("* *: bf16 x bf16")
@@ -129,14 +119,14 @@ def _stage(cfg: Config, key: str, first: int, preset: str, rules: tuple[str, ...
     """key: of precision that names the preset. Raises: Refusal."""
     if preset not in PRESETS:
         raise Refusal(f"precision.{key} names the preset {preset!r}; give one of {', '.join(PRESETS)}")
-    own = [parse(rule, cfg.precision.max_scale_exponent) for rule in rules]
-    known = [parse(rule, cfg.precision.max_scale_exponent) for rule in PRESETS[preset]]
-    stage = Stage(first, preset, known + own, pairs(known + own, cfg.model))
+    own = [parse(rule) for rule in rules]
+    every = [parse(rule) for rule in PRESETS[preset]] + own
+    stage = Stage(first, preset, every, pairs(every, cfg.model))
     _require_all_match(own, cfg.model)
     dtype = cfg.parallel.dtype
     if is_low(stage) and dtype != "bf16":
-        given = f"precision.{key}={preset} with precision.rules" if rules else f"precision.{key}={preset}"
-        raise Refusal(f"{given} needs parallel.dtype=bf16, not {dtype}; set parallel.dtype=bf16")
+        given = f"{preset} with precision.rules" if rules else preset
+        raise Refusal(f"precision.{key}={given} needs parallel.dtype=bf16, not {dtype}; set parallel.dtype=bf16")
     return stage
 
 
@@ -182,12 +172,13 @@ def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
 
     Their names in rules, by Black Forest Labs' names of the modules.
     """
-    found = {}
-    if cfg.precision.gather:
-        for module, layer in layers(cfg.model).items():
-            if all(way(stage.pairs[layer.name]) == "tensor" for stage in stages(cfg)):
-                found[module] = layer.name
-    return found
+    if not cfg.precision.gather:
+        return {}
+    return {
+        module: layer.name
+        for module, layer in layers(cfg.model).items()
+        if all(way(stage.pairs[layer.name]) == "tensor" for stage in stages(cfg))
+    }
 
 
 def layers_with_delayed_scales(cfg: Config) -> set[str]:

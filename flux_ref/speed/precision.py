@@ -7,16 +7,13 @@ exact and needs neither state nor communication.
 Source: delayed scaling as NVIDIA's Transformer Engine documents it.
 """
 
-import math
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flux_ref.config import Config
 from flux_ref.speed import policy
 from flux_ref.speed.block_product import Draws
-from flux_ref.speed.fp8_product import scale_of_magnitude
+from flux_ref.speed.fp8_product import agreed_magnitudes, keep_scales, scale_of_magnitude
 from flux_ref.speed.layers import layers
 from flux_ref.speed.linear import PolicyLinear
 from flux_ref.speed.sides import is_delayed
@@ -45,12 +42,9 @@ class Precision:
                 phases.add(filled)
         self.phases = tuple(sorted(phases))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        memories = []
-        largest = []
-        for linear in self.linears:
-            if linear.of_input is not None:
-                memories += [linear.of_input, linear.of_grad]
-                largest += [torch.finfo(dtype).max for dtype in linear.arith[:2]]
+        remembering = [linear for linear in self.linears if linear.of_input is not None]
+        memories = [memory for linear in remembering for memory in (linear.of_input, linear.of_grad)]
+        largest = [torch.finfo(dtype).max for linear in remembering for dtype in linear.arith[:2]]
         self.amaxes = [memory.amax for memory in memories]
         self.scales = [memory.scale for memory in memories]
         self.inverses = [memory.inverse for memory in memories]
@@ -103,9 +97,7 @@ class Precision:
         """
         if not self.amaxes:
             return None
-        # A maximum over ranks may overlook NaN.
-        amax = torch.stack(torch._foreach_norm(self.amaxes, math.inf)).nan_to_num(nan=math.inf, posinf=math.inf)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        amax = agreed_magnitudes(self.amaxes)
         usable = ((amax > 0) & amax.isfinite())[:, None]
         rolled = torch.cat((amax[:, None], self.history[:, :-1]), dim=1)
         self.history.copy_(torch.where(usable, rolled, self.history))
@@ -118,8 +110,8 @@ class Precision:
         if not self.amaxes:
             return
         amax = self.history.amax(1) if self.precision.algorithm == "max" else self.history[:, 0]
-        scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest, self.precision.max_scale_exponent), 1.0)
-        torch._foreach_copy_(self.scales + self.inverses, list(torch.cat((scale, scale.reciprocal())).unbind()))
+        scale = torch.where(amax > 0, scale_of_magnitude(amax, self.largest), 1.0)
+        keep_scales(scale, self.scales, self.inverses)
 
     def reset(self) -> None:
         """Forget all steps."""

@@ -97,6 +97,7 @@ CHOSEN = [  # version of torch for HIP, "" for NVIDIA; device; settings; the mod
     ("", CUDA, {"train__synthetic_steps": 1}, "eager (train.synthetic_steps=1 must be at least 2, the steps before"),
     ("2.13.0", CUDA, {}, "eager (on HIP graphs are captured only when asked for)"),
     ("2.13.0", CUDA, {"graph__enabled": "on"}, CAPTURED),
+    ("", CUDA, {"sample__every_samples": 24, "sample__count": 2}, "eager (sample.every_samples=24 draws pictures"),
     ("2.11.0", CUDA, {}, "eager (torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12)"),
 ]
 

@@ -1,15 +1,19 @@
 """A plugin of pytest for tests marked gpu: where they run, what they lack, and what stands in for a device.
 
 pytest -m gpu                on a device; a package that is missing skips what needs it and says so
-pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what stood in for a device
+pytest -m gpu --stand-in     on a CPU; a test that is skipped fails the session
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import stand_in
 import torch
+
+from flux_ref import ranks
+from flux_ref.config import ParallelConfig
+from flux_ref.speed import regions
 
 NO_DEVICE = "no accelerator; --stand-in lets a CPU stand in for it"
 
@@ -20,7 +24,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure(config) -> None:
     if config.getoption("stand_in"):
-        config.pluginmanager.register(Table())
+        config.pluginmanager.register(AllRun())
 
 
 def how_to_bring(package: str) -> str:
@@ -58,10 +62,8 @@ def device_or_stand_in(request, monkeypatch) -> Iterator[None]:
         return
     if not request.config.getoption("stand_in"):
         pytest.skip(NO_DEVICE)
-    stand_in.USED.clear()
     stand_in.install(monkeypatch.setattr)
     yield
-    request.node.user_properties.append(("stand-ins", ", ".join(sorted(stand_in.USED))))
 
 
 @pytest.fixture
@@ -73,30 +75,53 @@ def device(device_or_stand_in) -> torch.device:
 
 
 @pytest.fixture
+def world() -> Iterator[ranks.World]:
+    """One rank on that device. Afterwards the compiler is as it was before."""
+    yield ranks.start(ParallelConfig())
+    regions.permit_compilation()
+    torch._dynamo.reset()
+    ranks.stop()
+
+
+@pytest.fixture
+def on_both(device_or_stand_in, monkeypatch) -> Callable:
+    """on_both(function): what a function of a world gives on that device, and then on the CPU."""
+
+    def run(function: Callable) -> list:
+        found = []
+        for _ in range(2):
+            found.append(function(ranks.start(ParallelConfig())))
+            ranks.stop()
+            monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        return found
+
+    return run
+
+
+@pytest.fixture
+def deterministic(monkeypatch) -> Iterator[None]:
+    """Bit for bit needs kernels that add in a fixed order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def train_py() -> None:
     """Skips a test that starts train.py where the package of the benchmark's log is missing."""
     if importlib.util.find_spec("mlperf_logging") is None:
         pytest.skip(how_to_bring("mlperf-logging"))
 
 
-class Table:
-    """The stand-ins that each test used. A test that was skipped has not run, so it fails the session."""
+class AllRun:
+    """A test that was skipped has not run, so it fails the session."""
 
-    def __init__(self):
-        self.rows: dict[str, str] = {}
+    has_skipped = False
 
     def pytest_runtest_logreport(self, report) -> None:
-        if not report.passed:
-            self.rows[report.nodeid] = f"{report.outcome} | -"
-        elif report.when == "teardown":
-            used = dict(report.user_properties).get("stand-ins")
-            self.rows.setdefault(report.nodeid, f"whole | {used or '-'}")
+        self.has_skipped |= report.skipped
 
     def pytest_sessionfinish(self, session) -> None:
-        if any(row.startswith("skipped") for row in self.rows.values()):
+        if self.has_skipped:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter) -> None:
-        terminalreporter.write_line("| test | its body ran | what stood in |\n|---|---|---|")
-        for name, row in sorted(self.rows.items()):
-            terminalreporter.write_line(f"| {name} | {row} |")

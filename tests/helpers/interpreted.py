@@ -11,8 +11,8 @@ import contextlib
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -33,16 +33,16 @@ from flux_ref.speed import fp8_product, linear, policy, regions
 from flux_ref.speed.precision import Precision
 
 # Sizes that are no powers of two, so that masks matter. 32 divides what MXFP8 sums over.
-SIZES = {
-    "hidden": 96,
-    "heads": 2,
-    "rope_axes": [16, 16, 16],
-    "text_tokens": 32,
-    "latent_height": 8,
-    "latent_width": 24,
-    "double_blocks": 1,
-    "single_blocks": 1,
-}
+SIZES = [
+    "--model.hidden=96",
+    "--model.heads=2",
+    "--model.rope_axes=[16, 16, 16]",
+    "--model.text_tokens=32",
+    "--model.latent_height=8",
+    "--model.latent_width=24",
+    "--model.double_blocks=1",
+    "--model.single_blocks=1",
+]
 ROWS = 2
 DELAYED = {"input": 50.0, "grad": 5000.0}  # scales for which magnitudes near 5 nearly fill e4m3 and e5m2
 PLANTS = {  # a pattern of a kernel's text, and what replaces its first match
@@ -51,8 +51,6 @@ PLANTS = {  # a pattern of a kernel's text, and what replaces its first match
     "a wider mask": (r"r0_index < r0_numel", "r0_index < r0_numel + 1"),
     "no mask": (r"xindex < xnumel", "xindex >= 0"),
 }
-HEAD = ("architecture", "block", "precision.preset", "direction", "kernels", "outputs compared", "parts of sums")
-HEAD += ("largest distance", "seconds")
 LAUNCH = re.compile(r"(triton_\w+)\.run\(([\w, ]+), stream=\w+\)")
 REUSE = re.compile(r"((\w+) = .+); del (\w+)(?=  # reuse)")
 FOR_A_GPU = {"with torch.cuda._DeviceGuard(0):": "if True:", "torch.cuda.set_device(0)": "pass"}
@@ -65,8 +63,9 @@ class Direction:
     the kernel that finishes the sum is compared with the whole.
     """
 
-    def __init__(self, lowering: GraphLowering, code: str, sources: dict[str, str]):
-        self.nodes, self.inputs = origins(lowering), lowering.graph_input_names
+    def __init__(self, lowering: GraphLowering, code: str):
+        self.nodes = origins(lowering)
+        self.inputs = lowering.graph_input_names
         self.buffers = {node: name for name, node in self.nodes.items()}
         self.kernels: dict[str, Kernel] = {}
         for old, new in FOR_A_GPU.items():
@@ -85,15 +84,17 @@ class Direction:
 
     def __call__(self, *args: object) -> list:
         """Run the generated code on copies of its arguments. What it changes in place changes in the arguments."""
-        self.held, self.finished, self.reads = {}, set(), {}
-        self.distances, self.joint, self.used = {}, [], set()
-        begin = time.perf_counter()
+        self.held = {}
+        self.finished = set()
+        self.reads = {}
+        self.used = set()
+        self.distances = {}
+        self.joint = []
         found = self.space["call"]([copied(value) for value in args])
         assert {key.partition(" ")[2] for key in self.joint} <= self.used, "no kernel finishes a sum"
         for name, value in zip(self.inputs, args):
             if name in self.finished:
                 value.copy_(self.held[name])
-        self.seconds = time.perf_counter() - begin
         return found
 
     def _hold(self, live: dict) -> dict[str, Tensor]:
@@ -109,16 +110,17 @@ class Direction:
 
     def _launch(self, kernel: str, live: dict, names: list[str], *args) -> None:
         """Run a kernel; then compare its outputs with what follows from its inputs alone."""
-        tensors, outputs = self._hold(live), self.kernels[kernel].outputs(names)
+        tensors = self._hold(live)
+        outputs = self.kernels[kernel].outputs(names)
         self.kernels[kernel](*args)
         reads = set(names) - (set(outputs) - set(self.inputs))
         reads |= {earlier for name in names for earlier in self.reads.get(name, ())}
         self.used |= reads
         held = {name: self.held[name] for name in reads | set(self.inputs) if name in self.held}
         for name in outputs:
-            key, found = f"{kernel} {name}", tensors[name]
+            key = f"{kernel} {name}"
             if name in self.nodes:
-                self.distances[key] = self._distance(name, found, held) if is_intact(found) else torch.inf
+                self.distances[key] = self._distance(name, tensors[name], held)
             else:
                 self.joint.append(key)
                 self.reads[name] = reads
@@ -126,7 +128,10 @@ class Direction:
         self.finished |= set(outputs)
 
     def _distance(self, name: str, found: Tensor, held: dict[str, Tensor]) -> float:
-        reference, node = Reference(self.buffers, held), self.nodes[name]
+        if not is_intact(found):
+            return torch.inf
+        reference = Reference(self.buffers, held)
+        node = self.nodes[name]
         want = reference.evaluated(node) if self.buffers.get(node) == name else reference.value(node)
         return distance(found, want, reference.is_move)
 
@@ -137,71 +142,57 @@ class Block:
     directions: forward and backward, once the block has run on the GPU.
     """
 
-    def __init__(self, gpu: AbsentGpu, kind: str, preset: str):
-        sizes = [f"--model.{name}={value}" for name, value in SIZES.items()]
-        own = [f"--precision.preset={preset}", "--precision.dynamic_steps=0", "--parallel.dtype=bf16"]
-        cfg = config_file.load(Path(__file__).parents[1] / "micro.toml", sizes + own)
+    def __init__(self, cfg: Config, net: Flux, kind: str):
         model = cfg.model
-        net = _net(cfg, gpu.arch)
         self.region = regions.regions(getattr(net, f"{kind}_blocks"), cfg.parallel)[0]
-        image = model.image_tokens
-        text = model.text_tokens
-        lengths = (image, text) if kind == "double" else (image + text,)
-        self.streams = [torch.randn(ROWS, length, model.hidden).bfloat16() for length in lengths]
+        streams = {
+            "double": (model.image_tokens, model.text_tokens),
+            "single": (model.image_tokens + model.text_tokens,),
+        }
+        self.streams = [torch.randn(ROWS, length, model.hidden).bfloat16() for length in streams[kind]]
         self.tangents = [torch.randn_like(stream) for stream in self.streams]
         self.vec = torch.randn(ROWS, model.hidden).bfloat16()
         self.rope = torch.randn_like(net.rope)
-        self.gpu = gpu
         self.cfg = cfg
-        self.directions = []
+        self.directions: list[Direction] = []
 
     @contextlib.contextmanager
-    def on_a_gpu(self) -> Iterator[Callable]:
+    def on_a_gpu(self, gpu: AbsentGpu) -> Iterator[Callable]:
         """While inside, the block with interpreted kernels. FP8 products are torch's own, done here on any CPU."""
-        written, sources = [], {}
+        written = []
 
         def inner(graph, example_inputs: list, **rest) -> Callable:
-            inductor.lower(self.gpu, graph, example_inputs, **rest)
-            self.directions.append(Direction(*written[-1], sources))
+            inductor.lower(gpu, graph, example_inputs, **rest)
+            self.directions.append(Direction(*written[-1]))
             return make_boxed_func(self.directions[-1])
 
         with (
             mock.patch.object(fp8_product, "has_kernel", lambda device: True),
             mock.patch.object(torch, "_scaled_mm", _scaled_mm),
-            inductor.collecting(lambda *one: written.append(one), sources, self.cfg.parallel.activation_budget),
+            inductor.collecting(lambda *one: written.append(one), {}, self.cfg.parallel.activation_budget),
         ):
             yield inductor.compiled(self.region, inner, regions.options(self.cfg, inductor.DEVICE))
 
-    def run(self, compiled: Callable) -> None:
-        """Forward and backward. compiled: of `on_a_gpu`."""
+    def wrong(self, compiled: Callable) -> list[str]:
+        """The kernels with a distance above 1 in forward and backward. compiled: of `on_a_gpu`."""
         for name, buffer in self.region.named_buffers():
             if name.endswith("amax"):
                 buffer.copy_(torch.linspace(0, 5, len(buffer)))  # some are below the magnitudes to come
-        given = [x.clone().requires_grad_() for x in (*self.streams, self.vec)]
-        outputs = compiled(tuple(given[:-1]) if len(given) == 3 else given[0], given[-1], self.rope)
+        *streams, vec = [x.clone().requires_grad_() for x in (*self.streams, self.vec)]
+        outputs = compiled(tuple(streams) if len(streams) == 2 else streams[0], vec, self.rope)
         torch.autograd.backward(outputs if isinstance(outputs, tuple) else (outputs,), self.tangents)
-
-    def rows(self) -> list[tuple]:
-        """Lines of the table for forward and backward, from the direction on."""
-        return [
-            (name, len(one.kernels), len(one.distances), len(one.joint), max(one.distances.values()), one.seconds)
-            for name, one in zip(("forward", "backward"), self.directions)
-        ]
-
-    def high(self) -> list[str]:
-        """The kernels of the last pass with a distance above 1."""
         found = [item for one in self.directions for item in one.distances.items()]
         return sorted({key.partition(" ")[0] for key, value in found if not value <= 1})
 
-    def planted(self, compiled: Callable, pattern: str, new: str) -> dict[str, object]:
-        """Change the first kernel whose text has a match: the kernel's name and what is then `high`."""
+    def is_found(self, compiled: Callable, pattern: str, new: str) -> bool:
+        """Change the first kernel whose text has a match: whether this kernel alone is then `wrong`."""
         kernels = [(one.kernels, name) for one in self.directions for name in one.kernels]
         among, name = next((all_of, name) for all_of, name in kernels if re.search(pattern, all_of[name].source))
         kernel = among[name]
         among[name] = Kernel(name, re.sub(pattern, new, kernel.source, count=1))
-        self.run(compiled)
+        found = self.wrong(compiled)
         among[name] = kernel
-        return {"kernel": name, "high": self.high()}
+        return found == [name]
 
 
 def _net(cfg: Config, arch: str) -> Flux:
@@ -248,27 +239,27 @@ def _shares(q: Tensor, k: Tensor) -> Tensor:
 
 
 def main(arch: str, blocks: str, presets: str) -> None:
-    """Prints the rows and the planted mistakes as JSON."""
+    """Prints as JSON: outputs compared and parts of sums of each direction, and the number of mistakes found."""
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     install()
     gpu = AbsentGpu(arch)
     operators = torch.library.Library("aten", "IMPL")
     operators.impl("_scaled_dot_product_cudnn_attention", _attention, "CPU")
     operators.impl("_scaled_dot_product_cudnn_attention_backward", _attention_backward, "CPU")
-    rows = []
-    planted = {}
+    counts = []
     wrong = []
-    for kind in blocks.split(","):
-        for preset in presets.split(","):
-            block = Block(gpu, kind, preset)
-            with block.on_a_gpu() as compiled:
-                block.run(compiled)
-                wrong += block.high()
-                rows += [dict(zip(HEAD, (arch, kind, preset, *row))) for row in block.rows()]
-                for what, change in PLANTS.items() if preset == "bf16" else ():
-                    planted[f"{what}, {kind}"] = block.planted(compiled, *change)
-    print(json.dumps({"rows": rows, "planted": planted}, indent=1))
-    wrong += [what for what, found in planted.items() if found["high"] != [found["kernel"]]]
+    planted = 0
+    for kind, preset in product(blocks.split(","), presets.split(",")):
+        own = [f"--precision.preset={preset}", "--precision.dynamic_steps=0", "--parallel.dtype=bf16"]
+        cfg = config_file.load(Path(__file__).parents[1] / "micro.toml", SIZES + own)
+        block = Block(cfg, _net(cfg, arch), kind)
+        with block.on_a_gpu(gpu) as compiled:
+            wrong += block.wrong(compiled)
+            counts += [(len(one.distances), len(one.joint)) for one in block.directions]
+            for what, change in PLANTS.items() if preset == "bf16" else ():
+                planted += 1
+                wrong += [] if block.is_found(compiled, *change) else [f"{what} in {kind} is not found"]
+    print(json.dumps({"counts": counts, "planted": planted}))
     if wrong:
         sys.exit("\n".join(wrong))
 

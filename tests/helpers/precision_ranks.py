@@ -1,6 +1,5 @@
 """Training in FP8 on one or several ranks: what test_fp8 uses, and what rank_runs.py measures of FP8."""
 
-import itertools
 import math
 import zlib
 from pathlib import Path
@@ -17,9 +16,10 @@ from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters, reshard
-from flux_ref.speed import block_product, policy
-from flux_ref.speed.fp8_product import cast, magnitudes, scale_of_magnitude
+from flux_ref.speed import block_product
+from flux_ref.speed.fp8_product import cast, magnitudes, scales_of
 from flux_ref.speed.linear import PolicyLinear
+from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
@@ -60,83 +60,75 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     return losses
 
 
-def training(cfg: Config, world: World, state: State) -> dict:
-    losses = steps(state, cfg, world, count=1)
-    precision = state.precision
-    first = precision.history.clone()
-    losses += steps(state, cfg, world, count=STEPS - 1)
-    linears = [module for module in state.net.modules() if isinstance(module, PolicyLinear)]
-    return {
-        "losses": losses,
-        "first history": first,
-        "histories": of_all(precision.history),
-        "scales": of_all(torch.stack(precision.scales)),
-        "buffers": {(type(b), b.dtype) for linear in linears for b in linear.buffers()},
-    }
+def validated(state: State, cfg: Config) -> Tensor:
+    """The sums of a validation step on two samples."""
+    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+    validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
+    assert sums[1].any()
+    return sums
 
 
 def fp8_linears(net: nn.Module) -> dict[str, PolicyLinear]:
     """By Black Forest Labs' names."""
     owners = {id(module.weight): module for module in net.modules() if isinstance(module, PolicyLinear)}
-    named = ((name.removesuffix(".weight"), owners.get(id(weight))) for name, weight in named_parameters(net).items())
-    return {name: linear for name, linear in named if linear}
+    named = named_parameters(net).items()
+    return {name.removesuffix(".weight"): owners[id(weight)] for name, weight in named if id(weight) in owners}
 
 
-GATHERS = {  # ways to gather the same weights
-    "base": {},
-    "kept, accumulated": {"parallel__reshard_after_forward": False, "train__micro_batch": 1},
-    "dynamic, recomputed, regions of 2": {
-        "precision__preset": "fp8",
-        "parallel__recompute": "block",
-        "parallel__region_blocks": 2,
+GATHERS = {  # ways to gather the same weights, by the number of ranks
+    3: {"base": {}},
+    4: {
+        "kept, accumulated": {"parallel__reshard_after_forward": False, "train__micro_batch": 1},
+        "dynamic, recomputed, regions of 2": {
+            "precision__preset": "fp8",
+            "parallel__recompute": "block",
+            "parallel__region_blocks": 2,
+        },
     },
 }
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older torch
 
 
-def gathered(cfg: Config, world: World) -> tuple[dict[str, Tensor], int, list[bool]]:
-    """What training and validation compute, the bytes of their gathers, and whether each linear's codes are right."""
-    sent, plain = [], getattr(dist, GATHER)
+def gathered(cfg: Config, world: World) -> tuple[State, dict[str, Tensor], int]:
+    """A state, what training and validation compute, and the bytes of their gathers."""
+    sent = []
+    plain = getattr(dist, GATHER)
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
         state = lively_state(cfg, world)
         losses = steps(state, cfg, world)
-        sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
-        validation_step(state.net, synthetic(cfg.model, 2), sums, cfg)
+        figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.precision.history}
     reshard(state.net)
-    weights, found = whole(state.net), []
-    for name, linear in fp8_linears(state.net).items() if policy.layers_gathered_in_fp8(cfg) else ():
-        weight = weights[f"{name}.weight"].bfloat16()
-        scale = scale_of_magnitude(magnitudes(weight).amax().float(), torch.finfo(linear.arith.forward).max, 44)
-        found.append((linear, cast(weight, scale, linear.arith.forward), scale))
+    return state, figures | whole(state.net), sum(sent)
+
+
+def are_codes_right(state: State, weights: dict[str, Tensor]) -> list[bool]:
+    """Whether each linear's gathered codes and scale are those of its whole weight in bf16."""
     for unit in (*state.net.double_blocks, *state.net.single_blocks):
         unit.unshard()
-    are_right = [
-        torch.equal(linear.codes.float(), codes.float()) and torch.equal(linear.weight_scale, scale)
-        for linear, codes, scale in found
-    ]
-    figures = {"sums": sums, "losses": torch.tensor(losses), "history": state.precision.history}
-    return figures | weights, sum(sent), of_all(are_right)
-
-
-def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int], list]]:
-    """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, their bytes, and the codes.
-
-    3 ranks try the first way, 4 ranks in 2 replicas the other ways.
-    """
-    found = {}
-    names = list(GATHERS)[:1] if world.size == 3 else list(GATHERS)[1:]
-    for name, values in ((name, GATHERS[name]) for name in names):
-        runs = [
-            gathered(config_file.replace(cfg, **values, precision__gather=choice), world) for choice in (True, False)
-        ]
-        same = all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[1][0])
-        found[name] = (of_all(same), (runs[0][1], runs[1][1]), runs[0][2])
+    found = []
+    for name, linear in fp8_linears(state.net).items():
+        dtype = linear.arith.forward
+        weight = weights[f"{name}.weight"].bfloat16()
+        scale, _ = scales_of(magnitudes(weight), dtype)
+        same = torch.equal(linear.codes.float(), cast(weight, scale, dtype).float())
+        found.append(same and torch.equal(linear.weight_scale, scale))
     return found
 
 
-def one_nan(state: State, world: World) -> list[bool]:
+def gathers(cfg: Config, world: World) -> dict[str, tuple[list[bool], tuple[int, int], list]]:
+    """By way: whether gathers in FP8 and in bf16 give equal bits on every rank, their bytes, and the codes."""
+    found = {}
+    for name, values in GATHERS[world.size].items():
+        state, own, few = gathered(config_file.replace(cfg, **values, precision__gather=True), world)
+        _, plain, many = gathered(config_file.replace(cfg, **values, precision__gather=False), world)
+        same = all(torch.equal(own[key], plain[key]) for key in plain)
+        found[name] = (of_all(same), (few, many), of_all(are_codes_right(state, own)))
+    return found
+
+
+def one_nan(precision: Precision, world: World) -> list[bool]:
     """On every rank: whether a NaN of one tensor on any one rank stops the history of this tensor alone."""
-    precision, is_right = state.precision, True
+    is_right = True
     for bad in range(world.size):
         before = precision.history.clone()
         for amax in precision.amaxes:
@@ -152,35 +144,43 @@ def one_nan(state: State, world: World) -> list[bool]:
 BLOCKS = {"model__hidden": 96, "model__rope_axes": (16, 8, 8), "precision__preset": "mxfp6_fp4"}  # sizes of MX's blocks
 
 
-def rounding(world: World, micro: int) -> list[list[int]]:
-    """What two steps round with, over all ranks: [step, number, place of a sample's or weight's first element, crc]."""
-    cfg, drawn, plain = fp8_config(**BLOCKS, train__micro_batch=micro), set(), block_product.chances
+def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
+    """What two steps round with, over all ranks: (step, number, place of a sample's or weight's first element, crc)."""
+    cfg = fp8_config(**BLOCKS, train__micro_batch=micro)
+    drawn = set()
+    plain = block_product.chances
 
     def noted(place: Tensor, like: Tensor) -> Tensor:
-        found, (_, step, number, first) = plain(place, like), place.tolist()
-        parts = found.chunk(1 if number % 3 == block_product.WEIGHT else micro)
-        drawn.update(
-            (step, number, first + i * len(parts[0]) * found.shape[1], crc(part)) for i, part in enumerate(parts)
-        )
+        found = plain(place, like)
+        _, step, number, first = place.tolist()
+        for part in found.chunk(1 if number % 3 == block_product.WEIGHT else micro):
+            drawn.add((step, number, first, zlib.crc32(part.numpy().tobytes())))
+            first += part.numel()
         return found
 
     with mock.patch.object(block_product, "chances", noted):
         steps(lively_state(cfg, world), cfg, world, count=2)
-    return sorted(set(map(tuple, itertools.chain(*ranks.gather_objects(sorted(drawn))))))
-
-
-def crc(x: Tensor) -> int:
-    return zlib.crc32(x.contiguous().numpy().tobytes())
+    return sorted(set().union(*of_all(drawn)))
 
 
 def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)
-    found = {"base": training(cfg, world, state), "run": str(folder)}
-    kept = config_file.replace(cfg, parallel__reshard_after_forward=False)
-    found["kept gathered"] = training(kept, world, lively_state(kept, world))
+    precision = state.precision
+    losses = steps(state, cfg, world, count=1)
+    first = precision.history.clone()
+    losses += steps(state, cfg, world, count=STEPS - 1)
     saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
     saver.save(state, {})
     saver.finish()
-    return found | {"one NaN": one_nan(state, world), "gathers": gathers(cfg, world)}
+    return {
+        "run": str(folder),
+        "losses": losses,
+        "first history": first,
+        "histories": of_all(precision.history),
+        "scales": of_all(torch.stack(precision.scales)),
+        "buffers": {(type(b), b.dtype) for linear in precision.linears for b in linear.buffers()},
+        "one NaN": one_nan(precision, world),
+        "gathers": gathers(cfg, world),
+    }

@@ -25,7 +25,6 @@ from flux_ref.step_runner import StepRunner
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
-USED: set[str] = set()  # kinds of stand-ins, since they were last forgotten
 LIVE: set["Graph"] = set()
 
 
@@ -61,17 +60,12 @@ class NoWaits(TorchDispatchMode):
         if name in READS:
             raise RuntimeError(f"{name} waits for the device")
         kwargs = kwargs or {}
-        for given, value in zip(func._schema.arguments, args):
-            if given.is_write:
-                self._keep(value)
-        self._keep([kwargs[given.name] for given in func._schema.arguments if given.is_write and given.name in kwargs])
-        return func(*args, **kwargs)
-
-    def _keep(self, written: object) -> None:
-        for tensor in tree_leaves(written):
+        given = dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
+        for tensor in tree_leaves([given.get(one.name) for one in func._schema.arguments if one.is_write]):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self.before.setdefault(storage._cdata, (storage, storage.clone()))
+        return func(*args, **kwargs)
 
     def take_back(self) -> None:
         """Undo every change."""
@@ -148,62 +142,35 @@ class Recorder(graphs.Recorder):
         LOG.append("synchronize")
 
 
-class Stream:
-    """A stream without work of its own."""
-
-    def __init__(self, device: torch.device | None = None):
-        pass
-
-    def wait_stream(self, stream: "Stream") -> None:
-        pass
-
-
-class Waits:
-    """For torch.cuda.set_sync_debug_mode."""
-
-    def __init__(self):
-        self.mode = None
-
-    def set(self, name: str) -> None:
-        if self.mode is not None:
-            self.mode.__exit__(None, None, None)
-        self.mode = NoWaits() if name == "error" else None
-        if self.mode is not None:
-            self.mode.__enter__()
-
-
 def install(replace: Callable[[object, str, object], object] = setattr) -> None:
     """Let the CPU answer. replace: as monkeypatch.setattr. torch itself still finds no accelerator."""
-    waits, stream = Waits(), Stream()
     cuda, accelerator = torch.cuda, torch.accelerator
+    stream = SimpleNamespace(wait_stream=lambda stream: None)
+    modes = contextlib.ExitStack()
+
+    def set_sync_debug_mode(name: str) -> None:
+        modes.close()
+        if name == "error":
+            modes.enter_context(NoWaits())
+
     stand_ins = (
-        ("devices", ranks, "_device", lambda local_rank: CPU),
-        ("devices", accelerator, "device_count", lambda: 2),
-        ("waits", accelerator, "synchronize", lambda *_: None),
-        ("waits", cuda, "synchronize", lambda *_: None),
-        ("waits", cuda, "set_sync_debug_mode", waits.set),
-        ("memory", accelerator, "empty_cache", lambda: None),
-        ("memory", accelerator, "memory_reserved", lambda: len(LIVE)),
-        ("memory", accelerator, "memory_allocated", lambda: len(LIVE)),
-        ("streams", cuda, "Stream", Stream),
-        ("streams", cuda, "set_stream", lambda stream: None),
-        ("streams", cuda, "stream", lambda stream: contextlib.nullcontext()),
-        ("streams", cuda, "current_stream", lambda *_: stream),
-        ("graphs", cuda, "graph_pool_handle", lambda: "a pool"),
-        ("graphs", cuda, "CUDAGraph", SimpleNamespace),
-        ("graphs", cuda, "graph", Capture),
-        ("graphs", step_runner, "Recorder", Recorder),
-        ("graphs", step_runner, "obstacle", lambda device, cfg: ""),
+        (ranks, "_device", lambda local_rank: CPU),
+        (accelerator, "device_count", lambda: 2),
+        (accelerator, "synchronize", lambda *_: None),
+        (cuda, "synchronize", lambda *_: None),
+        (cuda, "set_sync_debug_mode", set_sync_debug_mode),
+        (accelerator, "empty_cache", lambda: None),
+        (accelerator, "memory_reserved", lambda: len(LIVE)),
+        (accelerator, "memory_allocated", lambda: len(LIVE)),
+        (cuda, "Stream", lambda *_: stream),
+        (cuda, "set_stream", lambda stream: None),
+        (cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (cuda, "current_stream", lambda *_: stream),
+        (cuda, "graph_pool_handle", lambda: "a pool"),
+        (cuda, "CUDAGraph", SimpleNamespace),
+        (cuda, "graph", Capture),
+        (step_runner, "Recorder", Recorder),
+        (step_runner, "obstacle", lambda device, cfg: ""),
     )
-    for kind, module, name, function in stand_ins:
-        replace(module, name, noted(kind, function))
-
-
-def noted(kind: str, function: Callable) -> Callable:
-    """The function, which adds its kind to USED at each call."""
-
-    def call(*args, **kwargs):
-        USED.add(kind)
-        return function(*args, **kwargs)
-
-    return call
+    for module, name, function in stand_ins:
+        replace(module, name, function)

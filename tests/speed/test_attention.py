@@ -1,30 +1,20 @@
 """Which kernel computes attention on which device."""
 
-import pytest
 import torch
 from conftest import MICRO
 
-from flux_ref import config, config_file, ranks, sharding
+from flux_ref import config, config_file, sharding
 from flux_ref.speed.attention import KERNELS, allow_attention, attention_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture
-def switches():
-    """Whether torch may use each kernel, in the order of KERNELS."""
-    cuda = torch.backends.cuda
-    states = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
-    yield lambda: [state() for state in states]
-    allow_attention(*KERNELS)
-
-
-def device(monkeypatch, hip=None, capability=(9, 0), cudnn: int | None = 91600, is_deterministic=False) -> None:
+def device(patch, hip=None, capability=(9, 0), cudnn: int | None = 91600, is_deterministic=False) -> None:
     """Let torch see a device of this kind."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    patch.setattr(torch.version, "hip", hip)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
 
 
 def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
@@ -48,14 +38,17 @@ def test_the_kernel_suits_device_dtype_and_sizes(monkeypatch):
         assert attention_kernel(cfg, CPU) == "chosen by torch"
 
 
-def test_a_net_on_the_cpu_may_use_every_kernel_again(switches):
+def allowed() -> list[bool]:
+    """Whether torch may use each kernel, in the order of KERNELS."""
+    cuda = torch.backends.cuda
+    states = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
+    return [state() for state in states]
+
+
+def test_a_net_on_the_cpu_may_use_every_kernel_again(world):
     """A net on a GPU in the same process may have allowed a kernel only that the CPU lacks."""
-    cfg = config_file.load(MICRO)
     for number, kernel in enumerate(KERNELS):
         allow_attention(kernel)
-        assert switches() == [i == number for i in range(4)]
-    try:
-        sharding.build(cfg, ranks.start(cfg.parallel), seed=1)
-    finally:
-        ranks.stop()
-    assert all(switches())
+        assert allowed() == [i == number for i in range(4)]
+    sharding.build(config_file.load(MICRO), world, seed=1)
+    assert all(allowed())

@@ -1,6 +1,5 @@
 """Regions: recomputing, prefetching and compiling change no number; what cannot be is refused."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,21 +7,13 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 
-from flux_ref import config, config_file, ranks, schedule, step_runner
+from flux_ref import config, config_file, schedule, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
 from flux_ref.speed import regions
 from flux_ref.step import Health, State, train_step, validation_step
-
-
-@pytest.fixture
-def world():
-    yield ranks.start(config.ParallelConfig())
-    regions.permit_compilation()
-    torch._dynamo.reset()
-    ranks.stop()
 
 
 def micro(**values: object) -> Config:
@@ -35,9 +26,11 @@ def deep(**values: object) -> Config:
 
 def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     """The losses of three training steps and the sums of a validation step, on synthetic data."""
-    state, batch = State.build(cfg, world, seed=3), synthetic(cfg.model, cfg.train.global_batch)
+    state = State.build(cfg, world, seed=3)
+    batch = synthetic(cfg.model, cfg.train.global_batch)
     state.opt.lr.fill_(1e-2)
-    health, sums = Health(world.device), torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
+    health = Health(world.device)
+    sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
     losses = [float(train_step(state, batch, health, cfg)[0]) for _ in range(3)]
     validation_step(state.net, batch, sums, cfg)
     assert losses[0] != losses[-1]
@@ -45,24 +38,24 @@ def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
 
 
 def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_block_once_more(world, monkeypatch):
-    calls, differing, forward = [], [], SingleBlock.forward
+    calls = []
+    forward = SingleBlock.forward
     monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
+    levers = {
+        "recompute": ("block", "region"),
+        "forward_prefetch": (2,),
+        "backward_prefetch": (2,),
+        "kept_regions": (1,),
+    }
+    wrong = []
     for blocks in (1, 2):
         want = steps(world, micro(parallel__region_blocks=blocks))
-        assert len(calls) == 3 * 4  # blocks times passes: of three training steps and one validation step
-        for key, value, passes in (
-            ("recompute", "block", 7),
-            ("recompute", "region", 7),
-            ("forward_prefetch", 2, 4),
-            ("backward_prefetch", 2, 4),
-            ("kept_regions", 1, 4),
-        ):
+        for key, value in ((key, value) for key, values in levers.items() for value in values):
             calls.clear()
-            cfg = micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value})
-            differing += [] if steps(world, cfg) == want else [(blocks, key, value)]
-            assert len(calls) == 3 * passes, (key, value)
-        calls.clear()
-    assert differing == []
+            found = steps(world, micro(parallel__region_blocks=blocks, **{f"parallel__{key}": value}))
+            passes = 7 if key == "recompute" else 4  # of three training steps and one validation step
+            wrong += [] if found == want and len(calls) == 3 * passes else [(blocks, key, value, len(calls))]
+    assert wrong == []
 
 
 class Noted:
@@ -75,7 +68,7 @@ class Noted:
     def allocate(self, size, *, dtype, device):
         return torch.zeros(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+    def __call__(self, *args, **options):
         self.log.append(self.what)
 
 
@@ -120,31 +113,27 @@ def test_what_excludes_each_other_is_refused():
             micro(**values)
 
 
-def test_pictures_during_a_run_keep_steps_out_of_graphs(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    drawing = {"sample__every_samples": 24, "sample__count": 2}
-    device = torch.device("cuda", 0)
-    reason = "sample.every_samples=24 draws pictures"
-    assert step_runner.mode(micro(**drawing), device).startswith(f"eager ({reason}")
-    with pytest.raises(Refusal, match=f"graph.enabled=on cannot be honoured: {reason}"):
-        step_runner.mode(micro(**drawing, graph__enabled="on"), device)
-
-
 def test_pictures_are_drawn_without_the_compiler():
     with regions.uncompiled(config.ParallelConfig(compile=True)):
         assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    "region_blocks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+    "values",
+    [
+        pytest.param({"parallel__region_blocks": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallel__activation_budget": 0.5}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"parallel__activation_budget": 0.0}, marks=pytest.mark.nightly),
+    ],
 )
-def test_compiled_equals_eager_with_four_graphs(world, region_blocks):
+def test_compiled_equals_eager_with_four_graphs(world, values):
     """One graph each for double and single regions, with and without gradients. Depth adds none."""
-    eager_losses, eager_sums = steps(world, deep(parallel__region_blocks=region_blocks))
+    want, want_sums = steps(world, deep(parallel__region_blocks=values.get("parallel__region_blocks", 1)))
     torch._dynamo.utils.counters.clear()
-    losses, sums = steps(world, deep(parallel__region_blocks=region_blocks, parallel__compile=True))
-    assert losses == pytest.approx(eager_losses, rel=1e-5)
-    torch.testing.assert_close(torch.tensor(sums), torch.tensor(eager_sums), rtol=1e-5, atol=0)
+    losses, sums = steps(world, deep(**values, parallel__compile=True))
+    assert losses == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(torch.tensor(sums), torch.tensor(want_sums), rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -164,29 +153,17 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
         validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
 
 
-def elsewhere(function: Callable[[], object]) -> object:
-    """What a function returns in a new thread. To the settings, autograd's threads of devices are new ones, too."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
-def settings() -> tuple[int, float]:
-    return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
-
-
 def test_settings_of_the_compiler_hold_in_every_thread(world):
-    """torch 2.12 and later keep what is assigned in one thread only."""
-    regions.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device)
-    assert elsewhere(settings) == settings() == (regions.GRAPHS, 0.5)
+    """torch 2.12 and later keep what is assigned in one thread only. Autograd's threads of devices are others, too."""
+
+    def settings() -> tuple[int, float]:
+        return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
+
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
-    assert elsewhere(lambda: [len(compiled(torch.ones(size))) for size in range(2, 14)]) == list(range(2, 14))
-    regions.permit_compilation()
-    assert elsewhere(settings) == settings() == (regions.GRAPHS, 1.0)
-
-
-@pytest.mark.parametrize(
-    "budget", [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.nightly)]
-)
-def test_a_smaller_activation_budget_changes_no_number(world, budget):
-    losses, _ = steps(world, micro(parallel__compile=True, parallel__activation_budget=budget))
-    assert losses == pytest.approx(steps(world, micro())[0], rel=1e-5)
+    regions.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device)
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert elsewhere.submit(settings).result() == settings() == (regions.GRAPHS, 0.5)
+        shapes = [torch.ones(size) for size in range(2, 14)]
+        assert all(map(torch.equal, elsewhere.map(compiled, shapes), map(torch.sin, shapes)))
+        regions.permit_compilation()
+        assert elsewhere.submit(settings).result() == settings() == (regions.GRAPHS, 1.0)

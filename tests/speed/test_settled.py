@@ -19,7 +19,6 @@ from flux_ref.step import Health, State, train_step, validation_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OWNERS = ("streams", "step", "group")
 FIELDS = {field for fields in settled.PENDING.values() for field in fields}
 
 
@@ -27,8 +26,9 @@ FIELDS = {field for fields in settled.PENDING.values() for field in fields}
 def stepped() -> Iterator[tuple[State, Callable[[], None]]]:
     """A state after a step, and a function that does one more: training with replicas and accumulation, validation."""
     cfg = config_file.replace(config_file.load(MICRO), train__global_batch=8, train__micro_batch=1)
+    batch = synthetic(cfg.model, 2)
     with fake_world(4, node=2) as world:
-        state, batch = State.build(cfg, world, seed=None), synthetic(cfg.model, 2)
+        state = State.build(cfg, world, seed=None)
 
         def step() -> None:
             train_step(state, batch, Health(world.device), cfg)
@@ -39,22 +39,13 @@ def stepped() -> Iterator[tuple[State, Callable[[], None]]]:
         yield state, step
 
 
-@pytest.fixture
-def net() -> Iterator[nn.Module]:
-    with stepped() as (state, _):
-        yield state.net
-
-
-def units(net: nn.Module) -> list[FSDPModule]:
-    return [unit for unit in net.modules() if isinstance(unit, FSDPModule)]
-
-
 class Watching(TorchDispatchMode):
     """Collects the names of the fields of FSDP2 that hold something at any operation."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
-        self.net, self.seen = net, set()
+        self.net = net
+        self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen |= held(self.net)
@@ -62,8 +53,9 @@ class Watching(TorchDispatchMode):
 
 
 def held(net: nn.Module) -> set[str]:
-    """The names of all fields that hold something now."""
-    objects = [one for unit in units(net) for owner in OWNERS for one in settled.owners(unit)[owner]]
+    """The names of all fields that hold something now, but those of parameters."""
+    units = [settled.owners(unit) for unit in net.modules() if isinstance(unit, FSDPModule)]
+    objects = [one for unit in units for owner in ("streams", "step", "group") for one in unit[owner]]
     return {name for one in objects for name, value in vars(one).items() if not settled.is_empty(value)}
 
 
@@ -78,18 +70,21 @@ def test_nothing_else_of_fsdp2_is_held_during_a_step_and_gone_after_it(monkeypat
     assert len(passing & FIELDS) >= 7
 
 
-def test_what_is_pending_is_named_with_its_unit(net, monkeypatch):
-    settled.require_settled(net)
-    for owner, field in ((owner, field) for owner, fields in settled.PENDING.items() for field in fields):
-        unit, where = (net, "the root") if owner in ("streams", "step") else (net.single_blocks[1], "single_blocks.1")
-        holder = settled.owners(unit)[owner][0]
-        if not hasattr(holder, field):
-            continue  # of another torch
-        with monkeypatch.context() as planting:
-            plant(planting, holder, field)
-            with pytest.raises(AssertionError, match=f"^FSDP2 has left {field} of {where} pending$"):
-                settled.require_settled(net)
-    settled.require_settled(net)
+def test_what_is_pending_is_named_with_its_unit(monkeypatch):
+    fields = [(owner, field) for owner, of_owner in settled.PENDING.items() for field in of_owner]
+    with stepped() as (state, _):
+        settled.require_settled(state.net)
+        for owner, field in fields:
+            is_shared = owner in ("streams", "step")
+            holder = settled.owners(state.net if is_shared else state.net.single_blocks[1])[owner][0]
+            if not hasattr(holder, field):
+                continue  # of another torch
+            where = "the root" if is_shared else "single_blocks.1"
+            with monkeypatch.context() as planting:
+                plant(planting, holder, field)
+                with pytest.raises(AssertionError, match=f"^FSDP2 has left {field} of {where} pending$"):
+                    settled.require_settled(state.net)
+        settled.require_settled(state.net)
 
 
 def plant(monkeypatch, holder: object, field: str) -> None:

@@ -142,7 +142,7 @@ def fp8_linear(values: dict, given: dict) -> None:
     others = (("fnuz.x", x, "e4m3fnuz"), ("fnuz.grad", grad, "e5m2fnuz"), ("negative", -x.abs(), "e4m3fn"))
     for name, tensor, kind in others:
         dtype = getattr(torch, f"float8_{kind}")
-        scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype, 44)
+        scale, _ = fp8_product.scales_of(fp8_product.magnitudes(tensor), dtype)
         values[f"fp8.{name}.scale"] = scale
         values[f"fp8.{name}.bits"] = fp8_product.cast(tensor, scale, dtype).view(torch.uint8)
     amax = torch.from_numpy(given["fp8.delayed.amax"])
@@ -169,15 +169,12 @@ def remember(values: dict, place: str, amax: Tensor) -> None:
 def fp8_edges(values: dict, given: dict) -> None:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
     x = tensors(given, "fp8.")
-    exponent = PrecisionConfig().max_scale_exponent
     for kind in FP8_FORMATS:
         dtype = getattr(torch, f"float8_{kind}")
         bits = fp8_product.cast(x[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
         values[f"fp8.edge.{kind}.bits"] = bits.view(torch.uint8)
         values[f"fp8.edge.{kind}.decoded"] = bits.float()
-        values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(
-            x["scales.amax"], torch.finfo(dtype).max, exponent
-        )
+        values[f"fp8.scales.{kind}"] = fp8_product.scale_of_magnitude(x["scales.amax"], torch.finfo(dtype).max)
 
 
 def fp8_order(values: dict, given: dict) -> None:
