@@ -1,7 +1,7 @@
 """A plugin of pytest for tests marked gpu: where they run, what they lack, and what stands in for a device.
 
 pytest -m gpu                on a device; a package that is missing skips what needs it and says so
-pytest -m gpu --stand-in     on a CPU; a test that is skipped fails the session
+pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what stood in for a device
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure(config) -> None:
     if config.getoption("stand_in"):
-        config.pluginmanager.register(AllRun())
+        config.pluginmanager.register(Table())
 
 
 def how_to_bring(package: str) -> str:
@@ -62,8 +62,10 @@ def device_or_stand_in(request, monkeypatch) -> Iterator[None]:
         return
     if not request.config.getoption("stand_in"):
         pytest.skip(NO_DEVICE)
+    stand_in.USED.clear()
     stand_in.install(monkeypatch.setattr)
     yield
+    request.node.user_properties.append(("stand-ins", ", ".join(sorted(stand_in.USED))))
 
 
 @pytest.fixture
@@ -114,14 +116,24 @@ def train_py() -> None:
         pytest.skip(how_to_bring("mlperf-logging"))
 
 
-class AllRun:
-    """A test that was skipped has not run, so it fails the session."""
+class Table:
+    """The stand-ins that each test used. A test that was skipped has not run, so it fails the session."""
 
-    has_skipped = False
+    def __init__(self):
+        self.rows: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report) -> None:
-        self.has_skipped |= report.skipped
+        if not report.passed:
+            self.rows[report.nodeid] = f"{report.outcome} | -"
+        elif report.when == "teardown":
+            used = dict(report.user_properties).get("stand-ins")
+            self.rows.setdefault(report.nodeid, f"whole | {used or '-'}")
 
     def pytest_sessionfinish(self, session) -> None:
-        if self.has_skipped:
+        if any(row.startswith("skipped") for row in self.rows.values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        terminalreporter.write_line("| test | its body ran | what stood in |\n|---|---|---|")
+        for name, row in sorted(self.rows.items()):
+            terminalreporter.write_line(f"| {name} | {row} |")

@@ -32,6 +32,7 @@ MEMORY = """\
 memory of a rank, at its fullest moment: {moment.name}"""
 CARD = """\
   on the card         {total_gb:8.2f} GB  of {card_gb:g} GB, with assumed margin and context
+  pinned on the host  {pinned_gb:8.2f} GB  at most, by the captured graphs of a rank
   largest micro-batch that fits: {largest_rows}; that also divides a rank's {rank_rows} samples: {dividing_rows}"""
 STEP = """\
 step {times.step:.3g} s ({least_step_s:.3g} to {most_step_s:.3g}): {times.compute:.3g} compute, {times.optimizer:.2g} \
@@ -112,6 +113,7 @@ def values(plan: SimpleNamespace) -> dict[str, object]:
     return vars(plan) | {
         "total_gb": plan.total / GB,
         "card_gb": plan.card / GB,
+        "pinned_gb": plan.pinned / GB,
         "gathered_gb": sent["all_gather"] / GB,
         "reduced_gb": sent["reduce_scatter"] / GB,
         "summed_gb": sent["all_reduce"] / GB,

@@ -61,6 +61,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         total=needed(moment, assumed),
         card=gpu.memory_gb * GB,
         fits=needed(moment, assumed) <= gpu.memory_gb * GB,
+        pinned=memory.pinned(cfg, layout, gpus, rows) if captures(cfg, gpu) else 0,
         largest_rows=largest,
         dividing_rows=dividing,
         assumed=assumed,
@@ -80,6 +81,11 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     )
     plan.warnings = warnings(cfg, plan)
     return plan
+
+
+def captures(cfg: Config, gpu: Gpu) -> bool:
+    """Whether steps are captured as graphs. AMD's cards do so only when asked to."""
+    return cfg.graph.enabled == "on" or (cfg.graph.enabled == "auto" and gpu.arch.startswith("sm"))
 
 
 def val_count(cfg: Config) -> int:

@@ -11,10 +11,14 @@ from math import prod
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.speed import policy
 from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 
+TILE = 2048  # bytes that a block of threads copies, as FSDP2's kernels count blocks
+BESIDE = 8192  # bytes of a table beside its blocks: seven numbers per parameter, for up to 140 parameters of a unit
+GATHERED = 1 << 17  # bytes of a table for gathered weights: at most 32 blocks of 8 bytes for each multiprocessor
 MASTER = 4  # bytes of a weight and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
@@ -61,6 +65,21 @@ def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
         parts = {"gathered weights": gathered, "working set": working}
         step.moments.append(Moment("validation", step.always | parts))
     return step.moments
+
+
+def pinned(cfg: Config, layout: Layout, gpus: int, rows: int) -> float:
+    """Bytes of host memory that the captured graphs of one rank keep pinned, at most.
+
+    FSDP2 copies gradients and gathered weights with kernels that read a table from pinned memory: 8 bytes for each
+    TILE. torch rounds a table up to a power of two. A graph keeps the tables of all its copies.
+    Sources: pytorch's TensorShape.cu (get_chunk_cat_metadata, pack_vecs) and CachingHostAllocator.h (free).
+    """
+    reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
+    tables = (8 * (unit.padded // layout.shards) * reduced // TILE + BESIDE for unit in layout.units)
+    gathers = len(layout.units) + freed(cfg.parallel, len(layout.units) - 1)
+    micro = sum(1 << (size - 1).bit_length() for size in tables) + GATHERED * gathers
+    graphs = 2 if policy.layers_with_delayed_scales(cfg) and cfg.precision.dynamic_steps else 1
+    return graphs * micro * (cfg.train.global_batch // (gpus * rows)) + GATHERED * len(layout.units)
 
 
 class _Step:
