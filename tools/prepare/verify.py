@@ -4,7 +4,7 @@ DIR holds shards of the layout in shards.py, or train/, val/ and empty_encodings
 of training; its values must be plausible. Then come totals, repeated keys and the SHA-256 of every file. The first pass
 that finds no problem writes DIR/manifest.sha256, which `sha256sum -c` takes. Later passes compare with the manifest;
 nothing else is ever written. --fast reads names, sizes and the first and last sample of each shard, as a run does.
-Exit codes: 0 no problem, 1 a problem, 2 DIR cannot be checked.
+Exit codes: 0 no problem, 1 a problem, 2 DIR or its manifest cannot be read.
 """
 
 import argparse
