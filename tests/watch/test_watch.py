@@ -1,5 +1,6 @@
 """The panel: what it says of a folder, at 80 columns, and on a real terminal."""
 
+import contextlib
 import json
 import math
 import os
@@ -60,14 +61,17 @@ def shown(*folders: Path, width: int = 80) -> str:
 
 def test_a_run_under_way(put):
     text = shown(put("run", 5_000_000))
-    assert re.search(r"run +training, 34 min left\n", text)
-    assert "61%  4,997,120 of 8,247,827 samples (the reference's mean)" in text
     median = convergence.public_band(BATCH).at(4_980_736, "median")
-    assert f"validation {median:.4f} at 4,980,736" in text and "target 0.586" in text
-
-    assert "1,600 samples/s   wait 1.0%   120.2 GB\n" in text
-    assert "░ public MLPerf v5.1 runs at batch 1024" in text and text.count("●") >= 12 and "╌" in text
-    assert "warning" not in text
+    for words in (
+        "61%  4,997,120 of 8,247,827 samples (the reference's mean)",
+        f"validation {median:.4f} at 4,980,736",
+        "target 0.586",
+        "1,600 samples/s   wait 1.0%   120.2 GB\n",
+        "░ public MLPerf v5.1 runs at batch 1024",
+        "╌",
+    ):
+        assert words in text, words
+    assert re.search(r"run +training, 34 min left\n", text) and text.count("●") >= 12 and "warning" not in text
 
 
 def test_states(put):
@@ -121,13 +125,13 @@ def test_marks_and_band_are_at_their_places(put):
 
 DAMAGE = [
     *((name, None) for name in ("result_0.txt", "outcome.json")),  # a folder of this name
-    *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "outcome.json")),
+    *((name, b"\xff\xfe\n") for name in ("metrics.jsonl", "eval.jsonl", "outcome.json", "config.toml")),
     ("outcome.json", b'["x"]'),
-    *(("eval.jsonl", json.dumps(ALIVE | {"val_loss": loss}).encode() + b"\n") for loss in (math.nan, math.inf)),
+    ("eval.jsonl", json.dumps(ALIVE | {"val_loss": math.nan}).encode() + b"\n"),
     ("eval.jsonl", b'{"samples": 4096}\n'),
-    *(("metrics.jsonl", b'{"samples": 4096%s}\n' % rest) for rest in (b"", b', "loss": null')),
+    ("metrics.jsonl", b'{"samples": 4096, "loss": null}\n'),
     ("result_0.txt", b':::MLLOG {"key": "run_stop", "metadata": {"reason": "a\\q"}}\n'),
-    *(("config.toml", text) for text in (b"", b"train.seed = 1\n", b"\xff")),
+    ("config.toml", b"train.seed = 1\n"),
 ]
 
 
@@ -192,19 +196,16 @@ def test_on_a_terminal_it_stays_until_the_run_has_ended(put):
     folder = put("run", 1_000_000)
     main, side = pty.openpty()
     command = [sys.executable, "-m", "tools.watch", str(folder), "--every", "0.1"]
-    panel = subprocess.Popen(
-        command, cwd=ROOT, stdout=side, stderr=side, env=os.environ | {"COLUMNS": "40", "NO_COLOR": ""}
-    )
+    environment = os.environ | {"COLUMNS": "40", "NO_COLOR": ""}
+    panel = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=environment)
     os.close(side)
     text = b""
     while b"\x1b[H" not in text:
         text += os.read(main, 65536)
     (folder / "outcome.json").write_text('{"outcome": "target reached"}')
-    try:
+    with contextlib.suppress(OSError):  # the other side has closed
         while chunk := os.read(main, 65536):
             text += chunk
-    except OSError:
-        pass  # the other side has closed
     assert panel.wait(timeout=20) == 0
     assert text.count(b"\x1b[H") >= 2 and b"\x1b[32mtarget reached" in text
     assert max(map(len, re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\r", "", text.decode()).split("\n"))) == 40
