@@ -148,8 +148,11 @@ def _plan(args: argparse.Namespace, split: str, model: ModelConfig, listed: raw_
     """What must be the same when a stopped job goes on."""
     names = ("val_share", "caption_column", "per_shard", "dtype")
     given = {"split": split} | {name: getattr(args, name) for name in names}
-    weights = sorted([vae.find(args.vae), *args.t5.glob("*.safetensors"), *args.clip.glob("*.safetensors")])
-    used = listed + [raw_images.stamp(path, str(path)) for path in weights]
+    nets = [vae.find(args.vae)]
+    for net in (args.t5, args.clip):
+        for folder in {net, encoders.tokenizer_folder(net)}:
+            nets += [path for path in folder.iterdir() if path.is_file()]
+    used = listed + [raw_images.stamp(path, str(path)) for path in sorted(nets)]
     return {"options": given | shards.layout(model).shapes, "files": used}
 
 
