@@ -104,7 +104,7 @@ class PolicyLinear(nn.Linear):
 
     def _in_blocks(self, joined: Tensor) -> Tensor:
         draws = self.draws if torch.is_grad_enabled() else None
-        rows = joined.shape[-2] if joined.dim() > 1 else 1
+        rows = joined.shape[-2]
         out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, self.pairs, self.arch, draws, rows)
         return out.unflatten(0, joined.shape[:-1])
 

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +21,7 @@ import triton
 from functorch.compile import make_boxed_func
 from interpreter import Kernel, copied, guarded, install, is_intact
 from kernel_reference import Reference, distance, origins
+from lively_nets import plain_net
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
@@ -44,7 +45,7 @@ SIZES = [
     "--model.single_blocks=1",
 ]
 ROWS = 2
-DELAYED = {"input": 50.0, "grad": 5000.0}  # scales for which magnitudes near 5 nearly fill e4m3 and e5m2
+DELAYED = (50.0, 5000.0)  # scales of inputs and gradients, for which magnitudes near 5 nearly fill e4m3 and e5m2
 PLANTS = {  # a pattern of a kernel's text, and what replaces its first match
     "the constant of GELU": (r"0\.044715", "0.054715"),
     "a stride": (r"(tl\.load\(.*\b)96\*", r"\g<1>95*"),
@@ -198,20 +199,15 @@ class Block:
 def _net(cfg: Config, arch: str) -> Flux:
     """A net as training has it, whose weights are gathered and which remembers scales."""
     torch.manual_seed(0)
-    net = Flux(cfg.model)
-    for parameter in net.parameters():
-        noise = torch.randn_like(parameter)
-        parameter.data = (noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + noise / 8).bfloat16()
+    net = plain_net(cfg).bfloat16()
+    net.rope = net.make_rope()
     linear.convert(net, cfg, arch)
-    Precision(net, cfg, torch.device("cpu")).begin(0)
+    precision = Precision(net, cfg, torch.device("cpu"))
     for name in policy.layers_gathered_in_fp8(cfg):
         net.get_submodule(name).encode()
-    for module in net.modules():
-        for side, scale in DELAYED.items():
-            memory = getattr(module, f"of_{side}", None)
-            if memory is not None:
-                memory.scale.fill_(scale)
-                memory.inverse.fill_(1 / scale)
+    for scale, inverse, value in zip(precision.scales, precision.inverses, cycle(DELAYED)):
+        scale.fill_(value)
+        inverse.fill_(1 / value)
     return net
 
 
