@@ -87,7 +87,7 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
         f"worst at {place}: yours {yours[at]}, golden {want[at]}",
     ]
     if tolerance:
-        extent = f"{ratio.max():.3g} x its tolerance"
+        extent = f"{ratio.max():.3g} times its tolerance"
         size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)
         word = "small" if size < SMALL else "large"
         lines.append(f"there {extent}; root mean square of the difference: {size:.2g} of golden's, which is {word}")
