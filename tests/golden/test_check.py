@@ -125,7 +125,7 @@ def test_the_first_difference_is_explained_and_all_are_listed(check):
     assert result.text.count("yours is 1.5 x golden") == 1
     assert "all values before it agree, the last of them is rope\n" in result.text
     listed = result.text.partition("all that differ")[2].partition("missing:")[0]
-    assert re.findall(r"^  (\w+): [\d.e+]+ x its tolerance$", listed, re.M) == ["img_in", "vec", "prediction"]
+    assert re.findall(r"^  (\w+): [\d.e+]+ times its tolerance$", listed, re.M) == ["img_in", "vec", "prediction"]
 
 
 def test_lists_are_cut_unless_all_is_asked(check):
@@ -133,7 +133,7 @@ def test_lists_are_cut_unless_all_is_asked(check):
     dump = {name: array + 1 for name, array in values(*names).items()}
     for options, count in (((), 20), (("--all",), len(names))):
         text = check(dump, *options).text
-        assert len(re.findall(r"^  step\d\.weights\S+: .* x its tolerance$", text, re.M)) == count
+        assert len(re.findall(r"^  step\d\.weights\S+: .* times its tolerance$", text, re.M)) == count
         assert bool(re.search(r"missing:\n  draws.words.0, [^;]* and \d+ more\n", text)) == (not options)
 
 

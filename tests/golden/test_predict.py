@@ -44,7 +44,7 @@ def test_a_prediction_is_the_nets_and_a_changed_weight_shows(tmp_path, capsys):
     weights["single_blocks.1.linear2.bias"] += np.float32(0.1)
     code, text = predicted("c", "--from", tmp_path / "a")
     assert code == 1 and "first difference: predict.single_blocks.1.0\n" in text
-    assert re.search(r"^  predict.prediction: [\d.e+]+ x its tolerance$", text, re.M)
+    assert re.search(r"^  predict.prediction: [\d.e+]+ times its tolerance$", text, re.M)
     assert predicted("d", "--from", file)[0] == 1
 
 

@@ -56,8 +56,10 @@ def table(rows: dict) -> str:
     else:
         lines = [["preset", "layers", "product", "block", "error", *products.FACTS]]
         for names, one in worst.items():
-            facts = [f"{one[f'left_{fact}']:.2g} / {one[f'right_{fact}']:.2g}" for fact in products.FACTS]
-            lines.append([*names, one["layer"].split(".")[1], f"{one['error']:.2g}", *facts])
+            line = [*names, one["layer"].split(".")[1], f"{one['error']:.2g}"]
+            for fact in products.FACTS:
+                line.append(f"{one[f'left_{fact}']:.2g} / {one[f'right_{fact}']:.2g}")
+            lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 

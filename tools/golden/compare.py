@@ -45,7 +45,8 @@ def compare(golden: Golden, value: Value, dump: TensorFile) -> Difference | None
     shape = tuple(value.shape)
     accepted = ACCEPTED[value.dtype]
     if entry.dtype not in accepted:
-        return Difference(value, f"dtype {entry.dtype}", [f"its dtype is {entry.dtype}, want {' or '.join(accepted)}"])
+        line = f"its dtype is {entry.dtype}, want {' or '.join(accepted)}"
+        return Difference(value, f"dtype {entry.dtype}", [line])
     if entry.shape != shape and (entry.shape, shape) != ((1,), ()):  # some frameworks have no scalars
         line = f"its shape is {list(entry.shape)}, want {value.shape}"
         line += " (transposed?)" if entry.shape == shape[::-1] else ""
@@ -75,7 +76,8 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
     allowed = value.atol + value.rtol * np.abs(want)
     off = np.abs(yours - want.astype(np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(wrong, np.where(allowed > 0, off / allowed, np.inf), 0)
+        ratio = np.where(allowed > 0, off / allowed, np.inf)
+    ratio = np.where(wrong, ratio, 0)
     place = np.argwhere(ratio == ratio.max())[0].tolist()
     at = tuple(place)
     extent = f"{wrong.sum()} of {wrong.size} elements"
@@ -85,7 +87,7 @@ def distance(golden: Golden, value: Value, yours: np.ndarray, want: np.ndarray) 
         f"worst at {place}: yours {yours[at]}, golden {want[at]}",
     ]
     if tolerance:
-        extent = f"{ratio.max():.3g} x its tolerance"
+        extent = f"{ratio.max():.3g} times its tolerance"
         size = instead.rms(yours - want) / max(instead.rms(want), 1e-300)
         word = "small" if size < SMALL else "large"
         lines.append(f"there {extent}; root mean square of the difference: {size:.2g} of golden's, which is {word}")

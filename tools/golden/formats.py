@@ -16,7 +16,8 @@ def formats(values: dict, given: dict) -> None:
     """What codes mean, and what casts, scales of blocks and the Hadamard transform make of given values."""
     x = tensors(given, "formats.")
     tables = {name: torch.tensor(form.table()) for name, form in FORMATS.items()}
-    tables["e8m0"] = torch.cat((casts.power_of_two(torch.arange(-127, 128).int()), torch.tensor([torch.nan])))
+    exponents = torch.arange(-127, 128).int()
+    tables["e8m0"] = torch.cat((casts.power_of_two(exponents), torch.tensor([torch.nan])))
     for name, table in tables.items():
         values[f"formats.table.{name}.finite"] = table.isfinite()
         values[f"formats.table.{name}.values"] = table[table.isfinite()]
@@ -62,7 +63,8 @@ def presets(values: dict, given: dict) -> None:
         fed = tensors(given, "formats.linear.")
         x = fed["x"].bfloat16().requires_grad_()
         weight = fed["weight"].bfloat16().requires_grad_()
-        pairs = policy.stages(Config(precision=PrecisionConfig(preset=preset)))[0].pairs[about["layer"]]
+        cfg = Config(precision=PrecisionConfig(preset=preset))
+        pairs = policy.stages(cfg)[0].pairs[about["layer"]]
         draws = Draws(*(torch.tensor(about[key]) for key in ("seed", "step", "first_sample", "number")))
         y = BlockMatmul.apply(x, weight, None, pairs, "", draws, len(x))
         y.backward(fed["grad"].bfloat16())

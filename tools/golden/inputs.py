@@ -45,7 +45,8 @@ def inputs(cfg: Config, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         shapes |= {f"data.{part}.{name}": (count, *fields[name][0]) for name in shards.MEMBERS}
     shapes |= {f"data.empty.{name}": fields[name][0] for name in ("t5", "clip")}
     for name, shape in shapes.items():
-        given[name] = torch.from_numpy(drawn_as(name, shape)).bfloat16().float().numpy()
+        rounded = torch.from_numpy(drawn_as(name, shape)).bfloat16()
+        given[name] = rounded.float().numpy()
     given["data.val.timestep"] = np.resize(VAL_TIMESTEPS, cfg.data.val_count)
     return given | {name: array for name, array in kept.items() if not name.startswith(BY_CONFIG)}
 

@@ -37,7 +37,8 @@ def bf16(values: dict, cfg: Config, world: World, given: dict) -> None:
     cfg = config_file.replace(cfg, parallel__dtype="bf16", train__micro_batch=1)
     recorded = {}
     state = initial_state(cfg, world, given)
-    batch = {name: values[f"batch.{name}"] for name in BATCH} | {"weight": torch.ones(cfg.train.global_batch)}
+    batch = {name: values[f"batch.{name}"] for name in BATCH}
+    batch["weight"] = torch.ones(cfg.train.global_batch)
     with recording(recorded, state.net):
         flow.losses(state.net, batch, torch.bfloat16).mean().backward()
     query = recorded[QKV].chunk(3, dim=-1)[0]
