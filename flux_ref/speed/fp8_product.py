@@ -84,7 +84,7 @@ def scale_of_magnitude(amax: Tensor, largest: float | Tensor) -> Tensor:
 
 
 def magnitudes(x: Tensor, dim: int = -1) -> Tensor:
-    """max |x| along a dimension. The maximum over the rest is a second stage, which compilers fuse better."""
+    """max |x| along one dimension. The caller takes the maximum of these: compilers fuse two reductions better."""
     return x.abs().amax(dim)
 
 

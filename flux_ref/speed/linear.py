@@ -46,8 +46,8 @@ class PolicyLinear(nn.Linear):
     """A linear whose parameters keep their names, shapes and dtype, and whose products are those of a policy.
 
     layer: its name in rules.
-    pairs: the sides of its products. way: how they make it multiply. precision.py sets both, is_delayed and draws
-    between steps.
+    pairs: the sides of its products. way: plain, tensor or blocks, see above.
+    precision.py sets pairs, way, is_delayed and draws between steps.
     is_delayed: whether training takes the delayed scales.
     of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides.
     of_input.amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.

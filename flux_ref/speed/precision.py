@@ -22,8 +22,8 @@ from flux_ref.speed.sides import is_delayed
 class Precision:
     """The stages of a converted net, and what delayed scaling remembers, the same on all ranks.
 
-    phases: the first step of each way of computing. Each way compiles and captures graphs of its own. A stage with
-    delayed scales has two: its first steps take dynamic scales and fill the history. (Gradients grow by orders of
+    phases: the steps at which the way of computing changes. Each phase has compiled code and graphs of its own. A stage
+    with delayed scales has two: its first steps take dynamic scales and fill the history. (Gradients grow by orders of
     magnitude in the first steps of a run, while every gate is nearly zero.)
     history: (2 * linears with delayed sides, precision.history) fp32, the largest magnitudes of past steps, newest
     first, 0 where there is none. Its rows are in the order of the model; each linear has one row for its input, then

@@ -45,7 +45,7 @@ class Region(nn.Module):
 
 def recomputed(function, *args):
     """Call a function whose inner activations are not kept: backward computes them again."""
-    # No generator of blocks has a state that one could keep.
+    # Blocks draw no random numbers, so there is no state of a generator to keep.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -67,7 +67,7 @@ def options(cfg: Config, device: torch.device) -> dict[str, object]:
         "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
         "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
     }
-    if any(map(policy.is_low, policy.stages(cfg))):  # the same for the transposed codes of a part
+    if any(map(policy.is_low, policy.stages(cfg))):  # transposed codes are written where they belong, too
         wanted["max_pointwise_cat_inputs"] = 0
     return {name: value for name, value in wanted.items() if name in torch._inductor.config._config}
 

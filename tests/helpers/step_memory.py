@@ -58,13 +58,13 @@ def predicted(name: str) -> float:
     layout, traced = footprint.layout(cfg, count, count), footprint.trace(cfg, "cpu", rows)
     compute, reduced = (sharding.DTYPES[dtype].itemsize for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype))
     found = []
-    for moment in memory.moments(cfg, layout, traced, count, rows):
+    for instant in memory.instants(cfg, layout, traced, count, rows):
         copy = 0
-        if moment.name.startswith("reduction") and layout.shards > 1:
-            unit = layout.units[int(moment.name.split()[-1]) - 1]
+        if instant.name.startswith("reduction") and layout.shards > 1:
+            unit = layout.units[int(instant.name.split()[-1]) - 1]
             gradients, result = compute * unit.whole, reduced * unit.padded // layout.shards
             copy = max(0, reduced * unit.padded + result - max(gradients, result))  # made when gradients are gone
-        found.append(moment.total + copy)
+        found.append(instant.total + copy)
     return max(found)
 
 

@@ -133,7 +133,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
-    moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
+    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows))
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with fake_world(gpus, node=node) as world, profiling as profiler:
         state, health = State.of(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
@@ -142,7 +142,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
         for _ in range(2):
             with record_function(step_memory.STEP):
                 train_step(state, batch, health, cfg)
-    return moment.total, step_memory.peaks(profiler)[1]
+    return instant.total, step_memory.peaks(profiler)[1]
 
 
 def test_memory_of_a_step_without_peers():
@@ -294,7 +294,7 @@ def test_command_writes_all_it_prints(tmp_path, capsys):
     assert max(map(len, shown.splitlines())) <= 80
     found = json.loads(path.read_text())
     assert found["gpus"] == 4 and found["overrides"] == ["--eval.batch=4"]
-    tensors = sum(found["moment"]["parts"].values())
+    tensors = sum(found["instant"]["parts"].values())
     assert found["total"] == pytest.approx(tensors * (1 + ASSUMED.margin) + ASSUMED.outside_gb * 1e9)
     assert found["times"]["step"] > 0 and found["assumed"]["gemm_share"] == ASSUMED.gemm_share
     assert found["samples"] == SMALL.train.max_samples and "no reference point fits" in shown, "a micro model"
@@ -378,7 +378,7 @@ def test_largest_micro_batch_is_the_last_that_fits():
 
     def total(rows: int) -> float:
         own = footprint.trace(cfg, "cpu", rows)
-        return making.needed(memory.fullest(memory.moments(cfg, layout, own, 4, rows)), ASSUMED)
+        return making.needed(memory.fullest(memory.instants(cfg, layout, own, 4, rows)), ASSUMED)
 
     card = replace(GPU, memory_gb=total(21) / 1e9)
     largest, dividing = making.largest_rows(cfg, layout, found, Machine(card, ASSUMED, 4), 2)

@@ -10,7 +10,7 @@ magnitudes. FILE.json gets all products. FILE.svg beside it has a row for each p
 a column for each block, double blocks first. Delayed scales are unknown here, so fp8 stands for fp8_delayed, too.
 --blame finds a small set of products whose return to bf16 mends the samples, under a preset or the run's own precision.
 None of the set can be left out; another set may mend the samples, too. Samples go wrong if loss or gradient is not
-finite, or if the gradient's error relative to bf16 is above --bound. Without --bound no finite error is too large.
+finite, or if the gradient's error relative to bf16 is above --bound. Without --bound only what is not finite is wrong.
 Exit codes: 0 done, 2 refused.
 """
 

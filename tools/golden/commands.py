@@ -5,7 +5,7 @@
     python -m tools.golden write                          record tests/golden anew, after a change that is meant
     python -m tools.golden predict WEIGHTS --out FILE     what given weights predict, for two programs to compare
 
---long takes the norms of the 776 initial tensors of FLUX.1-schnell in, which are drawn for many minutes.
+--long takes the norms of the 776 initial tensors of FLUX.1-schnell in; drawing them took 70 seconds on a server CPU.
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
 port may be off. `check` tells what the first value that differs is instead and which mistakes are known there, and
 lists the others. `check --from` needs Python and numpy only. Exit codes: 0 all given values agree, 1 some differ, 2

@@ -29,7 +29,7 @@ HEADS = "config           precision   micro-batch  card GB    step s  time"
 ROW = "{config:<16.15} {precision:<11} {rows:>11} {total_gb:>8.0f} "
 MEMORY = """\
 {config} on {gpus} x {gpu}: {precision}, micro-batch {rows}, {replicas} x {shards} shards
-memory of a rank, at its fullest moment: {moment.name}"""
+memory of a rank, at its fullest instant: {instant.name}"""
 CARD = """\
   on the card         {total_gb:8.2f} GB  of {card_gb:g} GB, with assumed margin and context
   pinned on the host  {pinned_gb:8.2f} GB  at most, by the captured graphs of a rank
@@ -100,7 +100,7 @@ def of_file(path: str, args: argparse.Namespace, overrides: list[str]) -> Simple
 def figures(plan: SimpleNamespace) -> dict[str, object]:
     """A plan for JSON. Times may be 1 + assumed.range times as long, or as short."""
     found = dict(vars(plan))
-    for name in ("moment", "times", "assumed"):
+    for name in ("instant", "times", "assumed"):
         found[name] = asdict(found[name])
     found["nearest"] = plan.nearest and vars(plan.nearest)
     return found if plan.fits else found | dict.fromkeys(TIMED)
@@ -142,7 +142,7 @@ def overview(plans: list[SimpleNamespace]) -> list[str]:
 def table(plan: SimpleNamespace) -> list[str]:
     """The plan in lines."""
     known = values(plan)
-    parts = [f"  {part:<20}{size / GB:8.2f} GB" for part, size in plan.moment.parts.items()]
+    parts = [f"  {part:<20}{size / GB:8.2f} GB" for part, size in plan.instant.parts.items()]
     pace = STEP.format(**known) if plan.fits else "no times: this config does not fit the card"
     text = "\n".join([MEMORY.format(**known), *parts, CARD.format(**known), pace, DISK.format(**known)])
     return [*text.split("\n"), *sources(plan), *(f"WARNING {warning}" for warning in plan.warnings)]

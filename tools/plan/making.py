@@ -14,7 +14,7 @@ from flux_ref.speed import policy
 from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.footprint import Footprint
-from tools.plan.memory import Moment
+from tools.plan.memory import Instant
 from tools.plan.step_time import Machine
 from tools.shared import flops
 from tools.shared.communication import Layout
@@ -35,7 +35,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     machine = Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
-    moment = memory.fullest(memory.moments(cfg, layout, footprints, gpus, rows))
+    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows))
     times = step_time.step(cfg, layout, footprints, machine, rows)
     batch = cfg.train.global_batch
     rate = batch / times.step
@@ -57,10 +57,10 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         rank_rows=batch // gpus,
         shards=layout.shards,
         replicas=layout.replicas,
-        moment=moment,
-        total=needed(moment, assumed),
+        instant=instant,
+        total=needed(instant, assumed),
         card=gpu.memory_gb * GB,
-        fits=needed(moment, assumed) <= gpu.memory_gb * GB,
+        fits=needed(instant, assumed) <= gpu.memory_gb * GB,
         pinned=memory.pinned(cfg, layout, gpus, rows) if captures(cfg, gpu) else 0,
         largest_rows=largest,
         dividing_rows=dividing,
@@ -93,9 +93,9 @@ def val_count(cfg: Config) -> int:
     return (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
 
 
-def needed(moment: Moment, assumed: Assumed) -> float:
+def needed(instant: Instant, assumed: Assumed) -> float:
     """Bytes on a card: tensors, the assumed margin between them, and what is assumed to lie outside of tensors."""
-    return moment.total * (1 + assumed.margin) + assumed.outside_gb * GB
+    return instant.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
 def largest_rows(
@@ -107,8 +107,8 @@ def largest_rows(
     """
 
     def fits(candidate: int, found: dict[str, Footprint]) -> bool:
-        moment = memory.fullest(memory.moments(cfg, layout, found, machine.gpus, candidate))
-        return needed(moment, machine.assumed) <= machine.gpu.memory_gb * GB
+        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, candidate))
+        return needed(instant, machine.assumed) <= machine.gpu.memory_gb * GB
 
     def seems_too_large(candidate: int) -> bool:
         return not fits(candidate, footprint.scaled(footprints, candidate / rows))

@@ -1,7 +1,7 @@
 """Memory of one rank through a training step, by part: what FSDP2, autograd and the optimizer hold.
 
 communication.py says how the weights are split into shards, footprint.py what the regions keep and need. A card must
-hold the fullest moment.
+hold the fullest instant.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +24,8 @@ PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a rank holds at one moment, by part."""
+class Instant:
+    """What a rank holds at one instant, by part."""
 
     name: str
     parts: dict[str, float]
@@ -35,11 +35,11 @@ class Moment:
         return sum(self.parts.values())
 
 
-def fullest(moments: list[Moment]) -> Moment:
-    return max(moments, key=lambda moment: moment.total)
+def fullest(instants: list[Instant]) -> Instant:
+    return max(instants, key=lambda instant: instant.total)
 
 
-def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Moment]:
+def instants(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Instant]:
     """Everything worth looking at in a step and a validation batch, in order. rows: those of the footprints."""
     step = _Step(cfg, layout, footprints, gpus, rows)
     count = len(step.regions)
@@ -57,14 +57,14 @@ def moments(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus:
         unit = step.regions[i]
         copied = max(step.item * unit.whole, step.reduced * step.shards([unit]))
         step.note(f"reduction of region {i + 1}", i + 1, i, step.kept(i), ahead, i, stream, root + copied)
-    step.moments.append(Moment("the optimizer", step.always | {"gradients": step.gradients(layout.units)}))
+    step.instants.append(Instant("the optimizer", step.always | {"gradients": step.gradients(layout.units)}))
     ends = footprints[ROOT].evaluate
     for i, need in enumerate(step.needs):
         gathered = step.gathered({i, *step.kept(count)}) + step.flat(i)
         working = cfg.eval.batch / rows * (need.evaluate + ends)
         parts = {"gathered weights": gathered, "working set": working}
-        step.moments.append(Moment("validation", step.always | parts))
-    return step.moments
+        step.instants.append(Instant("validation", step.always | parts))
+    return step.instants
 
 
 def pinned(cfg: Config, layout: Layout, gpus: int, rows: int) -> float:
@@ -95,7 +95,7 @@ class _Step:
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
         self.ahead = max(1, cfg.parallel.backward_prefetch)
-        self.moments: list[Moment] = []
+        self.instants: list[Instant] = []
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
         self.always = dict.fromkeys(PARTS, 0.0)
         self.always["weights"] = MASTER * self.shards(layout.units)
@@ -113,7 +113,7 @@ class _Step:
         working: float,
         unreduced: float = 0.0,
     ) -> None:
-        """A moment of forward or backward.
+        """An instant of forward or backward.
 
         done: the first region with gradients of the last micro-batch. reducing: the newest region in reduction.
         gathered, ahead: regions that are gathered, and that are on their way. saved: regions that hold activations.
@@ -125,7 +125,7 @@ class _Step:
             "activations": self.saved_by_ends + sum(need.saved for need in self.needs[:saved]),
             "working set": working,
         }
-        self.moments.append(Moment(name, self.always | parts))
+        self.instants.append(Instant(name, self.always | parts))
 
     def gradients(self, done: Sequence[Unit]) -> float:
         """Bytes of sharded gradients after these units were reduced in the last micro-batch."""

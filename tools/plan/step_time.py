@@ -1,9 +1,9 @@
 """How long a step takes on given cards and links: arithmetic, memory traffic, and communication beside them.
 
 A product takes the longer of two times: its operations at a share of the card's peak, and its bytes at a share of the
-memory's bandwidth. Everything else takes its bytes. Compute, all-gathers, reductions and all-reduces are lanes. They
-run at the same time and wait for each other as in FSDP2. Not modelled: lanes that slow each other down, launches, and
-ranks that wait for a slow rank.
+memory's bandwidth. Everything else takes its bytes. Three lanes run at the same time and wait for each other as in
+FSDP2: compute; all-gathers and reduce-scatters; all-reduces of replicas. Not modelled: lanes that slow each other down,
+launches, and ranks that wait for a slow rank.
 """
 
 from dataclasses import dataclass
@@ -62,8 +62,9 @@ class Machine:
     def ring(self, moved: float, ranks: int, stride: int = 1, tree: bool = False) -> float:
         """Seconds of an all-gather or a reduce-scatter of so many bytes in all over ranks that are stride apart.
 
-        A ring over neighbours in several domains leaves each once through the adapters of all its ranks; a ring over
-        ranks of different domains has one adapter per rank. tree: as half of an all-reduce, which takes fewer hops.
+        A domain is a group of cards with fast links, such as a node. A ring of neighbours leaves each domain once, and
+        has the adapters of all its ranks for this. In a ring of ranks that are a domain apart, each rank has its own
+        adapter. tree: as half of an all-reduce, which takes fewer hops.
         """
         if ranks == 1:
             return 0.0
