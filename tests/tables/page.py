@@ -14,13 +14,14 @@ from pathlib import Path
 from flux_ref import config_file
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.config import Config
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
 from flux_ref.speed.layers import layers
 from tools.shared import communication as closed_forms
 from tools.shared import flops
 
-BENCHMARK = config_file.load(Path(__file__).parents[2] / "configs" / "schnell_gbs512.toml")
+BENCHMARK = Config(name="schnell_gbs512")  # the defaults are the benchmark's
 NODE = 8  # ranks
 MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
@@ -113,13 +114,11 @@ occurrence of the operation.
 
 def communication() -> str:
     """The bytes that a rank sends in a step."""
-    freeing, keeping = (
-        config_file.replace(BENCHMARK, parallel__reshard_after_forward=freed) for freed in (True, False)
-    )
+    keeping = config_file.replace(BENCHMARK, parallel__reshard_after_forward=False)
     rows = []
     for replicas, shards in MESHES:
         layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), replicas * shards, replicas)
-        sent, kept = (closed_forms.sent(cfg, layout, micros=1) for cfg in (freeing, keeping))
+        sent, kept = (closed_forms.sent(cfg, layout, micros=1) for cfg in (BENCHMARK, keeping))
         figures = (sent["all_gather"], kept["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
         padding = sum(unit.padded - unit.whole for unit in layout.units)
         mesh = f"{replicas} x {shards}"
