@@ -16,7 +16,8 @@ from flux_ref.config import Config
 from flux_ref.formats import files
 
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
-CLOCK_JUMP_S, CLOCK_DRIFT = 0.5, 5e-4  # seconds that a clock may be off its rate; NTP slews by at most 5e-4
+CLOCK_JUMP_S = 0.5  # seconds by which the wall clock may leave the steady clock
+CLOCK_DRIFT = 5e-4  # and seconds for each second of the run, as NTP slews clocks
 
 
 class LogFile(logging.Handler):
@@ -38,13 +39,13 @@ class LogFile(logging.Handler):
 
 
 class BenchmarkLog:
-    """Writes result_0.txt on rank 0; on other ranks, whose path is None, every call does nothing."""
+    """Writes result_0.txt on rank 0; on other ranks, whose path is None, nothing is written."""
 
     def __init__(self, path: Path | None):
         self.in_block = False
-        self.begin = (0.0, 0.0)
+        self.begin = (0.0, 0.0)  # of the run, by the wall clock and by the steady clock
         self.flaws: list[str] = []  # why this is no benchmark result, in words
-        self.rehearsal = ""  # the same for a run that breaks no rule
+        self.rehearsal = ""  # why a run that breaks no rule is no benchmark result either: closed.REHEARSAL
         self.logger = logging.getLogger(f"flux_ref.{path}")
         self.logger.propagate = False
         self.logger.setLevel(logging.INFO)

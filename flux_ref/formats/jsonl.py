@@ -1,4 +1,7 @@
-"""The records in a run's folder: metrics.jsonl and eval.jsonl, one JSON object a line, each with `samples`."""
+"""The records in a run's folder: metrics.jsonl and eval.jsonl, one JSON object a line, each with `samples`.
+
+Also outcome.json, which says how the run ended.
+"""
 
 import json
 import math
@@ -8,24 +11,24 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import outside
 from flux_ref.formats.files import write_whole
 
-REACHED, ENDED = "target reached", "train.max_samples reached"  # the outcomes of a run that came to its end
+REACHED, ENDED = "target reached", "train.max_samples reached"  # `outcome` of a run that came to its end
 MOST = 1e100  # sums, squares and ratios of figures up to here are finite too
 
 
 def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()) -> list[dict]:
     """The records of a .jsonl file up to `samples`; none if there is no file. figures: what else each must hold.
 
-    A damaged line raises a Refusal unless it is the last line: a killed run may have left half a line.
+    A damaged line raises a Refusal. Text after the last newline does not: a killed run may have left half a line.
     """
     lines = outside.read_bytes(path, "records", outside.OWN_BYTES).split(b"\n") if path.exists() else []
     kept = []
     for number, line in enumerate(lines, 1):
         record = parsed(line) or {}
-        lacks = [key for key in ("samples", *figures) if not is_number(record.get(key))]
-        if not lacks and record["samples"] >= 0:
+        missing = [key for key in ("samples", *figures) if not is_number(record.get(key))]
+        if not missing and record["samples"] >= 0:
             kept.append(record)
         elif number < len(lines):
-            why = f"{lacks[0]} is no finite number" if record and lacks else "no record of a run"
+            why = f"{missing[0]} is no finite number" if record and missing else "no record of a run"
             raise Refusal(f"{path} line {number} is damaged ({why}); mend it or set run.dir to another folder")
     return [record for record in kept if record["samples"] <= samples]
 

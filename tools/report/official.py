@@ -120,13 +120,14 @@ def _seeds(paths: list[str], ruleset: str) -> list[str]:
         return []
     text = "\n".join(record.getMessage() for record in records if record.levelno >= logging.ERROR)
     lines = text.partition("errors: ")[2].split("\n")
-    return [line for line in lines if line.startswith(("Result file", "Error found"))]
+    found = [line for line in lines if line.startswith(("Result file", "Error found"))]
+    return found or ["the official seed checker refuses the seeds and gives no reason"]
 
 
 def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> Convergence:
     own_points = points.open(encoding="utf-8") if points else contextlib.nullcontext()
     with _captured() as records, own_points as file:
-        try:  # set_scaling=False would remove /scaling.json
+        try:  # with set_scaling=False the checker would remove scaling.json of the folder "", which is /
             passed, message, factor = rcp_checker.check_directory(
                 str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
             )

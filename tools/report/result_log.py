@@ -89,6 +89,7 @@ def _take(log: ResultLog, line_number: int, line: str, damaged: list[str]) -> No
         return
     entry, rest = _object(text)
     if not isinstance(entry.get("key"), str):
+        log.lines[line_number] = f"{TOKEN}\n"  # the official parser might read an entry that was refused here
         damaged.append(f"line {line_number} has an entry that is cut off or damaged")
         return
     if rest:
