@@ -13,7 +13,7 @@ class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
     overwrite: bool = False  # delete the run that the folder already holds
     resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
-    hang_s: float = 600.0  # end the job after so many seconds without progress; 0: only the backend's own timeout holds
+    hang_s: float = 600.0  # end the job after so many seconds without progress; 0: no watch, only the backend's timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class InitConfig:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save: bool = True  # at the end, at the target and on Ctrl-C, SIGTERM or SIGUSR1; false: never
-    every_samples: int = 0  # also so often, rounded up to whole steps; 0: only at the moments above
+    every_samples: int = 0  # also every so many samples, rounded up to whole steps; 0: only at the moments above
     keep: int = 2  # keep the last so many checkpoints
     keep_every: int = 0  # also keep every n-th checkpoint of every_samples; 0: none
 
@@ -120,7 +120,7 @@ class ParallelConfig:
     dtype: str = "bf16"  # of weights and activations in compute; master weights are always fp32
     reduce_dtype: str = "fp32"  # of the gradient reduction
     reshard_after_forward: bool = True  # free a region's gathered weights until its backward
-    kept_regions: int = 0  # with reshard_after_forward: the last so many regions stay gathered all the same
+    kept_regions: int = 0  # with reshard_after_forward: this number of last regions stays gathered even so
     compile: bool = False  # torch.compile of each region
     compile_cache: str = ""  # with compile: file of compiled code; train.py reads it and writes what it lacks
     activation_budget: float = 1.0  # with compile: share of the activations that are kept for backward, 0 to 1

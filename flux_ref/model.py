@@ -128,7 +128,7 @@ class Modulation(nn.Module):
 
 
 class SplitLinear(nn.Linear):
-    """A linear that returns its outputs in parts of some widths. FP8 casts the gradient of each part by itself."""
+    """A linear that returns its outputs in parts of some widths. Their gradients are cast to FP8 with one scale."""
 
     def __init__(self, in_features: int, widths: Sequence[int]):
         super().__init__(in_features, sum(widths))
@@ -139,7 +139,7 @@ class SplitLinear(nn.Linear):
 
 
 class JoinLinear(nn.Linear):
-    """A linear that takes its inputs in parts. FP8 casts each part by itself."""
+    """A linear that takes its inputs in parts. They are cast to FP8 with one scale."""
 
     def forward(self, *parts: Tensor) -> Tensor:
         return super().forward(torch.cat(parts, dim=-1))

@@ -35,8 +35,9 @@ class Optimizer(Protocol):
     def step(self, norm_factor: Tensor | None = None) -> Tensor:
         """Clip by the norm over all parameters of all ranks, update the weights, clear the gradients.
 
-        At learning rate 0 no bit of a weight changes: the warm-up relies on it. If the norm is not finite, neither a
-        weight nor a moment changes. A graph may hold the step, so it works on the device alone, without a host sync.
+        At learning rate 0 no bit of a weight changes: the steps on synthetic data before a run rely on it. If the norm
+        is not finite, neither a weight nor a moment changes. A graph may hold the step, so it works on the device
+        alone, without a host sync.
 
         norm_factor: a device scalar, the same on all ranks, multiplied into the norm. NaN marks the step as bad; None
                      is 1.

@@ -50,7 +50,7 @@ def mode(cfg: Config, device: torch.device) -> str:
 class StepRunner:
     """Runs the training and the validation step of one net on the buffers that the steps read and write.
 
-    Both steps compute as `state.precision` was told to for the present step, by State.set_clock.
+    Both steps compute in the precision that State.set_clock has chosen for the present step.
     A state without an optimizer has a validation step only, which runs eagerly.
     """
 

@@ -96,7 +96,7 @@ class Shard:
     def __init__(self, path: Path, layout: Layout):
         """Count the samples by the size of the file. Only a file of a wrong size is opened, to name its shapes.
 
-        An archive ends where its last sample's end marker does, or at the next full record, as tar pads it.
+        An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
         Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
         """
         self.path = path

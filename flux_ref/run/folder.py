@@ -20,7 +20,7 @@ from flux_ref.ranks import World
 from flux_ref.run import resuming
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
-RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "outcome.json")
+RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "eval_all.png", "outcome.json")
 CLAIM = ".claim"
 CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
@@ -124,5 +124,6 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
 def _remove(folder: Path) -> None:
     for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
         path.unlink(missing_ok=True)
-    shutil.rmtree(checkpoint_files.folder_of(folder), ignore_errors=True)
+    for derived in (checkpoint_files.folder_of(folder), folder / "tensorboard"):
+        shutil.rmtree(derived, ignore_errors=True)
     _remove_if_empty(folder / "samples")
