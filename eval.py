@@ -29,7 +29,7 @@ from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.ranks import World
-from flux_ref.run import cli, compile_cache, loss_chart, reporter, weight_files
+from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
 from flux_ref.run.alive import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling import drawing
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
     with contextlib.ExitStack() as stack:
         if cfg.parallel.compile:
-            compile_cache.own_folder(cfg, world, stack)
+            compiler_folder.choose(cfg, world, stack)
         watch = HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)
         stack.enter_context(contextlib.closing(watch))
         records = evaluate(cfg, world, watch, paths, options)

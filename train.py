@@ -21,7 +21,7 @@ from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.ranks import World
-from flux_ref.run import cli, compile_cache, folder, resuming, weight_files
+from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling.drawing import Gallery
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
     with contextlib.ExitStack() as stack:
         if cfg.parallel.compile:
-            compile_cache.own_folder(cfg, world, stack)
+            compiler_folder.choose(cfg, world, stack)
         claim = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
@@ -65,10 +65,7 @@ def main(argv: list[str]) -> int:
         saved_step = resumed and resumed.info["step"]
         saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
-        if cfg.parallel.compile_cache:
-            report.say(compile_cache.warm_up(steps, cfg, world))
-        else:
-            steps.warm_up()
+        steps.warm_up()
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])

@@ -24,7 +24,7 @@ from flux_ref import config, config_file, ranks, step_runner
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import compile_cache
+from flux_ref.run import compiler_folder
 from flux_ref.run.environment import commit, device_name
 from flux_ref.run.options import Options, between
 from flux_ref.speed.fp8_product import architecture
@@ -83,7 +83,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
     cfg = config_file.load(args.config, overrides)
     world = ranks.start(cfg.parallel)
     with ExitStack() as stack:
-        compile_cache.own_folder(cfg, world, stack)
+        compiler_folder.choose(cfg, world, stack)
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
             "arch": architecture(world.device),

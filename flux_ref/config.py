@@ -122,7 +122,6 @@ class ParallelConfig:
     reshard_after_forward: bool = True  # free a region's gathered weights until its backward
     kept_regions: int = 0  # with reshard_after_forward: this number of last regions stays gathered even so
     compile: bool = False  # torch.compile of each region
-    compile_cache: str = ""  # with compile: file of compiled code; train.py reads it and writes what it lacks
     activation_budget: float = 1.0  # with compile: share of the activations that are kept for backward, 0 to 1
     recompute: str = "none"  # without compile: keep only the input of each "block" or "region" for backward
     forward_prefetch: int = 0  # gather so many regions ahead; 0: gather the next region while one computes

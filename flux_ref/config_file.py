@@ -14,6 +14,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
 REMOVED = {  # keys of earlier versions, with the only value that is left
+    "parallel.compile_cache": "",
     "parallel.separate_reduce_scatter": False,
     "parallel.reduce_buffers": 0,
     "parallel.sum_reduction": False,

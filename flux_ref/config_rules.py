@@ -92,9 +92,6 @@ def validate(cfg: Config) -> None:
     _validate_model(cfg)
     _validate_parallel(cfg.parallel)
     _validate_precision(cfg)
-    cache = cfg.parallel.compile_cache
-    if cache and not (cfg.parallel.compile and cfg.train.synthetic_steps):
-        raise Refusal(f"parallel.compile_cache={cache} needs parallel.compile=true and train.synthetic_steps above 0")
     if cfg.checkpoint.keep_every and not cfg.checkpoint.every_samples:
         raise Refusal("checkpoint.keep_every counts the checkpoints of checkpoint.every_samples; set that above 0")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):

@@ -143,9 +143,9 @@ def test_a_key_that_a_file_gives_twice_is_refused(tmp_path):
 
 def test_a_removed_key_is_read_where_it_says_what_runs_do_and_refused_elsewhere(tmp_path):
     for key, value in config_file.REMOVED.items():
-        assert loaded(tmp_path, f"{key} = {str(value).lower()}") == loaded(tmp_path, "")
+        assert loaded(tmp_path, f"{key} = {json.dumps(value)}") == loaded(tmp_path, "")
         assert config_file.from_flat("config", {key: value}) == Config(name="config")
-        asked = str(not value).lower()
+        asked = json.dumps("other" if isinstance(value, str) else not value)
         assert refusal(tmp_path, f"{key} = {asked}").startswith(f"{key}={asked}: this key was removed"), key
 
 

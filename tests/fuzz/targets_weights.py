@@ -1,4 +1,4 @@
-"""Targets: checkpoints, weights as people keep them, the autoencoder, the compiler's cache.
+"""Targets: checkpoints, weights as people keep them, the autoencoder.
 
 Files of weights without a manifest have no checksum. Damage to their payload changes the value that it hits. The oracle
 reads each hurt file by the library of safetensors, and each tensor must have the bytes found there. A checkpoint has
@@ -6,7 +6,6 @@ checksums: none of its bytes may change unseen. Whoever renews the checksums of 
 checkpoint.
 """
 
-import hashlib
 import json
 import shutil
 import zlib
@@ -17,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from fuzz.damage import BYTES, JSON, Edit, at, number, tree, word
+from fuzz.damage import JSON, Edit, at, number, tree, word
 from fuzz.damage_files import PLACES, SAFETENSORS, renamed
 from fuzz.engine import Target
 from fuzz.targets_data import crc
@@ -29,7 +28,7 @@ from flux_ref.formats import checkpoint_files, diffusers_names
 from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
-from flux_ref.run import compile_cache, weight_files
+from flux_ref.run import weight_files
 from flux_ref.sampling import vae
 
 CFG = config_file.load(Path(__file__).parents[1] / "micro.toml")
@@ -211,24 +210,6 @@ def read_diffusers_vae(folder: Path) -> list:
     return [found.pop(name)[1] for name in vae.diffusers_table(vae.Autoencoder(VAE))] + list(found)
 
 
-# The compiler's cache
-
-
-def make_cache(folder: Path) -> None:
-    compile_cache.write(folder / "cache", b"what torch saved" * 60)
-
-
-def run_cache(folder: Path) -> int:
-    return crc(compile_cache.read(Path("cache")))
-
-
-def judge_cache(folder: Path, outcome: int) -> str:
-    """A missing file is none."""
-    content = Path("cache").read_bytes() if Path("cache").is_file() else b""
-    is_right = content[:32] == hashlib.sha256(content[32:]).digest() if content else outcome == crc(b"")
-    return "" if is_right else "code of a damaged file"
-
-
 SUMS = {"tree": tree, "number": number, "word": word}
 CHECKPOINTS = (
     at("run/**/*.safetensors", SAFETENSORS, "file_")
@@ -258,5 +239,4 @@ TARGETS = [
     Target("unlisted", partial(make_diffusers, has_index=False), TWO, FOLDER, reading=IN_FOLDER),
     Target("vae", make_vae, AE, partial(run_vae, "set/ae.safetensors"), reading=read_vae),
     Target("vae_of_diffusers", make_vae, VAE_OF_DIFFUSERS, partial(run_vae, "set/vae"), reading=read_diffusers_vae),
-    Target("compile_cache", make_cache, at("cache", BYTES), run_cache, judge=judge_cache),
 ]
