@@ -27,7 +27,7 @@ from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.formats import checkpoint_files, jsonl
+from flux_ref.formats import checkpoint_files, jsonl, outside
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
 from flux_ref.run.alive import HangWatch
@@ -143,7 +143,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         steps.state.set_clock(samples // cfg.train.global_batch, samples)  # for the precision of the run at that time
         record = {"weights": str(path), "samples": samples}
         count = f"{samples:,}" if is_clocked else "an unknown number of"
-        say(f"{path} after {count} training samples")
+        whose = f"{source.info['name']}, run {source.info['run']}, " if "run" in source.info else ""
+        say(outside.printable(f"{path}: {whose}after {count} training samples"))
         if not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=watch.at)
             say(table(result))

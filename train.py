@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         claim = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
-        report.introduce(*sizes.values())
+        report.introduce(claim.identity, *sizes.values())
         alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
@@ -59,18 +59,19 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         state = initial_state(cfg, world, claim.checkpoint)
-        resumed = resuming.load_weights(claim.checkpoint, state, sizes) if claim.checkpoint else None
+        facts = {"run": claim.identity} | sizes
+        resumed = resuming.load_weights(claim.checkpoint, state, cfg, facts) if claim.checkpoint else None
         steps = StepRunner(state, cfg, world)
         stack.callback(steps.close)
         saved_step = resumed and resumed.info["step"]
-        saver = checkpoint.Saver(cfg, world, sizes, report.say, saved_step) if cfg.checkpoint.save else None
+        saver = checkpoint.Saver(cfg, world, facts, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         steps.warm_up()
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
-            report.resume(state.step, state.samples)
+            report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
         steps.capture()
 
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)

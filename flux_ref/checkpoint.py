@@ -19,7 +19,7 @@ import torch
 from flux_ref import config, ranks, schedule, sharding
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import checkpoint_files
+from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.model import parameter_table
 from flux_ref.optim import BYTES_PER_PARAMETER
@@ -87,16 +87,16 @@ class Saver:
     """
 
     def __init__(
-        self, cfg: Config, world: World, sizes: dict[str, int], say: Callable[[str], None], saved: int | None = None
+        self, cfg: Config, world: World, facts: dict[str, object], say: Callable[[str], None], saved: int | None = None
     ):
         """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
 
-        sizes: {"train_samples", "val_samples"}, for the manifest. saved: the step of the checkpoint that the
-        run started from, which is not saved again.
+        facts: {"run", "train_samples", "val_samples"}, for the manifest: the run's identity and its data. saved: the
+        step of the checkpoint that the run started from, which is not saved again.
         """
         self.cfg = cfg
         self.world = world
-        self.sizes = sizes
+        self.facts = facts
         self.say = say
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
@@ -142,7 +142,7 @@ class Saver:
             "step": state.step,
             "samples": state.samples,
             "skipped": {str(sample): reason for sample, reason in skipped.items()},
-            **self.sizes,
+            **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),
             "world_size": self.world.size,
@@ -150,6 +150,8 @@ class Saver:
         }
         try:
             with ranks.agreed(self.group):
+                if self.world.rank == 0:
+                    info["records"] = jsonl.stamps(self.run)
                 wait_for_copy = self._copy(state)
         except Refusal as error:
             self._fail(final, error)
@@ -225,7 +227,8 @@ class Saver:
                 checkpoint_files.publish(partial, final, checkpoint_files.manifest(info, parts))
 
     def _prune(self) -> None:
-        """Delete all checkpoints but the last checkpoint.keep and every checkpoint.keep_every-th."""
+        """Delete replaced runs, and all checkpoints but the last checkpoint.keep and every checkpoint.keep_every-th."""
+        checkpoint_files.remove_overwritten(self.run)
         cfg = self.cfg
         interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
         for path in checkpoint_files.list_checkpoints(self.run)[: -cfg.checkpoint.keep]:

@@ -32,15 +32,22 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """
     path = Path(path)
     name = path.stem if path.stem != "config" else path.resolve().parent.name
+    if not name.strip("."):  # its run would lie in runs/ itself
+        raise Refusal(f"config {path} has no name that a run's folder can have; rename the file")
     return _build(name, _read(path) | _parse_all(overrides))
 
 
 def of_run(folder: Path) -> Config:
     """The config that a run has written into its folder. Raises: Refusal."""
+    require_run(folder)
+    return load(folder / "config.toml")
+
+
+def require_run(folder: Path) -> None:
+    """Raises: Refusal unless the folder holds a config.toml that a run wrote."""
     path = folder / "config.toml"
     if not path.is_file() or "run.dir" not in _read(path):
         raise Refusal(f"{folder} holds no run (no {path} that a run wrote); give a run's folder, such as runs/tiny")
-    return load(path)
 
 
 def override(cfg: Config, overrides: list[str]) -> Config:

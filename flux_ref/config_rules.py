@@ -6,6 +6,7 @@ Each refusal names the key, the value, the rule and the remedy.
 from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig, flat, micro_batch
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
+from flux_ref.formats.outside import shown
 from flux_ref.speed import policy
 
 CHOICES = {
@@ -68,6 +69,7 @@ MOST = {
     "sample.steps": 10**6,
     "sample.guidance": 10**6,
 }
+LEAST_EPS = 1e-30
 MOST_ELEMENTS = 2**50  # of a step's largest tensor
 
 
@@ -87,6 +89,10 @@ def validate(cfg: Config) -> None:
         texts = "".join(leaf for leaf in toml_file.leaves(value) if isinstance(leaf, str))
         if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in texts):
             raise Refusal(f"{key}={value!r} holds a null byte or is not UTF-8")
+        if texts.startswith("~"):
+            raise Refusal(f"{key}={value!r} begins with ~, which only a shell replaces; write the whole path")
+    if cfg.optim.eps < LEAST_EPS:
+        raise Refusal(f"optim.eps={cfg.optim.eps} vanishes in fp32, where AdamW divides by it; use {LEAST_EPS} or more")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
     _validate_model(cfg)
@@ -111,7 +117,7 @@ def _validate_model(cfg: Config) -> None:
     if model.hidden % model.heads:
         raise Refusal(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     if len(model.rope_axes) != 3 or any(axis % 2 or axis < 0 for axis in model.rope_axes):
-        raise Refusal(f"model.rope_axes={list(model.rope_axes)} must be three even numbers")
+        raise Refusal(f"model.rope_axes={shown(list(model.rope_axes))} must be three even numbers")
     if sum(model.rope_axes) != model.head_dim:
         raise Refusal(f"model.rope_axes={list(model.rope_axes)} must add up to hidden / heads = {model.head_dim}")
     if model.latent_height % 2 or model.latent_width % 2:

@@ -8,6 +8,7 @@ speed/graphs.py and speed/attention.py.
 import json
 import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from flux_ref.speed.graphs import guard_expandable
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MOST = 2**20  # ranks
+MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
 SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
 
@@ -54,11 +56,10 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) -> World:
+def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
     timeout_s: the limit of one collective; 0 for the backend's default.
-    one_thread: compute in one CPU thread, as torchrun asks several ranks to. numerics: more threads round otherwise.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
@@ -66,13 +67,15 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) 
         raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
     address = host_of_environment("MASTER_ADDR")
     port = of_environment("MASTER_PORT", 0, 65535, 0)
+    if not missing:
+        _require_known(address)
     size = of_environment("WORLD_SIZE", 1, MOST, 1)
     rank = of_environment("RANK", 0, size - 1, 0)
     device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
-    if one_thread and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads(size, device))
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
@@ -88,6 +91,25 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, one_thread: bool = True) 
         for group in mesh.get_all_groups():
             set_timeout(timeout, group)
     return World(rank, size, device, mesh, nodes)
+
+
+def threads(size: int, device: torch.device) -> int:
+    """CPU threads of a rank. numerics: sums of several threads round otherwise than those of one.
+
+    A rank that is alone on a CPU takes up to MOST_THREADS cores. Several ranks of a node take one thread each, as
+    torchrun asks them to.
+    """
+    if size > 1 or device.type != "cpu":
+        return 1
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+
+
+def _require_known(address: str) -> None:
+    """Raises: Refusal for a host that no name server knows; torch would ask for it for many minutes."""
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise Refusal(f"MASTER_ADDR={address!r} is no known host ({error.strerror}); mend it") from None
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:

@@ -127,7 +127,8 @@ class StepRunner:
                 sharding.reshard(state.net)
                 if self.health.first_bad.max() != NEVER:  # sync: before the clock starts
                     raise Fault(
-                        "the warm-up's loss or gradient norm is not finite; the device or a library is at fault"
+                        "the warm-up's loss or gradient norm is not finite: weights of init.weights or of a checkpoint"
+                        " are too large, or the device or a library is at fault"
                     )
                 self.warm_s = time.perf_counter() - begin
         state.opt.reset()

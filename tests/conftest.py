@@ -23,9 +23,9 @@ from flux_ref.toy import make
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# The workers of pytest-xdist share the cores.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Several threads may round a sum otherwise than the one thread of a rank under torchrun.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 pytest_plugins = ["gpu_marks"]
 ROOT = Path(__file__).parent.parent
@@ -170,12 +170,3 @@ def attempt(capsys) -> Callable:
         return code, out, the_line(err, name) if code else ""
 
     return run
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Several threads may round a sum otherwise than the one thread of a rank under torchrun."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

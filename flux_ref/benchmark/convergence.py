@@ -102,7 +102,15 @@ def of_config(cfg: Config) -> Band | None:
     """The band that eval.band names; None if there is none for this config. Raises: Refusal."""
     if cfg.eval.band == "public":
         return public_band(cfg.train.global_batch) if is_benchmark(cfg) else None
-    return band(Path(cfg.eval.band), cfg.train.global_batch, cfg.eval.band) if cfg.eval.band else None
+    if not cfg.eval.band:
+        return None
+    batch = cfg.train.global_batch
+    found = band(Path(cfg.eval.band), batch, cfg.eval.band)
+    if found is None:
+        raise Refusal(
+            f"eval.band={cfg.eval.band} has no runs of batch {batch} or of batches on both sides; set another"
+        )
+    return found
 
 
 def is_benchmark(cfg: Config) -> bool:

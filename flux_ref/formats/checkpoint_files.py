@@ -26,6 +26,7 @@ from flux_ref.formats.safetensors_io import BLOCK, DTYPE_NAMES, DTYPES, FileEntr
 FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_([0-9]{9})")
+OVERWRITTEN = "overwritten_"  # and a number: the run that a newer one in its folder has replaced
 
 
 def folder_of(run: Path) -> Path:
@@ -46,6 +47,12 @@ def step_of(checkpoint: Path) -> int:
 def clean(run: Path) -> None:
     """Remove what interrupted saves and deletions have left."""
     for path in folder_of(run).glob(".step_*"):
+        remove(path)
+
+
+def remove_overwritten(run: Path) -> None:
+    """Delete the runs that this run has replaced. Called when it has something worth keeping."""
+    for path in run.glob(f"{OVERWRITTEN}*"):
         remove(path)
 
 

@@ -18,7 +18,13 @@ from flux_ref.formats.safetensors_io import BLOCK, DTYPES, FileEntry, Moved
 MANIFEST_BYTES = 2**30  # that of 512 ranks has 70 MB
 MOST = 2**53  # of any number in a manifest
 INFO = {"step": int, "samples": int, "name": str, "config": dict}  # what each manifest says of the training
-MORE_INFO = {"train_samples": int, "val_samples": int, "skipped": dict}  # what a run's checkpoint says besides
+MORE_INFO = {
+    "train_samples": int,
+    "val_samples": int,
+    "skipped": dict,
+    "run": str,
+    "records": dict,
+}  # what a run's checkpoint says besides
 
 
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:

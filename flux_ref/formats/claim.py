@@ -1,4 +1,4 @@
-"""A claim: a small file that names the one process which may write beside it. It needs no locks of the file system.
+"""A claim: a small file that names the one process which may write at a place. It needs no locks of the file system.
 
 A process makes the file exclusively, so one of two processes gets the claim. The file stays when its process is killed.
 On the same host the next process sees this and takes the claim. A process on another host cannot see it: it is
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, outside
+from flux_ref.formats import outside
 
 POLL_S = 0.1
+NAMELESS_S = 1.0  # a claim that names no process is damaged, or its process is about to write the name
 MOST_BYTES = 4096
 LOCAL = "/dev/shm"  # a folder with locks: processes that take over a claim are on one host
 
@@ -43,34 +44,49 @@ def take(path: Path, wait_s: float = 0.0) -> Claim | None:
     pid = os.getpid()
     who = f"process {pid} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     own = Claim(path, f"{who}\n{_place()}\n{pid}\n{_started(pid)}\n")
-    deadline = time.monotonic() + wait_s
+    begin = time.monotonic()
     while not _make(own):
         if _has_ended(path):
             _remove_ended(path)
-        elif time.monotonic() >= deadline:
+            continue
+        waited = time.monotonic() - begin
+        if waited >= wait_s or (waited >= NAMELESS_S and not _owner(path)):
             return None
-        else:
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)
+    return own
+
+
+def hold(path: Path, what: str, remedy: str, wait_s: float = 0.0) -> Claim:
+    """`take`, or a Refusal of `what`, which another process is doing. Raises: OSError."""
+    own = take(path, wait_s)
+    if own is None:
+        raise Refusal(f"{what} by another job ({owner(path)}); {remedy}")
     return own
 
 
 def owner(path: Path) -> str:
     """The process that has a claim, and what to delete if it has ended, in words."""
-    who = _read(path).partition("\n")[0] or "an unknown process"
-    return outside.printable(f"{who}; if it has ended, delete {path}")
+    return outside.printable(f"{_owner(path) or 'an unknown process'}; if it has ended, delete {path}")
+
+
+def _owner(path: Path) -> str:
+    return _read(path).partition("\n")[0]
 
 
 def _make(own: Claim) -> bool:
     """Write a claim unless there is one. Returns whether there was none. Raises: OSError."""
     try:
-        with files.naming(own.path), own.path.open("xb", buffering=0) as file:
-            try:
-                file.write(own.content.encode())
-            except OSError:
-                own.path.unlink()
-                raise
+        file = own.path.open("xb", buffering=0)
     except FileExistsError:
         return False
+    rest = own.content.encode()
+    with file:
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            own.path.unlink()
+            raise OSError(error.errno, error.strerror, str(own.path)) from None
     return True
 
 

@@ -1,6 +1,7 @@
 """Files, folders and lines that appear whole or not at all.
 
-What is being written lies beside its place as `.NAME.partial`. No reader looks at such a name.
+What is being written lies beside its place as `.NAME.flux_ref_partial`. Its claim, `.NAME.flux_ref_claim`, names the
+one process that may write it. No reader looks at such names.
 """
 
 import contextlib
@@ -9,10 +10,19 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from flux_ref.formats import claim
+
+CLAIM, PARTIAL = ".flux_ref_claim", ".flux_ref_partial"  # how the names of what is being written end
+
+
+def claim_of(path: Path) -> Path:
+    """The claim of the process that writes `path`."""
+    return path.with_name(f".{path.name}{CLAIM}")
+
 
 def partial_of(path: Path) -> Path:
     """The place where what becomes `path` is written."""
-    return path.with_name(f".{path.name}.partial")
+    return path.with_name(f".{path.name}{PARTIAL}")
 
 
 @contextlib.contextmanager
@@ -21,10 +31,11 @@ def whole(path: Path) -> Iterator[Path]:
 
     A file replaces an older one of its name. A folder does not: an OSError is raised if `path` holds something.
     The bytes are on the disk before the name is. Files inside a folder are synced by who writes them.
-    Raises: OSError, which names the file.
+    Raises: Refusal if another process writes the same; OSError, which names the file.
     """
     partial = partial_of(path)
-    with naming(path):
+    remedy = "wait for it or choose another name"
+    with naming(path), claim.hold(claim_of(path), f"{path} is being written", remedy):
         remove(partial)  # a process that was killed may have left one
         try:
             yield partial
@@ -60,18 +71,21 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block names a file. The system's errors of writing, such as a full disk, name none."""
+    """An OSError of the block names a file. The system's errors of writing, such as a full disk, name none.
+
+    An error of the claim or of the partial file is told of the file that the user knows.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or error.filename not in (None, str(partial_of(path)), str(claim_of(path))):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def append(path: Path, content: str | bytes, on_disk: bool = False) -> None:
     """Append text or bytes to a file. on_disk: wait until it is on the disk. After an OSError the file is as before."""
-    with naming(path), path.open("ab", buffering=0) as file:
+    with naming(path), open(path, "ab", buffering=0, opener=_never_waiting) as file:
         size = file.seek(0, os.SEEK_END)
         rest = content.encode() if isinstance(content, str) else content
         try:
@@ -83,3 +97,8 @@ def append(path: Path, content: str | bytes, on_disk: bool = False) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _never_waiting(path: str, flags: int) -> int:
+    """Open a file for `open`. A pipe that nobody reads is an OSError; without O_NONBLOCK it would wait for ever."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

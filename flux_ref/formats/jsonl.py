@@ -5,6 +5,7 @@ Also outcome.json, which says how the run ended.
 
 import json
 import math
+import zlib
 from pathlib import Path
 
 from flux_ref.errors import Refusal
@@ -12,6 +13,7 @@ from flux_ref.formats import outside
 from flux_ref.formats.files import write_whole
 
 REACHED, ENDED = "target reached", "train.max_samples reached"  # `outcome` of a run that came to its end
+FILES = ("metrics.jsonl", "eval.jsonl")
 MOST = 1e100  # sums, squares and ratios of figures up to here are finite too
 
 
@@ -20,7 +22,7 @@ def records(path: Path, samples: float = math.inf, figures: tuple[str, ...] = ()
 
     A damaged line raises a Refusal. Text after the last newline does not: a killed run may have left half a line.
     """
-    lines = outside.read_bytes(path, "records", outside.OWN_BYTES).split(b"\n") if path.exists() else []
+    lines = _content(path).split(b"\n")
     kept = []
     for number, line in enumerate(lines, 1):
         record = parsed(line) or {}
@@ -63,6 +65,26 @@ def outcome(run: Path) -> str:
     if ending not in (REACHED, ENDED):
         raise Refusal(f"{run}/outcome.json is damaged (its outcome is neither {REACHED!r} nor {ENDED!r}); mend it")
     return ending
+
+
+def stamps(run: Path) -> dict[str, list[int]]:
+    """Length in bytes and CRC-32 of a run's records so far, by file. A checkpoint holds them. Raises: Refusal."""
+    contents = {name: _content(run / name) for name in FILES}
+    return {name: [len(content), zlib.crc32(content)] for name, content in contents.items()}
+
+
+def strangers(run: Path, stamps: dict[str, list[int]]) -> list[str]:
+    """The files of records that do not begin as `stamps` of a checkpoint say. Raises: Refusal."""
+    found = []
+    for name, (size, checksum) in stamps.items():
+        begin = _content(run / name)[:size]
+        if [len(begin), zlib.crc32(begin)] != [size, checksum]:
+            found.append(name)
+    return found
+
+
+def _content(path: Path) -> bytes:
+    return outside.read_bytes(path, "records", outside.OWN_BYTES) if path.exists() else b""
 
 
 def rewrite(path: Path, kept: list[dict]) -> None:

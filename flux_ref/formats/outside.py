@@ -50,7 +50,7 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
 def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
     """The text of a regular UTF-8 file of at most `most` bytes. Raises: Refusal."""
     try:
-        return read_bytes(path, what, most).decode()
+        return read_bytes(path, what, most).decode("utf-8-sig")  # editors of Windows write a mark of three bytes
     except UnicodeDecodeError as error:
         raise Refusal(f"{what} {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
@@ -58,7 +58,7 @@ def read_text(path: Path, what: str, most: int = TEXT_BYTES) -> str:
 def parse_json(text: str | bytes) -> object:
     """The value of a JSON text. Raises: ValueError, also for nesting that is too deep and for bytes beyond UTF-8."""
     try:
-        return shallow(json.loads(text.decode() if isinstance(text, bytes) else text))  # json would take UTF-16, too
+        return shallow(json.loads(text if isinstance(text, str) else text.decode()))  # json would take UTF-16, too
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -252,7 +252,7 @@ def paths_of(folder: Path, split: str) -> list[Path]:
         from flux_ref.formats import energon  # brings yaml, which few folders need
 
         return energon.shards_of(folder, split)
-    if not (paths := sorted(folder.glob("*.tar"))):
+    if not (paths := sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
 
@@ -266,7 +266,9 @@ def _tar_entry(content: np.ndarray | bytes, begin: int, where: str) -> tuple[str
     """(name, size) of the member whose tar header begins at a byte. Raises: BadSample."""
     block = bytes(content[begin : begin + BLOCK])
     try:
-        if block[257:262] != b"ustar" or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
+        checksum = sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")  # tar counts its own field as blanks
+        is_file = block[257:262] == b"ustar" and block[156:157] in (b"0", b"\0")
+        if not is_file or int(block[148:154], 8) != checksum or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
             raise ValueError
         return block[:100].rstrip(b"\0").decode(), int(size[1], 8)
     except ValueError:
@@ -291,10 +293,13 @@ def parse_meta(key: str, text: bytes, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
     try:
         content = outside.parse_json(text)
+        named = content.get("key", key)
         timestep = content.get("timestep")
         caption = content.get("caption") or ""
     except (ValueError, AttributeError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
+    if named != key:
+        raise BadSample(f"{where}: {key}.json is of sample {outside.shown(named)}; copy or make the shard again")
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
     return Meta(key, timestep, str(caption))

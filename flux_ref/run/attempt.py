@@ -25,10 +25,11 @@ def attempt(name: str, task: Callable[[], int]) -> int:
     except (Refusal, Fault, KeyboardInterrupt) as error:
         stop = Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
         complain(name, stop)
+        give_up_full_streams()
         return stop.exit_code
     except OSError as error:
         complain(name, error)
-        _give_stdout_up()
+        give_up_full_streams()
         return Fault.exit_code if error.errno in BROKEN_DISK and error.filename else Refusal.exit_code
 
 
@@ -67,25 +68,31 @@ def lasting_terminal() -> Iterator[None]:
 
 
 def make_terminal_patient() -> None:
-    """Escape what a terminal or a file in another encoding than UTF-8 cannot show."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Escape what a terminal or a file in another encoding than UTF-8 cannot show. A closed stream shows nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as after `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def complain(name: str, error: Stop | OSError | str) -> None:
-    """Print the one line with which a command ends."""
+    """Print the one line with which a command ends. A full stderr takes no line; the exit code still tells."""
+    if isinstance(error, OSError) and error.filename is not None:
+        error = f"{error.filename}: {error.strerror}; make it readable and writable, or give another path"
     line = one_line(f"{name}: {error}")
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its own report
         cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": cause}))
 
 
-def _give_stdout_up() -> None:
-    """Close a full stdout. Otherwise Python writes to it again at its end, and changes the exit code."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def give_up_full_streams() -> None:
+    """Close full streams. Otherwise Python writes to them again at its end, and changes the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -4,7 +4,6 @@ import inspect
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -16,18 +15,20 @@ from flux_ref import config, ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import whole_number
 from flux_ref.run.alive import SIGNALS, follow_launcher, received
-from flux_ref.run.attempt import complain, lasting_terminal, make_terminal_patient
+from flux_ref.run.attempt import complain, give_up_full_streams, lasting_terminal, make_terminal_patient
 
 LINGER_S = 5.0
 
 
-def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+def run(name: str, usage: str | None, task: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a task. An error becomes one line and an exit code: 0 done, 2 refused, 3 broken, 128 + signal."""
     make_terminal_patient()
     if "-h" in argv or "--help" in argv:
+        usage = usage or "Python's option -OO leaves the help out; start without it"
         if "flux_ref/config.py" in usage:  # its options are keys
             usage += key_list()
-        print(usage)
+        with lasting_terminal():
+            print(usage)
         return 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=follow_launcher, args=(name,), daemon=True).start()
@@ -81,8 +82,7 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
 
 def leave(code: int) -> NoReturn:
     """End the process at once, because static destructors of a backend's threads can abort a finished run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    give_up_full_streams()
     os._exit(code)
 
 

@@ -1,26 +1,32 @@
 """Claims a run's folder for one job, and picks the checkpoint from which a run goes on.
 
-Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it.
+Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it. run.overwrite=true
+moves the old run into overwritten_1 (or _2, ...) of the folder. It is deleted with the first checkpoint of the new run.
 """
 
 import os
-import shutil
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
-from flux_ref.formats.claim import owner, take
-from flux_ref.formats.files import write_whole
+from flux_ref.formats import checkpoint_files, files, jsonl
+from flux_ref.formats.claim import hold
 from flux_ref.ranks import World
 from flux_ref.run import resuming
 
 RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
-RUN_FILES = ("config.toml", "environment.json", *RECORDS, "loss.png", "eval_all.png", "outcome.json")
+ENVIRONMENT = "environment.json"
+# All that train.py, eval.py and tools.watch write into a run's folder, as patterns of names. Nothing else is moved.
+WRITTEN = (
+    *("config.toml", ENVIRONMENT, *RECORDS, "loss.png", "eval_all.png", "outcome.json"),
+    *("samples/[0-9]*.png", "samples/strip.png", "samples/eval_*.png", "checkpoints/step_*", "tensorboard"),
+)
 CLAIM = ".claim"
 CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds
 
@@ -31,6 +37,7 @@ class Start:
 
     is_new: bool  # nothing has been trained in this folder
     checkpoint: Path | None  # from which to go on
+    identity: str  # of the run: drawn at its first start
 
 
 @contextmanager
@@ -43,12 +50,13 @@ def claimed(cfg: Config, world: World) -> Iterator[Start]:
     # Has torchrun started this job before? Only the node that failed counts its restarts, so all ranks are asked.
     restarted = any(ranks.gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     with ExitStack() as stack:
-        start = Start(False, None)
+        start = Start(False, None, "")
         with ranks.agreed():
             if world.rank == 0:
                 start = stack.enter_context(claim(cfg, restarted))
-        is_new, checkpoint = ranks.gather_objects([start.is_new, start.checkpoint and str(start.checkpoint)])[0]
-        yield Start(is_new, checkpoint and Path(checkpoint))
+        own = [start.is_new, start.checkpoint and str(start.checkpoint), start.identity]
+        is_new, checkpoint, identity = ranks.gather_objects(own)[0]
+        yield Start(is_new, checkpoint and Path(checkpoint), identity)
 
 
 @contextmanager
@@ -57,34 +65,49 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     folder = config.run_dir(cfg)
     is_new = False
     is_made = not folder.exists()
+    aside = None
     with ExitStack() as stack:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if is_made:
                 stack.callback(_remove_if_empty, folder)
-            if not (own := take(folder / CLAIM, CLAIM_WAIT_S)):
-                who = owner(folder / CLAIM)
-                raise Refusal(f"{folder} is in use by another job ({who}); wait for it or set run.dir to another")
-            stack.enter_context(own)
+            remedy = "wait for it or set run.dir to another"
+            stack.enter_context(hold(folder / CLAIM, f"{folder} is in use", remedy, CLAIM_WAIT_S))
         try:
             with _writing(folder):
-                checkpoint = _checkpoint(cfg, folder, restarted)
+                # A restarted job must not overwrite its own run.
+                if cfg.run.overwrite and not restarted and (folder / "config.toml").exists():
+                    aside = _set_aside(cfg, folder)
+                checkpoint = None if aside else _checkpoint(cfg, folder, restarted)
                 checkpoint_files.clean(folder)
+                identity = identity_of(folder) or secrets.token_hex(8)
                 if checkpoint is None:
                     write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
-            yield Start(is_new, checkpoint)
+            yield Start(is_new, checkpoint, identity)
         except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
-                _remove(folder)
+                for path in _written(folder):
+                    files.remove(path)
+                _remove_emptied(folder)
+            if aside and not (folder / "config.toml").exists():
+                _move(aside, folder)
+                aside.rmdir()
             raise
+
+
+def identity_of(folder: Path) -> str:
+    """The identity of a folder's run; "" if the run has none, or none that can be read."""
+    with suppress(Refusal):
+        return str(jsonl.json_object(folder / ENVIRONMENT).get("run", ""))
+    return ""
 
 
 def write_config(cfg: Config) -> None:
     """Write what the run in a folder trains. A run that goes on has its old config until it trains."""
     folder = config.run_dir(cfg)
     own = config_file.replace(cfg, run__dir=str(folder), run__overwrite=False, run__resume="auto")
-    write_whole(folder / "config.toml", config_file.dump(own))
+    files.write_whole(folder / "config.toml", config_file.dump(own))
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -103,11 +126,10 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
     """The checkpoint from which this config goes on in the folder. None for a new run. Raises: Refusal."""
-    if cfg.run.overwrite and not restarted:  # a restarted job must not delete its own run
-        _remove(folder)
-        return None
     if not (folder / "config.toml").exists():
-        if strange := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+        if strange := [
+            path.name for path in folder.iterdir() if not path.name.startswith((".", checkpoint_files.OVERWRITTEN))
+        ]:
             raise Refusal(f"{folder} holds {strange[0]} but no run; set run.dir to another folder")
         if cfg.run.resume == "must":
             raise Refusal(f"{folder} holds no run to continue; set run.dir to one or run.resume=auto")
@@ -121,9 +143,33 @@ def _checkpoint(cfg: Config, folder: Path, restarted: bool) -> Path | None:
     return saved[-1] if saved else None
 
 
-def _remove(folder: Path) -> None:
-    for path in (*(folder / name for name in RUN_FILES), *folder.glob("samples/*.png")):
-        path.unlink(missing_ok=True)
-    for derived in (checkpoint_files.folder_of(folder), folder / "tensorboard"):
-        shutil.rmtree(derived, ignore_errors=True)
-    _remove_if_empty(folder / "samples")
+def _written(folder: Path) -> list[Path]:
+    """What a run has written into its folder."""
+    return [path for pattern in WRITTEN for path in folder.glob(pattern)]
+
+
+def _set_aside(cfg: Config, folder: Path) -> Path:
+    """Move the run of a folder into a new folder in it. Raises: Refusal if there is none, or if it is still needed."""
+    config_file.require_run(folder)
+    start = Path(cfg.init.weights).resolve()
+    if cfg.init.weights and start.is_relative_to(folder.resolve()):
+        rule = f"init.weights={cfg.init.weights} is of the run that run.overwrite=true replaces"
+        raise Refusal(f"{rule}; set run.dir to another folder")
+    names = (f"{checkpoint_files.OVERWRITTEN}{number}" for number in count(1))
+    aside = next(folder / name for name in names if not (folder / name).exists())
+    _move(folder, aside)
+    return aside
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move what a run has written from one folder into another."""
+    for path in _written(source):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+    _remove_emptied(source)
+
+
+def _remove_emptied(folder: Path) -> None:
+    for path in (checkpoint_files.folder_of(folder), folder / "samples"):
+        _remove_if_empty(path)

@@ -21,7 +21,11 @@ class Options(argparse.ArgumentParser):
         """Raises: Refusal. argparse of Python 3.11 drops a value that is two dashes."""
         if empty := next((word for word in args or () if word.endswith("=--")), None):
             self.error(f"{shown(empty)} gives no value")
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.option_strings and getattr(found, action.dest, None) == "" != action.default:
+                self.error(f"{action.option_strings[-1]} gives no value")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; see --help")

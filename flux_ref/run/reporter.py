@@ -20,6 +20,7 @@ from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
+from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.formats.files import append, write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, is_number, records, rewrite
 from flux_ref.formats.outside import printable
@@ -79,14 +80,17 @@ class Reporter:
             self.say(f"{what} NOT drawn: {error}; the run goes on without")
 
     @ranks.agreed()
-    def introduce(self, train_count: int, val_count: int) -> None:
-        """Print what runs, and write environment.json. train_count, val_count: samples. Collective. Raises: Refusal."""
+    def introduce(self, identity: str, train_count: int, val_count: int) -> None:
+        """Print what runs, and write environment.json. Collective. Raises: Refusal.
+
+        identity: of the run. train_count, val_count: samples.
+        """
         self.val_count = val_count
         if not self.speaks:
             return
         cfg = self.cfg
         world = self.world
-        facts = environment(world)
+        facts = {"run": identity} | environment(world)
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         shards = world.size // world.replicas
         micro = config.micro_batch(cfg, world.size)
@@ -113,17 +117,22 @@ class Reporter:
             f"  run     {self.folder}{size}",
         )
         self.say("\n".join(lines))
+        for path in sorted(self.folder.glob(f"{checkpoint_files.OVERWRITTEN}*")):
+            sides.append(f"  {path} holds the run that was overwritten, until this run has a checkpoint")
         for line in (*sides, *closed.warnings(cfg, train_count, val_count)):
             self.say(line)
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
-    def resume(self, step: int, samples: int) -> None:
+    def resume(self, step: int, samples: int, stamps: dict[str, list[int]]) -> None:
         """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
 
         The run repeats what came after the checkpoint, with the same results.
+        stamps: of the records, as the checkpoint has them.
         """
+        strangers = []
         with ranks.agreed():
             if self.speaks:
+                strangers = jsonl.strangers(self.folder, stamps)
                 trained = records(self.folder / "metrics.jsonl", samples, ("loss",))
                 evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
                 rewrite(self.folder / "metrics.jsonl", trained)
@@ -131,6 +140,8 @@ class Reporter:
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = ranks.gather_objects(self.val_curve)[0]
+        for name in strangers:
+            self.say(f"  {self.folder}/{name} lacks records of this run or holds another run's; the run goes on")
         self.log.disqualify(f"{RESUMED} {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
@@ -272,6 +283,7 @@ class Reporter:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": val_loss, "not_a_timed_result": self.log.flaw}
             write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
+            checkpoint_files.remove_overwritten(self.folder)
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:

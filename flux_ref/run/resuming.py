@@ -31,12 +31,7 @@ MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
-    ran = config.flat(config_file.load(folder / "config.toml"))
-    differ = []
-    for key, value in config.flat(cfg).items():
-        if value != ran[key] and key not in MAY_DIFFER:
-            differ.append(f"{key}={value!r}, there {ran[key]!r}")
-    if differ:
+    if differ := _differences(cfg, config_file.load(folder / "config.toml")):
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
             f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)}"
@@ -62,32 +57,57 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
         )
 
 
-def load_weights(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
-    """Fill the weights from a checkpoint of the same run. Collective. Raises: Refusal.
+def _differences(cfg: Config, there: Config) -> list[str]:
+    """The keys that may not change and have another value there, in words."""
+    ran = config.flat(there)
+    differ = []
+    for key, value in config.flat(cfg).items():
+        if value != ran[key] and key not in MAY_DIFFER:
+            differ.append(f"{key}={value!r}, there {ran[key]!r}")
+    return differ
+
+
+def load_weights(path: Path, state: State, cfg: Config, facts: dict[str, object]) -> Checkpoint:
+    """Fill the weights from a checkpoint of the same run. facts: as for `Saver`. Collective. Raises: Refusal.
 
     `load_progress` fills the rest after the warm-up, which clears moments and FP8 history.
     """
     with ranks.agreed():
-        saved = open_for(path, state, data_sizes)
+        saved = open_for(path, state, cfg, facts)
         _load(saved, state, "model.")
     return saved
 
 
-def open_for(path: Path, state: State, data_sizes: dict[str, int]) -> Checkpoint:
-    """A checkpoint from which a state can go on. data_sizes: as for `Saver`. Raises: Refusal."""
+def open_for(path: Path, state: State, cfg: Config, facts: dict[str, object]) -> Checkpoint:
+    """A checkpoint from which a state can go on. facts: as for `Saver`. Raises: Refusal."""
     saved = Checkpoint(path)
     shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
     if not any(key.startswith("optimizer.") for key in shapes):
         raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
     wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items()}
     fit.require_fit(shapes, wanted, f"checkpoint {path}")
-    for key, value in data_sizes.items():
+    _require_same_run(saved, cfg, str(facts["run"]))
+    for key in ("train_samples", "val_samples"):
+        value = facts[key]
         if (had := saved.info.get(key)) != value:
             raise Refusal(
                 f"checkpoint {path} comes from a data set of {had} {key.replace('_', ' ')}, this one has"
                 f" {value}: order and noise would change; give the data set of the run"
             )
     return saved
+
+
+def _require_same_run(saved: Checkpoint, cfg: Config, identity: str) -> None:
+    """Raises: Refusal for a checkpoint of another run. Checkpoints of earlier versions name no run."""
+    info = saved.info
+    differ = _differences(cfg, config_file.from_flat(info["name"], info["config"]))
+    if info.get("run", identity) != identity or differ:
+        which = f"run {info.get('run', 'without an identity')} ({info['name']}), this is run {identity} ({cfg.name})"
+        keys = f": {'; '.join(differ)}" if differ else ""
+        raise Refusal(
+            f"checkpoint {saved.folder} belongs to {which}{keys}; move it out of the folder, or start a new run from"
+            f" it with --init.weights={saved.folder}"
+        )
 
 
 def load_progress(saved: Checkpoint, state: State) -> None:

@@ -68,7 +68,7 @@ def changed(folder: Path, *overrides: str) -> str:
 
 
 @pytest.fixture
-def compared(monkeypatch, one_thread, shapes_dir, tmp_path):
+def compared(monkeypatch, shapes_dir, tmp_path):
     """compared(rate of B, *options) compares the micro model with one of another rate; returns compare.json."""
     monkeypatch.setattr(commands, "Popen", InProcess)
     InProcess.started = ()

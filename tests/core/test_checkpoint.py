@@ -105,6 +105,7 @@ def test_the_manifest_knows_the_run_and_no_rank(measured, writers):
         "samples": SAMPLES,
         "skipped": {str(sample): reason for sample, reason in checkpoint_ranks.SKIPPED.items()},
         **FACTS,
+        "records": {"metrics.jsonl": [0, 0], "eval.jsonl": [0, 0]},  # there are none
         "name": "micro",
         "torch": torch.__version__,
         "world_size": writers,
@@ -388,13 +389,19 @@ def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
     save_now(Saver(cfg, world, FACTS, print), state)
     (saved,) = checkpoint_files.list_checkpoints(tmp_path)
     for values, words in MISFITS:
-        other = checkpoint_ranks.other_state(narrow_config(tmp_path, **values), world)
-        text = refusal(resuming.open_for, saved, other, FACTS)
+        own = narrow_config(tmp_path, **values)
+        text = refusal(resuming.open_for, saved, checkpoint_ranks.other_state(own, world), own, FACTS)
         assert text.startswith(f"checkpoint {saved} does not fit: ") and words in text
-    resuming.open_for(saved, state, FACTS)
-    for key, size in FACTS.items():
-        text = refusal(resuming.open_for, saved, state, FACTS | {key: 51})
-        assert f"{saved} comes from a data set of {size} {key.replace('_', ' ')}, this one has 51" in text
+    resuming.open_for(saved, state, cfg, FACTS)
+    for key in ("train_samples", "val_samples"):
+        text = refusal(resuming.open_for, saved, state, cfg, FACTS | {key: 51})
+        assert f"{saved} comes from a data set of {FACTS[key]} {key.replace('_', ' ')}, this one has 51" in text
+    text = refusal(resuming.open_for, saved, state, cfg, FACTS | {"run": "another"})
+    assert f"{saved} belongs to run a run ({cfg.name}), this is run another ({cfg.name}); move it out" in text
+    other = config_file.replace(cfg, train__seed=cfg.train.seed + 1, optim__lr=0.5)
+    assert f"train.seed={other.train.seed}, there {cfg.train.seed}; optim.lr=0.5, there" in refusal(
+        resuming.open_for, saved, state, other, FACTS
+    )
     imported = tmp_path / "imported"
     exports.import_(weight_files.open_source(saved, cfg.model), cfg, imported)
     text = refusal(checkpoint_ranks.restored, cfg, world, imported)

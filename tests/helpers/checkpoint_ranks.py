@@ -32,7 +32,7 @@ from flux_ref.ranks import World
 from flux_ref.run import resuming
 from flux_ref.step import State
 
-FACTS = {"train_samples": 50, "val_samples": 45}
+FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
 BREAKS = {  # what fails, and on which rank; -1: the last
@@ -134,7 +134,7 @@ def after_steps(state: State) -> dict[str, Tensor]:
 def restored(cfg: Config, world: World, folder: Path) -> State:
     """A state that goes on from a checkpoint."""
     state = other_state(cfg, world)
-    saved = resuming.load_weights(folder, state, FACTS)
+    saved = resuming.load_weights(folder, state, cfg, FACTS)
     resuming.load_progress(saved, state)
     return state
 

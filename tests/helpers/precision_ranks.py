@@ -23,7 +23,7 @@ from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step, validation_step
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
-FACTS = {"train_samples": 50, "val_samples": 45}
+FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 SIZES = {"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16}
 
 

@@ -43,7 +43,6 @@ from tools.prepare.raw_images import Candidate, Rejected
 
 HEIGHT, WIDTH = 32, 48  # the micro model's
 MODEL = config_file.load(MICRO).model
-pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 
 
 # Pictures

@@ -28,7 +28,6 @@ from flux_ref.run import loss_chart, reporter
 from flux_ref.run.alive import Alive
 from flux_ref.sampling import grid
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
     "--sample.count=1",
@@ -43,7 +42,7 @@ def trains(shapes_dir, attempt) -> Callable:
 
 
 @pytest.fixture(scope="module")
-def calm(shapes_dir, tmp_path_factory, one_thread) -> Path:
+def calm(shapes_dir, tmp_path_factory) -> Path:
     """A run that nothing has disturbed; tests must not change it."""
     folder = tmp_path_factory.mktemp("calm") / "run"
     assert called("train.py", *micro_run(shapes_dir, folder, *SHORT)) == 0

@@ -101,13 +101,42 @@ def test_what_becomes_of_a_folder(cfg):
             assert (stored.run.resume, stored.run.overwrite) == ("auto", False)
 
 
-def test_overwriting_begins_anew_whatever_the_folder_holds_and_spares_what_is_not_a_runs(cfg):
+def test_overwriting_moves_the_old_run_alone_and_a_refusal_brings_it_back(cfg):
     for own, state, resume in folders(cfg):
+        if state in ("absent", "empty", "foreign"):
+            continue
         folder = put(own, state)
-        if state != "absent":
-            (folder / "notes.txt").write_text("of somebody else")
-        assert outcome(config_file.replace(own, run__overwrite=True)) == "anew", (state, resume)
-        assert set(contents(folder)) == {"config.toml"} | ({"notes.txt"} if state != "absent" else set())
+        for name in ("notes.txt", "samples/my.png"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("of somebody else")
+        new = config_file.replace(own, run__overwrite=True)
+        before = contents(folder)
+        saved = {path.name for path in folder.glob("checkpoints/step_*")}
+        with pytest.raises(Refusal, match="a wrong file"), run_folder.claim(new, restarted=False):
+            raise Refusal("a wrong file")
+        assert contents(folder) == before, (state, resume)
+        assert {path.name for path in folder.glob("checkpoints/step_*")} == saved
+        assert outcome(new) == "anew", (state, resume)
+        foreign = {"notes.txt", "samples/my.png"}
+        assert set(contents(folder)) == {"config.toml"} | foreign | {
+            f"overwritten_1/{name}" for name in before.keys() - foreign
+        }
+        assert {path.name for path in folder.glob("overwritten_1/checkpoints/step_*")} == saved
+        assert outcome(new) == "anew"
+        assert {path.name for path in folder.glob("overwritten_*")} == {"overwritten_1", "overwritten_2"}
+    put(config_file.replace(cfg, run__dir=f"{cfg.run.dir}_foreign"), "foreign")
+    assert FOREIGN in outcome(config_file.replace(cfg, run__dir=f"{cfg.run.dir}_foreign", run__overwrite=True))
+
+
+def test_overwriting_needs_a_run_and_spares_the_weights_that_it_starts_from(cfg):
+    folder = put(cfg, "finished")
+    before = contents(folder)
+    weights = str(folder / "checkpoints" / "step_000000004")
+    found = outcome(config_file.replace(cfg, run__overwrite=True, init__weights=weights))
+    assert f"init.weights={weights} is of the run that run.overwrite=true replaces" in found
+    assert contents(folder) == before
+    (folder / "config.toml").write_text("train.seed = 1\n")
+    assert "that a run wrote" in outcome(config_file.replace(cfg, run__overwrite=True))
 
 
 def test_what_torchrun_restarts_goes_on_whatever_the_command_asked_for(cfg):
@@ -120,7 +149,7 @@ def test_a_full_disk_is_refused_with_the_key_and_leaves_nothing(cfg, monkeypatch
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_folder, "write_whole", full)
+    monkeypatch.setattr(run_folder.files, "write_whole", full)
     folder = config.run_dir(cfg)
     line = rf"run.dir={folder} cannot be made or written: No space left on device; set run.dir"
     with pytest.raises(Refusal, match=line), run_folder.claim(cfg, restarted=False):

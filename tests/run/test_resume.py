@@ -25,7 +25,6 @@ from flux_ref.benchmark import closed
 from flux_ref.formats import checkpoint_files, shards
 from flux_ref.formats.checkpoint_reader import Checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 12
 SHORT = (  # 12 steps, evaluations after 4, 8 and 12, a checkpoint after every second
     *("--train.max_samples=144", "--eval.every_samples=48", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),

@@ -17,7 +17,7 @@ from conftest import HELPERS, MICRO, PYTHONPATH, ROOT, data_overrides
 from PIL import Image
 from shard_damage import LAYOUT, samples
 
-from flux_ref.formats import shard_writer, shards
+from flux_ref.formats import files, shard_writer, shards
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,7 +119,7 @@ def test_commands_connect_to_nobody_write_into_their_folders_and_read_data_after
     wrong = {}
     for name, calls in found.items():
         outputs = [tmp_path / commands[name][2]] if name else []
-        outputs += [path.with_name(f".{path.name}.partial") for path in outputs]
+        outputs += [place(path) for path in outputs for place in (files.partial_of, files.claim_of)]
         wrong[name] = strange(calls, outputs, tmp), tracing.connections(calls) - ALONE.keys()
     assert {name: both for name, both in wrong.items() if any(both)} == {}
     assert [path for path in tmp.rglob("*") if not path.name.startswith("torchinductor_")] == []

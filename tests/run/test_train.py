@@ -27,7 +27,7 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, shapes_dir, one_thread) -> Path:
+def plain(tmp_path_factory, shapes_dir) -> Path:
     """The folder of a run without overrides; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "plain"
     assert called("train.py", *micro_run(shapes_dir, folder)) == 0

@@ -255,7 +255,7 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(found["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
     path = checkpoint_files.list_checkpoints(Path(found["run"]))[0]
-    saved = resuming.open_for(path, state, FACTS)
+    saved = resuming.open_for(path, state, config_file.replace(cfg, run__dir=found["run"]), FACTS)
     state.precision.reset()
     resuming.load_progress(saved, state)
     assert torch.equal(state.precision.history, found["histories"][0])

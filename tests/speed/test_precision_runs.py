@@ -44,7 +44,7 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
     for path, step in zip(checkpoint_files.list_checkpoints(tmp_path), (2, 4, 5), strict=True):
         other = lively_state(cfg, world)
         steps(other, cfg, world, count=8 - step)
-        resuming.load_progress(resuming.load_weights(path, other, FACTS), other)
+        resuming.load_progress(resuming.load_weights(path, other, cfg, FACTS), other)
         assert steps(other, cfg, world, count=8 - step) == losses[step:], step
         require_identical(
             whole(other.net) | {"history": other.precision.history}, whole(state.net) | {"history": precision.history}

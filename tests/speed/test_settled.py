@@ -17,8 +17,6 @@ from flux_ref.data import synthetic
 from flux_ref.speed import settled
 from flux_ref.step import Health, State, train_step, validation_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FIELDS = {field for fields in settled.PENDING.values() for field in fields}
 
 

@@ -28,14 +28,6 @@ def require_new(final: Path) -> None:
         raise Refusal(f"{final} exists; remove it or choose another --output")
 
 
-def take(place: Path, what: str, remedy: str) -> claim.Claim:
-    """The claim at a place, which no two processes hold. Raises: Refusal of `what` with its owner; OSError."""
-    own = claim.take(place)
-    if own is None:
-        raise Refusal(f"{what} by another job ({claim.owner(place)}); {remedy}")
-    return own
-
-
 @contextmanager
 def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """Hold the growing folder of a set during the block, and give the set its name if the block ends well.
@@ -44,7 +36,8 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
     """
     folder = growing(final)
     folder.mkdir(parents=True, exist_ok=True)
-    with take(final.with_name(f".{final.name}.claim"), f"{folder} is in use", "wait for it or choose another --output"):
+    remedy = "wait for it or choose another --output"
+    with claim.hold(final.with_name(f".{final.name}.claim"), f"{folder} is in use", remedy):
         plan_path = folder / PLAN
         wanted = json.dumps(plan)
         begun = ""
@@ -56,7 +49,7 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
             for path in set(folder.glob("*.json")) - {plan_path}:
                 path.unlink()
             files.write_whole(plan_path, wanted)
-        for path in folder.glob(".*.partial"):  # left by a job that was killed
+        for path in folder.glob(f".*{files.PARTIAL}"):  # left by a job that was killed
             files.remove(path)
         yield
         files.sync(folder)
@@ -87,7 +80,7 @@ def missing(final: Path, count: int, per_shard: int) -> dict[int, range]:
 
 def write_empty(final: Path, encodings: dict[str, np.ndarray]) -> None:
     """Write empty_encodings beside the set that this process has claimed, unless another job does so meanwhile."""
-    own = growing(final) / ".empty_encodings.partial"
+    own = growing(final) / f".empty_encodings{files.PARTIAL}"
     shared = final.with_name("empty_encodings")
     shard_writer.write_empty(own, encodings)
     try:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from flux_ref.errors import Refusal
-from flux_ref.formats import outside
+from flux_ref.formats import files, outside
 
 MANIFEST = "manifest.sha256"
 HIDDEN = ".stage"  # in which stage.py keeps unfinished files
@@ -15,11 +15,16 @@ LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """All that lies below a folder and is no folder, without root/.stage. Links are not followed. Raises: OSError."""
+    """All that lies below a folder and is no folder. Links are not followed. Raises: OSError.
+
+    Left out are root/.stage and what another process is writing (formats/files.py).
+    """
     folders = [root]
     for folder in folders:
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):  # with their kinds
             path = Path(entry.path)
+            if path.name.endswith((files.CLAIM, files.PARTIAL)):
+                continue
             if not entry.is_dir(follow_symlinks=False):
                 yield path
             elif path != root / HIDDEN:

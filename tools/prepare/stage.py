@@ -35,10 +35,10 @@ import torch.distributed as dist
 from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files as whole_files
-from flux_ref.formats.claim import Claim
+from flux_ref.formats.claim import Claim, hold
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
-from tools.prepare import jobs, manifest, pool
+from tools.prepare import manifest, pool
 from tools.prepare.manifest import HIDDEN, MANIFEST
 
 STREAMS = 8
@@ -99,7 +99,7 @@ def survey(src: Path, dst: Path) -> tuple[dict[str, File], dict[str, str]]:
 def claimed(dst: Path) -> Claim:
     """No other process stages to DST while this is held. Raises: Refusal, OSError."""
     (dst / HIDDEN).mkdir(parents=True, exist_ok=True)
-    return jobs.take(dst / HIDDEN / "claim", f"{dst} is being staged", "every node needs its own DST")
+    return hold(dst / HIDDEN / "claim", f"{dst} is being staged", "every node needs its own DST")
 
 
 def partial_of(dst: Path, name: str = "") -> Path:
@@ -110,7 +110,6 @@ def partial_of(dst: Path, name: str = "") -> Path:
 def take_stock(dst: Path, files: dict[str, File]) -> list[str]:
     """The names of the whole files in DST, of which there is only one process's. Raises: Refusal, OSError."""
     whole_files.remove(partial_of(dst))
-    whole_files.remove(whole_files.partial_of(dst / MANIFEST))
     copies = scan(dst)
     if MANIFEST not in files:
         copies.pop(MANIFEST, None)

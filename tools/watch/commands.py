@@ -25,6 +25,7 @@ from flux_ref.benchmark.alarms import Alarm
 from flux_ref.benchmark.convergence import Band
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 from flux_ref.formats.jsonl import REACHED, outcome, records
 from flux_ref.run import loss_chart
 from flux_ref.run.attempt import attempt
@@ -154,8 +155,8 @@ def broken_off(log: Path) -> str:
     """How a run without an outcome ended, from the end of its log; "" while it goes on."""
     if not log.exists():
         return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
+    with outside.opened(log, "log") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         text = file.read().decode(errors="replace")
     last_start = text.rpartition('"key": "init_start"')[2]
     stop = re.search(r'"key": "run_stop".*"reason": ("(?:[^"\\]|\\.)*")', last_start)

@@ -31,7 +31,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     _require_new(out)
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
-    trained = {key: str(source.info[key]) for key in ("step", "samples", "name") if key in source.info}
+    trained = {key: str(source.info[key]) for key in ("step", "samples", "name", "run") if key in source.info}
     metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
     with whole(out) as partial:
         if layout == "bfl":
@@ -109,7 +109,7 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
         f"{source.where}: {source.kind}",
         f"  fits      {len(table)} tensors, {sum(prod(shape) for shape in table.values()):,} parameters",
     ]
-    for key in ("step", "samples", "name", "world_size", "torch", "from"):
+    for key in ("step", "samples", "name", "run", "world_size", "torch", "from"):
         if key in source.info:
             lines.append(f"  {key:<9} {source.info[key]}")
     if verify:
