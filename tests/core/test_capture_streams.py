@@ -18,8 +18,6 @@ from flux_ref.ranks import World
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZE, UNITS = 4, 6  # ranks; five regions and the root
 SMALL = {"train__global_batch": SIZE, "eval__batch": 1}
 AHEAD = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2}

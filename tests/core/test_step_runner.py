@@ -23,8 +23,6 @@ from flux_ref.speed.linear import PolicyLinear
 from flux_ref.step import NEVER, State
 from flux_ref.step_runner import CAPTURED, StepRunner, mode, require_settled
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
 DROPPING = ["synchronize", "reset", "reset", "collect", "synchronize"]

@@ -23,7 +23,6 @@ from flux_ref.sampling import euler, grid, vae
 from tools.prepare import commands as prepare
 from tools.weights import commands as weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as torchrun gives its ranks
 MODEL = config_file.load(MICRO).model
 PROMPTS = ["a small red cat sits on the grass", "", "photo of two dogs"]
 
