@@ -76,6 +76,9 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
                 return 128 + caught
             time.sleep(LINGER_S)
             return _complain(name, Fault(f"lost another rank: {str(error).splitlines()[0]}", alone=True))
+        if re.search(r"Too many open files|Resource temporarily unavailable|can't start new thread", text):
+            reason = f"{text.splitlines()[0][-200:]}; the limits of files, threads or memory are too low (`ulimit -a`)"
+            return _complain(name, Fault(reason, alone=True))
         traceback.print_exc()  # a defect of flux_ref
         return Fault.exit_code
 

@@ -9,10 +9,13 @@ from flux_ref import rng, schedule
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import files, shard_writer, shards
+from flux_ref.formats.claim import hold
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.run.progress import progress
 from flux_ref.toy import shapes
 from flux_ref.toy.shapes import Drawing
+
+WAIT_S = 600.0  # for another process that makes the same data set
 
 
 def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
@@ -28,6 +31,7 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     held_out = shapes.held_out()
     shown = [drawing for drawing in shapes.all_drawings() if drawing not in held_out]
     t5, clip = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole(folder) as partial:
         shard_writer.write(partial / "train", _samples(shown, train, model, "train"), "train")
         shard_writer.write(partial / "val", _samples(held_out, val, model, "val"), "val")
@@ -54,9 +58,15 @@ def _samples(drawings: list[Drawing], count: int, model: ModelConfig, split: str
 def ensure(cfg: Config) -> None:
     """Make the data set of a config with data.kind=shapes, if neither FOLDER/train nor FOLDER/val nor FOLDER is there.
 
-    The reader refuses any other missing folder.
+    The reader refuses any other missing folder. Of several first starts one makes the data set and the others wait.
+    Raises: Refusal.
     """
     folder = Path(cfg.data.train).parent
     is_ours = Path(cfg.data.train) == folder / "train" and Path(cfg.data.val) == folder / "val"
-    if cfg.data.kind == "shapes" and is_ours and not folder.exists():
-        make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
+    if cfg.data.kind != "shapes" or not is_ours or folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.with_name(f".{folder.name}.making")
+    with hold(place, f"{folder} is being made", "wait for it", WAIT_S):
+        if not folder.exists():
+            make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)
