@@ -5,7 +5,8 @@
     torchrun train.py configs/tiny.toml --optim.lr=1e-3      any key of flux_ref/config.py
 
 All files of a run lie in runs/<config name>, or in --run.dir=DIR. The same command continues an interrupted run.
-Exit codes: 0 done, 2 refused, 3 a fault stopped it; with a checkpoint saved 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it, 1 a stuck rank was ended; stopped by 130 Ctrl-C, 143 SIGTERM,
+138 SIGUSR1. docs/guide.md tells which of these save a checkpoint.
 """
 
 import contextlib

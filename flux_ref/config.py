@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    seed: int = 0  # the run's only seed
+    seed: int = 0  # of every random number in training and validation
     max_samples: int = 25_165_824  # stop here if the target is not reached; 96 evaluation intervals
     global_batch: int = 512  # samples per optimizer step over all ranks
     micro_batch: int = 0  # samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation

@@ -1,7 +1,7 @@
 """The processes of a run: who they are, which device each has, and how they agree.
 
 Another accelerator with torch.distributed needs an entry in BACKENDS. Look also at the other places that name a kind
-of device: `Feed.copy_into` (data.py), optim.py, speed/regions.py. A port replaces this file, sharding.py,
+of device: git grep -nE 'device.type|torch.accelerator|version.hip' flux_ref. A port replaces this file, sharding.py,
 speed/graphs.py and speed/attention.py.
 """
 

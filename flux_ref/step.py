@@ -20,7 +20,7 @@ NEVER = -1.0
 
 @dataclass
 class State:
-    """All that outlives a step. What is not in here does not survive a restart."""
+    """What outlives a step. A checkpoint holds it, and the skipped samples that data.TrainSet keeps."""
 
     net: nn.Module
     opt: Optimizer | None  # None in evaluation

@@ -1,7 +1,7 @@
 """The benchmark's log, valid for the rulesets 5.1.0, 6.0.0 and 6.1.0 of mlperf-logging's checker.
 
 Lines go to the run's result file. A line is written when the event that it reports happens. This file and header.py
-alone know the keys, their order and what each ruleset asks of them.
+write the keys and know their order. closed.py names the keys that it judges, tools/report/score.py those that it reads.
 """
 
 import logging
@@ -125,5 +125,5 @@ class BenchmarkLog:
 
 
 def steady_s() -> float:
-    """Seconds of a clock that nobody sets. It counts while the machine sleeps, as the wall clock does (Linux)."""
+    """Seconds of a monotonic clock. It counts while the machine sleeps, as the wall clock does (Linux)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

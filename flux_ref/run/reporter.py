@@ -40,7 +40,7 @@ from flux_ref.step import NEVER, Health, State
 class Mark:
     """When the newest record of metrics.jsonl was written, and what the next record is measured from."""
 
-    time: float  # in s, of a clock that nobody sets
+    time: float  # in s, of a monotonic clock
     samples: int
     wait_s: float  # of waiting for data, since training began
 

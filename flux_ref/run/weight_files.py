@@ -161,7 +161,10 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
         want = {f"model.{name}": shape for name, shape in table.items()}
         fit.require_fit(shapes, want, f"checkpoint {path}")
-        return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), checkpoint.info)
+        info = checkpoint.info
+        if "from" in info:  # of `tools.weights import`, which counts from 0: the training's own counts are unknown
+            info = {key: value for key, value in info.items() if key not in ("step", "samples")}
+        return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), info)
     tensors = _tensors(path)
     if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")

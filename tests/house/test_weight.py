@@ -1,4 +1,4 @@
-"""How much each room holds, by what a reader must understand: expressions, statements, arguments and names.
+"""How much each folder holds, by what a reader must understand: expressions, statements, arguments and names.
 
 Docstrings, comments and the breaking of lines weigh nothing, so packing lines wins nothing. Show it with
 PYTHONPATH=.:tests python tests/house/test_weight.py
@@ -21,12 +21,12 @@ def weight(text: str) -> int:
 
 
 def weights() -> dict[str, int]:
-    """By room."""
-    return {room: sum(weight(path.read_text()) for path in (ROOT / room).rglob("*.py")) for room in LIMITS}
+    """By folder."""
+    return {name: sum(weight(path.read_text()) for path in (ROOT / name).rglob("*.py")) for name in LIMITS}
 
 
-def test_no_room_is_heavier_than_its_limit():
-    heavy = {room: found for room, found in weights().items() if found > LIMITS[room]}
+def test_no_folder_is_heavier_than_its_limit():
+    heavy = {name: found for name, found in weights().items() if found > LIMITS[name]}
     assert not heavy, f"above LIMITS of {__file__}: find a form with fewer ideas, or raise the limit and say why"
 
 
@@ -38,5 +38,5 @@ def test_only_what_a_reader_must_understand_has_weight():
 
 
 if __name__ == "__main__":
-    for room, found in weights().items():
-        print(f"{room:<10}{found:>9,}  limit {LIMITS[room]:,}")
+    for name, found in weights().items():
+        print(f"{name:<10}{found:>9,}  limit {LIMITS[name]:,}")

@@ -176,7 +176,7 @@ def test_two_nodes_are_fit():
     codes, said = run_nodes(2, "--slow=0.02", "--wait=100")
     assert codes == {0: 0, 1: 0} and said[1] == ""
     *rows, last = said[0].splitlines()
-    assert [row.split(": ")[0] for row in rows] == ["n0", "n1"] and last == "preflight: 2 nodes are fit"
+    assert [row.split(": ")[0] for row in rows] == ["n0", "n1"] and last == "preflight: all nodes are fit"
     assert all("1 x CPU" in row and "GB/s between" in row for row in rows)
 
 

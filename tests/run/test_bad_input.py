@@ -101,7 +101,9 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
         assert "Exit codes" in out and not [line for line in out.splitlines() if len(line) > 120]
     sections = re.findall(r"^(\w+):\n((?:    .*\n)+)", out.partition("Every key")[2], re.M)
     keys = [f"{name}.{line.split(':')[0].strip()}" for name, text in sections for line in text.splitlines()]
-    assert keys == list(config.TYPES) and "    seed: int = 0  # the run's only seed\n" in out
+    assert (
+        keys == list(config.TYPES) and "    seed: int = 0  # of every random number in training and validation\n" in out
+    )
     assert cli.run("stage", "another usage", train.main, ["-h"]) == 0 and capsys.readouterr().out == "another usage\n"
 
 

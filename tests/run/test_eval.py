@@ -138,8 +138,9 @@ def test_weights_that_lost_their_clock_say_whose_noise_they_get(run, exported, e
     """Fault F6: the loss is another, and only the noise is the reason."""
     save_file(load_file(exported["bfl fp32"]), tmp_path / "bare.safetensors")
     options = [f"--config={MICRO}", *data_overrides(shapes_dir)]
-    texts = [evaluate(path, *options) for path in (tmp_path / "bare.safetensors", exported["bfl fp32"])]
-    assert ["--eval.noise=fixed" in text for text in texts] == [True, False]
+    imported, stated = exported["checkpoint"], exported["bfl fp32"]
+    texts = [evaluate(path, *options) for path in (tmp_path / "bare.safetensors", imported, stated)]
+    assert ["--eval.noise=fixed" in text for text in texts] == [True, True, False]
     assert "--eval.noise=fixed" not in evaluate(tmp_path / "bare.safetensors", *options, "--eval.noise=fixed")
 
 

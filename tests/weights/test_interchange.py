@@ -209,6 +209,8 @@ def test_files_say_what_trained_them_and_where_they_come_from(checkpoint, lively
     path = import_(public, tmp_path / "ours")
     info = Checkpoint(path).info
     assert (info["from"], info["step"], info["samples"]) == (str(public), 0, 0)
+    known = weight_files.open_source(path, MODEL).info
+    assert "samples" not in known and "step" not in known, "so eval.py says that it is unknown"
     assert config_file.from_flat(info["name"], info["config"]).model == MODEL
     assert command("inspect", path, "--verify") == 0 and f"from      {public}" in capsys.readouterr().out
 

@@ -75,7 +75,7 @@ class Look:
     evaluations: list[dict]  # of eval.jsonl
     outcome: str  # how the run ended; "" while it goes on
     written: float  # when the last record was, by the file system's clock
-    since: float  # the same by a clock that nobody sets
+    since: float  # the same by a monotonic clock
 
     @property
     def samples(self) -> int:
