@@ -1,7 +1,7 @@
 """Evaluate weights: the validation loss, and pictures.
 
     python eval.py runs/tiny                                 the newest checkpoint of a run
-    python eval.py runs/tiny --checkpoint=900                that of step 900
+    python eval.py runs/tiny --checkpoint=800                that of step 800
     python eval.py runs/tiny --all                           every checkpoint, and the curve as a picture
     python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
     torchrun --nproc-per-node 8 eval.py FLUX.1-schnell --prompts=FILE --draw-only --steps=4

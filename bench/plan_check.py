@@ -154,8 +154,8 @@ def table(found: list[Case]) -> str:
         *(f"  {case.public.system}: {case.public.outlier}" for case in found if case.public.outlier),
         "No plan, because no rate of the precision is known:",
         *(f"  {public.system} in {public.precision}" for public in public_systems.systems() if not known(public)),
-        "Every system runs other software than flux_ref. memory_share, link_share, hop_us,",
-        "margin and outside_gb are assumed. flux_ref itself has not run on any of these.",
+        "Every system runs other software than flux_ref; flux_ref itself has not run on any of these.",
+        "memory_share, link_share, hop_us, margin and outside_gb are assumed.",
     ]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, 80, subsequent_indent="    "))
 

@@ -1,7 +1,7 @@
 """Our model against diffusers' FLUX, step by step in turn; bench/README.md explains every figure.
 
     python -m bench.race --parallel.compile=true            configs/tiny.toml, the blocks of both sides compiled
-    python -m bench.race --config configs/schnell_gbs512.toml --model.double_blocks=1 --model.single_blocks=1 \
+    python -m bench.race --config configs/schnell_gbs512.toml --model.double_blocks=1 --model.single_blocks=1 \\
         --train.global_batch=1 --train.micro_batch=1 --parallel.dtype=fp32          a pair of full width
 
 --steps N (20) timed after --warmup N (3); --section.key=value overrides the config as in train.py. Neither side is

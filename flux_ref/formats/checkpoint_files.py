@@ -1,6 +1,6 @@
 """Checkpoints on disk: one safetensors file per rank, and the manifest that makes them one checkpoint.
 
-    step_000000900/
+    step_000000800/
         rank_00000.safetensors   this rank's rows of every tensor
         manifest.json            counters and config; which file holds which rows; a checksum per MiB
 

@@ -108,8 +108,9 @@ def judge_pictures(folder: Path, outcome: list[tuple]) -> str:
     captions = _listed()
     for name, caption, *read in outcome:
         if read and is_whole:
-            beside = [file for file in files if _stem(file) == _stem(name)]
-            texts = [own for file, own in captions if file == name] or [_caption(file, files[file]) for file in beside]
+            texts = [own for file, own in captions if file == name]
+            beside = [name] if texts else [file for file in files if _stem(file) == _stem(name)]
+            texts = texts or [_caption(file, files[file]) for file in beside]
             pictures = [files[file] for file in beside if Path(file).suffix.lower() in raw_images.SUFFIXES]
             sums = [crc(raw_images.pixels(content, SIDE, SIDE).numpy()) for content in pictures]
             if caption not in texts or read[1:] != sums:

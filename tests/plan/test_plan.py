@@ -350,6 +350,7 @@ def test_command_refuses():
         ([*ARGS, "--gpus", "1000000000"], "'1000000000': give a whole number from 1 to 16384"),
         ([*ARGS, "--nothing=1"], "unknown key"),
         ([*ARGS, "--gpus", "5"], "not divisible by 5 ranks"),
+        ([schnell[0], *ARGS, "--gpus", "5"], "schnell_gbs512.toml: train.global_batch=512 is not divisible"),
         ([*schnell, "--precision.preset=fp8"], "needs FP8 matrix units"),
     ]
     told = [(words, refusal(commands.run, args)) for args, words in cases]

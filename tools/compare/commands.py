@@ -148,7 +148,7 @@ def require_pairs(a: dict[str, object], differ: dict[str, str]) -> None:
 def main(argv: list[str]) -> int:
     """Raises: Refusal, SystemExit."""
     parser = options.Options("python -m tools.compare", __doc__)
-    parser.add_argument("configs", nargs=2)
+    parser.add_argument("configs", nargs=2, metavar="CONFIG")
     parser.add_argument("--seeds", type=options.between(1, 1000), default=3)
     parser.add_argument("--ranks", type=options.between(1, 1024), default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))

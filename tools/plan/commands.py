@@ -1,7 +1,7 @@
 """What a run would take, before it is run: memory, time, communication, disk and cost. Needs no GPU.
 
     python -m tools.plan CONFIG --gpus 512 --gpu mi300x [--price-per-gpu-hour 2.5] [--section.key=value ...]
-    python -m tools.plan configs/*.toml --gpus 64 --gpu mi325x      a table, a row for each config
+    python -m tools.plan configs/schnell_*.toml --gpus 64 --gpu mi325x      a table, a row for each config
 
 Exit codes: 0 done, 1 a config does not fit the card, 2 refused.
 """
@@ -72,7 +72,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def run(argv: list[str]) -> int:
     """Raises: Refusal."""
     args, overrides = parse(argv)
-    plans = [of_file(path, args, overrides) for path in args.configs]
+    plans = []
+    for path in args.configs:
+        try:
+            plans.append(of_file(path, args, overrides))
+        except Refusal as refusal:
+            raise refusal if len(args.configs) == 1 else Refusal(f"{path}: {refusal}") from None
     if len(plans) == 1:
         lines = table(plans[0])
         content = figures(plans[0])
