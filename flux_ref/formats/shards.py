@@ -31,6 +31,7 @@ BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 NPY_MOST = 2**16  # bytes, of any header of a .npy file
+FILE_TYPES = (b"0", b"\0")  # of a tar header: no link, no folder
 TAR_SIZE = re.compile(rb" *([0-7]+)[ \0]*")  # int() would take signs and underscores, too
 ORDER = "each sample needs KEY.json and then KEY.t5, clip, mean and logvar.bytes, in this order"
 
@@ -266,9 +267,8 @@ def _tar_entry(content: np.ndarray | bytes, begin: int, where: str) -> tuple[str
     """(name, size) of the member whose tar header begins at a byte. Raises: BadSample."""
     block = bytes(content[begin : begin + BLOCK])
     try:
-        checksum = sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")  # tar counts its own field as blanks
-        is_file = block[257:262] == b"ustar" and block[156:157] in (b"0", b"\0")
-        if not is_file or int(block[148:154], 8) != checksum or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
+        is_file = block[257:262] == b"ustar" and block[156:157] in FILE_TYPES
+        if not is_file or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
             raise ValueError
         return block[:100].rstrip(b"\0").decode(), int(size[1], 8)
     except ValueError:

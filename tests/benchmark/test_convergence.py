@@ -36,6 +36,10 @@ def test_files_that_hold_no_band(tmp_path):
         (tmp_path / name).write_text(text)
     said = [refusal(convergence.band, tmp_path / name, 512, "") for name in ("a.csv", "b.csv", "absent.csv")]
     assert [words for words in said if "band" not in words] == []
+    for text in ("", ",".join(convergence.HEADER)):
+        (tmp_path / "c.csv").write_text(text)
+        cfg = config_file.load(ROOT / "configs/tiny.toml", [f"--eval.band={tmp_path}/c.csv"])
+        assert "has no runs of batch 60" in refusal(convergence.of_config, cfg)
 
 
 @pytest.fixture

@@ -1,6 +1,10 @@
 """Replicas by node; what ranks send to each other."""
 
+import os
+
 import pytest
+import torch
+from conftest import refusal
 
 from flux_ref import ranks
 from flux_ref.config import ParallelConfig
@@ -42,6 +46,20 @@ def test_what_cannot_be_is_refused(nodes, wanted, words):
     with pytest.raises(Refusal, match=words):
         replica_count(wanted, nodes)
     assert replica_count(1, nodes) == 1
+
+
+def test_a_host_that_nobody_knows_is_refused_at_once(monkeypatch):
+    for name, value in zip(ranks.TORCHRUN, ("0", "1", "0", "no.such.host.invalid", "1")):
+        monkeypatch.setenv(name, value)
+    assert "MASTER_ADDR='no.such.host.invalid' is no known host" in refusal(ranks.start, ParallelConfig())
+
+
+def test_a_rank_alone_on_a_cpu_takes_a_few_cores_and_other_ranks_one(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
+    cpu = torch.device("cpu")
+    assert (ranks.threads(1, cpu), ranks.threads(2, cpu), ranks.threads(1, torch.device("meta"))) == (3, 1, 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert ranks.threads(1, cpu) == ranks.MOST_THREADS
 
 
 def test_values_travel_as_json_and_never_as_pickles():

@@ -1,9 +1,11 @@
 """Files, folders and lines appear whole or not at all."""
 
+import os
 import resource
 
 import pytest
 
+from flux_ref.errors import Refusal
 from flux_ref.formats.files import append, partial_of, whole, write_whole
 
 
@@ -16,6 +18,15 @@ def test_a_file_appears_whole_and_replaces_an_older_one(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_whole(path, "new")
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_of_two_writers_one_is_whole_and_the_other_is_told(tmp_path):
+    path = tmp_path / "a.txt"
+    with whole(path) as partial:
+        partial.write_text("first")
+        with pytest.raises(Refusal, match="is being written by another job"):
+            write_whole(path, "second")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_appears_whole_and_replaces_nothing(tmp_path):
@@ -46,3 +57,6 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself_and_names_the_file(tm
     assert path.read_text() == "first\n" and list(tmp_path.iterdir()) == [path]
     append(path, "second\n")
     assert path.read_text() == "first\nsecond\n"
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="No such device"):  # a pipe without a reader would wait for ever
+        append(tmp_path / "fifo", "line\n")

@@ -66,6 +66,19 @@ def test_a_folder_in_place_of_the_file_is_no_empty_file(tmp_path):
         jsonl.records(tmp_path)
 
 
+def test_records_that_are_not_those_of_a_checkpoint_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"samples": 12}\n')
+    stamps = jsonl.stamps(tmp_path)
+    path.write_text('{"samples": 12}\n{"samples": 24}\n')  # the run went on
+    assert jsonl.strangers(tmp_path, stamps) == []
+    for content in ("", '{"samples": 13}\n{"samples": 24}\n'):
+        path.write_text(content)
+        assert jsonl.strangers(tmp_path, stamps) == ["metrics.jsonl"]
+    path.unlink()
+    assert jsonl.strangers(tmp_path, stamps) == ["metrics.jsonl"]
+
+
 def test_an_outcome_is_one_of_two(tmp_path):
     assert jsonl.outcome(tmp_path) == ""
     (tmp_path / "outcome.json").write_text('{"outcome": "target reached"}')

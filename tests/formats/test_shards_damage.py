@@ -225,6 +225,8 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
     damages = [(partial(overwrite, shard, place, new), words) for place, new, words in places]
     for text in ("", "{", "[]", '"key"', "null", "3", '{"timestep": }', "\0", '{"\udcff\udcfe": 1}', "[" * 500):
         damages.append((partial(overwrite_json, shard, text), "some_00000001.json is not a JSON object"))
+    damages.append((partial(overwrite_json, shard, describe(key="some_00000002")), "is of sample 'some_00000002'"))
+    damages.append((partial(overwrite, shard, json_at + 156, b"2"), "no tar header"))  # a link
     for timestep in ("3", 3.0, True, [3], {}, float("nan")):
         damages.append((partial(overwrite_json, shard, describe(timestep=timestep)), f"timestep {timestep!r}"))
     for member in MEMBERS:
