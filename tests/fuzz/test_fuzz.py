@@ -1,11 +1,14 @@
 """Hostile input: 200 inputs of a fixed seed and what was found before; 5,000 new ones in the nightly tests."""
 
+import contextlib
 import os
 import secrets
 
 import pytest
 from fuzz import __main__ as program
-from fuzz import corpus, engine
+from fuzz import corpus, engine, two_hands
+
+from flux_ref.formats import claim
 
 SEED = 15
 
@@ -28,3 +31,15 @@ def test_five_thousand_inputs():
     seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))
     print(f"seed {seed}")
     assert program.run(engine.drawn(seed, 5000)) == 0
+
+
+@pytest.mark.slow
+def test_of_two_hands_one_writes_the_target_whole_and_the_other_says_why(monkeypatch):
+    assert two_hands.campaign(20, SEED) == 0
+    monkeypatch.setattr(claim, "hold", lambda *_: contextlib.nullcontext())
+    assert two_hands.campaign(20, SEED), "without claims a half file is taken for a whole one"
+
+
+@pytest.mark.nightly
+def test_three_hundred_meetings_of_two_hands():
+    assert two_hands.campaign(300, int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))) == 0
