@@ -27,6 +27,7 @@ from made_logs import MadeLog
 from safetensors.torch import save_file
 
 from flux_ref import config, config_file
+from flux_ref.formats import files
 from flux_ref.model import parameter_table
 from flux_ref.run import folder as run_folder
 from flux_ref.run.attempt import attempt
@@ -133,9 +134,7 @@ class Hand:
             self._run(write, which, moment)
 
     def _run(self, write: Callable[[str], int], which: str, moment: int) -> None:
-        log = os.open(self.log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        sys.stdout = sys.stderr = self.log.open("w")
         root = os.getcwd()
         calls = itertools.count()
 
@@ -150,10 +149,7 @@ class Hand:
             code = write(which)
         except BaseException:
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if moment < 0:
-            os.write(log, f"\n{next(calls)} calls\n".encode())
+        print(f"\n{next(calls)} calls", flush=True)
         os._exit(code)
 
     def wait(self, limit_s: float) -> bool:
@@ -233,8 +229,8 @@ def pair(name: str, sound: Path, random: Random, lone: dict, moments: int) -> tu
 
 def _after(name: str, writer: Writer, lone: dict) -> list[str]:
     """What is wrong if one more process writes."""
-    if writer.is_new and Path("out").exists():
-        shutil.rmtree("out") if Path("out").is_dir() else Path("out").unlink()
+    if name != "overwrite a run":
+        files.remove(Path(TARGETS.get(name, "out")))
     third = Hand(writer.write, "a", -2)
     if not third.wait(ENDS_S) or third.code != 0 or content(name) != lone["a"]:
         return [f"a third process ended with {third.code}: {third.said()[-600:]}"]
