@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from flux_ref.errors import Refusal
 from flux_ref.formats import claim
 
 CLAIM, PARTIAL = ".flux_ref_claim", ".flux_ref_partial"  # how the names of what is being written end
@@ -26,16 +27,18 @@ def partial_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path, is_new: bool = False) -> Iterator[Path]:
     """Gives the place for a new file or folder. It becomes `path` if the block ends well, else it is removed.
 
-    A file replaces an older one of its name. A folder does not: an OSError is raised if `path` holds something.
+    A file replaces an older one of its name, unless it must be new. A folder must be new.
     The bytes are on the disk before the name is. Files inside a folder are synced by who writes them.
-    Raises: Refusal if another process writes the same; OSError, which names the file.
+    Raises: Refusal if another process writes the same, or if what must be new exists; OSError, which names the file.
     """
     partial = partial_of(path)
     remedy = "wait for it or choose another name"
     with naming(path), claim.hold(claim_of(path), f"{path} is being written", remedy):
+        if is_new and path.exists():  # asked under the claim, since another process may just have written it
+            raise Refusal(f"{path} exists; remove it or choose another name")
         remove(partial)  # a process that was killed may have left one
         try:
             yield partial

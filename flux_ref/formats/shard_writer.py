@@ -105,7 +105,7 @@ def write(folder: Path, samples: Iterable[Sample], prefix: str, per_shard: int =
 
 def write_empty(folder: Path, encodings: dict[str, np.ndarray]) -> None:
     """Write the encodings of the empty caption, {"t5", "clip"}, as shards.read_empty reads them."""
-    with files.whole(folder) as partial:
+    with files.whole(folder, is_new=True) as partial:
         partial.mkdir(parents=True)
         for name, array in encodings.items():
             np.save(partial / f"{name}_empty.npy", array)

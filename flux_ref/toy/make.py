@@ -24,15 +24,13 @@ def make_shapes(folder: Path, model: ModelConfig, train: int, val: int) -> None:
     Validation shows the drawings that training never shows, at the eight timesteps in turn.
     Raises: Refusal if the folder exists.
     """
-    if folder.exists():
-        raise Refusal(f"{folder} exists; remove it or choose another folder")
     if model.latent_channels != shapes.CHANNELS or model.text_tokens < 8:
         raise Refusal(f"shapes need model.latent_channels={shapes.CHANNELS} and model.text_tokens of at least 8")
     held_out = shapes.held_out()
     shown = [drawing for drawing in shapes.all_drawings() if drawing not in held_out]
     t5, clip = shapes.encode_caption("", model.text_tokens, model.t5_dim, model.clip_dim)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole(folder) as partial:
+    with files.whole(folder, is_new=True) as partial:
         shard_writer.write(partial / "train", _samples(shown, train, model, "train"), "train")
         shard_writer.write(partial / "val", _samples(held_out, val, model, "val"), "val")
         # In float16 with a batch axis, as the public encodings are.

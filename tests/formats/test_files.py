@@ -38,8 +38,8 @@ def test_a_folder_appears_whole_and_replaces_nothing(tmp_path):
         (partial / "shard").touch()
         assert not path.exists()
     assert [child.name for child in path.iterdir()] == ["shard"]
-    with pytest.raises(OSError), whole(path) as partial:
-        partial.mkdir()
+    with pytest.raises(Refusal, match="set exists; remove it"), whole(path, is_new=True):
+        pass
     assert list(tmp_path.iterdir()) == [path]
 
 

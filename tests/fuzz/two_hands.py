@@ -218,7 +218,7 @@ def pair(name: str, sound: Path, random: Random, lone: dict, moments: int) -> tu
                 wrong.append(f"ended with {hand.code}: {hand.said()[-600:]}")
         if found not in (None, *lone.values()):
             wrong.append("the target is neither of the two")
-        if found is None and 0 in codes:
+        if found is None and 0 in codes and not Path("out/overwritten_1").exists():
             wrong.append("a writer ended well and the target is missing")
         if writer.is_new and codes.count(0) > 1:
             wrong.append("one target was lost without a word")

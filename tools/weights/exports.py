@@ -28,12 +28,12 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     layout: "bfl" or "diffusers". dtype: "fp32" or "bf16", rounded to nearest even.
     Memory holds a few pieces of PIECE_BYTES, never a whole model. Raises: Refusal.
     """
-    _require_new(out)
+    _require_place(out)
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
     trained = {key: str(source.info[key]) for key in ("step", "samples", "name", "run") if key in source.info}
     metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
-    with whole(out) as partial:
+    with whole(out, is_new=True) as partial:
         if layout == "bfl":
             table = parameter_table(model)
             _write(partial, table, whole_parts(table), source, dtype, metadata)
@@ -45,10 +45,8 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
         write_whole(partial / "config.json", json.dumps(diffusers_names.diffusers_config(model), indent=2))
 
 
-def _require_new(out: Path) -> None:
-    """Raises: Refusal if `out` exists or has no folder to lie in."""
-    if out.exists():
-        raise Refusal(f"{out} exists; remove it or choose another name")
+def _require_place(out: Path) -> None:
+    """Raises: Refusal if `out` has no folder to lie in."""
     if not out.parent.is_dir():
         raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
 
@@ -82,12 +80,12 @@ def _pieces(source: Source, parts: list[Part], shape: tuple[int, ...]) -> Iterat
 
 def import_(source: Source, cfg: Config, out: Path) -> None:
     """Write weights as a checkpoint in fp32 without moments, to evaluate or to start from. Raises: Refusal."""
-    _require_new(out)
+    _require_place(out)
     parameters = parameter_table(cfg.model)
     table = {f"model.{name}": shape for name, shape in parameters.items()}
     parts = {f"model.{name}": rows for name, rows in whole_parts(parameters).items()}
     info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
-    with whole(out) as partial:
+    with whole(out, is_new=True) as partial:
         partial.mkdir()
         name = "rank_00000.safetensors"
         entry, begins = _write(partial / name, table, parts, source, "fp32", {"format": "pt"})
