@@ -14,7 +14,7 @@ Exit codes: 0 the table is whole or the time was up, 2 refused, 3 a variant brok
 import argparse
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
 import platform
@@ -230,7 +230,9 @@ def missing_packages() -> list[str]:
     """A line for each package of MAY_LACK that is missing: what it costs, and what brings it without a registry."""
     lines = []
     for module, cost in MAY_LACK.items():
-        if importlib.util.find_spec(module) is None:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
             name = module.replace("_", "-")
             how = f"pip install --no-deps --target FOLDER {name} and PYTHONPATH=FOLDER bring it"
             lines.append(f"{name} is missing, so {cost} will be left out; {how}")
