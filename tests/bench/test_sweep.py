@@ -35,6 +35,9 @@ def test_every_variant_is_a_command_and_what_decides_most_comes_first():
             assert variant.module in sweep_table.ROWS
             if variant.module == sweep.DEVICE_TESTS:
                 assert all((ROOT / test).exists() for test in args.tests)
+                assert variant.limit_s > device_tests.LIMIT_S + 30, (
+                    "else a test that hangs has no outcome, call by call"
+                )
                 continue
             known = [text for text in overrides if not (small and text.startswith("--precision."))]
             cfg = config_file.load(ROOT / args.config, known)
