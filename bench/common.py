@@ -35,11 +35,14 @@ END = "end"
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 MOST = 10**9
 CPUINFO = Path("/proc/cpuinfo")  # Linux
+CARDS = Path("/proc/driver/nvidia/gpus")  # NVIDIA's driver on Linux
 
 
 def machine() -> str:
-    """The CPU's model and the number of accelerators. Asks no accelerator for anything that would start it."""
-    return f"{cpu_name()}, {torch.accelerator.device_count()} accelerators"
+    """The CPU's model, the number of accelerators, the models of NVIDIA's, and torch. Starts no accelerator."""
+    text = "".join(path.read_text() for path in CARDS.glob("*/information"))
+    models = sorted(set(re.findall(r"Model:\s*(.+)", text)))
+    return ", ".join([cpu_name(), f"{torch.accelerator.device_count()} accelerators", *models, torch.__version__])
 
 
 def end_with_parent() -> None:

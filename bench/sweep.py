@@ -14,7 +14,7 @@ Exit codes: 0 the table is whole or the time was up, 2 refused, 3 a variant brok
 import argparse
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
 import platform
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from bench import common
+from bench import common, device_tests
 from bench.sources import FIGURES, ROOT, TESTS, sources
 from bench.static.predicted import Counts
 from bench.sweep_table import table
@@ -42,6 +42,7 @@ from flux_ref.run.options import Options, between, listed
 from tools.shared import json_option
 
 LEAST_S = 60.0  # a variant is not begun with less time left
+START_S = 60.0  # until the first test of a device begins; a test that hangs must end before its variant does
 AGAIN = ("failed", "refused", "out of time")  # what runs again, after all others
 ABORT_S = 3.0  # for writing down where it was
 KEPT_LINES = 300  # of its output; a compiler gives its reason far above its end
@@ -89,10 +90,10 @@ def variants(small: bool) -> list[Variant]:
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
     dynamic, delayed = "--precision.preset=fp8", ("--precision.preset=fp8_delayed", "--precision.dynamic_steps=0")
 
-    def tests(name: str, limit_s: float) -> Variant:
+    def tests(name: str) -> Variant:
         files = [f"tests/speed/{file}.py" for file in TESTS_OF[name]]
         stand_in = ["--stand-in"] if small else []
-        return Variant(f"tests {name}", DEVICE_TESTS, (*stand_in, *files), limit_s)
+        return Variant(f"tests {name}", DEVICE_TESTS, (*stand_in, *files), device_tests.LIMIT_S + START_S)
 
     def part(name: str, *options: str, rows: int = usual) -> Variant:
         batch = (f"--train.global_batch={rows}", f"--train.micro_batch={rows}")
@@ -107,7 +108,7 @@ def variants(small: bool) -> list[Variant]:
         return Variant(f"peer {name}", "bench.race", (*config, *pair, *times, *batch, *plain, *options))
 
     return [
-        tests("graphs", 170.0),
+        tests("graphs"),
         Variant("ceiling", "bench.ceiling", (*config, "--micro-batches", f"{few},{more}")),
         part("eager"),
         part("compiled", compiled),
@@ -115,7 +116,7 @@ def variants(small: bool) -> list[Variant]:
         part("compiled graph fp8", compiled, graph, *delayed),
         whole("compiled", few, compiled),
         part("kernels", compiled, "--profile"),
-        tests("devices", 150.0),
+        tests("devices"),
         part("compiled fp8 delayed", compiled, *delayed),
         part("kernels fp8", compiled, *delayed, "--profile"),
         whole("compiled fp8", few, compiled, *delayed),
@@ -230,7 +231,9 @@ def missing_packages() -> list[str]:
     """A line for each package of MAY_LACK that is missing: what it costs, and what brings it without a registry."""
     lines = []
     for module, cost in MAY_LACK.items():
-        if importlib.util.find_spec(module) is None:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
             name = module.replace("_", "-")
             how = f"pip install --no-deps --target FOLDER {name} and PYTHONPATH=FOLDER bring it"
             lines.append(f"{name} is missing, so {cost} will be left out; {how}")

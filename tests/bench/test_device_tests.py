@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import device_tests
+from bench import device_tests, sweep
 from bench.device_tests import Outcomes
 from flux_ref.errors import Fault
 
@@ -46,6 +46,17 @@ def hanging():
 
 def test_fails_and_hangs(hanging): assert False
 """
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"mlperf_logging", "webdataset", "diffusers", "torchao", "datasets"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+TRAINS = "tests/speed/test_gpu_graph.py::test_a_run_that_breaks_amid_training_ends_soon"
 pytestmark = pytest.mark.slow
 
 
@@ -61,6 +72,32 @@ def project(tmp_path, monkeypatch) -> Path:
 
 def found(outcomes: Outcomes) -> dict[str, str]:
     return {name.rpartition("_")[2]: one["outcome"] for name, one in outcomes.tests().items()}
+
+
+@pytest.fixture
+def without_packages(tmp_path, monkeypatch) -> None:
+    """Programs that a test starts lack what a machine with a device may lack."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_without_packages_all_tests_of_a_device_are_collected(without_packages):
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == {
+        f"tests/speed/{file}.py" for files in sweep.TESTS_OF.values() for file in files
+    }
+
+
+def test_a_test_that_starts_train_py_names_the_package_that_it_lacks(without_packages, tmp_path):
+    outcomes = Outcomes(tmp_path / "outcomes.jsonl")
+    device_tests.run([TRAINS], outcomes, stand_in=True)
+    assert outcomes.tests()[TRAINS]["outcome"] == "skipped"
+    assert "needs mlperf-logging; pip install --no-deps --target" in outcomes.tests()[TRAINS]["reason"]
+    program = "from bench import sweep; print(*sweep.missing_packages(), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.partition(" ")[0] for line in done.stdout.splitlines()] == ["mlperf-logging", "diffusers"]
 
 
 def test_every_test_gets_one_outcome_though_one_hangs_and_one_dies(project):

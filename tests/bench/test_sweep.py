@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import MICRO, ROOT, refusal
 
-from bench import ceiling, device_tests, race, step, sweep, sweep_table, whole
+from bench import ceiling, common, device_tests, race, step, sweep, sweep_table, whole
 from bench.sources import sources
 from bench.static.predicted import Counts
 from flux_ref import config, config_file
@@ -35,6 +35,9 @@ def test_every_variant_is_a_command_and_what_decides_most_comes_first():
             assert variant.module in sweep_table.ROWS
             if variant.module == sweep.DEVICE_TESTS:
                 assert all((ROOT / test).exists() for test in args.tests)
+                assert variant.limit_s > device_tests.LIMIT_S + 30, (
+                    "else a test that hangs has no outcome, call by call"
+                )
                 continue
             known = [text for text in overrides if not (small and text.startswith("--precision."))]
             cfg = config_file.load(ROOT / args.config, known)
@@ -165,6 +168,20 @@ def test_sources_are_names_and_contents_of_what_figures_come_from(tmp_path):
         assert changed(**{name: "another"}) != first, name
     moved = files.pop("bench/step.py")
     assert changed(**{"bench/steps.py": moved}) != first
+
+
+def test_figures_of_another_card_or_torch_come_from_another_machine(tmp_path, monkeypatch):
+    """Two cards can stand in machines with equal CPUs."""
+    monkeypatch.setattr(common, "CARDS", tmp_path)
+    card = tmp_path / "0000:19:00.0" / "information"
+    card.parent.mkdir()
+    found = [common.machine()]
+    for model in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        card.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 151\n")
+        assert model in common.machine()
+        found.append(common.machine())
+    monkeypatch.setattr(torch, "__version__", "2.0")
+    assert len({*found, common.machine()}) == 4
 
 
 def test_two_sweeps_at_once_are_refused_and_a_killed_one_leaves_nothing(tmp_path, monkeypatch):

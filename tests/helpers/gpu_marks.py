@@ -4,7 +4,6 @@ pytest -m gpu                on a device; a package that is missing skips what n
 pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what stood in for a device
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -112,8 +111,7 @@ def deterministic(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def train_py() -> None:
     """Skips a test that starts train.py where the package of the benchmark's log is missing."""
-    if importlib.util.find_spec("mlperf_logging") is None:
-        pytest.skip(how_to_bring("mlperf-logging"))
+    pytest.importorskip("mlperf_logging", reason=how_to_bring("mlperf-logging"))
 
 
 class Table:
