@@ -84,25 +84,23 @@ def whole_manifest(folder: Path) -> Manifest:
 
 
 def instead_of(folder: Path) -> str:
-    """What a user can type about a damaged checkpoint: the newest older one of its run that is whole is named.
+    """What a user can do about a damaged checkpoint: the newest other one of its run that is whole is named.
 
-    Nothing takes an older checkpoint by itself: a run would train again on what it has trained on, unasked.
+    Nothing takes another checkpoint by itself: a run would train again on what it has trained on, unasked.
     """
     run = folder.parent.parent
     if not NAME.fullmatch(folder.name) or folder.parent != checkpoint_files.folder_of(run):
         return "use another checkpoint"
-    for older in reversed(checkpoint_files.list_checkpoints(run)):
-        if older.name >= folder.name:
+    for other in reversed(checkpoint_files.list_checkpoints(run)):
+        if other == folder:
             continue
         with contextlib.suppress(ValueError, OSError, Refusal):
-            whole_manifest(older)
-            step = checkpoint_files.step_of(older)
+            whole_manifest(other)
             aside = shlex.join(("mv", str(folder), f"{folder}.damaged"))
             return (
-                f"the newest older checkpoint that is whole is that of step {step}: `{aside}` lets the same"
-                f" command take it; eval.py and tools.weights also take --checkpoint={step}"
+                f"the newest other checkpoint that is whole is {other}; `{aside}` takes the damaged one out of the run"
             )
-    return "no older checkpoint of the run is whole; --run.overwrite=true begins the run again"
+    return "no other checkpoint of the run is whole; train.py --run.overwrite=true begins the run again"
 
 
 class Checkpoint:

@@ -163,6 +163,17 @@ def test_a_file_that_is_missing_shorter_or_longer_is_refused(saved):
     assert "is damaged between bytes 0 and 0" in refusal(opened.verify)
 
 
+def test_the_newest_other_whole_checkpoint_is_named(tmp_path):
+    first, second, third = (tmp_path / "checkpoints" / f"step_00000000{step}" for step in (6, 7, 8))
+    write_checkpoint(second, tensors())
+    for folder in (first, third):
+        folder.mkdir()  # damaged
+        want = f"is missing; the newest other checkpoint that is whole is {second}; `mv {folder} {folder}.damaged`"
+        assert want in refusal(Checkpoint, folder)
+    (second / NAME).unlink()
+    assert "no other checkpoint of the run is whole; train.py --run.overwrite=true" in refusal(Checkpoint, second)
+
+
 def test_a_flipped_bit_in_the_manifest_is_refused_or_changes_nothing(saved):
     path = saved / checkpoint_files.MANIFEST
     content, whole, draw, refused = path.read_bytes(), Checkpoint(saved), random.Random(3), 0
