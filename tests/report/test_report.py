@@ -445,7 +445,7 @@ class Page(html.parser.HTMLParser):
 def test_page_is_safe(capsys, tmp_path):
     """Whatever a log says, nothing is loaded or run."""
     evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp; $x_2$"
-    folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
+    folder = tmp_path / "<b>'\"&\x1b\udcff_$A_$B"  # a byte that is no UTF-8; what matplotlib takes for mathematics
     made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
     (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
     code, text, _, content = run_report(capsys, folder, out=tmp_path / "out")

@@ -21,7 +21,9 @@ from tools.report.result_log import number
 from tools.report.score import System
 
 WIDTH, HEIGHT, ROW, REST = 8.6, 4.6, 0.45, 0.9  # inches; the last two are heights of charts with a row per system
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
+matplotlib.rcParams.update(
+    {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
+)
 
 
 @dataclass(frozen=True)
@@ -115,18 +117,17 @@ def by_system(systems: list[System], title: str, unit: str, figure: str, mean: s
 
 def _figure(unit: str, height: float) -> Figure:
     """A figure with one pair of axes. unit: of the horizontal axis."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((WIDTH, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_xlabel(unit)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        return figure
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(unit)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure
 
 
 def svg(chart: Chart) -> str:
     """The chart as one svg element without its title."""
     file = io.StringIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about letters that the font lacks
         chart.figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
