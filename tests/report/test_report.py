@@ -470,6 +470,15 @@ def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
     assert lines_of(chart) == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
 
 
+def test_a_damaged_eval_jsonl_costs_its_chart_only(capsys, tmp_path, undrawn):
+    made_logs.system(tmp_path / "one", 1)
+    (tmp_path / "one" / "eval.jsonl").write_text("foreign\n")
+    _, _, figures, page = run_report(capsys, tmp_path / "one", out=tmp_path / "out")
+    (note,) = figures["systems"][0]["notes"]
+    assert "no chart of its timesteps: " in note and "eval.jsonl line 1 is damaged" in note
+    assert "no chart of its timesteps:" in page
+
+
 def test_charts_show_the_figures(results):
     """What is drawn, read back from matplotlib's axes: curves, band, target, runs, means."""
     system = judged(results)

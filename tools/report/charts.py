@@ -14,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.facts import TARGET
+from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.run.loss_chart import span
 from flux_ref.schedule import TIMESTEPS
@@ -81,7 +82,12 @@ def timesteps(systems: list[System]) -> list[Chart]:
     charts = []
     for system in systems:
         points = []
-        for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
+        try:
+            records = jsonl.records(system.runs[0].log.path.with_name("eval.jsonl"))
+        except Refusal as refusal:
+            system.notes.append(f"no chart of its timesteps: {refusal}")
+            continue
+        for record in records:
             values = record.get("val_loss_per_timestep")
             if isinstance(values, list) and len(values) == TIMESTEPS and all(map(jsonl.is_number, values)):
                 points.append([(record["samples"], loss) for loss in values])
