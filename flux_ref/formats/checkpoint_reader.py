@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import zlib
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -22,24 +23,30 @@ MORE_INFO = {"train_samples": int, "val_samples": int, "skipped": dict}  # what 
 
 
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Raises: ValueError, LookupError or TypeError if a value is of the wrong kind, or a number is out of range."""
+    """Raises: ValueError, KeyError or TypeError if a value is of the wrong kind, or a number is out of range."""
+    skipped = info.get("skipped", {})
     for key, kind in (INFO | MORE_INFO).items():
         if type(info[key] if key in INFO else info.get(key, kind())) is not kind:
             raise ValueError(f"its {key} is {outside.shown(info[key])}")
+    if not all(isinstance(why, str) for why in skipped.values()):
+        raise ValueError(f"its skipped is {outside.shown(skipped)}")
     batch = info["config"].get("train.global_batch")
     if type(batch) is int and info["samples"] != info["step"] * batch:
         raise ValueError(f"step {info['step']} and {info['samples']} samples do not belong together")
-    counts = {"info": [value for value in info.values() if type(value) is int]}
-    counts["skipped"] = [int(sample) for sample in info.get("skipped", ())]
+    _require_counts("info", [value for value in info.values() if type(value) is int])
+    _require_counts("skipped", map(int, skipped))
     for name, file in files.items():
-        counts[name] = [file.bytes, *file.crc32]
+        _require_counts(name, [file.bytes, *file.crc32])
     for key, tensor in tensors.items():
-        counts[key] = [*tensor.shape, prod(tensor.shape[1:])]
-        for _, *place in tensor.chunks:
-            counts[key] += place
-    for name, numbers in counts.items():
-        if not all(type(number) is int and 0 <= number <= MOST for number in numbers):
-            raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no count")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"its dtype of {outside.shown(key)} is {outside.shown(tensor.dtype)}")
+        places = [number for _, *place in tensor.chunks for number in place]
+        _require_counts(key, [*tensor.shape, prod(tensor.shape[1:]), *places])
+
+
+def _require_counts(name: str, numbers: Iterable[object]) -> None:
+    if not all(type(number) is int and 0 <= number <= MOST for number in numbers):
+        raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no count")
 
 
 def whole_manifest(folder: Path) -> Manifest:
@@ -70,7 +77,8 @@ def whole_manifest(folder: Path) -> Manifest:
         _require_kinds(content["info"], files, tensors)
         manifest = Manifest(content["info"], files, tensors)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint manifest {path} is damaged: {error}") from None
+        lacks = "it lacks " if isinstance(error, KeyError) else ""
+        raise ValueError(f"checkpoint manifest {path} is damaged: {lacks}{error}") from None
     step = manifest.info["step"]
     if NAME.fullmatch(folder.name) and checkpoint_files.step_of(folder) != step:
         raise ValueError(f"checkpoint {folder} holds step {step}, so this is not the name that it had")
@@ -116,12 +124,19 @@ class Checkpoint:
         self.info = manifest.info
         self.files = manifest.files
         self.tensors = manifest.tensors
-        self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
+        # Per file, the block that was read last. A tensor's rows in a file often begin in the block where the tensor
+        # before it ended: with one block for all files, 512 ranks' files would be read nine times.
+        self._cache: dict[str, tuple[int, bytes]] = {}
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
-        """Rows first .. first + count of a tensor, on the host, in the dtype on disk. Raises: Refusal."""
+        """Rows first .. first + count of a tensor, on the host, in the dtype on disk.
+
+        Raises: Refusal for damage; IndexError for rows that the tensor does not have.
+        """
         entry = self.tensors[key]
         count = entry.shape[0] - first if count is None else count
+        if not 0 <= first <= first + count <= entry.shape[0]:
+            raise IndexError(f"rows {first} to {first + count} of {key}, which has {entry.shape[0]}")
         width = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         content = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
@@ -158,7 +173,7 @@ class Checkpoint:
                 file.seek(begin)
                 content = file.read(BLOCK)
         except OSError as error:
-            raise Refusal(f"checkpoint file {path}: {error.strerror}; {instead_of(self.folder)}") from None
+            raise Refusal(f"checkpoint file {path}: {error.strerror or error}; {instead_of(self.folder)}") from None
         if zlib.crc32(content) != self.files[name].crc32[number]:
             raise Refusal(
                 f"checkpoint file {path} is damaged between bytes {begin} and {begin + len(content)}"
