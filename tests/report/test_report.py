@@ -230,6 +230,7 @@ def test_broken_logs_are_explained(capsys, tmp_path, undrawn):
         damage(MadeLog().write(tmp_path / "tree" / f"s{i:02}" / "result_0.txt"))
     code, text, figures, _ = run_report(capsys, tmp_path / "tree", out=tmp_path / "out")
     assert code == report.INVALID and "Traceback" not in text
+    assert "platform None" not in text and "batch None" not in text
     assert len(figures["systems"]) == len(BROKEN)
     joined, wrong = " ".join(text.split()), []
     for (name, (_, says)), system in zip(BROKEN.items(), figures["systems"]):

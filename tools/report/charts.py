@@ -74,7 +74,7 @@ def losses(batch: int, systems: list[System]) -> Chart:
         )
     axes.set_ylim(*span(curves, target))
     axes.legend()
-    return Chart(f"Validation loss at global batch {batch:,}", caption, figure)
+    return Chart(f"Validation loss at {f'global batch {batch:,}' if batch else 'no logged batch'}", caption, figure)
 
 
 def timesteps(systems: list[System]) -> list[Chart]:
@@ -126,7 +126,8 @@ def _figure(unit: str, height: float) -> Figure:
     figure = Figure((WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(unit)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if unit != "minutes":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
 
 
