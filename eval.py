@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
     if options.all:
         paths = checkpoint_files.list_checkpoints(options.path)
     if not paths:
-        raise Refusal(f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.KINDS}")
+        raise Refusal(
+            f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.REMEDY}"
+        )
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
     # Training may save and delete checkpoints while ranks look.

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from flux_ref.benchmark.convergence import CURVES, Band
 
-# Thresholds of loss - median, in the units of `_outside`: FAR in one evaluation, WIDE in two, ABOVE in four in a row.
+# Too high: (loss - median) / width, FAR in one evaluation or CLEAR in two in a row. The width is the larger of the
+# band's reach, which is highest loss - median, and twice its spread.
 FAR = 6.0
-WIDE = 2.0
-ABOVE = 1.25
+CLEAR = 2.0
+# Slightly too high: (loss - median) / reach, in four evaluations in a row.
+SLIGHT = 1.25
 CONSECUTIVE = 4
 LEAST_REACH = 0.00075  # about the standard deviation of one evaluation's loss in the public runs
 # Too low: below this share of the lowest run, in two evaluations in a row or in one.
@@ -43,23 +45,21 @@ class Alarm:
 
 def of_losses(curve: list[tuple[int, float]], band: Band | None) -> list[Alarm]:
     """The alarms that a validation curve of (training samples, loss) gives, each when it began."""
-    alarms: list[Alarm] = []
-    before = ""
-    if band is None:
-        return alarms
-    for count in range(1, len(curve) + 1):
-        alarm = _outside(curve[:count], band)
-        if alarm and alarm.kind != before:
-            alarms.append(alarm)
-        before = alarm.kind if alarm else ""
-    return alarms
+    return [alarm for count in range(len(curve)) if (alarm := newest(curve[: count + 1], band))]
 
 
-def _outside(curve: list[tuple[int, float]], band: Band) -> Alarm | None:
-    """What the last evaluations of a curve say."""
-    if curve[-1][0] < band.samples[0]:
+def newest(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
+    """The alarm that begins with the last evaluation of a curve."""
+    alarm = _outside(curve, band)
+    before = _outside(curve[:-1], band)
+    return None if alarm and before and alarm.kind == before.kind else alarm
+
+
+def _outside(curve: list[tuple[int, float]], band: Band | None) -> Alarm | None:
+    """What the last evaluations of a curve say. A band says nothing beyond its ends."""
+    if not curve or not band or not band.samples[0] <= curve[-1][0] <= band.samples[-1]:
         return None
-    above = []  # of the last evaluations: (loss - median) / the larger of the band's reach and twice its spread
+    above = []  # of the last evaluations: (loss - median) / width
     slightly_above = []  # (loss - median) / reach
     below = []  # loss / lowest loss
     for samples, loss in curve[-CONSECUTIVE:]:
@@ -74,7 +74,7 @@ def _outside(curve: list[tuple[int, float]], band: Band) -> Alarm | None:
     two_below = max(below[-2:]) if len(below) > 1 else 1.0
     four_above = min(slightly_above) if len(slightly_above) == CONSECUTIVE else 0.0
     seen = f"validation loss {loss:.4f}; {band.source} had {low:.4f} to {high:.4f} here"
-    if above[-1] > FAR or two_above > WIDE or four_above > ABOVE:
+    if above[-1] > FAR or two_above > CLEAR or four_above > SLIGHT:
         return Alarm(samples, "high", f"{seen}: check learning rate, warm-up, data and their scale")
     if below[-1] < FAR_BELOW or two_below < BELOW:
         return Alarm(samples, "low", f"{seen}: check the latents' scale, the validation set and the learning rate")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import zlib
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -28,24 +29,30 @@ MORE_INFO = {
 
 
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Raises: ValueError, LookupError or TypeError if a value is of the wrong kind, or a number is out of range."""
+    """Raises: ValueError, KeyError or TypeError if a value is of the wrong kind, or a number is out of range."""
+    skipped = info.get("skipped", {})
     for key, kind in (INFO | MORE_INFO).items():
         if type(info[key] if key in INFO else info.get(key, kind())) is not kind:
             raise ValueError(f"its {key} is {outside.shown(info[key])}")
+    if not all(isinstance(why, str) for why in skipped.values()):
+        raise ValueError(f"its skipped is {outside.shown(skipped)}")
     batch = info["config"].get("train.global_batch")
     if type(batch) is int and info["samples"] != info["step"] * batch:
         raise ValueError(f"step {info['step']} and {info['samples']} samples do not belong together")
-    counts = {"info": [value for value in info.values() if type(value) is int]}
-    counts["skipped"] = [int(sample) for sample in info.get("skipped", ())]
+    _require_counts("info", [value for value in info.values() if type(value) is int])
+    _require_counts("skipped", map(int, skipped))
     for name, file in files.items():
-        counts[name] = [file.bytes, *file.crc32]
+        _require_counts(name, [file.bytes, *file.crc32])
     for key, tensor in tensors.items():
-        counts[key] = [*tensor.shape, prod(tensor.shape[1:])]
-        for _, *place in tensor.chunks:
-            counts[key] += place
-    for name, numbers in counts.items():
-        if not all(type(number) is int and 0 <= number <= MOST for number in numbers):
-            raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no count")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"its dtype of {outside.shown(key)} is {outside.shown(tensor.dtype)}")
+        places = [number for _, *place in tensor.chunks for number in place]
+        _require_counts(key, [*tensor.shape, prod(tensor.shape[1:]), *places])
+
+
+def _require_counts(name: str, numbers: Iterable[object]) -> None:
+    if not all(type(number) is int and 0 <= number <= MOST for number in numbers):
+        raise ValueError(f"its entry of {outside.printable(name)[:80]} holds what is no count")
 
 
 def whole_manifest(folder: Path) -> Manifest:
@@ -76,7 +83,8 @@ def whole_manifest(folder: Path) -> Manifest:
         _require_kinds(content["info"], files, tensors)
         manifest = Manifest(content["info"], files, tensors)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint manifest {path} is damaged: {error}") from None
+        lacks = "it lacks " if isinstance(error, KeyError) else ""
+        raise ValueError(f"checkpoint manifest {path} is damaged: {lacks}{error}") from None
     step = manifest.info["step"]
     if NAME.fullmatch(folder.name) and checkpoint_files.step_of(folder) != step:
         raise ValueError(f"checkpoint {folder} holds step {step}, so this is not the name that it had")
@@ -90,25 +98,23 @@ def whole_manifest(folder: Path) -> Manifest:
 
 
 def instead_of(folder: Path) -> str:
-    """What a user can type about a damaged checkpoint: the newest older one of its run that is whole is named.
+    """What a user can do about a damaged checkpoint: the newest other one of its run that is whole is named.
 
-    Nothing takes an older checkpoint by itself: a run would train again on what it has trained on, unasked.
+    Nothing takes another checkpoint by itself: a run would train again on what it has trained on, unasked.
     """
     run = folder.parent.parent
     if not NAME.fullmatch(folder.name) or folder.parent != checkpoint_files.folder_of(run):
         return "use another checkpoint"
-    for older in reversed(checkpoint_files.list_checkpoints(run)):
-        if older.name >= folder.name:
+    for other in reversed(checkpoint_files.list_checkpoints(run)):
+        if other == folder:
             continue
         with contextlib.suppress(ValueError, OSError, Refusal):
-            whole_manifest(older)
-            step = checkpoint_files.step_of(older)
+            whole_manifest(other)
             aside = shlex.join(("mv", str(folder), f"{folder}.damaged"))
             return (
-                f"the newest older checkpoint that is whole is that of step {step}: `{aside}` lets the same"
-                f" command take it; eval.py and tools.weights also take --checkpoint={step}"
+                f"the newest other checkpoint that is whole is {other}; `{aside}` takes the damaged one out of the run"
             )
-    return "no older checkpoint of the run is whole; --run.overwrite=true begins the run again"
+    return "no other checkpoint of the run is whole; train.py --run.overwrite=true begins the run again"
 
 
 class Checkpoint:
@@ -124,12 +130,19 @@ class Checkpoint:
         self.info = manifest.info
         self.files = manifest.files
         self.tensors = manifest.tensors
-        self._cache: dict[str, tuple[int, bytes]] = {}  # per file, the block that was read last
+        # Per file, the block that was read last. A tensor's rows in a file often begin in the block where the tensor
+        # before it ended: with one block for all files, 512 ranks' files would be read nine times.
+        self._cache: dict[str, tuple[int, bytes]] = {}
 
     def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
-        """Rows first .. first + count of a tensor, on the host, in the dtype on disk. Raises: Refusal."""
+        """Rows first .. first + count of a tensor, on the host, in the dtype on disk.
+
+        Raises: Refusal for damage; IndexError for rows that the tensor does not have.
+        """
         entry = self.tensors[key]
         count = entry.shape[0] - first if count is None else count
+        if not 0 <= first <= first + count <= entry.shape[0]:
+            raise IndexError(f"rows {first} to {first + count} of {key}, which has {entry.shape[0]}")
         width = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:])
         rows = torch.empty((count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         content = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
@@ -166,7 +179,7 @@ class Checkpoint:
                 file.seek(begin)
                 content = file.read(BLOCK)
         except OSError as error:
-            raise Refusal(f"checkpoint file {path}: {error.strerror}; {instead_of(self.folder)}") from None
+            raise Refusal(f"checkpoint file {path}: {error.strerror or error}; {instead_of(self.folder)}") from None
         if zlib.crc32(content) != self.files[name].crc32[number]:
             raise Refusal(
                 f"checkpoint file {path} is damaged between bytes {begin} and {begin + len(content)}"

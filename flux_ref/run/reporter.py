@@ -251,9 +251,8 @@ class Reporter:
         error = f" +- {result.stderr:.4f}" if is_number(result.stderr) else ""  # NaN: one sample of a timestep
         loss = f"validation loss {result.loss:.4f}{error} over {result.count:,} samples"
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
-        for alarm in alarms.of_losses(self.val_curve, self.band):
-            if alarm.samples == samples:
-                self.say(f"{alarm.level}: {alarm.text}")
+        if alarm := alarms.newest(self.val_curve, self.band):
+            self.say(f"{alarm.level}: {alarm.text}")
         self._chart()
         self.pause(seconds + time.perf_counter() - begin)
 

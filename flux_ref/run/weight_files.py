@@ -20,7 +20,7 @@ from flux_ref.sharding import local_rows, named_parameters
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"  # of the names of diffusers' files
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
-KINDS = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
+REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 
 
 class Tensors:
@@ -61,7 +61,7 @@ class Tensors:
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
     if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"weights {path} is not a regular file; {KINDS}")
+        raise Refusal(f"weights {path} is not a regular file; {REMEDY}")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -128,15 +128,15 @@ def find(path: Path, step: int | None = None) -> Path:
         steps = ", ".join(map(str, sorted(checkpoints))) or "none"
         raise Refusal(f"{path} holds no checkpoint{which}; it has {steps}")
     if step is not None:
-        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {KINDS}")
+        raise Refusal(f"{path} is not a run, so it has no checkpoint {step}; {REMEDY}")
     for name in ("transformer", "flux1-schnell.safetensors"):  # of FLUX.1-schnell's repository
         if (path / name).exists():
             return path / name
     if path.suffix == ".toml":
-        raise Refusal(f"{path} is a config, which holds no weights; {KINDS}")
+        raise Refusal(f"{path} is a config, which holds no weights; {REMEDY}")
     if is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):
         return path
-    raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {KINDS}")
+    raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {REMEDY}")
 
 
 def config_of(path: Path, given: str | None) -> Config:
@@ -168,15 +168,15 @@ def open_source(path: Path, model: ModelConfig) -> Source:
     tensors = _tensors(path)
     if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
-    if path.is_dir():
-        diffusers_names.require_diffusers(model)
-        want = diffusers_names.diffusers_config(model)
-        diffusers_names.require_config(path / "config.json", want, "give the right --config")
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in ("step", "samples"):
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
     if "x_embedder.weight" in tensors.shapes:
+        diffusers_names.require_diffusers(model)
+        want = diffusers_names.diffusers_config(model)
+        folder = path if path.is_dir() else path.parent
+        diffusers_names.require_config(folder / "config.json", want, "give the right --config")
         fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
         return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
     fit.require_fit(tensors.shapes, table, f"weights {path}")

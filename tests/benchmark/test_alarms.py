@@ -53,6 +53,12 @@ def test_a_loss_below_all_is_as_suspect():
     assert kinds([(262_144, 0.4)], band) == ["low"] and kinds([(262_144, 0.62)], band) == []
 
 
+def test_a_loss_beyond_the_ends_of_a_band_is_not_judged():
+    band = convergence.public_band(512)
+    for samples in (band.samples[0] - 1, band.samples[-1] + 1):
+        assert kinds([(samples, 0.1), (samples, 9.0)], band) == []
+
+
 def test_evaluations_that_stray():
     """One that strays far is told, and told again when it comes again; one that strays a little is not, two are."""
     band = convergence.public_band(1024)

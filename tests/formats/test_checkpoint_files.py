@@ -114,6 +114,18 @@ def test_any_rows_are_those_of_the_whole(tmp_path, small_blocks):
         require_identical(everything(tmp_path / str(seed)), want)
 
 
+def test_rows_that_a_tensor_lacks_are_not_made_up(saved):
+    found = Checkpoint(saved)
+    for first, count in ((10, 10), (-1, 2), (14, 0), (3, -1), (14, None)):
+        with pytest.raises(IndexError, match="which has 13"):
+            found.read("model.w", first, count)
+
+
+def test_a_tensor_named_info_hides_no_counters(tmp_path):
+    folder = write_checkpoint(tmp_path / "step_000000007", tensors() | {"info": torch.ones(1)})
+    assert "its entry of info holds what is no count" in refusal_of(folder, ["info", "train_samples"], -5)
+
+
 def touched(found: Checkpoint, name: str, low: int, high: int, block: int) -> set[tuple[str, int]]:
     """The blocks (file, number) in which rows of a tensor lie."""
     width = tensors()[name][0].nbytes
@@ -161,6 +173,17 @@ def test_a_file_that_is_missing_shorter_or_longer_is_refused(saved):
     assert f"{path}: No such file" in refusal(opened.verify)  # removed after it was opened
     path.touch()
     assert "is damaged between bytes 0 and 0" in refusal(opened.verify)
+
+
+def test_the_newest_other_whole_checkpoint_is_named(tmp_path):
+    first, second, third = (tmp_path / "checkpoints" / f"step_00000000{step}" for step in (6, 7, 8))
+    write_checkpoint(second, tensors())
+    for folder in (first, third):
+        folder.mkdir()  # damaged
+        want = f"is missing; the newest other checkpoint that is whole is {second}; `mv {folder} {folder}.damaged`"
+        assert want in refusal(Checkpoint, folder)
+    (second / NAME).unlink()
+    assert "no other checkpoint of the run is whole; train.py --run.overwrite=true" in refusal(Checkpoint, second)
 
 
 def test_a_flipped_bit_in_the_manifest_is_refused_or_changes_nothing(saved):
@@ -237,9 +260,14 @@ def test_a_manifest_that_another_program_has_written_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "step_000000007", tensors())
     ((file, offset, _, _),) = Checkpoint(folder).tensors["model.w"].chunks
     (tmp_path / "x.safetensors").write_bytes((folder / file).read_bytes())
+    whole = json.loads((folder / checkpoint_files.MANIFEST).read_text())
     cases = [(place, value, "") for place in WHOLE_NUMBERS for value in (-1, 2**60, 1.5, True, None, "7", [], {})]
     cases += [(["info", key], value, "") for key in ("config", "name", "skipped") for value in (7, None, ["x"])]
-    cases += [(["info", "skipped"], {"x": "bad"}, ""), (["info", "samples"], 83, "do not belong together")]
+    cases += [(["info", "skipped"], {"x": "bad"}, ""), (["info", "skipped"], {"3": 5}, "its skipped is {'3': 5}")]
+    cases += [(["tensors", "info"], whole["tensors"]["model.b"] | {"dtype": 3}, "its dtype of 'info' is 3")]
+    for key in INFO.keys() - {"train_samples", "skipped"}:
+        cases.append((["info"], {k: v for k, v in INFO.items() if k != key}, f"it lacks '{key}'"))
+    cases += [(["info", "samples"], 83, "do not belong together")]
     cases += [(["format"], version, "this flux_ref reads 1") for version in (0, 2, "1", None, "two\nlines")]
     for name in ("../x.safetensors", "/tmp/x.safetensors", "a/b.safetensors", "..", "x.pt", "x.safetensors\n", ""):
         cases.append((["files", name], {"bytes": 0, "crc32": []}, "files outside its folder"))

@@ -230,6 +230,7 @@ def test_broken_logs_are_explained(capsys, tmp_path, undrawn):
         damage(MadeLog().write(tmp_path / "tree" / f"s{i:02}" / "result_0.txt"))
     code, text, figures, _ = run_report(capsys, tmp_path / "tree", out=tmp_path / "out")
     assert code == report.INVALID and "Traceback" not in text
+    assert "platform None" not in text and "batch None" not in text
     assert len(figures["systems"]) == len(BROKEN)
     joined, wrong = " ".join(text.split()), []
     for (name, (_, says)), system in zip(BROKEN.items(), figures["systems"]):
@@ -445,7 +446,7 @@ class Page(html.parser.HTMLParser):
 def test_page_is_safe(capsys, tmp_path):
     """Whatever a log says, nothing is loaded or run."""
     evil = "<script>alert(1)</script>\"'><img src=x onerror=y>\x1b[2J\ud800 &amp; $x_2$"
-    folder = tmp_path / "<b>'\"&\x1b\udcff"  # a byte that is no UTF-8
+    folder = tmp_path / "<b>'\"&\x1b\udcff_$A_$B"  # a byte that is no UTF-8; what matplotlib takes for mathematics
     made_logs.system(folder, 2, submission_org=evil, submission_platform=evil, opt_name=evil)
     (folder / "result_1.txt").write_text(f":::SYSJSON {json.dumps({'framework': evil})}\n{evil!a}")
     code, text, _, content = run_report(capsys, folder, out=tmp_path / "out")
@@ -468,6 +469,15 @@ def test_losses_per_timestep_are_those_of_the_first_run(tmp_path):
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (chart,) = charts.timesteps([judged(tmp_path)])
     assert lines_of(chart) == [[(100, 100 + k / 8), (200, 200 + k / 8)] for k in range(8)]
+
+
+def test_a_damaged_eval_jsonl_costs_its_chart_only(capsys, tmp_path, undrawn):
+    made_logs.system(tmp_path / "one", 1)
+    (tmp_path / "one" / "eval.jsonl").write_text("foreign\n")
+    _, _, figures, page = run_report(capsys, tmp_path / "one", out=tmp_path / "out")
+    (note,) = figures["systems"][0]["notes"]
+    assert "no chart of its timesteps: " in note and "eval.jsonl line 1 is damaged" in note
+    assert "no chart of its timesteps:" in page
 
 
 def test_charts_show_the_figures(results):

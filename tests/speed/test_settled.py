@@ -9,11 +9,11 @@ from conftest import MICRO
 from fake_world import fake_world
 from streams import Streams
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_ref import config_file, sharding
 from flux_ref.data import synthetic
+from flux_ref.errors import Fault
 from flux_ref.speed import settled
 from flux_ref.step import Health, State, train_step, validation_step
 
@@ -52,8 +52,7 @@ class Watching(TorchDispatchMode):
 
 def held(net: nn.Module) -> set[str]:
     """The names of all fields that hold something now, but those of parameters."""
-    units = [settled.owners(unit) for unit in net.modules() if isinstance(unit, FSDPModule)]
-    objects = [one for unit in units for owner in ("streams", "step", "group") for one in unit[owner]]
+    objects = [owner for kind, _, owner in settled.owners(net) if kind != "FSDPParam"]
     return {name for one in objects for name, value in vars(one).items() if not settled.is_empty(value)}
 
 
@@ -69,20 +68,23 @@ def test_nothing_else_of_fsdp2_is_held_during_a_step_and_gone_after_it(monkeypat
 
 
 def test_what_is_pending_is_named_with_its_unit(monkeypatch):
-    fields = [(owner, field) for owner, of_owner in settled.PENDING.items() for field in of_owner]
     with stepped() as (state, _):
         settled.require_settled(state.net)
-        for owner, field in fields:
-            is_shared = owner in ("streams", "step")
-            holder = settled.owners(state.net if is_shared else state.net.single_blocks[1])[owner][0]
-            if not hasattr(holder, field):
-                continue  # of another torch
-            where = "the root" if is_shared else "single_blocks.1"
-            with monkeypatch.context() as planting:
-                plant(planting, holder, field)
-                with pytest.raises(AssertionError, match=f"^FSDP2 has left {field} of {where} pending$"):
-                    settled.require_settled(state.net)
+        holders = {kind: (where, owner) for kind, where, owner in settled.owners(state.net)}  # the last of each kind
+        for kind, (where, holder) in holders.items():
+            for field in settled.PENDING[kind]:
+                if not hasattr(holder, field):
+                    continue  # of another torch
+                with monkeypatch.context() as planting:
+                    plant(planting, holder, field)
+                    with pytest.raises(Fault, match=f"^FSDP2 has left {field} of {where} pending, so no step can be"):
+                        settled.require_settled(state.net)
         settled.require_settled(state.net)
+        assert holders["FSDPParamGroup"][0] == "single_blocks.2"
+        name, parameter = next(state.net.named_parameters())
+        parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(Fault, match=f"^the gradient of {name} is left, so"):
+            settled.require_settled(state.net)
 
 
 def plant(monkeypatch, holder: object, field: str) -> None:

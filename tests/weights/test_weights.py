@@ -340,6 +340,19 @@ def test_inspect_says_what_is_there(kept, capsys):
         assert "verified" in rest[-1] and ("  samples   12" in rest) == (kind == "run")
 
 
+def test_the_tensors_decide_what_a_path_is(tmp_path, capsys):
+    """Not whether it is a file or a folder. What a file says is shown without its control characters."""
+    bfl = write_metadata(tmp_path, "0")
+    save_file(tensors_of(CFG.model), bfl, {"trained_by": weight_files.TRAINER, "name": "\x1b[2J"})
+    assert weights.main(["inspect", str(tmp_path), f"--config={MICRO}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}: BFL" in shown and "\\x1b[2J" in shown and "\x1b" not in shown
+    write_diffusers(tmp_path / "other", CFG.model, tensors_of(CFG.model))
+    (tmp_path / "other" / "config.json").write_text('{"axes_dims_rope": [1, 2, 3]}')
+    assert weights.main(["inspect", str(tmp_path / "other" / FILE), f"--config={MICRO}"]) == 2
+    assert "another model's: axes_dims_rope=" in capsys.readouterr().err
+
+
 def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
     # With large blocks one checksum covers weights and moments.
     for module in (safetensors_io, checkpoint_files, checkpoint_reader):

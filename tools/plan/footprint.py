@@ -104,15 +104,6 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     return footprints
 
 
-def scaled(footprints: dict[str, Footprint], factor: float) -> dict[str, Footprint]:
-    """The same for micro-batches that are larger by a factor, as if memory were linear in samples."""
-    names = ("saved", "forward", "backward", "evaluate")
-    return {
-        kind: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
-        for kind, one in footprints.items()
-    }
-
-
 def layout(cfg: Config, gpus: int, node: int) -> Layout:
     """How FSDP2 splits the net over so many GPUs, `node` of them to a host.
 

@@ -1,6 +1,6 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
-from bisect import bisect_left
+from functools import cache
 from math import ceil, gcd
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ from flux_ref.optim import BYTES_PER_PARAMETER
 from flux_ref.speed import policy
 from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
-from tools.plan.footprint import Footprint
 from tools.plan.memory import Instant
 from tools.plan.step_time import Machine
 from tools.shared import flops
@@ -46,7 +45,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     every = schedule.steps_for(cfg.eval.every_samples, batch) * batch
     evaluations = ceil(samples / every) if count and every else 0
     train = samples / rate + evaluations * evaluation
-    largest, dividing = largest_rows(cfg, layout, footprints, machine, rows)
+    largest, dividing = largest_rows(cfg, layout, machine)
     sample = shards.layout(cfg.model).stride
     plan = SimpleNamespace(
         config=cfg.name,
@@ -98,29 +97,35 @@ def needed(instant: Instant, assumed: Assumed) -> float:
     return instant.total * (1 + assumed.margin) + assumed.outside_gb * GB
 
 
-def largest_rows(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int
-) -> tuple[int, int]:
+def largest_rows(cfg: Config, layout: Layout, machine: Machine) -> tuple[int, int]:
     """The largest micro-batch that training takes and a card holds, and the largest that divides a rank's batch.
 
-    The search assumes that memory is linear in samples, then checks exactly. It can end too low by one, or at 0.
+    The line between two sizes meets the card's memory near the answer, so few sizes are traced.
     """
-
-    def fits(candidate: int, found: dict[str, Footprint]) -> bool:
-        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, candidate))
-        return needed(instant, machine.assumed) <= machine.gpu.memory_gb * GB
-
-    def seems_too_large(candidate: int) -> bool:
-        return not fits(candidate, footprint.scaled(footprints, candidate / rows))
-
     tokens = (cfg.model.text_tokens, cfg.model.image_tokens)
     step = MULTIPLE // gcd(*tokens, MULTIPLE) if policy.narrowest(cfg) else 1  # see policy.require_rows
-    sizes = range(step, LARGEST + 1, step)
-    count = bisect_left(sizes, True, key=seems_too_large)
-    while count and not fits(count * step, footprint.trace(cfg, machine.gpu.arch, count * step)):
-        count -= max(1, count // 32)
+
+    @cache
+    def spare(count: int) -> float:
+        """Bytes of the card that micro-batches of so many steps of rows leave."""
+        found = footprint.trace(cfg, machine.gpu.arch, count * step)
+        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, count * step))
+        return machine.gpu.memory_gb * GB - needed(instant, machine.assumed)
+
+    low, high = 1, LARGEST // step
+    if spare(low) < 0:
+        return 0, 0
+    if spare(high) >= 0:
+        low = high
+    while high - low > 1:  # low fits, high does not
+        guess = low + int((high - low) * spare(low) / (spare(low) - spare(high)))
+        guess = min(max(guess, low + 1), high - 1)
+        if spare(guess) < 0:
+            high = guess
+        else:
+            low = guess
     batch = cfg.train.global_batch // machine.gpus
-    return count * step, max((size for size in sizes[:count] if batch % size == 0), default=0)
+    return low * step, max((size for size in range(step, low * step + 1, step) if batch % size == 0), default=0)
 
 
 def warnings(cfg: Config, plan: SimpleNamespace) -> list[str]:

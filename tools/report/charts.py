@@ -14,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.facts import TARGET
+from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.run.loss_chart import span
 from flux_ref.schedule import TIMESTEPS
@@ -21,7 +22,9 @@ from tools.report.result_log import number
 from tools.report.score import System
 
 WIDTH, HEIGHT, ROW, REST = 8.6, 4.6, 0.45, 0.9  # inches; the last two are heights of charts with a row per system
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
+matplotlib.rcParams.update(
+    {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "axes.grid": True}
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def losses(batch: int, systems: list[System]) -> Chart:
         )
     axes.set_ylim(*span(curves, target))
     axes.legend()
-    return Chart(f"Validation loss at global batch {batch:,}", caption, figure)
+    return Chart(f"Validation loss at {f'global batch {batch:,}' if batch else 'no logged batch'}", caption, figure)
 
 
 def timesteps(systems: list[System]) -> list[Chart]:
@@ -79,7 +82,12 @@ def timesteps(systems: list[System]) -> list[Chart]:
     charts = []
     for system in systems:
         points = []
-        for record in jsonl.records(system.runs[0].log.path.with_name("eval.jsonl")):
+        try:
+            records = jsonl.records(system.runs[0].log.path.with_name("eval.jsonl"))
+        except Refusal as refusal:
+            system.notes.append(f"no chart of its timesteps: {refusal}")
+            continue
+        for record in records:
             values = record.get("val_loss_per_timestep")
             if isinstance(values, list) and len(values) == TIMESTEPS and all(map(jsonl.is_number, values)):
                 points.append([(record["samples"], loss) for loss in values])
@@ -115,18 +123,18 @@ def by_system(systems: list[System], title: str, unit: str, figure: str, mean: s
 
 def _figure(unit: str, height: float) -> Figure:
     """A figure with one pair of axes. unit: of the horizontal axis."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((WIDTH, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_xlabel(unit)
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(unit)
+    if unit != "minutes":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        return figure
+    return figure
 
 
 def svg(chart: Chart) -> str:
     """The chart as one svg element without its title."""
     file = io.StringIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about letters that the font lacks
         chart.figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()

@@ -14,7 +14,7 @@ WHAT = (
     " lr {opt_base_learning_rate}"
 )
 CONVERGENCE = "convergence: {} ({}), reference {} samples, accepted from {}, here {}"
-SCORE = "olympic mean: {} minutes; normalised by {}: {} minutes"
+SCORE = "; normalised by {}: {} minutes"
 # The table of runs: attribute of a run: (heading, format).
 RUN_COLUMNS = {
     "minutes": ("minutes", ",.2f"),
@@ -29,7 +29,7 @@ def describe(system: System) -> str:
     """The verdict, what ran, a row for each run, their faults, the checks and the reasons."""
     count = show(result_files.accelerators(system.machine), ",")
     devices = f"{count} x {system.machine.get('accelerator_model_name', 'device')}"
-    shared = {key: system.value(key) for key in SHARED}
+    shared = {key: show(system.value(key), "") for key in SHARED}
     rows = []
     faults = []
     for run in system.runs:
@@ -55,12 +55,13 @@ def checks(system: System) -> list[str]:
     else:
         lines.append("open division: seeds and convergence are not checked")
     if system.olympic_mean_minutes is not None:
-        factor = show(system.factor, ".4f")
-        lines.append(SCORE.format(show(system.olympic_mean_minutes), factor, show(system.score_minutes)))
+        scored = system.score_minutes is not None
+        score = SCORE.format(show(system.factor, ".4f"), show(system.score_minutes)) if scored else ""
+        lines.append(f"olympic mean: {show(system.olympic_mean_minutes)} minutes{score}")
     return lines
 
 
-def show(value: float | None, form: str = ",.2f") -> str:
+def show(value: object, form: str = ",.2f") -> str:
     """A figure as text; "-" for an unknown one."""
     return "-" if value is None else format(value, form)
 
@@ -72,7 +73,7 @@ def overview(system: System) -> dict[str, str]:
     return {
         "system": system.name,
         "devices": show(count, ","),
-        "batch": str(system.value("global_batch_size")),
+        "batch": show(system.value("global_batch_size"), ""),
         "runs": f"{len(system.counted)}/{len(system.runs)}",
         "olympic min": show(system.olympic_mean_minutes),
         "score min": show(system.score_minutes),

@@ -14,6 +14,7 @@ from flux_ref.formats import checkpoint_files, diffusers_names, safetensors_io
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.formats.files import whole, write_whole
+from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.run.progress import progress
 from flux_ref.run.weight_files import DIFFUSERS_STEM, TRAINER, Source, whole_parts
@@ -117,4 +118,4 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
             for _ in _pieces(source, [Part(name, 0, shape[0])], shape):
                 pass
         lines.append("  verified  every value is finite, every checksum right")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
