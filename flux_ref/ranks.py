@@ -56,10 +56,11 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
+def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
     timeout_s: the limit of one collective; 0 for the backend's default.
+    few_threads: compute in as many CPU threads as `threads` says; False: in torch's own number of them.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
@@ -74,7 +75,7 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0) -> World:
     device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     guard_expandable()
-    if "OMP_NUM_THREADS" not in os.environ:
+    if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:

@@ -31,6 +31,7 @@ BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
 NPY_MOST = 2**16  # bytes, of any header of a .npy file
+OWN_KEY = re.compile(r"\w+_[0-9]{8}")  # as shard_writer.key_of names samples
 FILE_TYPES = (b"0", b"\0")  # of a tar header: no link, no folder
 TAR_SIZE = re.compile(rb" *([0-7]+)[ \0]*")  # int() would take signs and underscores, too
 ORDER = "each sample needs KEY.json and then KEY.t5, clip, mean and logvar.bytes, in this order"
@@ -298,7 +299,8 @@ def parse_meta(key: str, text: bytes, where: str) -> Meta:
         caption = content.get("caption") or ""
     except (ValueError, AttributeError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
-    if named != key:
+    # NVIDIA's converter numbers the members and puts the key of the source into the json.
+    if named != key and OWN_KEY.fullmatch(key) and OWN_KEY.fullmatch(str(named)):
         raise BadSample(f"{where}: {key}.json is of sample {outside.shown(named)}; copy or make the shard again")
     if timestep is not None and type(timestep) is not int:
         raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")

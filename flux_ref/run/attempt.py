@@ -79,7 +79,8 @@ def make_terminal_patient() -> None:
 def complain(name: str, error: Stop | OSError | str) -> None:
     """Print the one line with which a command ends. A full stderr takes no line; the exit code still tells."""
     if isinstance(error, OSError) and error.filename is not None:
-        error = f"{error.filename}: {error.strerror}; make it readable and writable, or give another path"
+        remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
+        error = f"{error.filename}: {error.strerror}; {remedy}, or give another path"
     line = one_line(f"{name}: {error}")
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)

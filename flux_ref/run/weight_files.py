@@ -176,7 +176,8 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         diffusers_names.require_diffusers(model)
         want = diffusers_names.diffusers_config(model)
         folder = path if path.is_dir() else path.parent
-        diffusers_names.require_config(folder / "config.json", want, "give the right --config")
+        if path.is_dir() or (folder / "config.json").exists():  # a file may be moved without its config
+            diffusers_names.require_config(folder / "config.json", want, "give the right --config")
         fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
         return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
     fit.require_fit(tensors.shapes, table, f"weights {path}")

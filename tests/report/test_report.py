@@ -416,7 +416,7 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
         (["empty"], "empty holds no result_*.txt"),
         (["result_0.txt"], "no log could be read"),
         ([results, "--points=x"], "reference points x: No such file"),
-        ([results, "--out=file/sub"], "Not a directory: 'file/sub'"),
+        ([results, "--out=file/sub"], "file/sub: Not a directory; make it"),
         ([results, "--out=none"], "pip install matplotlib"),
     ]
     monkeypatch.chdir(tmp_path)

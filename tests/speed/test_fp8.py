@@ -263,7 +263,7 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     history = saved.tensors["fp8.history"]
     assert (history.shape, len(history.chunks)) == ([2 * 22, 3], 1), "written once"
     dynamic = lively_state(config_file.replace(cfg, precision__preset="fp8"), world)
-    assert "1 unexpected: fp8.history" in refusal(resuming.open_for, path, dynamic, FACTS)
+    assert "1 unexpected: fp8.history" in refusal(resuming.open_for, path, dynamic, cfg, FACTS)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])  # 4: in 2 replicas
