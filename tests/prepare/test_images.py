@@ -638,6 +638,7 @@ def test_sets_of_other_encoders_do_not_share_an_output(tmp_path):
         bits = {name: shards.to_bf16_bits(array + noise * other[name]) for name, array in values.items()}
         images._write_empty(tmp_path / "train", bits, LAYOUT)
 
+    (tmp_path / "train.partial").mkdir()
     write(0)
     before = contents(tmp_path)
     write(0.01)
