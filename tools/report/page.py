@@ -9,10 +9,11 @@ from tools.report.score import System
 
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>FLUX.1 training benchmark</title><style>
-body{max-width:940px;margin:0 auto;padding:28px 20px;font:15px/1.5 system-ui,sans-serif}
-table{border-collapse:collapse;font-size:14px}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid #ccc;text-align:left;vertical-align:top;overflow-wrap:anywhere}
-pre{font-size:13px;overflow-x:auto}figure{margin:18px 0}svg{width:100%;height:auto}
+:root{color-scheme:light dark}div,pre{overflow-x:auto}
+body{max-width:940px;margin:0 auto;padding:28px 20px;font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+table{border-collapse:collapse;font-size:14px}pre{font-size:13px}
+th,td{padding:6px 10px 6px 0;border-bottom:1px solid #888;text-align:left;vertical-align:top;min-width:6em}
+figure{margin:18px 0}figcaption{margin-top:6px}svg{display:block;width:100%;min-width:600px;height:auto}
 </style></head><body><h1>FLUX.1 training benchmark</h1>"""
 
 
@@ -23,7 +24,7 @@ def page(systems: list[System], basis: str) -> str:
     parts.append("<h2>Charts</h2>")
     for chart in charts.of_systems(systems):
         caption = f"<figcaption>{_text(chart.caption)}</figcaption>"
-        parts.append(f"<figure><h3>{_text(chart.title)}</h3>{charts.svg(chart)}{caption}</figure>")
+        parts.append(f"<figure><h3>{_text(chart.title)}</h3><div>{charts.svg(chart)}</div>{caption}</figure>")
     parts.append("<h2>Runs and official checks</h2>")
     for system in systems:
         lines = "\n".join(map(_text, text.describe(system).split("\n")))
@@ -44,7 +45,7 @@ def _table(rows: list[Iterable[object]]) -> str:
     for tag, row in zip(["th", *["td"] * len(rows)], rows):
         cells = "".join(f"<{tag}>{_text(str(value)[:200])}</{tag}>" for value in row)
         lines.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f"<div><table>{''.join(lines)}</table></div>"
 
 
 def _compared(systems: list[System], figures: str) -> str:
