@@ -5,7 +5,6 @@ from itertools import product
 import fp8_net
 import pytest
 import torch
-from checkpoint_ranks import FACTS
 from conftest import MICRO, require_identical
 from fp8_net import Net
 from graph_ranks import everything
@@ -120,11 +119,12 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
 
     first, second = (State.build(cfg, world, seed) for seed in (3, 4))
     train(first, 2)
-    saver = Saver(cfg, world, FACTS, print)
+    facts = {"run": "a run", "train_samples": 0, "val_samples": 0}
+    saver = Saver(cfg, world, facts, print)
     saver.save(first, {})
     want = train(first, 3)
     saver.finish()
-    saved = resuming.load_weights(checkpoint_files.list_checkpoints(tmp_path)[-1], second, cfg, FACTS)
+    saved = resuming.load_weights(checkpoint_files.list_checkpoints(tmp_path)[-1], second, cfg, facts)
     resuming.load_progress(saved, second)
     found = train(second, 3)
     assert second.step == 5
