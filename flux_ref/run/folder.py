@@ -16,6 +16,7 @@ from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, files, jsonl
+from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.claim import hold
 from flux_ref.ranks import World
 from flux_ref.run import resuming
@@ -80,7 +81,7 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
                     aside = _set_aside(cfg, folder)
                 checkpoint = None if aside else _checkpoint(cfg, folder, restarted)
                 checkpoint_files.clean(folder)
-                identity = identity_of(folder) or secrets.token_hex(8)
+                identity = _identity(folder, checkpoint)
                 if checkpoint is None:
                     write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
@@ -96,11 +97,14 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
             raise
 
 
-def identity_of(folder: Path) -> str:
-    """The identity of a folder's run; "" if the run has none, or none that can be read."""
+def _identity(folder: Path, checkpoint: Path | None) -> str:
+    """The identity of a folder's run, or of its checkpoint if the file is lost; a new one if neither has one."""
     with suppress(Refusal):
-        return str(jsonl.json_object(folder / ENVIRONMENT).get("run", ""))
-    return ""
+        if identity := jsonl.json_object(folder / ENVIRONMENT).get("run"):
+            return str(identity)
+        if checkpoint and (identity := Checkpoint(checkpoint).info.get("run")):
+            return identity
+    return secrets.token_hex(8)
 
 
 def write_config(cfg: Config) -> None:
