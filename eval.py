@@ -154,7 +154,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             if cfg.eval.permuted_captions:
                 permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=watch.at)
                 record["captions_permuted"] = permuted.loss
-                say(f"with captions permuted among the samples: {permuted.loss:.4f}")
+                words = "with captions permuted among the samples"
+                say(f"{words}: {permuted.loss:.4f}; higher if the model uses captions")
             if cfg.eval.noise == "fresh" and not is_clocked:
                 say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
         if pictures:

@@ -11,7 +11,11 @@ set -euo pipefail
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
 die() { say "ends: $*"; exit 1; }
 
-[[ -f train.py && $# -gt 0 ]] || die "run from the root of the repository, with a config; see the head of this file"
+if [[ $# -eq 0 || $1 == -* ]]; then
+  echo "usage: NEXP=10 launch/one_node.sh CONFIG [--section.key=value ...]; launch/README.md lists the variables"
+  exit 2
+fi
+[[ -f train.py ]] || die "run from the root of the repository"
 config=$1
 shift
 results=${RESULTS:-results/$(basename "$config" .toml)}

@@ -1,5 +1,6 @@
 """The bar of long work: lively on a terminal, a line every ten seconds in a log file."""
 
+import shutil
 import sys
 
 from tqdm import tqdm
@@ -9,4 +10,5 @@ def progress(iterable=None, **options: object) -> tqdm:
     """tqdm with the project's manners; options are tqdm's."""
     if not sys.stderr.isatty():
         options |= {"mininterval": 10.0, "bar_format": "{l_bar}{bar}{r_bar}\n"}
-    return tqdm(iterable, **{"dynamic_ncols": True, "mininterval": 0.2} | options)
+    columns, lines = shutil.get_terminal_size()  # where a terminal says 0, tqdm would show nothing
+    return tqdm(iterable, **{"ncols": columns, "nrows": lines, "mininterval": 0.2} | options)

@@ -141,6 +141,8 @@ def test_the_command_shows_what_fits_and_says_what_does_not(checkpoint, tmp_path
     assert sorted([*figures["misfits"], *presets]) == sorted(commands.ALL)
     for name, why in figures["misfits"].items():
         assert f"\n{name} does not fit: {why}" in text and "cannot sum over 144 tokens" in why
+    worst = max(figures["products"], key=lambda record: record["error"])
+    assert f"loses most: {worst['product']} of {worst['layer']} under {worst['preset']}, error" in text.splitlines()[-1]
     assert text.split()[:4] == ["layers", "product", *presets]
     picture = (tmp_path / "census.svg").read_text()
     assert picture.count("<rect") == len(figures["products"])

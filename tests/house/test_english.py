@@ -10,7 +10,14 @@ from conftest import ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", "PORTING.md", "launch/README.md", "bench/README.md"]
 PAGES += ["docs/guide.md", "docs/architecture.md", "docs/arithmetic.md", "docs/draws.md", "docs/faults.md"]
-PAGES += ["docs/formats.md", "docs/log.md", "docs/measured.md", "docs/own_pictures.md", "docs/precision.md"]
+PAGES += [
+    "docs/formats.md",
+    "docs/log.md",
+    "docs/measured.md",
+    "docs/own_pictures.md",
+    "docs/precision.md",
+    "docs/ten_runs.md",
+]
 MAX_WORDS = 30
 IDIOMS = re.compile(
     r"\b(leaves? word|hears? of|let go of|by the very|what is more|is none|to hand|wants? to be|is no )\b"

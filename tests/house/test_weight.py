@@ -10,7 +10,7 @@ from conftest import ROOT
 
 COUNTED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.ExceptHandler, ast.comprehension)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-LIMITS = {"flux_ref": 42_600, "tools": 41_600, "bench": 14_200, "tests": 141_500}
+LIMITS = {"flux_ref": 42_600, "tools": 42_000, "bench": 14_200, "tests": 141_500}
 
 
 def weight(text: str) -> int:
@@ -27,7 +27,9 @@ def weights() -> dict[str, int]:
 
 def test_no_folder_is_heavier_than_its_limit():
     heavy = {name: found for name, found in weights().items() if found > LIMITS[name]}
-    assert not heavy, f"above LIMITS of {__file__}: find a form with fewer ideas, or raise the limit and say why"
+    limits = {name: LIMITS[name] for name in heavy}
+    remedy = "find a form with fewer ideas, or raise the limit and say why"
+    assert not heavy, f"{heavy} is above {limits}, LIMITS of {__file__}: {remedy}"
 
 
 def test_only_what_a_reader_must_understand_has_weight():

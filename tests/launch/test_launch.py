@@ -90,6 +90,12 @@ def test_the_readme_names_every_variable_of_the_script():
     assert not [name for name in documented if f"`{name}" not in README]
 
 
+def test_one_node_without_a_config_says_how_to_call_it():
+    for argv in ([], ["--help"]):
+        done = subprocess.run([LAUNCH / "one_node.sh", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stdout.startswith("usage: NEXP=10 launch/one_node.sh CONFIG")
+
+
 @pytest.mark.slow
 def test_one_node_runs_what_is_left_and_scores(tmp_path, shapes_dir):
     results = tmp_path / "results"

@@ -68,6 +68,12 @@ def test_judging_without_an_odd_node():
     assert complaints({0: two[0], 1: two[1]})[-1] == "bad nodes: b"
 
 
+def test_a_row_says_only_what_was_measured():
+    lone = {"devices": [DEVICE | {"gb_per_s": 0.0}]}
+    assert NodeReport({"driver": "d", "links": "none"}, lone).row() == "1 x X1 | d | none | 700 TFLOP/s"
+    assert found()[0].row().endswith(" | 700 TFLOP/s | 400 GB/s inside | 300 GB/s between")
+
+
 def test_every_pair_of_neighbours_is_measured_once_and_no_node_twice_in_a_round():
     for count in (1, 2, 3, 6, 7):
         rounds = preflight.ring([*range(count)])

@@ -20,7 +20,7 @@ from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_s
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import RESUMED
-from tools.report import charts, official, result_files, result_log, score
+from tools.report import charts, official, result_files, result_log, score, text
 from tools.report import commands as report
 
 
@@ -122,6 +122,13 @@ def test_a_resumed_run_shows_all_its_losses_and_no_rate(tmp_path):
         run = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
         assert len(run.val_curve) == 9 and run.samples == run.val_curve[-1][0]
         assert run.minutes is run.samples_per_s is None and any("resumed" in fault for fault in run.faults)
+
+
+def test_names_in_a_table_stay_different():
+    """Whole folders are left out at the front, as long as no two become equal."""
+    ends = ["gb200_ngpu72_ngc25.09_nemo", "gb300_ngpu72_ngc25.09_nemo"]
+    assert text.shortened([f"x/NVIDIA/{end}" for end in ends]) == ends
+    assert text.shortened(["x/A/run", "x/B/run", "x/B/run"]) == ["A/run", "B/run", "B/run"]
 
 
 def test_checks_leave_no_trace(results, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ NODE = 8  # ranks
 MESHES = ((1, NODE), (8, NODE), (1, 64), (64, NODE), (1, 512))  # (replicas, shards)
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 PAGE = Path(__file__).parents[2] / "docs" / "tables.md"
+SAMPLE = PAGE.parents[1] / "tests" / "golden" / "result_0.txt"
 DTYPE = BENCHMARK.parallel.dtype
 REDUCE = BENCHMARK.parallel.reduce_dtype
 ITEM = closed_forms.ITEM_BYTES[DTYPE]
@@ -188,6 +189,16 @@ def log() -> str:
 {markdown("key | type | value | metadata | " + " | ".join(RULESETS), rows)}"""
 
 
+def sample() -> str:
+    """The log of a run of one evaluation, with made-up times and places."""
+    lines = []
+    for number, event in enumerate(events("6.1.0")):
+        event["time_ms"] = 1_760_000_000_000 + 1200 * number
+        event["metadata"]["file"] = event["metadata"]["file"].replace(str(PAGE.parents[1]), "/app")
+        lines.append(f":::MLLOG {json.dumps(event)}\n")
+    return "".join(lines)
+
+
 def events(ruleset: str) -> list[dict]:
     """The events that a run of one evaluation writes."""
     cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset, data__evict=True)
@@ -225,3 +236,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    SAMPLE.write_text(sample())

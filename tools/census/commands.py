@@ -6,8 +6,9 @@
 Both sides of each product come from one step in bf16 on samples that the run trains on next. A line of the table is
 the worst block of a class of layers. The table shows the product's error relative to fp32 under each preset. With
 --preset it shows also, for the left / right side, the shares of values that become zero and that overflow, and
-magnitudes. FILE.json gets all products. FILE.svg beside it has a row for each preset, class of layers and product, and
-a column for each block, double blocks first. Delayed scales are unknown here, so fp8 stands for fp8_delayed, too.
+magnitudes. A dash stands for a product that stays in bf16. FILE.json gets all products. FILE.svg beside it has a row
+for each preset, class of layers and product, and a column for each block, double blocks first. Delayed scales are
+unknown here, so fp8 stands for fp8_delayed, too.
 --blame finds a small set of products whose return to bf16 mends the samples, under a preset or the run's own precision.
 None of the set can be left out; another set may mend the samples, too. Samples go wrong if loss or gradient is not
 finite, or if the gradient's error relative to bf16 is above --bound. Without --bound only what is not finite is wrong.
@@ -62,6 +63,13 @@ def table(rows: dict) -> str:
             lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+
+
+def loses_most(records: list[dict]) -> str:
+    """A sentence about the largest error."""
+    one = max(records, key=lambda record: record["error"])
+    where = f"{one['product']} of {one['layer']} under {one['preset']}"
+    return f"the product that loses most: {where}, error {one['error']:.2g} relative to fp32; -: stays in bf16"
 
 
 def picture(rows: dict) -> str:
@@ -133,8 +141,8 @@ def run(argv: list[str]) -> int:
         print_rules(bad, evaluations, len(records), args.json)
         return 0
     rows = rows_of(records, cfg.model.double_blocks)
-    text = table(rows) + "".join(f"\n{name} does not fit: {why}" for name, why in misfits.items())
-    json_option.show(text, {"products": records, "misfits": misfits}, args.json)
+    lines = [table(rows), *(f"{name} does not fit: {why}" for name, why in misfits.items()), loses_most(records)]
+    json_option.show("\n".join(lines), {"products": records, "misfits": misfits}, args.json)
     if args.json not in (None, json_option.STDOUT):
         write_whole(args.json.with_suffix(".svg"), picture(rows))
     return 0

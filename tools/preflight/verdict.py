@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 NETWORK = "look at its network cards, cables and switch ports"
 FREE = 0.9  # share of a device's memory that must be free
-ROW = "{devices} | {driver} | {links} | {tflops:.3g} TFLOP/s | {gb_per_s:.3g} GB/s inside | {between:.3g} GB/s between"
+ROW = "{devices} | {driver} | {links} | {tflops:.3g} TFLOP/s"
+INSIDE, BETWEEN = " | {gb_per_s:.3g} GB/s inside", " | {between:.3g} GB/s between"  # if there are two devices or nodes
 # What nodes must have in common, and the remedy.
 ALIKE = {
     "driver": "install the same one",
@@ -47,8 +48,10 @@ class NodeReport:
         return self.facts | speeds | {"devices": kinds, "between": self.between}
 
     def row(self) -> str:
-        """The report in a line."""
-        return ROW.format(**self.known)
+        """The report in a line, with what was measured."""
+        known = self.known
+        form = ROW + INSIDE * bool(known["gb_per_s"]) + BETWEEN * bool(self.between)
+        return form.format(**known)
 
 
 def slowest(found: dict, figure: str) -> float:

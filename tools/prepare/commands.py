@@ -8,6 +8,7 @@ from flux_ref.run.options import Options
 COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
     "shapes": "captioned drawings with stand-in encoders, for the CPU",
     "mlcommons": "the benchmark's preprocessed arrow folders to shards",
+    "encoders": "random encoders and captioned drawings, to try images without a download",
     "images": "pictures and captions to shards, through the real encoders",
     "verify": "check a data set before a job relies on it",
     "stage": "copy a data set to every node's own disk",

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -98,18 +98,33 @@ def _make(args: argparse.Namespace) -> int:
     listed = ranks.gather_objects(listed)[0]
     with ranks.agreed():
         parts = source.parts(listed)
+        chosen = {final: _chosen(parts, final.name, args.val_share) for final in finals}
+        for final, own_parts in chosen.items():
+            pictures = chain.from_iterable(part() for part in own_parts)
+            _require_enough(final, len(list(islice(pictures, TIMESTEPS))), "pictures")  # T5-XXL loads for minutes
         nets = Encoders(args.vae, args.t5, args.clip, model, world.device, sharding.DTYPES[args.dtype])
     with ExitStack() as claims, ThreadPoolExecutor(args.workers) as pool:
         with ranks.agreed():
             for final in own:
                 claims.enter_context(jobs.claimed(final, _plan(args, final.name, model, listed)))
                 _write_empty(final, nets.empty, shards.layout(model))
-        for final in finals:
-            mine = parts
-            if args.val_share:
-                mine = [partial(_of_split, part, final.name, args.val_share) for part in parts]
-            _make_set(Job(args, final, model, world, mine, pool), nets)
+        for final, own_parts in chosen.items():
+            _make_set(Job(args, final, model, world, own_parts, pool), nets)
     return 0
+
+
+def _chosen(parts: list[Part], split: str, val_share: float) -> list[Part]:
+    """The parts of a split. val_share: 0 if it takes all."""
+    return [partial(_of_split, part, split, val_share) for part in parts] if val_share else parts
+
+
+def _require_enough(final: Path, count: int, found: str) -> None:
+    """Raises: Refusal for a set of too few samples. found: what there are so many of."""
+    least = TIMESTEPS if final.name == "val" else 1
+    if count < least:
+        raise Refusal(
+            f"{final} needs {least} or more samples and has {count} {found}; add pictures or change the share"
+        )
 
 
 def _make_set(job: Job, nets: Encoders) -> None:
@@ -121,14 +136,10 @@ def _make_set(job: Job, nets: Encoders) -> None:
     reasons = Counter(why for *_, why in rejected)
     counts = ", ".join(f"{number} {why}" for why, number in reasons.most_common()) or "none"
     summary = f"{count} samples; {len(rejected)} rejected ({counts}), see {report}"
-    is_val = job.final.name == "val"
-    least = TIMESTEPS if is_val else 1
     with ranks.agreed():
         if job.world.rank == 0:
             _report(rejected, report)
-        if count < least:
-            raise_share = "; raise --val-share" if is_val and not rejected else ""
-            raise Refusal(f"{job.final} needs {least} or more samples and has {summary}{raise_share}")
+        _require_enough(job.final, count, summary.partition(" ")[2])
     _encode(job, checked, count, nets)
     with ranks.agreed():
         pass  # all shards are there

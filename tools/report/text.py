@@ -7,7 +7,6 @@ from tools.report import result_files
 from tools.report.score import SHARED, System
 
 COLUMNS = 80
-NAME = 20  # characters of a name in a table
 SHOWN_FAULTS = 3  # of a run
 WHAT = (
     "org {submission_org}, platform {submission_platform}, {devices}, global batch {global_batch_size},"
@@ -83,12 +82,20 @@ def overview(system: System) -> dict[str, str]:
 
 
 def table(rows: list[dict[str, str]]) -> list[str]:
-    """Lines of a table. rows: cells by heading; the first column is a name, of which the end is shown."""
+    """Lines of a table. rows: cells by heading; the first column is a name, which may be shortened."""
     lines = [list(rows[0]), *([printable(cell) for cell in row.values()] for row in rows)]
-    for line in lines:
-        line[0] = line[0][-NAME:]
+    for line, name in zip(lines[1:], shortened([line[0] for line in lines[1:]])):
+        line[0] = name
     widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines]
+
+
+def shortened(names: list[str]) -> list[str]:
+    """The last folders of each name, as few as keep different names different."""
+    folders = 1
+    while len({*(short := ["/".join(name.split("/")[-folders:]) for name in names])}) < len({*names}):
+        folders += 1
+    return short
 
 
 def wrapped(text: str) -> str:

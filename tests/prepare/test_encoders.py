@@ -1,0 +1,31 @@
+"""Random encoders of a command: what `images` and eval.py read, and pictures to try them on."""
+
+import torch
+from conftest import MICRO
+
+from flux_ref import config_file
+from flux_ref.sampling.encoders import Encoders
+from tools.prepare import commands, raw_images
+
+MODEL = config_file.load(MICRO).model
+
+
+def test_random_encoders_fit_the_model_and_tell_captions_apart(tmp_path, capsys):
+    folder = tmp_path / "toy"
+    argv = ["encoders", "--out", str(folder), "--config", str(MICRO)]
+    assert commands.main(argv) == 0 and "180 captioned drawings" in capsys.readouterr().out
+    source = raw_images.source(str(folder / "pictures"), "")
+    first, *_, last = [candidate for part in source.parts(source.files()) for candidate in part()]
+    samples = [candidate.load(32, 48) for candidate in (first, last)]
+    captions = [sample.caption for sample in samples]
+    assert captions == ["a small red circle at the top left", "a large black triangle at the bottom right"]
+    nets = Encoders(
+        folder, folder / "text_encoder_2", folder / "text_encoder", MODEL, torch.device("cpu"), torch.float32
+    )
+    members = nets.encode(torch.stack([sample.pixels for sample in samples]), captions)
+    assert [members[name].shape[1:] for name in ("t5", "clip")] == [
+        (MODEL.text_tokens, MODEL.t5_dim),
+        (MODEL.clip_dim,),
+    ]
+    assert all((bits[0] != bits[1]).any() for bits in members.values())
+    assert commands.main(argv) == 2 and "exists; remove it" in capsys.readouterr().err
