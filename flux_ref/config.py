@@ -11,7 +11,7 @@ from pathlib import Path
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     dir: str = ""  # the run's folder; empty: runs/<config name>
-    overwrite: bool = False  # delete the run that the folder already holds
+    overwrite: bool = False  # replace the run that the folder holds; it is deleted at the new run's first checkpoint
     resume: str = "auto"  # auto: continue an unfinished run in the folder; must: refuse if there is none; never
     hang_s: float = 600.0  # end the job after so many seconds without progress; 0: no watch, only the backend's timeout
 

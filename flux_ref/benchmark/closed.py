@@ -37,9 +37,9 @@ FIXED = {
 EXCUSED = {*MODEL, "data.kind", "data.train_count", "data.val_count"}  # all that a rehearsal may have otherwise
 REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
 FEW = 4  # departures that are warned of one by one
-# No official checker sees these; the log has them under our own names.
+# Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
 OWN = (*MODEL, "init.weights", "train.caption_drop", "eval.noise", VAL_PRECISION, "data.kind")
-# The official checkers do not judge these; every submitter's log has them.
+# The official names of values that every log has and that no official checker judges.
 OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples", "data.val_count": "eval_samples"}
 
 

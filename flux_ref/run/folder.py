@@ -1,7 +1,7 @@
 """Claims a run's folder for one job, and picks the checkpoint from which a run goes on.
 
 Rank 0 does all of this. A run without outcome.json is unfinished; the same command continues it. run.overwrite=true
-moves the old run into overwritten_1 (or _2, ...) of the folder. It is deleted with the first checkpoint of the new run.
+moves the old run into overwritten_1 (or _2, ...) of the folder. The new run's first checkpoint or its end deletes it.
 """
 
 import os

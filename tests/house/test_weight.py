@@ -10,7 +10,7 @@ from conftest import ROOT
 
 COUNTED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.ExceptHandler, ast.comprehension)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-LIMITS = {"flux_ref": 42_600, "tools": 42_000, "bench": 14_200, "tests": 141_500}
+LIMITS = {"flux_ref": 43_500, "tools": 42_200, "bench": 14_200, "tests": 145_500}
 
 
 def weight(text: str) -> int:
