@@ -21,7 +21,7 @@ from flux_ref.toy import shapes
 from tools.prepare import options
 
 PIXELS = 64  # rows and columns of a drawing
-TOKENS = {"vocab_size": 384, "eos_token_id": 1}  # of ByT5's tokenizer, which needs no vocabulary
+TOKENS = {"vocab_size": 384, "bos_token_id": 2, "eos_token_id": 1}  # of ByT5's tokenizer, which needs no vocabulary
 
 
 def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
