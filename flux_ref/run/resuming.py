@@ -17,8 +17,8 @@ from flux_ref.formats import checkpoint_files, fit, jsonl
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.step import State
 
-# Keys that may change when a run continues. With the same data, losses depend on them by rounding only; data.skip_bad
-# decides how many damaged samples a run may leave out.
+# Keys that may change when a run continues. They change losses by rounding only, if the data is the same. The one
+# exception is data.skip_bad, which may leave out samples.
 FREE = (
     *("train.max_samples", "eval.target", "run.*", "checkpoint.*", "graph.*", "sample.*", "mllog.*", "parallel.*"),
     *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.band"),

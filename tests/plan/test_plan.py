@@ -250,7 +250,7 @@ def test_own_figures_lie_over_the_table_and_shares_of_your_own_come_first(tmp_pa
 
 WRONG_HARDWARE = [
     ("h20", "", "did you mean h200?"),
-    ("zzz", "", "a100, h100"),
+    ("zzz", "", "a100, rtx4090, h100"),
     ("h200", "gpu.h200.tflops = 3", "unknown key gpu.h200.tflops; did you mean gpu.h200."),
     ("h200", "gpus.h200.node = 3", "unknown key gpus.h200.node; did you mean gpu.h200.node?"),
     ("h200", "gpu.h200.node = 0", "gpu.h200.node=0 is not a number from 1e-06 to 1e+12"),

@@ -64,7 +64,7 @@ class Machine:
 
         A domain is a group of cards with fast links, such as a node. A ring of neighbours leaves each domain once, and
         has the adapters of all its ranks for this. In a ring of ranks that are a domain apart, each rank has its own
-        adapter. tree: as half of an all-reduce, which takes fewer hops.
+        adapter. tree: half of an all-reduce by a tree, which takes log2(ranks) hops instead of ranks - 1.
         """
         if ranks == 1:
             return 0.0
