@@ -4,6 +4,7 @@ A port replaces this file. Parameters keep Black Forest Labs' names whatever the
 """
 
 import re
+import warnings
 
 import numpy as np
 import torch
@@ -68,6 +69,8 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
         is_freed = parallel.reshard_after_forward and i < len(units) - parallel.kept_regions
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
     fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
+    # torch 2.14 and later warn that an in-place operation on a result would be lost. The objective has none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     regions.overlap(net, units, parallel)
     return net
 
