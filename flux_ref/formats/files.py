@@ -13,7 +13,9 @@ from pathlib import Path
 from flux_ref.errors import Refusal
 from flux_ref.formats import claim
 
-CLAIM, PARTIAL = ".flux_ref_claim", ".flux_ref_partial"  # how the names of what is being written end
+# How the names of what is being written end.
+CLAIM = ".flux_ref_claim"
+PARTIAL = ".flux_ref_partial"
 
 
 def claim_of(path: Path) -> Path:
