@@ -175,6 +175,10 @@ def test_what_lies_around_entries_changes_nothing(tmp_path):
         assert result_log.read(path).value("submission_org") == "Universität"
 
 
+def test_a_log_that_cannot_be_read_is_a_problem_of_its_own(tmp_path):
+    assert result_log.read(tmp_path / "absent.txt").problems[0].startswith("cannot be read: ")
+
+
 def test_a_huge_line_is_not_parsed(tmp_path):
     entry = b':::MLLOG {"key": "seed", "value": 1, "time_ms": 1}\n'
     path = tmp_path / "result_0.txt"

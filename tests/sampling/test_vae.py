@@ -56,6 +56,14 @@ def test_small_nets_agree_with_diffusers():
     assert_parity(MICRO, 32, 32, scale=1e-3)
 
 
+def test_a_folder_stands_for_its_autoencoder(tmp_path):
+    for number, name in enumerate(("ae.safetensors", vae.DIFFUSERS_FILE, f"vae/{vae.DIFFUSERS_FILE}")):
+        file = tmp_path / str(number) / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert vae.find(tmp_path / str(number)) == vae.find(file) == file
+
+
 def test_the_full_net_agrees_with_diffusers():
     """83.8 M parameters and a picture of 32 x 48 pixels."""
     assert_parity(FLUX, 32, 48, batch=1)
