@@ -110,7 +110,7 @@ class DataConfig:
     skip_bad: int = 0  # damaged training samples that may be skipped before the run stops
     workers: int = 4  # reading threads per rank
     prefetch: int = 2  # batches read ahead per rank
-    evict: bool = False  # drop the data set from the page cache before the clock starts (in the log: cache_clear)
+    evict: bool = True  # drop the data set from the page cache before the clock starts (in the log: cache_clear)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,7 @@ def sample() -> str:
 
 def events(ruleset: str) -> list[dict]:
     """The events that a run of one evaluation writes."""
-    cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset, data__evict=True)
+    cfg = config_file.replace(BENCHMARK, mllog__ruleset=ruleset)
     interval = cfg.eval.every_samples
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result_0.txt"
