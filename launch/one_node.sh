@@ -17,6 +17,10 @@ if [[ $# -eq 0 || $1 == -* ]]; then
 fi
 [[ -f train.py ]] || die "run from the root of the repository"
 config=$1
+if [[ ! -f $config ]]; then
+  echo "config $config is no file; give one, such as configs/schnell_gbs512.toml"
+  exit 2
+fi
 shift
 results=${RESULTS:-results/$(basename "$config" .toml)}
 gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}

@@ -90,10 +90,15 @@ def test_the_readme_names_every_variable_of_the_script():
     assert not [name for name in documented if f"`{name}" not in README]
 
 
-def test_one_node_without_a_config_says_how_to_call_it():
-    for argv in ([], ["--help"]):
-        done = subprocess.run([LAUNCH / "one_node.sh", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and done.stdout.startswith("usage: NEXP=10 launch/one_node.sh CONFIG")
+def test_one_node_without_a_config_says_how_to_call_it(tmp_path):
+    usage = "usage: NEXP=10 launch/one_node.sh CONFIG"
+    cases = {(): usage, ("--help",): usage, ("configs/absent.toml",): "config configs/absent.toml is no file; give one"}
+    env = os.environ | {"RESULTS": f"{tmp_path}/results"}
+    for argv, says in cases.items():
+        command = [LAUNCH / "one_node.sh", *argv]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stdout.startswith(says)
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.slow
