@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats.outside import host_of_environment, of_environment
+from flux_ref.formats.outside import host_of_environment, of_environment, told
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
@@ -208,7 +208,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except (Refusal, OSError) as error:
-        refused = str(error)
+        refused = told(error) if isinstance(error, OSError) else str(error)
     except Exception as error:
         broken = error
     reasons = gather_objects((refused, broken and f"{type(broken).__name__}: {broken}"), group)

@@ -3,6 +3,7 @@
 Nothing is allocated or looped over before its size is known to be sound. Errors are one line: what, where, what to do.
 """
 
+import errno
 import json
 import math
 import os
@@ -19,6 +20,7 @@ TEXT_BYTES = 64 * 2**20  # no config, index or list of people is longer
 OWN_BYTES = 2**31  # of a list that flux_ref itself writes: a line for each step, file or picture
 MOST_DEPTH = 100  # levels of nesting; deeper values cannot be printed or compared without recursion
 MOST_SHOWN = 200  # characters of a foreign value in a message
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
@@ -118,6 +120,23 @@ def host_of_environment(name: str) -> str:
     if not re.fullmatch(r"[\w.:%-]*", value, re.ASCII):
         raise Refusal(f"environment variable {name}={shown(value)} is no name or number of a host; mend or unset it")
     return value
+
+
+def told(error: OSError) -> str:
+    """An error of the system in words: the file, what is wrong and what to do."""
+    if error.filename is None:
+        return str(error)
+    remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
+    return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raises: Refusal in place of an OSError of the block, such as that of a name that is too long."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(told(error)) from None
 
 
 def printable(text: object) -> str:

@@ -1,6 +1,5 @@
 """How a command of one process ends: an error becomes one line and an exit code. For ranks see cli.py."""
 
-import errno
 import json
 import os
 import signal
@@ -12,9 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from flux_ref.errors import Fault, Interrupted, Refusal, Stop
-from flux_ref.formats.outside import one_line
-
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+from flux_ref.formats.outside import BROKEN_DISK, one_line, told
 
 
 def attempt(name: str, task: Callable[[], int]) -> int:
@@ -34,10 +31,14 @@ def attempt(name: str, task: Callable[[], int]) -> int:
 
 
 class Terminal:
-    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere.
 
-    def __init__(self, stream: TextIO):
+    kind: of errors after which this is so; OSError also for a full disk.
+    """
+
+    def __init__(self, stream: TextIO, kind: type[OSError] = BrokenPipeError):
         self.stream = stream
+        self.kind = kind
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
@@ -52,7 +53,7 @@ class Terminal:
     def _patiently(self, do: Callable[..., object], *args: str) -> None:
         try:
             do(*args)
-        except BrokenPipeError:
+        except self.kind:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
@@ -78,10 +79,7 @@ def make_terminal_patient() -> None:
 
 def complain(name: str, error: Stop | OSError | str) -> None:
     """Print the one line with which a command ends. A full stderr takes no line; the exit code still tells."""
-    if isinstance(error, OSError) and error.filename is not None:
-        remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
-        error = f"{error.filename}: {error.strerror}; {remedy}, or give another path"
-    line = one_line(f"{name}: {error}")
+    line = one_line(f"{name}: {told(error) if isinstance(error, OSError) else error}")
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its own report

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from flux_ref import config, ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
-from flux_ref.formats.outside import whole_number
+from flux_ref.formats.outside import told, whole_number
 from flux_ref.run.alive import SIGNALS, follow_launcher, received
 from flux_ref.run.attempt import complain, give_up_full_streams, lasting_terminal, make_terminal_patient
 
@@ -62,7 +62,7 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
     except (Refusal, Fault, Interrupted) as error:
         return _complain(name, error)
     except OSError as error:
-        return _complain(name, Fault(str(error), alone=True))
+        return _complain(name, Fault(told(error), alone=True))
     except KeyboardInterrupt:
         return _complain(name, Interrupted(signal.SIGINT))
     except Exception as error:

@@ -67,6 +67,9 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     is_new = False
     is_made = not folder.exists()
     aside = None
+    log = folder / "result_0.txt"
+    size = 0  # of the log, before this start writes to it
+    is_lost = False  # environment.json of a run that has begun
     with ExitStack() as stack:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,12 +88,18 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
                 if checkpoint is None:
                     write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
+            size = log.stat().st_size if log.is_file() else 0
+            is_lost = not is_new and not (folder / ENVIRONMENT).exists()
             yield Start(is_new, checkpoint, identity)
         except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
                 for path in _written(folder):
                     files.remove(path)
                 _remove_emptied(folder)
+            elif size:  # what a refused start has said is not of the run
+                os.truncate(log, size)
+            if is_lost:
+                files.remove(folder / ENVIRONMENT)
             if aside and not (folder / "config.toml").exists():
                 _move(aside, folder)
                 aside.rmdir()
@@ -98,13 +107,14 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
 
 
 def _identity(folder: Path, checkpoint: Path | None) -> str:
-    """The identity of a folder's run, or of its checkpoint if the file is lost; a new one if neither has one."""
+    """The identity of a folder's run: of its file, else of its checkpoint, else a new one."""
+    identity = None
     with suppress(Refusal):
-        if identity := jsonl.json_object(folder / ENVIRONMENT).get("run"):
-            return str(identity)
-        if checkpoint and (identity := Checkpoint(checkpoint).info.get("run")):
-            return identity
-    return secrets.token_hex(8)
+        identity = jsonl.json_object(folder / ENVIRONMENT).get("run")
+    with suppress(Refusal):
+        if checkpoint and not identity:
+            identity = Checkpoint(checkpoint).info.get("run")
+    return str(identity or secrets.token_hex(8))
 
 
 def write_config(cfg: Config) -> None:

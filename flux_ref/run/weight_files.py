@@ -1,5 +1,6 @@
 """Reading a model's weights from the forms in which people keep them, a few rows at a time."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ def _opened(path: Path) -> Iterator[safe_open]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
-        raise Refusal(f"weights {path}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise Refusal(f"weights {path} cannot be read as safetensors: {reason}; {REMEDY}") from None
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def is_checkpoint(path: Path) -> bool:
     )
 
 
+@outside.refusing()
 def find(path: Path, step: int | None = None) -> Path:
     """The checkpoint, file or folder that a user means by a path. Raises: Refusal.
 
@@ -139,6 +142,7 @@ def find(path: Path, step: int | None = None) -> Path:
     raise Refusal(f"{path} {'holds no weights' if path.exists() else 'does not exist'}; {REMEDY}")
 
 
+@outside.refusing()
 def config_of(path: Path, given: str | None) -> Config:
     """The config of weights at a path that `find` returned. Raises: Refusal.
 
@@ -187,7 +191,7 @@ def open_source(path: Path, model: ModelConfig) -> Source:
 def _tensors(path: Path) -> Tensors:
     """The tensors of a file or a folder. A folder with an index has the files that the index names. Raises: Refusal."""
     index = path / f"{DIFFUSERS_STEM}.safetensors.index.json"
-    if path.is_file() or not index.is_file():
+    if path.is_file() or not os.path.lexists(index):  # a pipe or a dead link in its place is refused below
         return Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
     weight_map = outside.read_json(index, "index of weights").get("weight_map")
     if not (isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):

@@ -183,6 +183,8 @@ def test_configs_that_make_no_pairs_are_refused_before_anything_is_written(tmp_p
     wants = REFUSED | OPTIONS
     assert {case: line for case, line in lines.items() if wants[case] not in line} == {}
     refusal(commands.main, [str(MICRO), out])
+    (tmp_path / "mistyped.toml").write_text("train.globalbatch = 12")
+    assert "mistyped.toml: unknown key" in refusal(commands.main, [str(MICRO), str(tmp_path / "mistyped.toml"), out])
     assert not (tmp_path / "out").exists()
 
 

@@ -280,12 +280,12 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     found, run = measured[writers]["checkpoint"]["breaking"], measured.checkpoint(writers).parents[1] / "breaking"
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
-        error = "[Errno 28] No space left on device"
+        error = "No space left on device"
         if what == "copying":
             error = "the copy to host memory failed: cannot pin"
         reason = found[what]["failures"][0]
-        assert reason.startswith(f"rank {rank % writers}: {error}" if rank % writers else error), what
-        assert (f"rank_{rank % writers:05d}.safetensors'" in reason) == (what in checkpoint_ranks.IN_A_FILE), what
+        assert error in reason and reason.startswith(f"rank {rank % writers}: ") == bool(rank % writers), what
+        assert (f"rank_{rank % writers:05d}.safetensors:" in reason) == (what in checkpoint_ranks.IN_A_FILE), what
         assert found[what]["failures"] == [reason] * writers, what
         assert found[what]["left"] == ["step_000000001"]  # the older one; no piece of the new one
         assert found[what]["faults"] == [f"checkpoint of step {number} is not saved: {reason}"] * writers

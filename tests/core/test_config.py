@@ -262,6 +262,9 @@ REFUSED = {  # TOML: words of the refusal
     "model.rope_axes = [-16, 72, 72]": ["three even numbers"],
     "model.rope_axes = [16, 56, 58]": ["model.rope_axes=[16, 56, 58]", "hidden / heads = 128"],
     "model.rope_axes = []": ["three even numbers"],
+    f"model.rope_axes = {[2] * 100_000}": ["2, 2... must be three even numbers"],
+    "optim.eps = 1e-320": ["optim.eps=1e-320 vanishes in fp32", "use 1e-30 or more"],
+    'run.dir = "~/x"': ["run.dir='~/x' begins with ~", "write the whole path"],
     'data.kind = "shapes"\ndata.train_count = 1': ["data.kind=shapes", "data.val_count"],
     'data.kind = "shapes"\ndata.val_count = 1': ["data.kind=shapes", "data.train_count"],
     "checkpoint.keep_every = 2": ["checkpoint.keep_every", "checkpoint.every_samples"],
@@ -313,12 +316,17 @@ def test_a_file_that_is_missing_or_not_toml_is_refused_by_name(tmp_path):
     for content in (b"train.seed = \n", b"\xff\xfe", b"train.seed = 1\ntrain.seed = 2\n", b"{}", b"\0"):
         path.write_bytes(content)
         assert str(path) in conftest.refusal(config_file.load, path)
+    path.write_bytes(b"\xef\xbb\xbftrain.seed = 4")  # the mark that editors of Windows write
+    assert config_file.load(path).train.seed == 4
 
 
 def test_a_run_goes_to_runs_and_its_name_unless_told(tmp_path):
     assert config.run_dir(loaded(tmp_path, "")) == Path("runs/some")
     assert config.run_dir(config_file.load(MICRO)) == Path("runs/micro")
     assert config.run_dir(loaded(tmp_path, "", "--run.dir=else/where")) == Path("else/where")
+    for name in ("..toml", "...toml"):
+        (tmp_path / name).write_text("")
+        assert f"{name} has no name that a run's folder can have" in conftest.refusal(config_file.load, tmp_path / name)
 
 
 def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch):

@@ -98,7 +98,8 @@ def unnoticed(shard: Path, damages: list[tuple[Callable[[], object], str]], said
 def test_a_missing_or_empty_folder_or_a_file_is_refused(tmp_path, shard):
     missing = refusal(tmp_path / "none")
     assert str(tmp_path / "none") in missing and "does not exist" in missing and "data.train" in missing
-    (tmp_path / "shard.tar.partial").write_bytes(b"x" * (STRIDE + END_BYTES))
+    for name in ("shard.tar.partial", ".shard.tar"):
+        shutil.copy(shard, tmp_path / name)
     message = refusal(tmp_path)
     assert str(tmp_path) in message and "no *.tar" in message
     assert str(shard) in refusal(shard)
@@ -223,10 +224,12 @@ def test_damage_of_a_sample_is_noticed_and_named(folder, shard):
         for size in (b"00000000000\0", b"77777777777\0", b"-0000000001\0", b"\x80" + b"\xff" * 11, b"x" * 12):
             places.append((begin + 124, size, "sample 1"))
     damages = [(partial(overwrite, shard, place, new), words) for place, new, words in places]
-    for text in ("", "{", "[]", '"key"', "null", "3", '{"timestep": }', "\0", '{"\udcff\udcfe": 1}', "[" * 500):
+    utf_16 = '{"timestep": 3}'.encode("utf-16").decode("utf-8", "surrogateescape")
+    for text in (utf_16, "", "{", "[]", '"key"', "null", "3", '{"timestep": }', "\0", '{"\udcff\udcfe": 1}', "[" * 500):
         damages.append((partial(overwrite_json, shard, text), "some_00000001.json is not a JSON object"))
     damages.append((partial(overwrite_json, shard, describe(key="some_00000002")), "is of sample 'some_00000002'"))
-    damages.append((partial(overwrite, shard, json_at + 156, b"2"), "no tar header"))  # a link
+    for kind in b"1256xL":  # links, a folder, a pipe, headers before a member
+        damages.append((partial(overwrite, shard, json_at + 156, bytes([kind])), "no tar header"))
     for timestep in ("3", 3.0, True, [3], {}, float("nan")):
         damages.append((partial(overwrite_json, shard, describe(timestep=timestep)), f"timestep {timestep!r}"))
     for member in MEMBERS:
@@ -384,7 +387,7 @@ def test_an_empty_encoding_of_another_kind_or_not_finite_in_bf16_or_damaged_is_r
     contents += [stream.getvalue(), pickle.dumps(trap)]
     for content in contents:
         path.write_bytes(content)
-        empty_refusal(empty)
+        assert "it is no whole .npy file" in empty_refusal(empty)
     assert not (tmp_path / "sprung").exists()
     pickle.loads(contents[-1])
     assert (tmp_path / "sprung").exists()  # the trap works

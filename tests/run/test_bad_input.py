@@ -21,6 +21,8 @@ from flux_ref.formats.shards import BLOCK, NPY_HEADER
 from flux_ref.run import alive, cli
 from flux_ref.run.attempt import attempt as run_attempt
 from flux_ref.step_runner import StepRunner
+from tools.prepare import commands as prepare
+from tools.weights import commands as weights
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -195,6 +197,20 @@ def test_eval_meets_a_damaged_sample(attempt, finished, dataset):
     put_nan(dataset, "val")
     code, _, line = attempt(finished, *data_overrides(dataset), name="eval.py")
     assert code == 3 and has_words(line, "val_00000020", "NaN"), line
+
+
+def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_path, capsys):
+    """Names that are too long and places below a file: the line has no number of an error."""
+    (tmp_path / "file").touch()
+    told = []
+    for place in (tmp_path / ("n" * 300), tmp_path / "file" / "below"):
+        for argv in (micro_run(shapes_dir, place), micro_run(place, tmp_path / "run")):
+            told.append(attempt(*argv)[::2])
+        told.append(attempt(place, name="eval.py")[::2])
+        for command, argv in ((prepare, ["stage", shapes_dir, place]), (weights, ["inspect", place])):
+            told.append((command.main([*map(str, argv)]), capsys.readouterr().err))
+    assert [pair for pair in told if pair[0] != 2 or "Errno" in pair[1] or str(tmp_path) not in pair[1]] == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_refused(attempt, shapes_dir, tmp_path, monkeypatch):

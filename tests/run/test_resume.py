@@ -147,7 +147,7 @@ def test_2_then_1_then_3_ranks_train_like_2(shapes_dir, two_ranks, tmp_path, mon
 
 def contents(folder: Path) -> dict[Path, bytes]:
     """Every file of a run that an attempt which is refused leaves alone."""
-    changed = (".lock", "config.toml", "result_0.txt")
+    changed = (".lock", "config.toml")
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in changed)
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
@@ -182,6 +182,14 @@ def test_a_run_that_broke_off_ends_like_one_that_did_not(broken_off, whole, shap
             pair = [Checkpoint(run / path.relative_to(whole)) for run in (folder, whole)]
             require_identical(*({key: saved.read(key) for key in saved.tensors} for saved in pair))
         assert json.loads((folder / "outcome.json").read_text())["step"] == 12
+
+
+def test_records_that_are_lost_or_another_runs_are_named_and_the_run_goes_on(broken_off, shapes_dir, capsys):
+    for name, content in (("metrics.jsonl", ""), ("eval.jsonl", '{"samples": 48, "val_loss": 0.5}\n')):
+        folder = broken_off(6, name)
+        (folder / name).write_text(content)
+        assert called(folder, shapes_dir) == 0
+        assert f"{folder}/{name} lacks records of this run or holds another run's" in capsys.readouterr().out
 
 
 def test_a_damaged_newest_checkpoint_is_refused_with_the_line_that_takes_an_older_one(

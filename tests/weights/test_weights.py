@@ -3,6 +3,7 @@ are refused in one line."""
 
 import json
 import math
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -159,6 +160,9 @@ def test_weights_that_do_not_fit_are_refused_and_no_run_is_left(kept, shapes_dir
     assert write_run(tmp_path / "run", shapes_dir, kept / "no such") == 2
     assert "no such does not exist" in the_line(capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+    large = write_bfl(tmp_path, lambda t: [tensor.fill_(3e38) for tensor in t.values()])
+    assert write_run(tmp_path / "run", shapes_dir, large) == 3
+    assert "is not finite: weights of init.weights or of a checkpoint are" in the_line(capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -206,7 +210,10 @@ def write_bytes(folder: Path, content: bytes | Callable) -> Path:
 
 
 def write_folder(folder: Path, name: str, content: object) -> Path:
-    """A transformer folder with one file replaced; content: its text, what to change of its JSON, or None: no file."""
+    """A transformer folder with one file replaced.
+
+    content: its text, what to change of its JSON, what makes something else in its place, or None: no file.
+    """
     (folder / "evil.safetensors").write_bytes(b"")
     path = folder / "transformer" / name
     write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model), files=2)
@@ -214,6 +221,9 @@ def write_folder(folder: Path, name: str, content: object) -> Path:
         path.unlink()
     elif isinstance(content, str):
         path.write_text(content)
+    elif callable(content):
+        path.unlink()
+        content(path)
     else:
         whole = json.loads(path.read_text())
         place = whole.get("weight_map", whole)
@@ -251,6 +261,7 @@ def write_metadata(folder: Path, samples: str) -> Path:
     return folder / "w.safetensors"
 
 
+NO_FILE = "w.safetensors cannot be read as safetensors: |; give a run, a checkpoint"
 NO_INDEX, NO_CONFIG = f"{INDEX}|is not an index", "diffusers' config|config.json|JSON"
 REFUSED = [  # what makes it, with which argument, and words of the line, divided by |
     (write_bfl, lambda t: [t.pop(name) for name in list(t)[:4]], "4 missing: img_in.bias, img_in.weight, time_in"),
@@ -268,10 +279,10 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     (write_bfl, with_last("txt_in.weight", math.nan), "txt_in.weight holds NaN"),
     (write_bfl, with_last("txt_in.bias", -math.inf), "txt_in.bias holds NaN or infinite"),
     (write_bfl, lambda t: t.update({"img_in.bias": t["img_in.bias"].double()}), "bias is F64, want F32, BF16, F16"),
-    *((lambda folder, cut: write_bfl(folder, cut=cut), cut, "w.safetensors") for cut in (0, 5, 4000, -4)),
+    *((lambda folder, cut: write_bfl(folder, cut=cut), cut, NO_FILE) for cut in (0, 5, 4000, -4)),
     (write_bytes, b"\x02" + b"\0" * 7 + b"{}", "88 missing"),
-    *((write_bytes, content, "w.safetensors") for content in (b"\xff" * 1000, b"\xff" * 7 + b"\0" + b"{}")),
-    *((write_bytes, dump, "w.safetensors") for dump in (pickle.dump, torch.save)),
+    *((write_bytes, content, NO_FILE) for content in (b"\xff" * 1000, b"\xff" * 7 + b"\0" + b"{}")),
+    *((write_bytes, dump, NO_FILE) for dump in (pickle.dump, torch.save)),
     *(
         (write_index, {"x_embedder.bias": file}, f"{INDEX}|{file!r}")
         for file in ("../evil.safetensors", "/etc/passwd", "gone.safetensors", "..")
@@ -287,6 +298,10 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     (write_twice, 0.0, f"{PROJ} is in {FILE}, too"),
     *((write_metadata, count, "is no count") for count in ("-1", "\u0663", "1e3", "")),
     (write_index, '{"metadata": {}}', f"{INDEX}|weight_map"),
+    (write_index, os.mkfifo, f"{INDEX} is not a regular file"),
+    (write_index, Path.mkdir, f"{INDEX}: Is a directory"),
+    (write_index, lambda path: path.symlink_to("nowhere"), f"{INDEX}: No such file"),
+    (write_index, lambda path: path.symlink_to("/dev/zero"), f"{INDEX} is not a regular file"),
     (write_config, {"guidance_embeds": True}, "another model's: guidance_embeds=True, want False|--config"),
     (write_config, {"num_layers": 19, "num_single_layers": 38}, "num_layers=19, want 2; num_single_layers=38, want 3"),
     (write_config, None, "config.json: No such file"),
@@ -373,3 +388,5 @@ def test_without_a_config_the_sizes_are_schnells(kept, capsys):
     assert "688 missing: double_blocks.10.img_attn.norm.key_norm.scale, " in line and "img_in" not in line.split(";")[0]
     assert weights.main(["inspect", str(kept / "bfl.safetensors"), "--config=none.toml"]) == 2
     assert "config none.toml: No such file" in the_line(capsys.readouterr().err, "weights")
+    assert weights.main(["inspect", str(kept / "run"), "--config="]) == 2
+    assert "--config gives no value" in the_line(capsys.readouterr().err, "weights")

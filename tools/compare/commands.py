@@ -25,6 +25,7 @@ from flux_ref.formats.jsonl import outcome, records
 from flux_ref.run import options
 from flux_ref.run.progress import progress
 from tools.shared import json_option
+from tools.shared.naming import naming
 
 SHARED = (  # keys that decide what a run draws and when it records
     *("data.*", "eval.*", "model.text_tokens", "model.*_dim", "model.latent_*"),
@@ -154,12 +155,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     args, overrides = parser.parse_known_args(argv)
     options.package("matplotlib", "the picture of compare")
-    configs = {side: config_file.load(path, overrides) for side, path in zip("ab", args.configs)}
+    configs = {}
+    for side, path in zip("ab", args.configs):
+        with naming(path):
+            configs[side] = config_file.load(path, overrides)
+            config_rules.validate_world(configs[side], args.ranks)
     a, b = map(config.flat, configs.values())
     differ = {key: f"{a[key]!r} in A, {b[key]!r} in B" for key in a if a[key] != b[key]}
     require_pairs(a, differ)
-    for cfg in configs.values():
-        config_rules.validate_world(cfg, args.ranks)
     for key, words in differ.items():
         print(key, "is", words, flush=True)
     if not differ:

@@ -20,6 +20,7 @@ from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
 from tools.plan import making
 from tools.shared import hardware, json_option, public_systems
+from tools.shared.naming import naming
 
 GB = 1e9
 TB = 1e12
@@ -74,10 +75,8 @@ def run(argv: list[str]) -> int:
     args, overrides = parse(argv)
     plans = []
     for path in args.configs:
-        try:
+        with naming(path):
             plans.append(of_file(path, args, overrides))
-        except Refusal as refusal:
-            raise refusal if len(args.configs) == 1 else Refusal(f"{path}: {refusal}") from None
     if len(plans) == 1:
         lines = table(plans[0])
         content = figures(plans[0])

@@ -36,6 +36,7 @@ from flux_ref import ranks
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import files as whole_files
 from flux_ref.formats.claim import Claim, hold
+from flux_ref.formats.outside import told
 from flux_ref.run import cli
 from flux_ref.run.progress import progress
 from tools.prepare import manifest, pool
@@ -45,6 +46,7 @@ STREAMS = 8
 CHUNK = 16 << 20  # bytes; a stream holds one
 FAILED = "stage/failed"  # key of the reason, in the store that all nodes share
 POLL_S = 0.2  # between two looks at it
+STOP_S = 2.0  # for a stream to end with its chunk
 
 
 class File(NamedTuple):
@@ -161,6 +163,11 @@ class Stream(threading.Thread):
         self.sums: dict[str, str] = {}  # the SHA-256 of each copied file
         self.failure: Exception | None = None
 
+    def stop(self) -> None:
+        """Give up the transfers. The stream ends with its chunk, unless it waits for another node or for storage."""
+        self.transfers.clear()
+        self.join(STOP_S)
+
     def run(self) -> None:
         buffer = torch.empty(CHUNK, dtype=torch.uint8)
         try:
@@ -169,7 +176,7 @@ class Stream(threading.Thread):
                 self._move(transfer, buffer)
             dist.barrier(group=self.group)  # a node that is done waits, to notice that another node was lost
         except (OSError, MemoryError) as error:
-            self.failure = Fault(f"{what}: {str(error) or 'out of memory'}")
+            self.failure = Fault(f"{what}: {told(error) if isinstance(error, OSError) else 'out of memory'}")
         except Exception as error:
             self.failure = error
 
@@ -183,6 +190,8 @@ class Stream(threading.Thread):
             source = None if place else opened.enter_context((self.src / file.name).open("rb", buffering=0))
             output = opened.enter_context(partial.open("wb"))
             for offset in range(0, file.bytes, CHUNK):
+                if not self.transfers:
+                    return
                 chunk = buffer[: min(CHUNK, file.bytes - offset)]
                 view = memoryview(chunk.numpy())
                 if source:
@@ -279,7 +288,12 @@ def stage(src: Path, dst: Path) -> int:
             whole = take_stock(dst, files)
         transfers = plan(files, sums, ranks.gather_objects(whole))
         streams = [Stream(part, src, dst, ranks.host_group(f"stage {i}")) for i, part in enumerate(transfers)]
-        move(streams)
+        try:
+            move(streams)
+        finally:
+            if ranks.is_single():  # this process then leaves the group, which crashes under a stream
+                for stream in streams:
+                    stream.stop()
         if MANIFEST not in files:
             with ranks.agreed():
                 sums = checksums(dst, whole)
