@@ -3,13 +3,15 @@
     python eval.py runs/tiny                                 the newest checkpoint of a run
     python eval.py runs/tiny --checkpoint=800                that of step 800
     python eval.py runs/tiny --all                           every checkpoint, and the curve as a picture
+    python eval.py runs/tiny --ema                           the average of the weights that optim.ema keeps
     python eval.py runs/tiny --prompt "a small red circle at the middle" --prompt "..." --draw-only
     torchrun --nproc-per-node 8 eval.py FLUX.1-schnell --prompts=FILE --draw-only --steps=4
     torchrun --nproc-per-node 8 eval.py flux1-schnell.safetensors --data.val=DIR --sample.count=16 --vae=ae.safetensors
 
 Takes a run, a checkpoint, a safetensors file in BFL's layout, diffusers' transformer folder or FLUX.1-schnell's
 repository. Uses a run's or checkpoint's own settings, for other weights those of --config=FILE (FLUX.1-schnell's); any
-key of flux_ref/config.py can be given. With the run's own settings the number equals the one that training logged.
+key of flux_ref/config.py can be given. With the run's own settings the number equals the one that training logged;
+with --ema it is that of the average, which training never logs.
 Draws prompts, else sample.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
 samples/, for other weights in the current folder. --draw-only measures no loss; prompts then need no data set.
 --t5=DIR --clip=DIR --vae=PATH are found in FLUX.1-schnell's repository at MODEL or --vae. --json prints one object.
@@ -28,6 +30,7 @@ from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, jsonl, outside
+from flux_ref.optim import EMA
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
 from flux_ref.run.alive import HangWatch
@@ -56,6 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", dest="step", type=STEP, metavar="STEP")
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--ema", action="store_true")
     parser.add_argument("--json", action="store_true")
     drawing.add_options(parser)
     path = [word for word in argv[:1] if not word.startswith("-")]
@@ -64,6 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.all and options.step is not None:
         raise Refusal("--all and --checkpoint exclude each other")
     options.path = Path(path)
+    options.mark = "_ema" if options.ema else ""  # in the names of files
     options.overrides = [*rest, *options.overrides]
     if len(options.prompts) > MOST_PROMPTS:
         raise Refusal(f"{len(options.prompts):,} prompts; give at most {MOST_PROMPTS} at a time")
@@ -105,13 +110,13 @@ def main(argv: list[str]) -> int:
 def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) -> Path:
     """The validation losses of a run's checkpoints as a picture in its folder, and those that training logged."""
     curve = {}
-    # Losses of training stand beside losses of the same config only.
-    if not options.config and all(word.startswith("--sample.") for word in options.overrides):
+    # Losses of training stand beside losses of the same config only. They are never those of an average.
+    if not (options.config or options.ema) and all(word.startswith("--sample.") for word in options.overrides):
         for record in jsonl.records(options.path / "eval.jsonl", figures=("val_loss",)):
             curve[record["samples"]] = record["val_loss"]  # also where no checkpoint was saved
     for record in records:
         curve[record["samples"]] = record["val_loss"]
-    path = options.path / "eval_all.png"
+    path = options.path / f"eval_all{options.mark}.png"
     loss_chart.chart([], sorted(curve.items()), cfg.eval.target, path)
     return path
 
@@ -124,7 +129,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             print(line)
 
     with ranks.agreed():
-        weight_files.open_source(paths[0], cfg.model)  # a wrong file is named before the data set is opened
+        # A wrong file is named before the data set is opened.
+        weight_files.open_source(paths[0], cfg.model, options.ema)
         val_set = None
         if not (options.draw_only and options.prompts):
             if not cfg.data.val:
@@ -138,7 +144,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
 
     for path in paths:
         with ranks.agreed():
-            source = weight_files.open_source(path, cfg.model)
+            source = weight_files.open_source(path, cfg.model, options.ema)
             weight_files.load(steps.state.net, source)
         is_clocked = "samples" in source.info
         samples = int(source.info.get("samples", 0))
@@ -146,7 +152,11 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         record = {"weights": str(path), "samples": samples}
         count = f"{samples:,}" if is_clocked else "an unknown number of"
         whose = f"{source.info['name']}, run {source.info['run']}, " if "run" in source.info else ""
-        say(outside.printable(f"{path}: {whose}after {count} training samples"))
+        which = ""
+        if EMA in source.info:
+            record[EMA] = int(source.info[EMA])
+            which = f"; the average of the weights, with a half-life of {record[EMA]:,} samples"
+        say(outside.printable(f"{path}: {whose}after {count} training samples{which}"))
         if not options.draw_only:
             result = validation_loss(steps, val_set, samples, at=watch.at)
             say(table(result))
@@ -160,7 +170,8 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
                 say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
-            record["pictures"] = pictures.draw(steps.state.net, folder, f"eval_{path.stem}", watch.at)
+            stem = f"eval_{path.stem}{options.mark}"
+            record["pictures"] = pictures.draw(steps.state.net, folder, stem, watch.at)
             say(f"pictures: {record['pictures']}")
         records.append(record)
     return records

@@ -121,7 +121,7 @@ def optimizer(cfg: Config, world: World, rank_count: int, steps: int, clock: Clo
     for number, shape in enumerate(parameter_table(cfg.model).values()):
         local = torch.randn(-(-shape[0] // rank_count), *shape[1:], device=world.device)
         shards.register_parameter(f"p{number}", nn.Parameter(DTensor.from_local(local, world.mesh, [Shard(0)])))
-    opt = ShardedAdamW(shards, cfg.optim, world)
+    opt = ShardedAdamW(shards, cfg, world)
     opt.lr.fill_(cfg.optim.lr)
     gradients = [DTensor.from_local(torch.randn_like(local), world.mesh, [Shard(0)]) for local in opt.shards]
 

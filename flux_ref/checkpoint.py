@@ -2,7 +2,8 @@
 
 A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
 config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
-name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.
+name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history. With optim.ema
+there is also optimizer.state.NAME.ema, the average of the weights times optim.share_of_newest(all samples).
 """
 
 import secrets
@@ -22,7 +23,7 @@ from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import checkpoint_files, jsonl
 from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.model import parameter_table
-from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
 from flux_ref.step import State
 
@@ -101,7 +102,8 @@ class Saver:
         self.run = config.run_dir(cfg)
         self.group = ranks.host_group(ranks.SAVING)
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
-        self.bytes = BYTES_PER_PARAMETER * sum(map(prod, parameter_table(cfg.model).values()))  # of one checkpoint
+        parameters = sum(map(prod, parameter_table(cfg.model).values()))
+        self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint
         self.host: dict[str, TensorSlice] = {}
         self.thread: threading.Thread | None = None
         self.step = saved  # of the newest save

@@ -86,6 +86,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # spec: on every parameter
     clip_norm: float = 1.0
+    ema: int = 0  # half-life in samples of an average of the weights (eval.py --ema), 0: none
 
 
 @dataclass(frozen=True, kw_only=True)

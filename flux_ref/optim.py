@@ -3,6 +3,7 @@
 AdamW takes one collective, no pass over memory for clipping, and no host sync.
 """
 
+import math
 import warnings
 from typing import Protocol
 
@@ -10,20 +11,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flux_ref.config import OptimConfig
+from flux_ref.config import Config, OptimConfig
 from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-BYTES_PER_PARAMETER = 12  # in a checkpoint: a weight and its moments, all fp32
+EMA = "ema"  # the kind of moment that averages the weights
 CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
+
+
+def moment_kinds(cfg: OptimConfig) -> tuple[str, ...]:
+    """The kinds of moments that each parameter has."""
+    return ("exp_avg", "exp_avg_sq", EMA) if cfg.ema else ("exp_avg", "exp_avg_sq")
+
+
+def bytes_per_parameter(cfg: OptimConfig) -> int:
+    """Bytes in a checkpoint of a weight and its moments, all fp32."""
+    return 4 * (1 + len(moment_kinds(cfg)))
+
+
+def share_of_newest(samples: int, half_life: int) -> float:
+    """What the newest so many samples count in the average of the weights: 1 - 2 ** (-samples / half_life).
+
+    numerics: written so that it keeps its digits where the half-life is far longer than the samples.
+    """
+    return -math.expm1(-math.log(2) * samples / half_life)
 
 
 class Optimizer(Protocol):
     """What the training loop, checkpoints and graphs use of an optimizer. State.of makes it.
 
-    Beside this, BYTES_PER_PARAMETER must count a weight and its moments. The benchmark's log (benchmark/header.py) and
-    `tools.plan` know AdamW, too.
+    Beside this, moment_kinds must name its moments. The benchmark's log (benchmark/header.py) and `tools.plan` know
+    AdamW, too. `eval.py --ema` and `tools.weights export --ema` read the moment EMA.
 
     lr:    a scalar on the device, filled in place before each step: a captured graph reads it from device memory.
     names: the names of the parameters, in the order of the shards.
@@ -61,11 +79,17 @@ class Optimizer(Protocol):
 class ShardedAdamW:
     """An Optimizer over the local shards of a sharded net: torch's AdamW and clip_grad_norm_ over its DTensors.
 
-    The shards share storage with the net's parameters.
+    The shards share storage with the net's parameters. With optim.ema each step ends with
+    ema += share * (weight - ema). The share is that of a step's samples, so the batch does not change what a half-life
+    means. Like AdamW's moments, ema begins at 0: divided by share_of_newest(all samples) it is the mean of the weights
+    after each step, and a weight counts half as much for each optim.ema samples that have passed since.
     """
 
-    def __init__(self, net: nn.Module, cfg: OptimConfig, world: World):
-        self.clip_norm = cfg.clip_norm
+    def __init__(self, net: nn.Module, cfg: Config, world: World):
+        optim = cfg.optim
+        self.clip_norm = optim.clip_norm
+        self.kinds = moment_kinds(optim)
+        self.share = share_of_newest(cfg.train.global_batch, optim.ema) if optim.ema else 0.0
         self.replicas = world.replicas
         self.names, self.parameters = zip(*named_parameters(net).items())
         self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
@@ -73,9 +97,9 @@ class ShardedAdamW:
         self.adamw = torch.optim.AdamW(
             self.shards,
             lr=self.lr,
-            betas=(cfg.beta1, cfg.beta2),
-            eps=cfg.eps,
-            weight_decay=cfg.weight_decay,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
             fused=True,
             capturable=world.device.type != "cpu",
         )
@@ -96,17 +120,27 @@ class ShardedAdamW:
         # So clipping needs no pass over memory, and the check for infinity needs no host sync.
         self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
         self.adamw.found_inf = norm.isfinite().logical_not().float()
+        averages = self.moments()[EMA] if self.share else []  # AdamW would allocate its own moments alone
         self.adamw.step()
+        if averages:
+            self._average(averages)
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
 
+    @torch.no_grad()
+    def _average(self, averages: list[Tensor]) -> None:
+        """Move the averages towards the weights, on the device alone. A step that AdamW left out moves nothing."""
+        share = self.share * (1 - self.adamw.found_inf)
+        for average, shard in zip(averages, self.shards):
+            average.lerp_(shard, share)
+
     def moments(self) -> dict[str, list[Tensor]]:
         for shard in self.shards:
             if not self.adamw.state[shard]:
-                zeros = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
+                zeros = {kind: torch.zeros_like(shard, requires_grad=False) for kind in self.kinds}
                 self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}
-        return {name: [self.adamw.state[shard][name] for shard in self.shards] for name in MOMENTS}
+        return {kind: [self.adamw.state[shard][kind] for shard in self.shards] for kind in self.kinds}
 
     def set_steps(self, steps: int) -> None:
         self.moments()

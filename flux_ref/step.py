@@ -36,7 +36,7 @@ class State:
     @classmethod
     def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
         """The state of a sharded net before its first step. trains: with an optimizer."""
-        opt = ShardedAdamW(net, cfg.optim, world) if trains else None
+        opt = ShardedAdamW(net, cfg, world) if trains else None
         first_sample = world.rank * rank_batch(cfg, world.size)
         return cls(net, opt, Precision(net, cfg, world.device, first_sample))
 

@@ -25,7 +25,8 @@ MORE_INFO = {
     "skipped": dict,
     "run": str,
     "records": dict,
-}  # what a run's checkpoint says besides
+    "ema": int,
+}  # what a checkpoint of a run, or of an imported average of weights, says besides
 
 
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:

@@ -25,7 +25,7 @@ from flux_ref.formats.files import append, write_whole
 from flux_ref.formats.jsonl import ENDED, REACHED, is_number, records, rewrite
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
-from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
 from flux_ref.run import folder, loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
@@ -103,7 +103,8 @@ class Reporter:
             sides.append(f"  products of blocks on {arch}, all stages: {counts}")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
-        size = f" (a checkpoint: {BYTES_PER_PARAMETER * 1e-6 * parameters:,.0f} MB)" if cfg.checkpoint.save else ""
+        megabytes = bytes_per_parameter(cfg.optim) * 1e-6 * parameters
+        size = f" (a checkpoint: {megabytes:,.0f} MB)" if cfg.checkpoint.save else ""
         blocks = f"{cfg.model.double_blocks} + {cfg.model.single_blocks} blocks"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 with {blocks}, {parameters:,} parameters",

@@ -17,11 +17,13 @@ from flux_ref.formats import checkpoint_files, diffusers_names, fit, outside, sa
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
+from flux_ref.optim import EMA, share_of_newest
 from flux_ref.sharding import local_rows, named_parameters
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"  # of the names of diffusers' files
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
+COUNTS = ("step", "samples", EMA)  # of what metadata say of the training
 
 
 class Tensors:
@@ -75,9 +77,11 @@ def _opened(path: Path) -> Iterator[safe_open]:
 class Source:
     """The weights of a model in any form, by BFL's names.
 
-    kind:  "checkpoint", "BFL" or "diffusers".
-    parts: for each parameter, the rows of `tensors` that make it up, one below the other.
-    info:  what flux_ref wrote of the training: step, samples, name, config, ...
+    kind:    "checkpoint", "BFL" or "diffusers".
+    parts:   for each parameter, the rows of `tensors` that make it up, one below the other.
+    info:    what flux_ref wrote of the training: step, samples, name, config, ... If the parameters are an average of
+             weights, also ema: its half-life in samples.
+    divisor: of all values.
     """
 
     kind: str
@@ -85,6 +89,7 @@ class Source:
     tensors: Tensors | Checkpoint
     parts: dict[str, list[Part]]
     info: dict
+    divisor: float = 1.0
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a parameter, on the host, in the dtype of the files.
@@ -101,12 +106,12 @@ class Source:
             row += part.rows
         if not pieces:
             return self.tensors.read(self.parts[name][0].name, 0, 0)
-        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
+        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where) / self.divisor
 
 
-def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, list[Part]]:
-    """For each name of a table of shapes, all rows of the tensor prefix + name."""
-    return {name: [Part(prefix + name, 0, shape[0])] for name, shape in table.items()}
+def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "", suffix: str = "") -> dict[str, list[Part]]:
+    """For each name of a table of shapes, all rows of the tensor prefix + name + suffix."""
+    return {name: [Part(prefix + name + suffix, 0, shape[0])] for name, shape in table.items()}
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -154,26 +159,22 @@ def config_of(path: Path, given: str | None) -> Config:
     return config_file.load(given) if given else Config(name="schnell")
 
 
-def open_source(path: Path, model: ModelConfig) -> Source:
-    """The weights at a path that `find` returned.
+def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Source:
+    """The weights at a path that `find` returned. averaged: in their place, the average of optim.ema.
 
-    Raises: Refusal that lists what is missing, unexpected or misshaped.
+    Raises: Refusal that lists what is missing, unexpected or misshaped, or says why there is no average.
     """
     table = parameter_table(model)
     if is_checkpoint(path):
-        checkpoint = Checkpoint(path)
-        shapes = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith("model.")}
-        want = {f"model.{name}": shape for name, shape in table.items()}
-        fit.require_fit(shapes, want, f"checkpoint {path}")
-        info = checkpoint.info
-        if "from" in info:  # of `tools.weights import`, which counts from 0: the training's own counts are unknown
-            info = {key: value for key, value in info.items() if key not in ("step", "samples")}
-        return Source("checkpoint", path, checkpoint, whole_parts(table, "model."), info)
+        return _of_checkpoint(Checkpoint(path), table, averaged)
+    if averaged:
+        rule = "--ema needs a checkpoint of a run with optim.ema above 0"
+        raise Refusal(f"weights {path} hold no average of the weights beside them; {rule}, or leave it out")
     tensors = _tensors(path)
     if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
-    for key in ("step", "samples"):
+    for key in COUNTS:
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
     if "x_embedder.weight" in tensors.shapes:
@@ -186,6 +187,30 @@ def open_source(path: Path, model: ModelConfig) -> Source:
         return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
     fit.require_fit(tensors.shapes, table, f"weights {path}")
     return Source("BFL", path, tensors, whole_parts(table), info)
+
+
+def _of_checkpoint(checkpoint: Checkpoint, table: dict[str, tuple[int, ...]], averaged: bool) -> Source:
+    """See open_source. table: the shape of each parameter."""
+    prefix, suffix = ("optimizer.state.", f".{EMA}") if averaged else ("model.", "")
+    info = checkpoint.info
+    divisor = 1.0
+    if averaged:
+        half_life = config_file.from_flat(info["name"], info["config"]).optim.ema
+        if not (half_life and info["samples"]):
+            why = "is of step 0" if half_life else "has optim.ema=0"
+            rule = "--ema needs a later checkpoint of a run with optim.ema above 0"
+            raise Refusal(f"checkpoint {checkpoint.folder} {why}, so it holds no average; {rule}, or leave it out")
+        divisor = share_of_newest(info["samples"], half_life)
+        info = info | {EMA: half_life}
+    elif "from" in info:  # of `tools.weights import`, which counts from 0: the training's own counts are unknown
+        info = {key: value for key, value in info.items() if key not in ("step", "samples")}
+    shapes = {}
+    for key, entry in checkpoint.tensors.items():
+        if key.startswith(prefix) and key.endswith(suffix):
+            shapes[key] = tuple(entry.shape)
+    want = {f"{prefix}{name}{suffix}": shape for name, shape in table.items()}
+    fit.require_fit(shapes, want, f"checkpoint {checkpoint.folder}")
+    return Source("checkpoint", checkpoint.folder, checkpoint, whole_parts(table, prefix, suffix), info, divisor)
 
 
 def _tensors(path: Path) -> Tensors:

@@ -146,7 +146,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
 def optimizer(cfg: Config, world: World) -> dict:
     """Optimizer over made-up gradients."""
     net = lively_net(cfg, world)
-    opt = ShardedAdamW(net, cfg.optim, world)
+    opt = ShardedAdamW(net, cfg, world)
     norms = []
     for scale in GRADIENT_SCALES:
         for name, parameter in sharding.named_parameters(net).items():

@@ -38,7 +38,7 @@ def test_parameters_are_built_as_the_table_says(parameters, micro):
         wide = {"model__hidden": 32, "model__heads": 2, "model__rope_axes": (4, 6, 6)}
         cfg = config_file.replace(micro, precision__preset="fp8", parallel__dtype="bf16", **wide)
         net = sharding.build(cfg, world, seed=3)
-        opt = optim.ShardedAdamW(net, cfg.optim, world)
+        opt = optim.ShardedAdamW(net, cfg, world)
         assert {group["weight_decay"] for group in opt.adamw.param_groups} == {tables.BENCHMARK.optim.weight_decay}
         converted = {id(module.weight) for module in net.modules() if isinstance(module, PolicyLinear)}
         for name, parameter in sharding.named_parameters(net).items():

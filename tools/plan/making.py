@@ -9,7 +9,7 @@ from flux_ref.benchmark import closed
 from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shards
-from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.optim import bytes_per_parameter
 from flux_ref.speed import policy
 from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
@@ -76,7 +76,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
         counted="" if cfg.data.train_count else " of the benchmark's samples, as data.train_count and val_count are 0",
         disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
         read_per_node=sample * rate / ceil(gpus / gpu.node),  # bytes per second
-        checkpoint=BYTES_PER_PARAMETER * layout.parameters,
+        checkpoint=bytes_per_parameter(cfg.optim) * layout.parameters,
     )
     plan.warnings = warnings(cfg, plan)
     return plan

@@ -10,7 +10,7 @@ from math import prod
 
 from flux_ref.config import Config
 from flux_ref.data import fields
-from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.optim import moment_kinds
 from flux_ref.speed import policy
 from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint
@@ -19,7 +19,7 @@ from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 TILE = 2048  # bytes that a block of threads copies, as FSDP2's kernels count blocks
 BESIDE = 8192  # bytes of a table beside its blocks: seven numbers per parameter, for up to 140 parameters of a unit
 GATHERED = 1 << 17  # bytes of a table for gathered weights: at most 32 blocks of 8 bytes for each multiprocessor
-MASTER = 4  # bytes of a weight and of a gradient on shards
+MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
 
@@ -99,7 +99,7 @@ class _Step:
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
         self.always = dict.fromkeys(PARTS, 0.0)
         self.always["weights"] = MASTER * self.shards(layout.units)
-        self.always["moments"] = (BYTES_PER_PARAMETER - MASTER) * sum(unit.shard for unit in layout.units)
+        self.always["moments"] = MASTER * len(moment_kinds(cfg.optim)) * sum(unit.shard for unit in layout.units)
         self.always["buffers"] = sample * (cfg.train.global_batch // gpus + cfg.eval.batch)
 
     def note(

@@ -9,15 +9,13 @@ launches, and ranks that wait for a slow rank.
 from dataclasses import dataclass
 from math import ceil, log2
 
-from flux_ref.config import Config
-from flux_ref.optim import BYTES_PER_PARAMETER
+from flux_ref.config import Config, OptimConfig
+from flux_ref.optim import bytes_per_parameter
 from flux_ref.speed.regions import REDUCTIONS
 from tools.plan.footprint import Footprint, Work
 from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed, sent
 from tools.shared.hardware import Assumed, Gpu
 
-# Per weight: the optimizer reads and writes the weight and its moments, and reads the gradient, as the norm does.
-OPTIMIZER_BYTES = 2 * BYTES_PER_PARAMETER + 2 * 4
 MICRO = 1e-6
 
 
@@ -78,13 +76,21 @@ class Machine:
         return moved * (ranks - 1) / ranks / (share * speed) + hops * self.assumed.hop_us * MICRO
 
 
+def optimizer_bytes(cfg: OptimConfig) -> int:
+    """Bytes that the optimizer moves per weight: it reads and writes the weight and its moments.
+
+    It reads the gradient, as the norm does. An average of the weights reads the weight once more.
+    """
+    return 2 * bytes_per_parameter(cfg) + 4 * (3 if cfg.ema else 2)
+
+
 def step(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
     """One optimizer step with micro-batches of so many rows."""
     micros = ceil(cfg.train.global_batch / (machine.gpus * rows))
     pace = _Pace(cfg, layout, footprints, machine)
     for micro in range(micros):
         pace.micro_batch(last=micro == micros - 1)
-    optimizer = machine.moving(OPTIMIZER_BYTES * sum(unit.shard for unit in layout.units))
+    optimizer = machine.moving(optimizer_bytes(cfg.optim) * sum(unit.shard for unit in layout.units))
     optimizer += 2 * machine.ring(0, machine.gpus, tree=True)  # the gradient norm, a sum over all
     passes = 0.0
     for i, unit in enumerate(layout.units):

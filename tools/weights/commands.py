@@ -2,6 +2,7 @@
 
     python -m tools.weights export runs/tiny tiny.safetensors               BFL's layout, fp32
     python -m tools.weights export RUN OUT --format=diffusers --dtype=bf16  a folder for diffusers
+    python -m tools.weights export RUN OUT --ema                            the average of the weights (optim.ema)
     python -m tools.weights import flux1-schnell.safetensors OUT            a checkpoint
     python -m tools.weights inspect PATH [--verify]
 
@@ -21,6 +22,7 @@ from tools.weights.exports import SAFETENSORS_NAMES, export, import_, inspect
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Options("python -m tools.weights", __doc__)
+    parser.set_defaults(ema=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("export", "import", "inspect"):
         command = commands.add_parser(name)
@@ -33,6 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument("--verify", action="store_true", help="read everything")
         if name == "export":
             command.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
+            command.add_argument("--ema", action="store_true", help="the average of the weights")
             command.add_argument("--dtype", choices=tuple(SAFETENSORS_NAMES), default="fp32")
     return parser.parse_args(argv)
 
@@ -40,7 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     path = weight_files.find(args.source, args.checkpoint)
     cfg = weight_files.config_of(path, args.config)
-    source = weight_files.open_source(path, cfg.model)
+    source = weight_files.open_source(path, cfg.model, args.ema)
     if args.command == "inspect":
         print(inspect(source, cfg.model, args.verify))
         return 0
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         export(source, cfg.model, args.out, args.format, args.dtype)
     else:
         import_(source, cfg, args.out)
-    print(f"{args.out}: written from {path}")
+    print(f"{args.out}: written from {path}{', the average of its weights' if args.ema else ''}")
     return 0
 
 

@@ -16,8 +16,9 @@ from flux_ref.formats.diffusers_names import Part
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
+from flux_ref.optim import EMA
 from flux_ref.run.progress import progress
-from flux_ref.run.weight_files import DIFFUSERS_STEM, TRAINER, Source, whole_parts
+from flux_ref.run.weight_files import COUNTS, DIFFUSERS_STEM, TRAINER, Source, whole_parts
 
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}
 PIECE_BYTES = 64 << 20  # read and written at a time, in fp32
@@ -32,7 +33,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
     _require_place(out)
     if layout == "diffusers":
         diffusers_names.require_diffusers(model)
-    trained = {key: str(source.info[key]) for key in ("step", "samples", "name", "run") if key in source.info}
+    trained = {key: str(source.info[key]) for key in (*COUNTS, "name", "run") if key in source.info}
     metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
     with whole(out, is_new=True) as partial:
         if layout == "bfl":
@@ -86,6 +87,8 @@ def import_(source: Source, cfg: Config, out: Path) -> None:
     table = {f"model.{name}": shape for name, shape in parameters.items()}
     parts = {f"model.{name}": rows for name, rows in whole_parts(parameters).items()}
     info = {"step": 0, "samples": 0, "name": cfg.name, "config": config.flat(cfg), "from": str(source.where)}
+    if EMA in source.info:
+        info[EMA] = int(source.info[EMA])
     with whole(out, is_new=True) as partial:
         partial.mkdir()
         name = "rank_00000.safetensors"
@@ -108,7 +111,7 @@ def inspect(source: Source, model: ModelConfig, verify: bool) -> str:
         f"{source.where}: {source.kind}",
         f"  fits      {len(table)} tensors, {sum(prod(shape) for shape in table.values()):,} parameters",
     ]
-    for key in ("step", "samples", "name", "run", "world_size", "torch", "from"):
+    for key in (*COUNTS, "name", "run", "world_size", "torch", "from"):
         if key in source.info:
             lines.append(f"  {key:<9} {source.info[key]}")
     if verify:
