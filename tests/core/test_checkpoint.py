@@ -90,7 +90,7 @@ def test_every_byte_is_written_once_whatever_the_replicas(measured, writers):
             sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118
             head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
             assert path.stat().st_size == head + sizes[-1]
-    assert sum(sizes) == 12 * PARAMETERS == optim.BYTES_PER_PARAMETER * PARAMETERS
+    assert sum(sizes) == 16 * PARAMETERS == optim.bytes_per_parameter(NARROW.optim) * PARAMETERS
     assert writers == 3 or max(sizes) < 1.2 * min(sizes)  # replicas share the work
 
 
@@ -351,7 +351,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(trains, tmp_path, monkey
 
 def test_a_disk_that_holds_no_checkpoint_is_refused_at_the_start(trains, tmp_path, monkeypatch):
     parameters = sum(prod(shape) for shape in parameter_table(config_file.load(MICRO).model).values())
-    space = SimpleNamespace(free=optim.BYTES_PER_PARAMETER * parameters - 1)
+    space = SimpleNamespace(free=12 * parameters - 1)
     monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda folder: space)
     code, _, line = trains(tmp_path / "run")
     assert code == 2 and "GB free and a checkpoint takes" in line and f"{tmp_path}/run" in line
@@ -362,16 +362,16 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_at_the_start(trains, tmp_pat
 
 
 MISFITS = [
-    ({"model__double_blocks": 3}, "72 missing: model.double_blocks.2."),
+    ({"model__double_blocks": 3}, "96 missing: model.double_blocks.2."),
     ({"model__single_blocks": 2}, "unexpected: model.single_blocks.2.linear1.bias, "),
     ({"model__mlp_ratio": 3}, "misshaped: model.double_blocks.0.img_mlp.0.bias (48,), want (36,)"),
-    ({"model__clip_dim": 15}, "3 misshaped: model.vector_in.in_layer.weight (12, 14), want (12, 15)"),
+    ({"model__clip_dim": 15}, "4 misshaped: model.vector_in.in_layer.weight (12, 14), want (12, 15)"),
 ]
 
 
 def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
     bad = {"model.img_in.weight": float("nan")}
-    bad |= {f"optimizer.state.img_in.weight.{moment}": float("inf") for moment in ("exp_avg", "exp_avg_sq")}
+    bad |= {f"optimizer.state.img_in.weight.{moment}": float("inf") for moment in ("exp_avg", "exp_avg_sq", "ema")}
     for key, value in bad.items():
         cfg = narrow_config(tmp_path / key)
         state = checkpoint_ranks.lively_state(cfg, world)

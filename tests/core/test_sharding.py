@@ -107,6 +107,7 @@ def test_training_equals_one_plain_process(measured, plain, size):
         require_same_run(measured[size][name], plain)
         require_close(measured[size][name]["whole"], plain["whole"])
         assert measured[size][name]["names"] == list(plain["whole"])
+    assert measured[size]["accumulated"]["error of average"] <= 1e-6
     assert measured[size]["base"]["storage shared"]
 
 
@@ -142,7 +143,8 @@ def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measu
     found, want = measured[3]["disturbed"], measured[3]["base"]
     table = parameter_table(micro.model)
     require_identical(found["warm"], {name: lively(name, shape) for name, shape in table.items()})
-    assert found["states"] == 3 * len(table)  # two moments and a step count
+    assert found["states"] == 4 * len(table)  # two moments, an average of the weights and a step count
+    assert found["error of average"] <= 1e-6
     assert found["largest state"] == 0
     assert found["losses"] == want["losses"] and found["norms"] == want["norms"]
     require_identical(found["whole"], want["whole"])

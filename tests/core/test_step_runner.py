@@ -17,6 +17,7 @@ from stand_in import Log, Recorder
 
 from flux_ref import config_file, data, ranks, sharding, step_runner
 from flux_ref.errors import Fault
+from flux_ref.model import parameter_table
 from flux_ref.run.alive import HangWatch
 from flux_ref.speed import graphs, regions
 from flux_ref.speed.linear import PolicyLinear
@@ -172,11 +173,12 @@ def test_a_capture_that_fails_or_executes_its_step_leaves_no_graph(log, make, mo
 
 
 def test_replays_are_bit_identical_to_eager_steps(log, micro, world):
-    cfg = config_file.replace(micro, train__micro_batch=6, eval__batch=24)
+    cfg = config_file.replace(micro, train__micro_batch=6, eval__batch=24, optim__ema=60)
     found = history(cfg, world)
     want = history(config_file.replace(cfg, graph__enabled="off"), world)
     require_same_history(found, want)
     assert log.count("replay train") == graph_ranks.STEPS
+    assert sum("ema" in key for key in found["state"]) == len(parameter_table(cfg.model))
     assert len({tuple(losses) for losses in found["validations"]}) == 4, "an evaluation has used stale weights"
     assert found["validations"][-1] == found["afterwards"], "eager weights differ from those of the graphs"
 

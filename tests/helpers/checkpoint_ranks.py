@@ -27,7 +27,6 @@ from flux_ref.formats import checkpoint_files, safetensors_io
 from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
-from flux_ref.optim import MOMENTS
 from flux_ref.ranks import World
 from flux_ref.run import resuming
 from flux_ref.step import State
@@ -50,8 +49,9 @@ ERRORS = {what: MemoryError("cannot pin") if what == "copying" else FULL for wha
 
 
 def narrow_config(run: Path, **values: object) -> Config:
-    """Of a model so narrow that some ranks of three hold no rows of some tensors."""
-    return config_file.replace(config_file.load(MICRO), **(rank_runs.NARROW | {"run__dir": str(run)} | values))
+    """Of a model so narrow that some ranks of three hold no rows of some tensors, with an average of the weights."""
+    own = rank_runs.NARROW | {"run__dir": str(run), "optim__ema": 600}
+    return config_file.replace(config_file.load(MICRO), **(own | values))
 
 
 @functools.cache
@@ -64,7 +64,8 @@ def value(key: str, shape: tuple[int, ...]) -> Tensor:
 def keys(cfg: Config) -> dict[str, tuple[int, ...]]:
     """The keys that a checkpoint must have, and their shapes."""
     table = parameter_table(cfg.model)
-    moments = {f"optimizer.state.{name}.{moment}": shape for moment in MOMENTS for name, shape in table.items()}
+    kinds = ("exp_avg", "exp_avg_sq", "ema")
+    moments = {f"optimizer.state.{name}.{kind}": shape for kind in kinds for name, shape in table.items()}
     return {f"model.{name}": shape for name, shape in table.items()} | moments
 
 

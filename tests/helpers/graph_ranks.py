@@ -86,7 +86,7 @@ def require_same_history(found: dict, want: dict) -> None:
 
 def main(data: str, out: str, *overrides: str) -> int:
     cfg = config_file.load(MICRO, [*data_overrides(Path(data)), *overrides])
-    cfg = config_file.replace(cfg, eval__batch=24, graph__enabled="off")
+    cfg = config_file.replace(cfg, eval__batch=24, graph__enabled="off", optim__ema=60)
     world = ranks.start(cfg.parallel)
     cfg = config_file.replace(cfg, train__micro_batch=cfg.train.global_batch // world.size // 2 or 1)
     if world.device.type == "cpu":

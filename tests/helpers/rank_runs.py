@@ -43,7 +43,7 @@ BASE = {"optim__clip_norm": CLIP, "train__caption_drop": 0.5}
 NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 features: 3 ranks hold 2, 2 and 0
 SPLITS = {  # ways to run the same steps
     "base": {},
-    "accumulated": {"train__micro_batch": 1},
+    "accumulated": {"train__micro_batch": 1, "optim__ema": 24},
     "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__reshard_after_forward": False},
 }
 LEVERS = {  # of FSDP2, none of which changes a bit
@@ -106,6 +106,19 @@ def initial(cfg: Config, world: World) -> dict:
     return {"whole": whole(net), "rows": of_all(rows)}
 
 
+def mean(history: list[Tensor], cfg: Config) -> Tensor:
+    """The weighted mean of the weights after each step, in which each counts 2 ** (-its age / half-life)."""
+    ages = [cfg.train.global_batch * steps for steps in reversed(range(len(history)))]  # in samples
+    counts = [2 ** (-age / cfg.optim.ema) for age in ages]
+    return sum(count * weight.double() for count, weight in zip(counts, history)) / sum(counts)
+
+
+def average_error(average: Tensor, history: list[Tensor], cfg: Config, samples: int) -> float:
+    """The largest error of an average as a moment holds it, on any rank. history, average: this rank's rows."""
+    found = average.double() / (1 - 2 ** (-samples / cfg.optim.ema))
+    return max(of_all(float((found - mean(history, cfg)).abs().max()) if average.numel() else 0.0))
+
+
 def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     """A few steps from lively weights. disturbed: after a warm-up, and with validations in between."""
     net = lively_net(cfg, world)
@@ -120,7 +133,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         found["largest state"] = max(of_all(max(float(tensor.abs().sum()) for tensor in tensors)))
         found["states"] = len(tensors)
     feed, health = train_set.feed(0), Health(world.device)
-    losses, norms = [], []
+    losses, norms, history = [], [], []
     for _ in range(STEPS):
         feed.copy_into(batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
@@ -128,9 +141,13 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         state.advance(cfg.train.global_batch)
         losses.append(ranks.gather(loss.double()))
         norms.append(ranks.gather(norm.double()))
+        history.append(torch.cat([shard.detach().flatten() for shard in state.opt.shards]))
         if disturbed:
             validation_loss(StepRunner(state, cfg, world), val_set, state.samples)
     feed.close()
+    if averages := state.opt.moments().get("ema"):
+        average = torch.cat([tensor.flatten() for tensor in averages])
+        found["error of average"] = average_error(average, history, cfg, state.samples)
     local = [parameter.to_local() for parameter in state.opt.parameters]
     shared = [a.data_ptr() == b.data_ptr() for a, b in zip(state.opt.shards, local) if a.numel()]
     return found | {
@@ -274,7 +291,8 @@ def main(data: str, out: str) -> int:
     out, replicate = Path(out), 2 if os.environ.get("WORLD_SIZE") == "4" else 1
     cfg = micro_config(Path(data), parallel__replicate=replicate)
     world = ranks.start(cfg.parallel)
-    import checkpoint_ranks  # it imports this file, too
+    import average_ranks  # both import this file, too
+    import checkpoint_ranks
 
     found = {"mesh": world.mesh.mesh.tolist(), "dimensions": world.mesh.mesh_dim_names}
     found["initial"] = initial(cfg, world)
@@ -282,7 +300,7 @@ def main(data: str, out: str) -> int:
         found[name] = training(config_file.replace(cfg, **SPLITS[name]), world)
     if world.size == 3:
         found["bf16"] = training(config_file.replace(cfg, parallel__dtype="bf16"), world)
-        found["disturbed"] = training(cfg, world, disturbed=True)
+        found["disturbed"] = training(config_file.replace(cfg, optim__ema=24), world, disturbed=True)
         found["narrow"] = training(config_file.replace(cfg, **NARROW), world)
         found["reporting"] = reporting(cfg, world, out)
         found["refusing"] = refusing(world)
@@ -294,11 +312,12 @@ def main(data: str, out: str) -> int:
         found["flat initial"] = initial(cfg, flat)
         found["flat"] = training(cfg, flat)
         found["fp8 gathers"] = precision_ranks.gathers(precision_ranks.fp8_config(), world)
-    found["optimizer"] = optimizer(cfg, world)
+    found["optimizer"] = optimizer(config_file.replace(cfg, optim__ema=24), world)
     if world.size in (2, 3):
         found["rounding"] = precision_ranks.rounding(world, micro=2)
     found["validation"] = validation(cfg, world)
     found["checkpoint"] = checkpoint_ranks.measure(world, out)
+    found["average"] = average_ranks.measure(world, out)
     if world.rank == 0:
         torch.save(found, out / "found.pt")
     ranks.stop()
