@@ -1,10 +1,9 @@
 """The average of the weights is their weighted mean, however a run is split and resumed, and costs what it says."""
 
 from collections import Counter
-from math import prod
+from decimal import Decimal
 
 import average_ranks
-import checkpoint_ranks
 import pytest
 import rank_runs
 import torch
@@ -16,7 +15,7 @@ from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.step import State
 
-SEVERAL = [pytest.param(size, marks=pytest.mark.slow) if size in (2, 4) else size for size in (2, 3, 4)]  # 4: HSDP
+SIZES = [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]  # 4: HSDP
 TOLERANCE = 1e-6  # of weights up to 1
 
 
@@ -26,35 +25,28 @@ def world() -> World:
     ranks.stop()
 
 
-@pytest.mark.parametrize("size", [1, *SEVERAL])
-def test_ranks_find_the_weighted_mean_also_from_what_others_have_saved(measured, size):
-    found = measured[size]["average"]
-    assert found.keys() == {size, *(fewer for fewer in rank_runs.SIZES if fewer < size)}
-    assert {first: error for first, error in found.items() if not error <= TOLERANCE} == {}
-
-
-@pytest.mark.parametrize("size", [1, *SEVERAL])
-def test_one_process_goes_on_from_it_and_files_of_weights_are_made_of_it(measured, world, size):
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_weighted_mean_at_any_number_of_ranks_also_of_a_run_that_others_began(measured, size):
     measured[size]
-    path = average_ranks.saved(measured.data.parent, size)
-    cfg = checkpoint_ranks.narrow_config(path.parents[1])
-    assert average_ranks.errors_of_file(path, cfg, average_ranks.SAVED) <= TOLERANCE
-    assert average_ranks.resumed(cfg, world, path) <= TOLERANCE
+    folder = measured.data.parent / f"{size}_ranks"
+    paths = sorted(folder.glob("average_*/checkpoints/*"))
+    assert len(paths) == 2 + sum(fewer < size for fewer in rank_runs.SIZES)
+    errors = {path: average_ranks.error(path) for path in paths}
+    assert {path: error for path, error in errors.items() if not error <= TOLERANCE} == {}
 
 
-def test_the_share_of_samples_is_closed_form_and_keeps_its_digits():
-    wrong = []
-    for half_life in (1, 7, 600, 10**7, 2**63 - 1):
-        for samples in (1, 12, 512, 10**6):
-            share = optim.share_of_newest(samples, half_life)
-            x = samples / half_life
-            want = 1 - 0.5**x if x > 1e-3 else x * 0.6931471805599453 * (1 - 0.34657359 * x)  # the series of 2 ** -x
-            if share != pytest.approx(want, rel=1e-6):
-                wrong.append((samples, half_life, share, want))
-            twice = optim.share_of_newest(2 * samples, half_life)
-            if 1 - (1 - share) ** 2 != pytest.approx(twice, rel=1e-6, abs=1e-15):
-                wrong.append((samples, half_life, "two steps are not one of twice the batch"))
-    assert wrong == []
+def test_one_process_goes_on_from_what_three_ranks_have_begun(measured, world, tmp_path):
+    measured[3]
+    begun = measured.data.parent / "3_ranks" / "average_3" / "checkpoints" / "step_000000100"
+    average_ranks.go_on(tmp_path, world, begun, average_ranks.END)
+    assert average_ranks.error(tmp_path / "checkpoints" / "step_000000200") <= TOLERANCE
+
+
+def test_the_share_of_samples_keeps_its_digits():
+    for half_life in (1, 600, 10**7, 2**63 - 1):
+        for samples in (1, 512, 10**6):
+            want = 1 - Decimal(2) ** (-Decimal(samples) / half_life)  # in 28 digits
+            assert optim.share_of_newest(samples, half_life) == pytest.approx(float(want), rel=1e-8)
 
 
 class Counted(TorchDispatchMode):
@@ -69,21 +61,18 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_an_average_costs_4_bytes_and_an_operation_per_parameter_and_nothing_if_it_is_off(world):
-    found = {}
+def test_a_step_has_an_operation_more_per_parameter_and_none_if_the_average_is_off(world):
+    counts = []
     for half_life in (0, 600):
         cfg = config_file.replace(config_file.load(MICRO), optim__ema=half_life)
         state = State.of(sharding.build(cfg, world, seed=0), cfg, world)
-        for _ in range(2):  # the first allocates
-            for parameter in state.net.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            with Counted() as counted:
-                state.opt.step()
-        held = sum(tensor.nbytes for tensors in state.opt.moments().values() for tensor in tensors)
-        found[half_life] = counted.count, held
-    table = parameter_table(config_file.load(MICRO).model)
-    (plain, held), (with_average, more) = found.values()
-    assert with_average - plain == {"aten.lerp_.Tensor": len(table), "aten.rsub.Scalar": 1, "aten.mul.Tensor": 1}
-    assert plain - with_average == {}
-    parameters = sum(map(prod, table.values()))
-    assert (held, more) == (8 * parameters, 12 * parameters)
+        state.opt.moments()
+        for parameter in state.net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with Counted() as counted:
+            state.opt.step()
+        counts.append(counted.count)
+    without, with_average = counts
+    lerps = len(parameter_table(cfg.model))
+    assert with_average - without == {"aten.lerp_.Tensor": lerps, "aten.rsub.Scalar": 1, "aten.mul.Tensor": 1}
+    assert without - with_average == {}

@@ -317,7 +317,7 @@ def main(data: str, out: str) -> int:
         found["rounding"] = precision_ranks.rounding(world, micro=2)
     found["validation"] = validation(cfg, world)
     found["checkpoint"] = checkpoint_ranks.measure(world, out)
-    found["average"] = average_ranks.measure(world, out)
+    average_ranks.measure(world, out)
     if world.rank == 0:
         torch.save(found, out / "found.pt")
     ranks.stop()
