@@ -27,6 +27,7 @@ from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
 from flux_ref.step import State
 
+HISTORY = "fp8.history"  # key of the history of delayed scales
 BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 
 
@@ -41,7 +42,7 @@ def rows_of(state: State) -> dict[str, TensorSlice]:
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
     history = state.precision.history
     if history.numel():  # every rank has all rows
-        rows["fp8.history"] = TensorSlice(history, 0, history.shape)
+        rows[HISTORY] = TensorSlice(history, 0, history.shape)
     return rows
 
 
@@ -57,7 +58,7 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
     for key, part in rows.items():
         writer = written.index(min(written))
         written[writer] += part.shape.numel()
-        is_whole = key == "fp8.history"
+        is_whole = key == HISTORY
         if writer == replica and part.local.numel() and (shard == 0 or not is_whole):
             own[key] = part
     return own

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from flux_ref import config, config_file, ranks, schedule
-from flux_ref.checkpoint import rows_of
+from flux_ref.checkpoint import HISTORY, rows_of
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, fit, jsonl
 from flux_ref.formats.checkpoint_reader import Checkpoint
+from flux_ref.speed import policy
 from flux_ref.step import State
 
 # Keys that may change when a run continues. They change losses by rounding only, if the data is the same. The one
@@ -25,20 +26,23 @@ FREE = (
     *("eval.permuted_captions", "precision.gather", "precision.native", "data.train", "data.val", "data.empty"),
     *("data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
 )
+SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
 NOT_FREE = ("parallel.dtype", "parallel.reduce_dtype")  # although FREE matches them
 MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and key not in NOT_FREE]
 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
-    if differ := _differences(cfg, config_file.load(folder / "config.toml")):
+    step = checkpoint_files.step_of(saved[-1]) if saved else 0
+    if differ := _differences(cfg, config_file.load(folder / "config.toml"), step):
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
-            f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)}"
+            f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)};"
+            f" of {SWITCH} only what begins after {step * cfg.train.global_batch} samples may change"
         )
     batch = cfg.train.global_batch
     most = cfg.train.max_samples
-    samples = checkpoint_files.step_of(saved[-1]) * batch if saved else 0
+    samples = step * batch
     if samples > schedule.steps_for(most, batch) * batch:
         raise Refusal(f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less")
     if not jsonl.outcome(folder):
@@ -57,14 +61,21 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
         )
 
 
-def _differences(cfg: Config, there: Config) -> list[str]:
-    """The keys that may not change and have another value there, in words."""
+def _differences(cfg: Config, there: Config, step: int) -> list[str]:
+    """The keys that may not change and have another value there, in words. step: from which the run goes on."""
     ran = config.flat(there)
+    is_free = dict.fromkeys(MAY_DIFFER, True) | {SWITCH: _switched(cfg, step) == _switched(there, step)}
     differ = []
     for key, value in config.flat(cfg).items():
-        if value != ran[key] and key not in MAY_DIFFER:
+        if value != ran[key] and not is_free.get(key):
             differ.append(f"{key}={value!r}, there {ran[key]!r}")
     return differ
+
+
+def _switched(cfg: Config, step: int) -> list[tuple[int, str]]:
+    """The entries of precision.switch that begin at a step or before. An evaluation at the step is in their preset."""
+    batch = cfg.train.global_batch
+    return [entry for entry in cfg.precision.switch if schedule.steps_for(entry[0], batch) <= step]
 
 
 def load_weights(path: Path, state: State, cfg: Config, facts: dict[str, object]) -> Checkpoint:
@@ -84,7 +95,9 @@ def open_for(path: Path, state: State, cfg: Config, facts: dict[str, object]) ->
     shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
     if not any(key.startswith("optimizer.") for key in shapes):
         raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
-    wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items()}
+    wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items() if key != HISTORY}
+    if had := policy.layers_with_delayed_scales(_config_of(saved)):  # other layers may have delayed scales from now on
+        wanted[HISTORY] = (2 * len(had), cfg.precision.history)
     fit.require_fit(shapes, wanted, f"checkpoint {path}")
     _require_same_run(saved, cfg, str(facts["run"]))
     for key in ("train_samples", "val_samples"):
@@ -97,10 +110,15 @@ def open_for(path: Path, state: State, cfg: Config, facts: dict[str, object]) ->
     return saved
 
 
+def _config_of(saved: Checkpoint) -> Config:
+    """The config that a checkpoint was saved with. Raises: Refusal."""
+    return config_file.from_flat(saved.info["name"], saved.info["config"])
+
+
 def _require_same_run(saved: Checkpoint, cfg: Config, identity: str) -> None:
     """Raises: Refusal for a checkpoint of another run. Checkpoints of earlier versions name no run."""
     info = saved.info
-    differ = _differences(cfg, config_file.from_flat(info["name"], info["config"]))
+    differ = _differences(cfg, _config_of(saved), info["step"])
     if info.get("run", identity) != identity or differ:
         which = f"run {info.get('run', 'without an identity')} ({info['name']}), this is run {identity} ({cfg.name})"
         keys = f": {'; '.join(differ)}" if differ else ""
@@ -114,7 +132,7 @@ def load_progress(saved: Checkpoint, state: State) -> None:
     """Fill the moments and the FP8 history, and set the counters. Collective. Raises: Refusal."""
     with ranks.agreed():
         _load(saved, state, "optimizer.")
-        _load(saved, state, "fp8.")
+        _load_history(saved, state)
     state.precision.set_scales()
     state.set_clock(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)
@@ -127,3 +145,17 @@ def _load(saved: Checkpoint, state: State, prefix: str) -> None:
             if key.startswith(prefix):
                 values = saved.read(key, rows.first, len(rows.local))
                 rows.local.copy_(fit.finite(values, key, saved.folder))
+
+
+def _load_history(saved: Checkpoint, state: State) -> None:
+    """By layer. A layer that the checkpoint does not know has no history: no stage up to here has delayed sides there.
+
+    So the run equals one that knew all stages from the start.
+    """
+    state.precision.history.zero_()
+    if had := policy.layers_with_delayed_scales(_config_of(saved)):
+        values = fit.finite(saved.read(HISTORY), HISTORY, saved.folder)
+        rows_by_layer = dict(zip(had, values.split(2)))
+        for layer, rows in zip(state.precision.remembering, state.precision.history.split(2)):
+            if layer in rows_by_layer:
+                rows.copy_(rows_by_layer[layer])

@@ -23,7 +23,7 @@ from flux_ref.speed.block_product import BlockMatmul
 from flux_ref.speed.fp8_product import NOTHING, Fp8Matmul, Remembered, cast, magnitudes, scales_of
 from flux_ref.speed.layers import layers
 from flux_ref.speed.number_formats import E4M3
-from flux_ref.speed.sides import Products, way
+from flux_ref.speed.sides import Products, is_delayed, way
 
 SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
 
@@ -47,9 +47,11 @@ class PolicyLinear(nn.Linear):
 
     layer: its name in rules.
     pairs: the sides of its products. way: plain, tensor or blocks, see above.
-    precision.py sets pairs, way, is_delayed and draws between steps.
+    notes: whether training notes magnitudes for delayed scales.
+    precision.py sets pairs, way, notes, is_delayed and draws between steps.
     is_delayed: whether training takes the delayed scales.
-    of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides.
+    of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides. Only a stage
+    with delayed sides notes magnitudes. So a run computes the same whether or not later stages are known.
     of_input.amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
     of_grad.amax: (N,), of the columns.
     codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
@@ -82,6 +84,7 @@ class PolicyLinear(nn.Linear):
         """Multiply with these sides from now on."""
         self.pairs = pairs
         self.way = way(pairs)
+        self.notes = is_delayed(pairs)
 
     @torch.no_grad()
     def encode(self) -> None:
@@ -131,7 +134,7 @@ class PolicyLinear(nn.Linear):
 
     def _remembered(self, memory: Memory | None) -> Remembered:
         """Where training notes magnitudes, and what it remembers."""
-        if memory is None or not torch.is_grad_enabled():
+        if not self.notes or not torch.is_grad_enabled():
             return NOTHING
         return Remembered(memory.amax, memory.scale, memory.inverse) if self.is_delayed else Remembered(memory.amax)
 

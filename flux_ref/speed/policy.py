@@ -181,9 +181,10 @@ def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
     }
 
 
-def layers_with_delayed_scales(cfg: Config) -> set[str]:
-    """The layers, by their names in rules, that take scales of earlier steps in any stage."""
-    return {name for stage in stages(cfg) for name, products in stage.pairs.items() if is_delayed(products)}
+def layers_with_delayed_scales(cfg: Config) -> list[str]:
+    """The layers, by their names in rules and in the order of the model, that have delayed sides in any stage."""
+    first, *later = stages(cfg)
+    return [name for name in first.pairs if any(is_delayed(stage.pairs[name]) for stage in (first, *later))]
 
 
 def narrowest(cfg: Config, *products: str) -> str | None:

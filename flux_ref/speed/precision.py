@@ -25,9 +25,10 @@ class Precision:
     phases: the steps at which the way of computing changes. Each phase has compiled code and graphs of its own. A stage
     with delayed scales has two: its first steps take dynamic scales and fill the history. (Gradients grow by orders of
     magnitude in the first steps of a run, while every gate is nearly zero.)
-    history: (2 * linears with delayed sides, precision.history) fp32, the largest magnitudes of past steps, newest
-    first, 0 where there is none. Its rows are in the order of the model; each linear has one row for its input, then
-    one for the output's gradient. A checkpoint needs nothing else: scales follow from the history.
+    remembering: the names of the linears that have delayed sides in any stage, in the order of the model.
+    history: (2 * remembering, precision.history) fp32, the largest magnitudes of past steps with delayed sides, newest
+    first, 0 where there is none. Each linear has one row for its input, then one for the output's gradient.
+    A checkpoint needs nothing else: scales follow from the history.
     """
 
     def __init__(self, net: nn.Module, cfg: Config, device: torch.device, first_sample: int = 0):
@@ -42,9 +43,10 @@ class Precision:
                 phases.add(filled)
         self.phases = tuple(sorted(phases))
         self.linears = [module for module in net.modules() if isinstance(module, PolicyLinear)]
-        remembering = [linear for linear in self.linears if linear.of_input is not None]
-        memories = [memory for linear in remembering for memory in (linear.of_input, linear.of_grad)]
-        largest = [torch.finfo(dtype).max for linear in remembering for dtype in linear.arith[:2]]
+        owners = [linear for linear in self.linears if linear.of_input is not None]
+        self.remembering = [linear.layer for linear in owners]
+        memories = [memory for linear in owners for memory in (linear.of_input, linear.of_grad)]
+        largest = [torch.finfo(dtype).max for linear in owners for dtype in linear.arith[:2]]
         self.amaxes = [memory.amax for memory in memories]
         self.scales = [memory.scale for memory in memories]
         self.inverses = [memory.inverse for memory in memories]

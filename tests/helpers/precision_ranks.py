@@ -163,6 +163,28 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     return sorted(set().union(*of_all(drawn)))
 
 
+LATER = {"precision__preset": "bf16", "precision__switch": ((4 * ROWS, "fp8_delayed"),), "train__max_samples": 9 * ROWS}
+
+
+def saved_now(state: State, cfg: Config, world: World) -> None:
+    """Save a checkpoint and wait for it."""
+    saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
+    saver.save(state, {})
+    saver.finish()
+
+
+def before_a_switch(world: World, folder: Path) -> list[str]:
+    """Two runs of two steps, each with a checkpoint: one that knows no switch, one that knows LATER's."""
+    runs = []
+    for name, switch in (("never", ()), ("always", LATER["precision__switch"])):
+        cfg = fp8_config(**LATER | {"precision__switch": switch}, run__dir=str(folder / name))
+        state = lively_state(cfg, world)
+        steps(state, cfg, world, count=2)
+        saved_now(state, cfg, world)
+        runs.append(cfg.run.dir)
+    return runs
+
+
 def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
@@ -171,10 +193,9 @@ def measure(world: World, folder: Path) -> dict:
     losses = steps(state, cfg, world, count=1)
     first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)
-    saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
-    saver.save(state, {})
-    saver.finish()
+    saved_now(state, cfg, world)
     return {
+        "switch": before_a_switch(world, folder),
         "run": str(folder),
         "losses": losses,
         "first history": first,

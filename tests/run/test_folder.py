@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MICRO
+from precision_ranks import SIZES
 
 from flux_ref import config, config_file, config_rules
 from flux_ref.config import Config
@@ -163,6 +164,8 @@ def changed(key: str, value: object) -> object:
         return next(choice for choice in reversed(config_rules.CHOICES[key]) if choice != value)
     if isinstance(value, bool):
         return not value
+    if key == resuming.SWITCH:
+        return ((12, "fp8"),)
     if isinstance(value, tuple):
         return (2, 4, 2) if config.TYPES[key] == tuple[int, ...] else ("a red square",)
     return f"{value}_other" if isinstance(value, str) else value * 2 + 1 if isinstance(value, int) else value / 2 + 0.1
@@ -190,7 +193,8 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
     found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
     assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch=" not in found
     assert "these keys may change: train.max_samples, eval" in found
-    assert found.endswith(", except parallel.dtype and parallel.reduce_dtype")
+    rule = "of precision.switch only what begins after 48 samples may change"
+    assert found.endswith(f", except parallel.dtype and parallel.reduce_dtype; {rule}")
     assert contents(folder) == before
     assert fixed == {
         *(
@@ -203,6 +207,33 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
         *("eval.every_samples", "eval.at_start", "eval.noise"),
         *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
     }
+
+
+def test_of_a_switch_only_what_begins_after_the_checkpoint_may_change(cfg):
+    """By the switches of the run, whose checkpoint has 48 samples, and those given: whether the run goes on."""
+    past = (24, "fp8")
+    cases = [
+        ((), ((49, "fp8"),), True),
+        ((), ((48, "fp8"),), False),  # an evaluation after 48 samples was in the preset before
+        ((), ((37, "fp8"),), False),  # the step that reaches 37 samples ends at 48
+        ((past,), (past, (60, "bf16")), True),
+        ((past, (60, "bf16")), (past, (72, "nvfp4")), True),
+        ((past, (60, "bf16")), (past,), True),
+        ((past,), (), False),
+        ((past,), ((24, "fp8_delayed"),), False),
+        ((past,), ((12, "fp8"),), False),
+        ((past,), ((12, "bf16"), past), False),
+    ]
+    own = config_file.replace(cfg, **SIZES, parallel__dtype="bf16", train__max_samples=96)
+    folder = put(own, "saved")
+    offenders = []
+    for there, given, goes_on in cases:
+        (folder / "config.toml").write_text(config_file.dump(config_file.replace(own, precision__switch=there)))
+        found = outcome(config_file.replace(own, precision__switch=given))
+        refused = f"precision.switch={given!r}, there {there!r}"
+        if not (found == "from step_000000004" if goes_on else refused in found):
+            offenders.append((there, given, found))
+    assert offenders == []
 
 
 def test_what_decides_nothing_may_change_and_is_written_down(cfg):

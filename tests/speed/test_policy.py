@@ -164,7 +164,7 @@ def test_stages_begin_at_the_step_that_reaches_their_samples():
     assert ways["double.0.txt.qkv"] == ways["single.1.linear1"] == "plain" and ways["single.0.linear1"] == "blocks"
     assert {way(products) for products in second.pairs.values()} == {"tensor"}
     assert not policy.is_low(last)
-    assert policy.layers_with_delayed_scales(cfg) == set(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
+    assert policy.layers_with_delayed_scales(cfg) == list(second.pairs) and not policy.layers_gathered_in_fp8(cfg)
     assert (policy.narrowest(cfg), policy.narrowest(TINY)) == ("nvfp4", None)
     eight = config_file.replace(TINY, precision__preset="fp8", train__micro_batch=4)
     assert policy.layers_gathered_in_fp8(eight) == {module: layer.name for module, layer in layers(TINY.model).items()}

@@ -1,13 +1,19 @@
 """Runs under a policy: stochastic rounding on several ranks, and switches to other presets."""
 
-import pytest
-from conftest import require_identical
-from lively_nets import whole
-from precision_ranks import FACTS, ROWS, fp8_config, lively_state, rounding, steps
+from pathlib import Path
 
-from flux_ref import checkpoint, config_file
+import pytest
+from conftest import refusal, require_identical
+from lively_nets import whole
+from precision_ranks import FACTS, LATER, ROWS, fp8_config, lively_state, rounding, saved_now, steps
+from torch import Tensor
+
+from flux_ref import config_file
+from flux_ref.config import Config
 from flux_ref.formats import checkpoint_files
+from flux_ref.ranks import World
 from flux_ref.run import resuming
+from flux_ref.step import State
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -19,6 +25,11 @@ def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, meas
     linears = 8 * model.double_blocks + 2 * model.single_blocks
     assert len(alone) == 2 * linears * (3 * ROWS + 1), "input, gradient in two products, and weight"
     assert len({crc for *_, crc in alone}) == len(alone)
+
+
+def everything(state: State) -> dict[str, Tensor]:
+    """Weights, history, and the moments of a parameter."""
+    return whole(state.net) | {"history": state.precision.history, "moment": state.opt.moments()["exp_avg"][0]}
 
 
 def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(world, tmp_path):
@@ -36,9 +47,7 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
         ways.append({(linear.way, linear.is_delayed) for linear in precision.linears})
         losses += steps(state, cfg, world, count=1)
         if step in (2, 4, 5):
-            saver = checkpoint.Saver(cfg, world, FACTS, lambda line: None)
-            saver.save(state, {})
-            saver.finish()
+            saved_now(state, cfg, world)
     plain = ("plain", False)  # the last block under NVFP4, and all blocks at the end
     assert ways == [{("blocks", False), plain}] * 4 + [{("tensor", False)}, {("tensor", True)}] + [{plain}] * 2
     for path, step in zip(checkpoint_files.list_checkpoints(tmp_path), (2, 4, 5), strict=True):
@@ -46,8 +55,66 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
         steps(other, cfg, world, count=8 - step)
         resuming.load_progress(resuming.load_weights(path, other, cfg, FACTS), other)
         assert steps(other, cfg, world, count=8 - step) == losses[step:], step
-        require_identical(
-            whole(other.net) | {"history": other.precision.history}, whole(state.net) | {"history": precision.history}
-        )
+        require_identical(everything(other), everything(state))
     never = config_file.replace(cfg, precision__switch=())
+    assert "precision.switch=(), there ((48, 'fp8_delayed')" in refusal(resuming.open_for, path, state, never, FACTS)
     assert steps(lively_state(never, world), never, world, count=8)[5:] != losses[5:]
+
+
+# A switch that a run gets when it goes on: the presets before and after, and rules of the first.
+ADDED = [
+    ("bf16", "nvfp4", ()),
+    ("bf16", "fp8_delayed", ()),
+    ("fp8", "fp8_delayed", ()),  # which has magnitudes, and does not note them
+    ("fp8_delayed", "bf16", ()),
+    ("fp8_delayed", "fp8_delayed", ("*.0.* *: bf16 x bf16",)),  # for more layers
+]
+
+
+def switched(world: World, path: Path, cfg: Config, count: int) -> tuple[list[float], dict]:
+    """What a state that has taken other steps computes from a checkpoint on: losses, weights and history."""
+    state = lively_state(cfg, world)
+    steps(state, cfg, world, count=2)
+    resuming.load_progress(resuming.load_weights(path, state, cfg, FACTS), state)
+    losses = steps(state, cfg, world, count=count)
+    return losses, everything(state)
+
+
+def require_same_bits(found: tuple[list[float], dict], want: tuple[list[float], dict]) -> None:
+    assert found[0] == want[0]
+    require_identical(found[1], want[1])
+
+
+@pytest.mark.parametrize(("before", "after", "rules"), ADDED)
+def test_a_run_that_gets_or_loses_a_later_switch_is_the_run_that_always_was_so(world, tmp_path, before, after, rules):
+    """Saved after two steps, switched after four; delayed scales begin two steps later. Seven steps in all."""
+    own = {
+        "precision__preset": before,
+        "precision__rules": rules,
+        "precision__dynamic_steps": 2,
+        "precision__history": 9,
+    }
+    never = fp8_config(run__dir=str(tmp_path / "never"), train__max_samples=9 * ROWS, **own)
+    always = config_file.replace(never, run__dir=str(tmp_path / "always"), precision__switch=((4 * ROWS, after),))
+    results = {}
+    for cfg in (never, always):
+        state = lively_state(cfg, world)
+        losses = steps(state, cfg, world, count=2)
+        saved_now(state, cfg, world)
+        losses += steps(state, cfg, world, count=5)
+        (path,) = checkpoint_files.list_checkpoints(Path(cfg.run.dir))
+        results[cfg] = (path, losses[:2], (losses[2:], everything(state)))
+    assert results[never][1] == results[always][1] and results[never][2][0][2:] != results[always][2][0][2:]
+    for mine, other in ((always, never), (never, always)):
+        path, *_ = results[other]
+        require_same_bits(switched(world, path, mine, count=5), results[mine][2])
+
+
+def test_a_switch_is_added_at_another_number_of_ranks(world, measured):
+    """Three ranks have saved a run without the switch and one with it. One rank goes on from both."""
+    runs = measured[3]["fp8"]["switch"]
+    cfg = fp8_config(**LATER)
+    paths = [checkpoint_files.list_checkpoints(Path(run))[-1] for run in runs]
+    got, had = (switched(world, path, cfg, count=4) for path in paths)
+    require_same_bits(got, had)
+    assert had[1]["history"].any()
