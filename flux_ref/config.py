@@ -58,6 +58,10 @@ class TrainConfig:
     global_batch: int = 512  # samples per optimizer step over all ranks
     micro_batch: int = 0  # samples per forward on one rank, the rest is gradient accumulation; 0: no accumulation
     caption_drop: float = 0.1  # probability; spec: training only
+    timestep: str = "uniform"  # distribution of the time t in training: uniform or logit_normal
+    timestep_mean: float = 0.0  # logit_normal: mean of the logit of t; below 0: more times near the data, t = 0
+    timestep_width: float = 1.0  # logit_normal: standard deviation of the logit of t
+    timestep_shift: float = 1.0  # then t becomes shift t / (1 + (shift - 1) t); above 1: more times near the noise
     log_every_samples: int = 10_240
     synthetic_steps: int = 2  # warm-up steps on synthetic batches, before the clock; 0: none
 

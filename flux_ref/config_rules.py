@@ -11,6 +11,7 @@ from flux_ref.speed import policy
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
+    "train.timestep": ("uniform", "logit_normal"),
     "eval.noise": ("fresh", "fixed"),
     "data.kind": ("embeddings", "shapes"),
     "parallel.dtype": tuple(DTYPE_NAMES),
@@ -37,6 +38,8 @@ POSITIVE = (
     "model.latent_width",
     "train.max_samples",
     "train.global_batch",
+    "train.timestep_width",
+    "train.timestep_shift",
     "train.log_every_samples",
     "optim.eps",
     "optim.clip_norm",
@@ -49,6 +52,7 @@ POSITIVE = (
     "precision.history",
     "sample.steps",
 )
+SIGNED = ("train.timestep_mean",)  # may be negative
 # The most that a key, or a key of a section, may be: sizes are refused before anything is allocated or looped over.
 MOST = {
     "run.hang_s": 10**6,
@@ -59,6 +63,9 @@ MOST = {
     "train.micro_batch": 2**20,
     "train.caption_drop": 1,  # a probability
     "train.synthetic_steps": 10**6,
+    "train.timestep_mean": 16,  # beyond, t is 0 or 1 up to rounding
+    "train.timestep_width": 16,
+    "train.timestep_shift": 1000,
     "eval.batch": 2**24,
     "data.workers": 256,
     "data.prefetch": 256,
@@ -84,8 +91,9 @@ def validate(cfg: Config) -> None:
             raise Refusal(f"{key}={values[key]} must be greater than 0")
     for key, value in values.items():
         most = MOST.get(key, MOST.get(key.split(".")[0], 2**63 - 1))
-        if isinstance(value, (int, float)) and not 0 <= value <= most:
-            raise Refusal(f"{key}={value} must be a finite number from 0 to {most:,}")
+        least = -most if key in SIGNED else 0
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            raise Refusal(f"{key}={value} must be a finite number from {least} to {most:,}")
         texts = "".join(leaf for leaf in toml_file.leaves(value) if isinstance(leaf, str))
         if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in texts):
             raise Refusal(f"{key}={value!r} holds a null byte or is not UTF-8")
@@ -95,6 +103,10 @@ def validate(cfg: Config) -> None:
         raise Refusal(f"optim.eps={cfg.optim.eps} vanishes in fp32, where AdamW divides by it; use {LEAST_EPS} or more")
     if max(cfg.optim.beta1, cfg.optim.beta2) >= 1:
         raise Refusal("optim.beta1 and optim.beta2 must be below 1")
+    for key in ("train.timestep_mean", "train.timestep_width"):
+        if cfg.train.timestep == "uniform" and values[key] != flat(Config())[key]:
+            rule = "is of use only with train.timestep=logit_normal"
+            raise Refusal(f"{key}={values[key]} {rule}; set that, or leave {key} out")
     _validate_model(cfg)
     _validate_parallel(cfg.parallel)
     _validate_precision(cfg)

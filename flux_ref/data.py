@@ -206,15 +206,20 @@ class TrainSet(SampleSet):
             yield items
             step += 1
 
+    def draw(self, epoch: int, sample: int) -> rng.Draw:
+        """The random numbers of a sample in an epoch."""
+        train = self.cfg.train
+        of = rng.TimeDistribution(train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift)
+        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, of)
+
     def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
         epoch, sample = item
-        cfg = self.cfg
         rows["weight"][i] = 1.0
         try:
             self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
         except shards.BadSample as error:
             self._skip(rows, i, sample, error)
-        draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
+        draw = self.draw(epoch, sample)
         if draw.drop_caption:  # spec: T5 and CLIP together
             rows["t5"][i] = self.empty["t5"]
             rows["clip"][i] = self.empty["clip"]

@@ -30,13 +30,13 @@ def uniform(word: np.ndarray) -> np.ndarray:
     return ((word >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 
 
-def normal(word: np.ndarray) -> np.ndarray:
-    """An even number of words to N(0, 1) as float32: Box-Muller on each pair, in float64 until the end."""
+def normal(word: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """An even number of words to N(0, 1) in a dtype: Box-Muller on each pair, in float64 until the end."""
     # numerics: u in (0, 1] keeps the logarithm finite.
     u = ((word[0::2] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     angle = (word[1::2] >> np.uint64(11)) * (2.0 * np.pi * 2.0**-53)
     radius = np.sqrt(-2.0 * np.log(u))
-    pairs = np.empty((len(u), 2), np.float32)
+    pairs = np.empty((len(u), 2), dtype)
     pairs[:, 0] = radius * np.cos(angle)
     pairs[:, 1] = radius * np.sin(angle)
     return pairs.reshape(-1)
@@ -59,6 +59,34 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class TimeDistribution:
+    """The distribution of the time t in training; the default is the benchmark's.
+
+    logit_normal: the logit of t is normal with this mean and standard deviation (Esser et al., arXiv 2403.03206,
+    section 3.1). The shift then moves either distribution (section 5.3.2; BFL flux, sampling.time_shift with
+    shift = exp(mu)).
+    """
+
+    kind: str = "uniform"  # or logit_normal
+    mean: float = 0.0
+    width: float = 1.0
+    shift: float = 1.0
+
+
+UNIFORM = TimeDistribution()
+
+
+def times(word: np.ndarray, of: TimeDistribution) -> np.ndarray:
+    """Words 0 to 3 of SCALARS of n samples, (4 n,), to their t in [0, 1), (n,) float32; in float64 until the end."""
+    t = uniform(word)[1::4].astype(np.float64)
+    if of.kind == "logit_normal":
+        t = 1.0 / (1.0 + np.exp(-of.mean - of.width * normal(word, np.float64)[2::4]))
+    t = of.shift * t / (of.shift * t + (1.0 - t))  # exact with shift 1, also of a uniform t
+    # numerics: t may be closer to 1 than float32 can tell; 1 - 2**-24 is the largest float32 below 1.
+    return np.minimum(t, 1.0 - 2.0**-24).astype(np.float32)
+
+
+@dataclass(frozen=True)
 class Draw:
     """The random numbers of one sample. noise and latent_eps have the latent's shape, fp32."""
 
@@ -68,15 +96,17 @@ class Draw:
     noise: np.ndarray
 
 
-def train_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float) -> Draw:
-    """The draws of one training sample in one epoch. sample: its index in the data set.
+def train_draw(
+    seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float, of: TimeDistribution = UNIFORM
+) -> Draw:
+    """The draws of one training sample in one epoch. sample: its index in the data set. of: the distribution of t.
 
-    spec: t is uniform. A logit-normal t would be drawn here, from words 2 and 3 of SCALARS.
+    spec: t is uniform.
     """
-    drop, t = uniform(words(seed, SCALARS, 2, sample=sample, epoch=epoch))
+    word = words(seed, SCALARS, 4, sample=sample, epoch=epoch)
     return Draw(
-        drop_caption=bool(drop < caption_drop),
-        t=float(t),
+        drop_caption=bool(uniform(word)[0] < caption_drop),
+        t=times(word, of).item(),
         latent_eps=normals(seed, LATENT, shape, sample=sample, epoch=epoch),
         noise=normals(seed, NOISE, shape, sample=sample, epoch=epoch),
     )

@@ -19,6 +19,8 @@ MODEL = {f"model.{field.name}": field.default for field in fields(ModelConfig)}
 FIXED = {
     "init.weights": "",  # rules, "Weight and Bias Initialization": weights are drawn
     "train.caption_drop": 0.1,  # reference, classifier-free guidance
+    "train.timestep": "uniform",  # reference: torch.rand; then mean and width are of no use
+    "train.timestep_shift": 1.0,  # reference: no shift
     "eval.noise": "fresh",  # reference: each evaluation draws noise anew
     "eval.target": TARGET,  # rules, "Benchmarks"; checker
     "eval.every_samples": EVAL_EVERY_SAMPLES,  # rules, "Quality measure"; checker
@@ -38,7 +40,10 @@ EXCUSED = {*MODEL, "data.kind", "data.train_count", "data.val_count"}  # all tha
 REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
 FEW = 4  # departures that are warned of one by one
 # Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
-OWN = (*MODEL, "init.weights", "train.caption_drop", "eval.noise", VAL_PRECISION, "data.kind")
+OWN = (
+    *(*MODEL, "init.weights", "train.caption_drop", "train.timestep", "train.timestep_shift"),
+    *("eval.noise", VAL_PRECISION, "data.kind"),
+)
 # The official names of values that every log has and that no official checker judges.
 OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples", "data.val_count": "eval_samples"}
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, data, evaluate, flow, rng, schedule, sharding, step, step_runner
+from flux_ref import config_file, data, evaluate, flow, schedule, sharding, step, step_runner
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
@@ -136,10 +136,7 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
         for number in count(first):
             feed.copy_into(batch)
             pairs = next(train_set._plan(number))
-            drops = []
-            for epoch, sample in pairs:
-                draw = rng.train_draw(cfg.train.seed, epoch, sample, cfg.model.latent_shape, cfg.train.caption_drop)
-                drops.append(draw.drop_caption)
+            drops = [train_set.draw(*pair).drop_caption for pair in pairs]
             epochs, samples = np.array(pairs, np.int64).T
             positions = np.array(data.rank_slice(cfg, number, rank, size))
             rows = {"position": positions, "epoch": epochs, "sample": samples, "drop": np.array(drops)}
