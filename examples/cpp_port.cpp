@@ -54,16 +54,30 @@ Floats uniforms(const vector<Word>& words) {
     for (Word word : words) values.push_back((float)(word >> 40) * 0x1p-24f);
     return values;
 }
-Floats normals(Word seed, Word stream, Word sample, Word epoch, size_t count) {
-    vector<Word> words = draw(seed, stream, sample, epoch, count + count % 2);
-    Floats values;
-    for (size_t i = 0; i < count; i += 2) {
+vector<double> box_muller(const vector<Word>& words) {  // an even number of words, before the results are rounded
+    vector<double> values;
+    for (size_t i = 0; i < words.size(); i += 2) {
         double a = (double)(words[i] >> 11), b = (double)(words[i + 1] >> 11);
         double radius = std::sqrt(-2 * std::log((a + 1) * 0x1p-53)), angle = 2 * PI * b * 0x1p-53;
-        values.push_back((float)(radius * std::cos(angle)));
-        if (i + 1 < count) values.push_back((float)(radius * std::sin(angle)));
+        values.push_back(radius * std::cos(angle));
+        values.push_back(radius * std::sin(angle));
     }
     return values;
+}
+Floats normals(Word seed, Word stream, Word sample, Word epoch, size_t count) {
+    vector<double> values = box_muller(draw(seed, stream, sample, epoch, count + count % 2));
+    return Floats(values.begin(), values.begin() + (std::ptrdiff_t)count);
+}
+
+// The distribution of t in training. The default is the benchmark's.
+struct TimeDistribution {
+    bool logit_normal = false;
+    double mean = 0, width = 1, shift = 1;
+};
+float time_of(const vector<Word>& words, const TimeDistribution& of = {}) {  // words 0 to 3 of SCALARS
+    double t = uniforms(words)[1];
+    if (of.logit_normal) t = 1 / (1 + std::exp(-of.mean - of.width * box_muller(words)[2]));
+    return (float)std::min(of.shift * t / (1 + (of.shift - 1) * t), 1 - 0x1p-24);
 }
 
 Word key_of(const string& name) {  // the first 8 bytes of SHA-256, least significant byte first
@@ -120,8 +134,8 @@ struct Row {
 };
 Row draw_row(Word seed, Word position, size_t count) {
     Word epoch = position / count, sample = order(seed, epoch, count)[position % count];
-    Floats u = uniforms(draw(seed, SCALARS, sample, epoch, 2));
-    return {position, epoch, sample, u[0] < DROP_RATE, u[1]};
+    vector<Word> words = draw(seed, SCALARS, sample, epoch, 4);
+    return {position, epoch, sample, uniforms(words)[0] < DROP_RATE, time_of(words)};
 }
 
 void note_draws(Golden& golden) {
@@ -140,9 +154,18 @@ void note_draws(Golden& golden) {
     for (string name : {"draws.order.0", "draws.order.1"})
         golden.note(name, order(input(name, "seed"), input(name, "epoch"), input(name, "count")));
     for (Word sample = 0; sample < golden.elements("draws.drop"); sample++) {
-        Floats u = uniforms(draw(input("draws.drop", "seed"), SCALARS, sample, input("draws.drop", "epoch"), 2));
-        golden.note("draws.drop", u[0] < DROP_RATE);
-        golden.note("draws.t", u[1]);
+        vector<Word> words = draw(input("draws.drop", "seed"), SCALARS, sample, input("draws.drop", "epoch"), 4);
+        golden.note("draws.drop", uniforms(words)[0] < DROP_RATE);
+        golden.note("draws.t", time_of(words));
+    }
+    for (string name : {"draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"}) {
+        const Json& of = golden.inputs(name);
+        TimeDistribution distribution{of["timestep"].text == "logit_normal", of["mean"].number(),
+                                      of["width"].number(), of["shift"].number()};
+        for (Word sample = 0; sample < golden.elements(name); sample++) {
+            vector<Word> words = draw(input(name, "seed"), SCALARS, sample, input(name, "epoch"), 4);
+            golden.note(name, time_of(words, distribution));
+        }
     }
     for (string name : {"draws.latent_eps", "draws.noise", "draws.val_latent_eps", "draws.val_noise"}) {
         Word epoch = input(name, name.find("val") == string::npos ? "epoch" : "evaluation");

@@ -62,11 +62,11 @@ def uniform(w):
     return (w >> u64(40)).astype(f32) * f32(2**-24)
 
 
-def normal(w):
+def normal(w, dtype=f32):
     """Box-Muller; w has an even number of words."""
     a, b = (w.reshape(-1, 2) >> u64(11)).astype(np.float64).T
     radius, angle = np.sqrt(-2 * np.log((a + 1) * 2**-53)), 2 * np.pi * b * 2**-53
-    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1).astype(f32)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1).astype(dtype)
 
 
 def normals(seed, stream, sample, epoch, shape):
@@ -78,10 +78,13 @@ def order(seed, epoch, count):
     return np.argsort(words(seed, ORDER, 0, epoch, count), kind="stable")
 
 
-def scalars(seed, sample, epoch, rate=0.1):
-    """Whether the caption is dropped, and t."""
-    drop, t = uniform(words(seed, SCALARS, sample, epoch, 2))
-    return drop < rate, t
+def scalars(seed, sample, epoch, rate=0.1, timestep="uniform", mean=0, width=1, shift=1):
+    """Whether the caption is dropped, and t. t is made in fp64."""
+    w = words(seed, SCALARS, sample, epoch, 4)
+    t = float(uniform(w)[1])
+    if timestep == "logit_normal":
+        t = 1 / (1 + math.exp(-mean - width * normal(w, np.float64)[2]))
+    return uniform(w)[0] < rate, f32(min(shift * t / (1 + (shift - 1) * t), 1 - 2**-24))
 
 
 def name_key(name):
@@ -523,6 +526,9 @@ def draws(seed, shape, index, out):
     out |= {f"draws.order.{epoch}": order(seed, epoch, 50) for epoch in (0, 1)}
     drops, times = zip(*(scalars(seed, i, 1) for i in range(50)))
     out |= {"draws.drop": np.array(drops), "draws.t": np.array(times), "draws.name_key": u64(name_key("img_in.weight"))}
+    for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
+        of = {k: index[name][k] for k in ("timestep", "mean", "width", "shift")}
+        out[name] = np.array([scalars(seed, i, index[name]["epoch"], **of)[1] for i in range(index[name]["count"])])
     for name, stream in dict(latent_eps=LATENT, noise=NOISE, val_latent_eps=VAL_LATENT, val_noise=VAL_NOISE).items():
         out[f"draws.{name}"] = normals(seed, stream, 3, 262144 if name.startswith("val") else 1, shape)
 

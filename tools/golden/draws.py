@@ -29,6 +29,11 @@ def draws(values: dict, cfg: Config) -> None:
     for other in range(about["count"]):
         drawn.append(rng.train_draw(seed, about["epoch"], other, shape, cfg.train.caption_drop))
     drops_and_times(values, "draws", drawn)
+    for name in ("draws.t.shift", "draws.t.logit_normal", "draws.t.logit_normal_shift"):
+        _, epoch, count, *of = places.inputs_of(name).values()
+        distribution = rng.TimeDistribution(*of)
+        t = [rng.train_draw(seed, epoch, other, (2,), 0.0, distribution).t for other in range(count)]
+        values[name] = np.array(t, np.float32)
     values["draws.latent_eps"] = drawn[sample].latent_eps
     values["draws.noise"] = drawn[sample].noise
     latent_eps, noise = rng.val_draw(seed, about["evaluation"], sample, shape)
