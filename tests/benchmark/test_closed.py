@@ -27,6 +27,8 @@ WRONG = {
     "model.rope_axes": "[32,48,48]",
     "init.weights": "weights.safetensors",
     "train.caption_drop": "0.5",
+    "train.timestep": "logit_normal",
+    "train.timestep_shift": "3.0",
     "optim.beta1": "0.8",
     "optim.beta2": "0.99",
     "optim.eps": "1e-6",

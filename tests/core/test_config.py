@@ -13,7 +13,7 @@ from conftest import MICRO, ROOT
 from flux_ref import config, config_file, config_rules
 from flux_ref.benchmark import facts
 from flux_ref.config import SECTIONS, TYPES, Config
-from flux_ref.config_rules import CHOICES, POSITIVE
+from flux_ref.config_rules import CHOICES, POSITIVE, SIGNED
 from flux_ref.errors import Refusal
 
 CONFIGS = [MICRO, *sorted((ROOT / "configs").glob("*.toml"))]
@@ -227,7 +227,8 @@ def test_an_integer_beyond_all_bounds_is_refused(tmp_path):
 
 
 def test_no_number_may_be_negative_and_some_not_zero(tmp_path):
-    offenders = [key for key in NUMBERS if key not in reply(tmp_path, f"{key} = -1")]
+    replies = {key: reply(tmp_path, f'train.timestep = "logit_normal"\n{key} = -1') for key in NUMBERS}
+    offenders = [key for key in NUMBERS if (key in replies[key]) == (key in SIGNED)]
     for key in NUMBERS:
         zero = reply(tmp_path, f"parallel.compile = true\n{key} = 0")
         if zero != (f"{key}={TYPES[key](0)} must be greater than 0" if key in POSITIVE else ""):
@@ -267,6 +268,19 @@ REFUSED = {  # TOML: words of the refusal
     'run.dir = "~/x"': ["run.dir='~/x' begins with ~", "write the whole path"],
     'data.kind = "shapes"\ndata.train_count = 1': ["data.kind=shapes", "data.val_count"],
     'data.kind = "shapes"\ndata.val_count = 1': ["data.kind=shapes", "data.train_count"],
+    "train.timestep_mean = -0.5": [
+        "train.timestep_mean=-0.5",
+        "only with train.timestep=logit_normal; set that, or leave",
+    ],
+    "train.timestep_width = 2": [
+        "train.timestep_width=2.0",
+        "only with train.timestep=logit_normal; set that, or leave",
+    ],
+    'train.timestep = "logit_normal"\ntrain.timestep_mean = -16.5': ["train.timestep_mean=-16.5", "from -16 to 16"],
+    'train.timestep = "logit_normal"\ntrain.timestep_mean = 17': ["train.timestep_mean=17.0", "from -16 to 16"],
+    'train.timestep = "logit_normal"\ntrain.timestep_width = 17': ["train.timestep_width=17.0", "from 0 to 16"],
+    "train.timestep_shift = 1001": ["train.timestep_shift=1001.0", "from 0 to 1,000"],
+    'train.timestep = "lognormal"': ["train.timestep='lognormal' is not one of uniform, logit_normal"],
     "checkpoint.keep_every = 2": ["checkpoint.keep_every", "checkpoint.every_samples"],
     SHAPES + 'data.kind = "shapes"\nsample.vae = "x"': ["sample.vae=x", "shapes"],
     "sample.every_samples = 600": ["sample.every_samples=600", "set sample.count above 0"],

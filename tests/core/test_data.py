@@ -132,10 +132,30 @@ def test_epochs_are_permutations_and_draws_belong_to_the_sample_and_change_with_
 
 
 def test_samples_and_draws_are_the_same_at_every_world_size_and_from_every_start(cfg):
-    whole = train_rows(cfg, 6)
-    for size, step in ((2, 0), (3, 0), (4, 1), (1, 4), (1, 5)):
-        tail = train_rows(cfg, 6 - step, samples=step * BATCH, size=size)
-        require_equal(tail, {name: tensor[step * BATCH :] for name, tensor in whole.items()})
+    moved = config_file.replace(
+        cfg, train__timestep="logit_normal", train__timestep_mean=-0.5, train__timestep_shift=3.0
+    )
+    for own in (cfg, moved):
+        whole = train_rows(own, 6)
+        for size, step in ((2, 0), (3, 0), (4, 1), (1, 4), (1, 5)):
+            tail = train_rows(own, 6 - step, samples=step * BATCH, size=size)
+            require_equal(tail, {name: tensor[step * BATCH :] for name, tensor in whole.items()})
+
+
+def test_the_distribution_of_t_changes_t_and_nothing_else(cfg):
+    """Each key reaches the batch. Validation keeps its times."""
+    values = {"train__timestep": "logit_normal", "train__timestep_mean": -0.5, "train__timestep_width": 1.5}
+    values["train__timestep_shift"] = 3.0
+    before = plain = train_rows(cfg, 2)
+    for count in range(1, 5):
+        own = config_file.replace(cfg, **dict(itertools.islice(values.items(), count)))
+        rows = train_rows(own, 2)
+        assert (rows["t"] != before["t"]).all(), list(values)[count - 1]
+        require_equal({**rows, "t": plain["t"]}, plain)
+        before = rows
+    times = rng.TimeDistribution("logit_normal", -0.5, 1.5, 3.0)
+    assert rows["t"][0] == rng.train_draw(0, 0, int(numbers(rows)[0]), cfg.model.latent_shape, 0.1, times).t
+    require_equal(val_rows(own, 36), val_rows(cfg, 36))
 
 
 def test_a_feed_from_far_away_reads_only_what_it_hands_out(cfg, monkeypatch):

@@ -1,6 +1,7 @@
 """Every random number of a run, against a second implementation of its definition; and the run's arithmetic."""
 
 import hashlib
+import itertools
 import math
 import re
 
@@ -64,6 +65,23 @@ def normals_of(seed: int, stream: int, sample, epoch: int, count: int) -> np.nda
     return normal_of(words_of(seed, stream, sample, epoch, count + count % 2))[..., :count]
 
 
+def times_of(words: np.ndarray, kind: str, mean: float, width: float, shift: float) -> np.ndarray:
+    """t of words 0 to 3 of SCALARS, (n, 4), with the shift as log(shift) on the logit (arXiv 2403.03206, 5.3.2)."""
+    u = uniform_of(words[:, 1]).astype(np.float64)
+    a, b = ((words[:, i] // 2**11).astype(np.float64) / 2**53 for i in (2, 3))
+    normal = np.sqrt(-2 * np.log(a + 2.0**-53)) * np.cos(2 * np.pi * b)
+    odds = np.exp(mean + width * normal) if kind == "logit_normal" else u / (1 - u)
+    return (shift * odds / (1 + shift * odds)).astype(np.float32)
+
+
+def share_below(t: np.ndarray, kind: str, mean: float, width: float, shift: float) -> np.ndarray:
+    """The closed form of the distribution: the chance that a time is at most t."""
+    before = t / (shift - (shift - 1) * t)  # that the shift moves to t
+    if kind == "uniform":
+        return before
+    return np.vectorize(math.erfc)((mean - np.log(before / (1 - before))) / (width * math.sqrt(2))) / 2
+
+
 def order_of(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.lexsort((np.arange(count), words_of(seed, ORDER, 0, epoch, count)))
 
@@ -99,6 +117,55 @@ def test_t_is_uniform_and_independent_of_the_dropped_captions():
     bound = 4 / math.sqrt(len(t))
     assert abs(t.mean() - 0.5) < bound * math.sqrt(1 / 12) and abs(dropped.mean() - 0.1) < bound * 0.3
     assert abs(np.corrcoef(t[:-1], t[1:])[0, 1]) < bound and abs(np.corrcoef(t, dropped)[0, 1]) < bound
+
+
+TIMES = [  # kind, mean and width of the logit, shift
+    ("uniform", 0.0, 1.0, 1.0),
+    ("uniform", 0.0, 1.0, 3.0),
+    ("uniform", 0.0, 1.0, 0.4),
+    ("logit_normal", 0.0, 1.0, 1.0),
+    ("logit_normal", -0.5, 1.5, 1.0),
+    ("logit_normal", 1.0, 0.6, 1.0),
+    ("logit_normal", 0.0, 1.0, 3.0),
+]
+
+
+def test_each_distribution_of_t_is_its_closed_form_and_no_other():
+    """By Kolmogorov and Smirnov: a distance beyond the bound has a chance of 1e-3 (Massart 1990)."""
+    count = 2**16
+    bound = math.sqrt(math.log(2 / 1e-3) / (2 * count))
+    rank = np.arange(count + 1) / count
+    wrong = []
+    for i, drawn in enumerate(TIMES):
+        words = rng.words(7, rng.SCALARS, 4 * count, sample=i)
+        t = np.sort(rng.times(words, rng.TimeDistribution(*drawn))).astype(np.float64)
+        for asked in TIMES:
+            share = share_below(t, *asked)
+            distance = max((rank[1:] - share).max(), (share - rank[:-1]).max())
+            wrong += [] if (distance < bound) == (drawn == asked) else [(drawn, asked, distance)]
+    assert wrong == []
+
+
+def test_t_of_each_distribution_follows_the_page_and_is_drawn_from_words_1_to_3():
+    words = words_of(3, SCALARS, np.arange(500), 2, 4)
+    for about in TIMES:
+        drawn = [rng.train_draw(3, 2, i, (1, 1, 2), 0.1, rng.TimeDistribution(*about)) for i in range(500)]
+        t = np.array([draw.t for draw in drawn])
+        assert t == pytest.approx(times_of(words, *about), rel=1e-6), about
+        assert [draw.drop_caption for draw in drawn] == (uniform_of(words[:, 0]) < 0.1).tolist()
+    many = rng.words(3, rng.SCALARS, 2**16)
+    assert np.array_equal(rng.times(many, rng.UNIFORM), uniform_of(many[1::4])), "the benchmark's t is word 1 itself"
+
+
+def test_t_never_reaches_1_and_is_finite_at_the_ends():
+    """Both ends of each word, and of what config_rules allows."""
+    ends = np.array([(0, *rest) for rest in itertools.product((0, 2**63, MASK), repeat=3)], np.uint64).ravel()
+    for kind, mean, width, shift in itertools.product(
+        ("uniform", "logit_normal"), (-16.0, 0.0, 16.0), (1e-9, 16.0), (1e-300, 1.0, 1000.0)
+    ):
+        t = rng.times(ends, rng.TimeDistribution(kind, mean, width, shift))
+        assert t.dtype == np.float32 and ((t >= 0) & (t < 1)).all(), (kind, mean, width, shift)
+    assert t.max() == np.float32(1 - 2**-24), "a t that rounds to 1 takes the largest fp32 below 1"
 
 
 def test_normal_is_a_gaussian_and_finite_at_the_extreme_words():
@@ -191,6 +258,13 @@ def test_golden_draws_follow_the_page():
     drop, t = uniform_of(words_of(seed, SCALARS, np.arange(50), 1, 2)).T
     same(read("draws.drop"), drop < 0.1)
     same(read("draws.t"), t)
+    for name, *about in (
+        ("shift", "uniform", 0.0, 1.0, 3.0),
+        ("logit_normal", "logit_normal", 0.0, 1.0, 1.0),
+        ("logit_normal_shift", "logit_normal", -0.5, 1.5, 0.6),
+    ):
+        found = times_of(words_of(seed, SCALARS, np.arange(50), 1, 4), *about)
+        np.testing.assert_allclose(read(f"draws.t.{name}"), found, rtol=1e-6, err_msg=name)
     for name, stream, epoch in (
         *(("latent_eps", LATENT, 1), ("noise", NOISE, 1)),
         *(("val_latent_eps", VAL_LATENT, 262_144), ("val_noise", VAL_NOISE, 262_144)),
@@ -217,6 +291,11 @@ def test_numbers_of_the_page_are_true():
         assert (drop == "yes") == (scalars[0] < 0.1) and float(t) == pytest.approx(scalars[1], abs=1e-8)
         for stream, text in ((LATENT, eps), (NOISE, noise)):
             assert np.float32(text.split()) == pytest.approx(normals_of(25952, stream, int(sample), 2, 4), abs=1e-7)
+    times = re.findall(r"^\| (\d+) \| (uniform|logit_normal) \| ([-0-9. |]+) \| ([0-9.]+) \|$", PAGE, re.M)
+    assert len(times) == 3
+    for sample, kind, numbers, t in times:
+        words = words_of(25952, SCALARS, np.array([int(sample)]), 2, 4)
+        assert float(t) == pytest.approx(times_of(words, kind, *map(float, numbers.split(" | ")))[0], abs=1e-8)
     flat = " ".join(PAGE.split())
     for epoch in range(2):
         assert f"epoch {epoch} is {' '.join(map(str, order_of(25952, epoch, 10)))}" in flat

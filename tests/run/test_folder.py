@@ -203,7 +203,8 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
             if key.split(".")[0] in ("model", "optim", "init", "precision")
             and key not in ("precision.gather", "precision.native")
         ),
-        *("train.seed", "train.global_batch", "train.caption_drop"),
+        *("train.seed", "train.global_batch", "train.caption_drop", "train.timestep"),
+        *("train.timestep_mean", "train.timestep_width", "train.timestep_shift"),
         *("eval.every_samples", "eval.at_start", "eval.noise"),
         *("data.kind", "data.train_count", "data.val_count", "parallel.dtype", "parallel.reduce_dtype"),
     }

@@ -192,6 +192,15 @@ def test_records_that_are_lost_or_another_runs_are_named_and_the_run_goes_on(bro
         assert f"{folder}/{name} lacks records of this run or holds another run's" in capsys.readouterr().out
 
 
+def test_a_run_with_times_of_another_distribution_goes_on_as_if_nothing_had_happened(whole, shapes_dir, tmp_path):
+    own = "--train.timestep=logit_normal", "--train.timestep_mean=-0.5", "--train.timestep_shift=3.0"
+    unbroken, folder = tmp_path / "unbroken", tmp_path / "run"
+    assert called(unbroken, shapes_dir, *own) == 0
+    assert column(unbroken, "loss") != column(whole, "loss")
+    assert called(folder, shapes_dir, *own, "--train.max_samples=96") == called(folder, shapes_dir, *own) == 0
+    require_equal_runs(folder, unbroken)
+
+
 def test_a_damaged_newest_checkpoint_is_refused_with_the_line_that_takes_an_older_one(
     broken_off, whole, shapes_dir, capsys
 ):
