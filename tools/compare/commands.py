@@ -1,4 +1,5 @@
-"""Compare configs A and B by runs in pairs: one seed, so equal samples, noise, times and dropped captions.
+"""Compare configs A and B by runs in pairs: one seed, so equal samples, noise and dropped captions, and
+equal times unless the configs draw them from other distributions.
 
     python -m tools.compare A.toml B.toml [--seeds=3] [--out=runs/compare] [--ranks=1] [--section.key=value ...]
 
