@@ -111,7 +111,8 @@ class Bench:
             kind, detail = UNCLEAR, f"control characters: {ascii(written)[:LONGEST_LINE]}"
         if kind == SAME and repr(outcome) != self.sound[name]:
             kind, detail = self._judge(target, folder, outcome)
-        allowed = target.writes if kind in (SAME, AS_READ) else ()
+        is_broken = isinstance(outcome, Said) and outcome.code == Fault.exit_code  # the command had begun
+        allowed = target.writes if kind in (SAME, AS_READ) or is_broken else ()
         changed = [
             path for path in _listing(folder) ^ before if not any(fnmatch(path[0], pattern) for pattern in allowed)
         ]
