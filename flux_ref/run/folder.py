@@ -25,7 +25,7 @@ RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been tr
 ENVIRONMENT = "environment.json"
 # All that train.py, eval.py and tools.watch write into a run's folder, as patterns of names. Nothing else is moved.
 WRITTEN = (
-    *("config.toml", ENVIRONMENT, *RECORDS, "loss.png", "eval_all*.png", "outcome.json"),
+    *("config.toml", ENVIRONMENT, *RECORDS, "loss.png", "eval_all.png", "eval_all_ema.png", "outcome.json"),
     *("samples/[0-9]*.png", "samples/strip.png", "samples/eval_*.png", "checkpoints/step_*", "tensorboard"),
 )
 CLAIM = ".claim"

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 COUNTED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.ExceptHandler, ast.comprehension)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-LIMITS = {"flux_ref": 43_550, "tools": 42_200, "bench": 14_200, "tests": 146_300}
+LIMITS = {"flux_ref": 45_000, "tools": 43_000, "bench": 14_200, "tests": 152_000}
 
 
 def weight(text: str) -> int:

@@ -518,7 +518,7 @@ def stopped(nets, tmp_path, capsys) -> list[str]:
     args = make(nets, tmp_path / "in", tmp_path / "out")
     folder = tmp_path / "out" / "train.partial"
     with failing(shard_writer.ShardWriter, "add", 7, OSError(28, "No space left on device")):
-        assert f"No space left on device: '{folder / 'shard_000001.tar'}'" in refused(args, capsys, code=3)
+        assert f"{folder / 'shard_000001.tar'}: No space left on device; free its disk" in refused(args, capsys, code=3)
     with failing(Encoders, "encode", 2, KeyboardInterrupt()):
         assert prepare.main(args) == 130
     assert {path.name for path in folder.iterdir()} == {"plan.json", "checked.json", "shard_000000.tar"}
