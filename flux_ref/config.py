@@ -143,7 +143,7 @@ class GraphConfig:
 class PrecisionConfig:
     """Number formats of the blocks' linears (docs/precision.md). Everything else computes in parallel.dtype."""
 
-    preset: str = "bf16"  # bf16, fp8, fp8_delayed, mxfp8, mxfp4_backward, mxfp6_fp4, nvfp4
+    preset: str = "bf16"  # bf16, fp8, fp8_delayed, mxfp8, under80, pareto_a, pareto_b, mxfp6_fp4, nvfp4
     rules: tuple[str, ...] = ()  # added to this preset: "LAYER PRODUCT: LEFT x RIGHT"; the last match decides
     switch: tuple[tuple[int, str], ...] = ()  # [[samples, preset], ...]: then another preset, without rules
     eval: bool = True  # true: validation and pictures use the formats of training, with dynamic scales; false: bf16

@@ -13,6 +13,12 @@ from flux_ref.config import SECTIONS, TYPES, Config, flat
 from flux_ref.errors import Refusal
 from flux_ref.formats import toml_file
 
+EARLIER_PRESETS = {"mxfp4_backward": "under80"}
+EARLIER = {  # keys whose values had other names in earlier versions
+    "fp8.recipe": {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"},
+    "precision.preset": EARLIER_PRESETS,
+    "precision.switch": EARLIER_PRESETS,
+}
 REMOVED = {  # keys of earlier versions, with the only value that is left
     "parallel.compile_cache": "",
     "parallel.separate_reduce_scatter": False,
@@ -95,10 +101,18 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _renamed(key: str, value: object) -> tuple[str, object]:
-    """What a key of an earlier version is today, so that old runs and checkpoints can be read."""
+    """What a key of an earlier version and its value are today, so that old runs and checkpoints can be read."""
+    value = _renamed_value(value, EARLIER.get(key, {}))
     if key == "fp8.recipe":
-        return "precision.preset", {"off": "bf16", "dynamic": "fp8", "delayed": "fp8_delayed"}.get(str(value), value)
+        return "precision.preset", value
     return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
+
+
+def _renamed_value(value: object, names: dict[str, str]) -> object:
+    """A value, or a list of any depth, with today's names."""
+    if isinstance(value, (list, tuple)):
+        return [_renamed_value(part, names) for part in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _is_removed(key: str, value: object) -> bool:

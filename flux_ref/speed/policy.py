@@ -20,6 +20,7 @@ from flux_ref.schedule import steps_for
 from flux_ref.speed.layers import Layer, layers, require_possible
 from flux_ref.speed.sides import PLAIN, PRODUCTS, SIDES, Pair, Products, Side, format_pair, is_delayed, way
 
+MXFP4_BACKWARD = ("* grad_input: mxfp4 x mxfp4_2d", "* grad_weight: mxfp4+h16 x mxfp4+h16")  # of all OmniFlow's recipes
 PRESETS = {
     "bf16": (),
     "fp8": ("* forward: e4m3 x e4m3", "* grad_*: e5m2 x e4m3"),
@@ -29,10 +30,14 @@ PRESETS = {
         "* grad_weight: e5m2_delayed x e4m3_delayed",
     ),
     "mxfp8": ("* *: mxfp8 x mxfp8",),  # NVIDIA's submissions
-    "mxfp4_backward": (  # OmniFlow, pareto_a
-        "single.* forward: mxfp8 x mxfp8",
-        "* grad_input: mxfp4 x mxfp4_2d",
-        "* grad_weight: mxfp4+h16 x mxfp4+h16",
+    # OmniFlow, github.com/zirui/OmniFlow, examples/mlperf/flux1/README.md
+    "under80": ("single.* forward: mxfp8 x mxfp8", *MXFP4_BACKWARD),
+    "pareto_a": ("* forward: mxfp8 x mxfp8", "double.*.img.* forward: bf16 x bf16", *MXFP4_BACKWARD),
+    "pareto_b": (
+        "* forward: mxfp8 x mxfp8",
+        "double.*.img.mlp_in forward: bf16 x bf16",
+        "single.*.linear2 forward: mxfp4 x mxfp4_2d",
+        *MXFP4_BACKWARD,
     ),
     "mxfp6_fp4": (  # AMD's recipe for v6.1
         "* forward: mxfp6+h32 x mxfp4+h32",

@@ -363,3 +363,20 @@ def test_configs_of_runs_before_precision_became_a_policy_are_read(tmp_path):
             loaded(tmp_path, "".join(f"{key} = {json.dumps(value)}\n" for key, value in early.items())),
         ):
             assert (cfg.precision.preset, cfg.precision.history, cfg.precision.gather) == (new, 7, False)
+
+
+def test_presets_of_earlier_runs_have_their_names_of_today(tmp_path):
+    """In config files and checkpoints; an option must give the name of today."""
+    early = {
+        "parallel.dtype": "bf16",
+        "precision.preset": "mxfp4_backward",
+        "precision.switch": [[512_000, "fp8"], [1_024_000, "mxfp4_backward"]],
+    }
+    for cfg in (
+        config_file.from_flat("early", early),
+        loaded(tmp_path, "".join(f"{key} = {json.dumps(value)}\n" for key, value in early.items())),
+    ):
+        assert cfg.precision.preset == "under80"
+        assert cfg.precision.switch == ((512_000, "fp8"), (1_024_000, "under80"))
+    message = conftest.refusal(config_file.override, cfg, ["--precision.preset=mxfp4_backward"])
+    assert re.search("^precision.preset names the preset 'mxfp4_backward'; give one of .*under80", message)

@@ -19,7 +19,7 @@ def test_its_examples_decide_and_its_tables_are_whole():
         found += before != after
     assert found == 3
     bases, presets = (
-        re.findall(r"(?m)^\| ([a-z0-9_, ]+) \|", part) for part in re.split("## (?:Presets|Emulated)", PAGE)[:2]
+        re.findall(r"(?m)^\| ([a-z0-9_, ]+) \|", part) for part in re.split("## (?:Presets|Public)", PAGE)[:2]
     )
     assert set(", ".join(bases).split(", ")) >= SIDES.keys()
     assert presets == ["preset", *policy.PRESETS]

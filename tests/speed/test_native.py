@@ -218,7 +218,7 @@ def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
     assert counted("sm90", "mxfp8") == counted("cpu", "mxfp8") == (0, every)
     assert counted("gfx950", "mxfp6_fp4") == (2 * 228 + 38, 190), "torch multiplies no MXFP6"
     assert counted("sm100", "fp8") == (0, 0), "its products are not of blocks"
-    assert counted("sm100", "mxfp4_backward") == (2 * 228 + 76, 0)
+    assert counted("sm100", "under80") == (2 * 228 + 76, 0)
     message = r"^precision\.native=true: .* \(32, 32, 128\) divide, not .*; set precision\.native=false"
     with pytest.raises(Refusal, match=message):
         counted("gfx950", "mxfp8", **narrow)

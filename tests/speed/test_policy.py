@@ -11,7 +11,7 @@ from flux_ref.config import ModelConfig, flat
 from flux_ref.model import parameter_table
 from flux_ref.speed import policy
 from flux_ref.speed.layers import layers
-from flux_ref.speed.number_formats import E2M1, E2M3, E4M3, Scaling
+from flux_ref.speed.number_formats import E2M1, E2M3, Scaling
 from flux_ref.speed.sides import format_pair, way
 
 TINY = config_file.replace(config_file.load(ROOT / "configs/tiny.toml"), parallel__dtype="bf16")
@@ -70,7 +70,9 @@ def test_presets_hold_what_their_sources_say():
         "fp8": 3 * 228,
         "fp8_delayed": 3 * 228,
         "mxfp8": 3 * 228,
-        "mxfp4_backward": 2 * 228 + 76,
+        "under80": 2 * 228 + 76,
+        "pareto_a": 2 * 228 + 152,
+        "pareto_b": 2 * 228 + 38 + 171,
         "mxfp6_fp4": 3 * 228,
         "nvfp4": 3 * (228 - 2 * 9),
     }
@@ -79,11 +81,35 @@ def test_presets_hold_what_their_sources_say():
     assert not left.stochastic and presets["mxfp6_fp4"]["single.0.linear1"]["forward"][0].form is E2M1
     left, right = presets["nvfp4"]["double.0.txt.qkv"]["grad_weight"]
     assert left.stochastic and left.hadamard == right.hadamard == 16 and not right.stochastic
-    assert presets["mxfp4_backward"]["single.3.linear1"]["forward"][0].form is E4M3
     assert presets["nvfp4"]["single.28.linear1"] != presets["nvfp4"]["single.29.linear1"]
     small = found_in(SMALL, *policy.PRESETS["nvfp4"])  # "last" is one block at least
     plain = {layer for layer, products in small.items() if products["forward"] == (None, None)}
     assert plain == {f"single.{SMALL.single_blocks - 1}.linear{i}" for i in (1, 2)}
+
+
+# OmniFlow's README of August 2026: by preset and format of the forward product, the number of linears, and which.
+PUBLISHED = {
+    ("under80", "bf16 x bf16"): (152, "double.*"),
+    ("under80", "mxfp8 x mxfp8"): (76, "single.*"),
+    ("pareto_a", "bf16 x bf16"): (76, "double.*.img.*"),
+    ("pareto_a", "mxfp8 x mxfp8"): (152, "*"),
+    ("pareto_b", "bf16 x bf16"): (19, "double.*.img.mlp_in"),
+    ("pareto_b", "mxfp4 x mxfp4_2d"): (38, "single.*.linear2"),
+    ("pareto_b", "mxfp8 x mxfp8"): (171, "*"),
+}
+
+
+def test_presets_of_omniflow_have_the_published_numbers_of_linears():
+    wrong = []
+    for (preset, sides), (count, where) in PUBLISHED.items():
+        layers_found = found_in(SCHNELL, *policy.PRESETS[preset])
+        named = [name for name, products in layers_found.items() if format_pair(products["forward"]) == sides]
+        if len(named) != count or not all(fnmatchcase(name, where) for name in named):
+            wrong.append((preset, sides, named))
+        for product, want in (("grad_input", "mxfp4 x mxfp4_2d"), ("grad_weight", "mxfp4+h16 x mxfp4+h16")):
+            backward = {format_pair(products[product]) for products in layers_found.values()}
+            wrong += [] if backward == {want} else [(preset, product, backward)]
+    assert not wrong
 
 
 def ready(**values: object) -> None:

@@ -57,7 +57,7 @@ def coded(form: Format, x: Tensor, chance: Tensor | None = None) -> Tensor:
 
 def presets(values: dict, given: dict) -> None:
     """The three products of one linear under four presets, two of which round stochastically."""
-    for preset in ("mxfp8", "mxfp4_backward", "mxfp6_fp4", "nvfp4"):
+    for preset in ("mxfp8", "under80", "mxfp6_fp4", "nvfp4"):
         place = f"formats.linear.{preset}"
         about = places.inputs_of(f"{place}.y")
         fed = tensors(given, "formats.linear.")
