@@ -104,7 +104,7 @@ def _renamed(key: str, value: object) -> tuple[str, object]:
     """What a key of an earlier version and its value are today, so that old runs and checkpoints can be read."""
     value = _renamed_value(value, EARLIER.get(key, {}))
     if key == "fp8.recipe":
-        return "precision.preset", value
+        key = "fp8.preset"
     return (f"precision.{key[4:]}" if key.startswith("fp8.") else key), value
 
 

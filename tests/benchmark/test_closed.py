@@ -101,6 +101,10 @@ def test_the_benchmarks_configs_depart_in_nothing_and_the_open_division_is_left_
     assert made_logs.ours(tmp_path / "log", opened, counts=(512, 8)) == "" and closed.warnings(opened, 512, 8) == []
     given = config_file.replace(opened, init__weights="some")
     assert closed.departures(given, 512, 8) == ["init.weights='some', the open division fixes ''"]
+    missed = tmp_path / "result_0.txt"
+    made_logs.ours(missed, config_file.replace(opened, data__evict=True), (0.6,), (512, 8))
+    (fault,) = official.check([result_log.read(missed)], opened.mllog.ruleset).compliance[0]
+    assert fault.startswith("no evaluation reached the target")
 
 
 def ten(folder, log) -> None:

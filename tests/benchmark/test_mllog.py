@@ -2,10 +2,11 @@
 
 import json
 import time
+from itertools import product
 
 import made_logs
 import pytest
-from compliance import RULESETS, check
+from compliance import DIVISIONS, RULESETS, check
 from conftest import ROOT
 
 from flux_ref import config_file
@@ -31,25 +32,22 @@ def values_of(events: list[dict]) -> dict[str, object]:
     return {event["key"]: event["value"] for event in events}
 
 
-def test_official_checker_accepts_the_log_of_every_ruleset(tmp_path, cfg):
+def test_official_checker_accepts_the_log_of_every_ruleset_and_division_at_the_target_only(tmp_path, cfg):
     """6.1.0 asks for the evaluation interval rounded up to steps, earlier rulesets for 262,144 samples."""
-    refused, intervals = [], []
-    for ruleset in RULESETS:
-        path = tmp_path / ruleset / "result_0.txt"
-        path.parent.mkdir()
-        events = write_log(path, config_file.replace(cfg, mllog__ruleset=ruleset))
+    wrong = []
+    for ruleset, division, loss in product(RULESETS, DIVISIONS, (0.58, 0.6)):
+        path = tmp_path / ruleset / division / f"{loss}" / "result_0.txt"
+        path.parent.mkdir(parents=True)
+        own = config_file.replace(cfg, mllog__ruleset=ruleset, mllog__submission_division=division)
+        events = write_log(path, own, loss)
         keys = [event["key"] for event in events]
         assert keys.index("global_batch_size") < keys.index("evaluation_frequency")
-        intervals.append(values_of(events)["evaluation_frequency"])
+        assert values_of(events)["evaluation_frequency"] == (262_656 if ruleset == "6.1.0" else 262_144)
+        losses = [event["value"] for event in events if event["key"] == "averaged_validation_loss"]
+        assert losses == ([0.7, loss] if division == "open" else [])
         accepted, output = check(path, ruleset)
-        refused += [] if accepted else [output]
-    assert refused == []
-    assert dict(zip(RULESETS, intervals)) == {"5.1.0": 262_144, "6.0.0": 262_144, "6.1.0": 262_656}
-
-
-def test_official_checker_refuses_a_run_that_missed_the_target(tmp_path, cfg):
-    write_log(tmp_path / "result_0.txt", cfg, loss=0.6)
-    assert not check(tmp_path / "result_0.txt", "6.0.0")[0]
+        wrong += [] if accepted == (loss == 0.58) else [(ruleset, division, loss, output)]
+    assert not wrong
 
 
 def test_lowest_precisions_are_the_ones_in_use(tmp_path, cfg):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
+DIVISIONS = ("closed", "open")
 
 
 def check(path, ruleset):

@@ -99,7 +99,7 @@ def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
 def _one_line(message: str, log: ResultLog) -> str:
     """The first line of a complaint, the test that failed, and the value it failed for."""
     head = message.split("\n")[0].rstrip(" :")
-    if head.startswith("Failed checks for eval_accuracy"):
+    if head.startswith(("Failed checks for eval_accuracy", "Failed checks for averaged_validation_loss")):
         return "no evaluation reached the target: " + head.partition(" : ")[2]
     test = re.search(r"^failed test: (.*)$", message, re.M)
     at = re.fullmatch(r"CHECK for '(.*)' failed in line (\d+)", head)
