@@ -68,8 +68,8 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     is_made = not folder.exists()
     aside = None
     log = folder / "result_0.txt"
-    size = 0  # of the log, before this start writes to it
-    is_lost = False  # environment.json of a run that has begun
+    size = None  # of the log, before this start writes to it
+    absent = []  # what this start writes and the folder of a run that has begun lacks
     with ExitStack() as stack:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,18 +88,18 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
                 if checkpoint is None:
                     write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
-            size = log.stat().st_size if log.is_file() else 0
-            is_lost = not is_new and not (folder / ENVIRONMENT).exists()
+            size = log.stat().st_size if log.is_file() else None
+            absent = [path for path in (log, folder / ENVIRONMENT) if not is_new and not path.exists()]
             yield Start(is_new, checkpoint, identity)
         except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
                 for path in _written(folder):
                     files.remove(path)
                 _remove_emptied(folder)
-            elif size:  # what a refused start has said is not of the run
+            elif size is not None:  # what a refused start has said is not of the run
                 os.truncate(log, size)
-            if is_lost:
-                files.remove(folder / ENVIRONMENT)
+            for path in absent:
+                files.remove(path)
             if aside and not (folder / "config.toml").exists():
                 _move(aside, folder)
                 aside.rmdir()

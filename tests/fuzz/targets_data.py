@@ -64,7 +64,7 @@ def run_shards(folder: Path) -> list[tuple]:
 
 def read_shards(folder: Path) -> list[tuple]:
     found = []
-    for path in sorted(Path("set").glob("*.tar")):
+    for path in sorted(Path("set").glob("[!.]*.tar")):  # a hidden file is no shard
         try:
             with tarfile.open(path, "r:") as archive:
                 content = [(entry.name, archive.extractfile(entry).read()) for entry in archive]
