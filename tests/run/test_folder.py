@@ -23,11 +23,11 @@ from flux_ref.run import resuming
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:
-    """Every visible file below a folder but the benchmark's log; None if there is no folder."""
+    """Every visible file below a folder; None if there is no folder."""
     if not folder.exists():
         return None
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "result_0.txt"}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -127,6 +127,22 @@ def test_overwriting_moves_the_old_run_alone_and_a_refusal_brings_it_back(cfg):
         assert {path.name for path in folder.glob("overwritten_*")} == {"overwritten_1", "overwritten_2"}
     put(config_file.replace(cfg, run__dir=f"{cfg.run.dir}_foreign"), "foreign")
     assert FOREIGN in outcome(config_file.replace(cfg, run__dir=f"{cfg.run.dir}_foreign", run__overwrite=True))
+
+
+def test_what_a_refused_start_writes_beside_a_run_goes_with_it(cfg):
+    folder = put(cfg, "saved")
+    written = [folder / name for name in ("result_0.txt", run_folder.ENVIRONMENT)]
+    for held in ((), ("result_0.txt",), (run_folder.ENVIRONMENT,)):
+        for path in written:
+            path.unlink(missing_ok=True)
+            if path.name in held:
+                path.write_text("{}\n")
+        before = contents(folder)
+        with pytest.raises(Refusal, match="a wrong file"), run_folder.claim(cfg, restarted=False):
+            for path in written:
+                path.open("a").write("{}\n" if path.name == "result_0.txt" else "")
+            raise Refusal("a wrong file")
+        assert contents(folder) == before, held
 
 
 def test_overwriting_needs_a_run_and_spares_the_weights_that_it_starts_from(cfg):
