@@ -109,8 +109,8 @@ def _require_known(address: str) -> None:
     """Raises: Refusal for a host that no name server knows; torch would ask for it for many minutes."""
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:
-        raise Refusal(f"MASTER_ADDR={address!r} is no known host ({error.strerror}); mend it") from None
+    except (OSError, UnicodeError):  # a name such as "." has no encoding
+        raise Refusal(f"MASTER_ADDR={address!r} is no known host; mend it") from None
 
 
 def replica_count(wanted: int, nodes: list[str]) -> int:

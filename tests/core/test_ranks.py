@@ -49,9 +49,10 @@ def test_what_cannot_be_is_refused(nodes, wanted, words):
 
 
 def test_a_host_that_nobody_knows_is_refused_at_once(monkeypatch):
-    for name, value in zip(ranks.TORCHRUN, ("0", "1", "0", "no.such.host.invalid", "1")):
-        monkeypatch.setenv(name, value)
-    assert "MASTER_ADDR='no.such.host.invalid' is no known host" in refusal(ranks.start, ParallelConfig())
+    for host in ("no.such.host.invalid", "."):
+        for name, value in zip(ranks.TORCHRUN, ("0", "1", "0", host, "1")):
+            monkeypatch.setenv(name, value)
+        assert f"MASTER_ADDR={host!r} is no known host" in refusal(ranks.start, ParallelConfig())
 
 
 def test_a_rank_alone_on_a_cpu_takes_a_few_cores_and_other_ranks_one(monkeypatch):
