@@ -167,7 +167,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MllogConfig:
-    ruleset: str = "6.0.0"
+    ruleset: str = "6.1.0"
     submission_org: str = "flux_ref"
     submission_platform: str = "unknown"
     submission_division: str = "closed"

@@ -353,6 +353,7 @@ def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch)
 
 def test_the_defaults_are_the_benchmarks_constants():
     assert (Config().eval.target, Config().eval.every_samples) == (facts.TARGET, facts.EVAL_EVERY_SAMPLES)
+    assert Config().mllog.ruleset == CHOICES["mllog.ruleset"][-1], "the newest"
 
 
 def test_configs_of_runs_before_precision_became_a_policy_are_read(tmp_path):

@@ -27,6 +27,9 @@ class MadeLog:
         logged |= {"opt_name": "adamw", "opt_learning_rate_warmup_steps": 0, "opt_adamw_beta_1": 0.9}
         logged |= {"opt_adamw_beta_2": 0.95, "opt_adamw_epsilon": 1e-08, "opt_adamw_weight_decay": 0.1}
         logged |= {"opt_base_learning_rate": 0.0002, "opt_gradient_clip_norm": 1.0, "seed": seed}
+        logged |= {f"lowest_numerical_precision_in_{part}": "fp8" for part in ("linear", "attn", "comm")}
+        logged |= {f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")}
+        logged |= {"micro_batch_size": 8, "config_filename": "config.sh"}
         self.add("cache_clear", True)
         self.add("init_start", kind="INTERVAL_START")
         for key, value in (logged | values).items():
@@ -71,7 +74,7 @@ EVALUATIONS = (33, 31, 34, 33, 34, 34, 34, 35, 34, 34)
 
 
 def system(folder: Path, count: int = 10, rate: float = 1600.0, batch: int = 1024, **values) -> list[MadeLog]:
-    """Runs written to a folder; ten are a valid result under 5.1.0 and 6.0.0."""
+    """Runs written to a folder; ten are a valid result under every ruleset."""
     logs = [MadeLog(seed, batch, steps, rate, **values) for seed, steps in enumerate(EVALUATIONS[:count], 100)]
     for i, log in enumerate(logs):
         log.write(folder / f"result_{i}.txt")

@@ -20,6 +20,7 @@ from mlperf_logging.result_summarizer.result_summarizer import _compute_strong_s
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
 from flux_ref.benchmark.mllog import RESUMED
+from flux_ref.config import MllogConfig
 from tools.report import charts, official, result_files, result_log, score, text
 from tools.report import commands as report
 
@@ -51,7 +52,7 @@ def run_report(capsys, *args, out):
     return code, text.out + text.err, json.loads(out.with_suffix(".json").read_text()), page
 
 
-def judged(folder, ruleset="6.0.0", points=None):
+def judged(folder, ruleset=MllogConfig.ruleset, points=None):
     name, files = result_files.find([str(folder)])[0]
     return score.judge(name, [result_log.read(path) for path in files], ruleset, points)
 
@@ -68,7 +69,7 @@ def by_hand(folder):
 def test_valid_system(results):
     """Score, samples and verdict: by hand, and by mlperf-logging's own score and convergence check."""
     minutes, mean = by_hand(results)
-    ruleset = "5.1.0"  # the other tests take the default, 6.0.0
+    ruleset = "5.1.0"  # the other tests take the default
     system = judged(results, ruleset)
     assert system.reasons == [] and [run.faults for run in system.runs] == [[]] * 10
     assert sorted(run.minutes for run in system.runs) == pytest.approx(sorted(minutes), abs=1e-9)
@@ -340,7 +341,7 @@ def test_no_rule_file_named_by_a_log_is_run(tmp_path):
     assert not (tmp_path / "sprung").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(official, "SAFE", {})
-        official.check([result_log.read(path)], "6.0.0")
+        official.check([result_log.read(path)], MllogConfig.ruleset)
     assert (tmp_path / "sprung").exists()  # the trap is one
 
 
@@ -383,7 +384,7 @@ def test_our_runs_side_by_side(tmp_path):
     assert groups.keys() == {(f"{tmp_path.name}/other", 1), (copy, 1), (ours, 3)}
     files = groups[ours, 3]
     logs = [result_log.read(path) for path in files]
-    names = [run.name for run in score.judge("mine", logs, "6.0.0").runs]
+    names = [run.name for run in score.judge("mine", logs, MllogConfig.ruleset).runs]
     assert names == [f"run_{i}/result_0.txt" for i in range(3)]
     assert result_files.accelerators(result_files.machine(files[0], logs[0].system)) == 2
 

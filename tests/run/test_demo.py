@@ -80,7 +80,7 @@ def matches(tile, want):
 def test_closed_smoke_is_compliant(tmp_path):
     """Under every ruleset, as a rehearsal, which says so."""
     run = tmp_path / "run"
-    done = script("train.py", "configs/closed_smoke.toml", f"--run.dir={run}", "--mllog.ruleset=6.1.0", timeout=900)
+    done = script("train.py", "configs/closed_smoke.toml", f"--run.dir={run}", timeout=900)
     assert rank_exit_code(done) == 0, done.stderr
     assert f"  rules   {closed.REHEARSAL}\n" in done.stdout and "warning: no benchmark" not in done.stdout
     assert event(run, "rehearsal")["value"] is True and event(run, "run_stop")["metadata"]["status"] == "success"
