@@ -33,16 +33,16 @@ MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     """Raises: Refusal if a config neither continues nor extends the run in a folder. saved: the run's checkpoints."""
+    batch = cfg.train.global_batch
     step = checkpoint_files.step_of(saved[-1]) if saved else 0
+    samples = step * batch
     if differ := _differences(cfg, config_file.load(folder / "config.toml"), step):
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
             f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)};"
-            f" of {SWITCH} only what begins after {step * cfg.train.global_batch} samples may change"
+            f" of {SWITCH} only what begins after {samples} samples may change"
         )
-    batch = cfg.train.global_batch
     most = cfg.train.max_samples
-    samples = step * batch
     if samples > schedule.steps_for(most, batch) * batch:
         raise Refusal(f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less")
     if not jsonl.outcome(folder):
@@ -64,10 +64,10 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
 def _differences(cfg: Config, there: Config, step: int) -> list[str]:
     """The keys that may not change and have another value there, in words. step: from which the run goes on."""
     ran = config.flat(there)
-    is_free = dict.fromkeys(MAY_DIFFER, True) | {SWITCH: _switched(cfg, step) == _switched(there, step)}
+    free = [*MAY_DIFFER, SWITCH] if _switched(cfg, step) == _switched(there, step) else MAY_DIFFER
     differ = []
     for key, value in config.flat(cfg).items():
-        if value != ran[key] and not is_free.get(key):
+        if value != ran[key] and key not in free:
             differ.append(f"{key}={value!r}, there {ran[key]!r}")
     return differ
 
@@ -155,7 +155,7 @@ def _load_history(saved: Checkpoint, state: State) -> None:
     state.precision.history.zero_()
     if had := policy.layers_with_delayed_scales(_config_of(saved)):
         values = fit.finite(saved.read(HISTORY), HISTORY, saved.folder)
-        rows_by_layer = dict(zip(had, values.split(2)))
-        for layer, rows in zip(state.precision.remembering, state.precision.history.split(2)):
-            if layer in rows_by_layer:
-                rows.copy_(rows_by_layer[layer])
+        own = dict(zip(state.precision.remembering, state.precision.history.split(2)))
+        for layer, rows in zip(had, values.split(2)):
+            if layer in own:
+                own[layer].copy_(rows)

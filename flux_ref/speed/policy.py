@@ -188,8 +188,8 @@ def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
 
 def layers_with_delayed_scales(cfg: Config) -> list[str]:
     """The layers, by their names in rules and in the order of the model, that have delayed sides in any stage."""
-    first, *later = stages(cfg)
-    return [name for name in first.pairs if any(is_delayed(stage.pairs[name]) for stage in (first, *later))]
+    found = stages(cfg)
+    return [name for name in found[0].pairs if any(is_delayed(stage.pairs[name]) for stage in found)]
 
 
 def narrowest(cfg: Config, *products: str) -> str | None:

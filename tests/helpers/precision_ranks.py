@@ -173,16 +173,12 @@ def saved_now(state: State, cfg: Config, world: World) -> None:
     saver.finish()
 
 
-def before_a_switch(world: World, folder: Path) -> list[str]:
-    """Two runs of two steps, each with a checkpoint: one that knows no switch, one that knows LATER's."""
-    runs = []
-    for name, switch in (("never", ()), ("always", LATER["precision__switch"])):
-        cfg = fp8_config(**LATER | {"precision__switch": switch}, run__dir=str(folder / name))
-        state = lively_state(cfg, world)
-        steps(state, cfg, world, count=2)
-        saved_now(state, cfg, world)
-        runs.append(cfg.run.dir)
-    return runs
+def saved_after_two(cfg: Config, world: World) -> State:
+    """A state after two steps, saved."""
+    state = lively_state(cfg, world)
+    steps(state, cfg, world, count=2)
+    saved_now(state, cfg, world)
+    return state
 
 
 def measure(world: World, folder: Path) -> dict:
@@ -194,8 +190,11 @@ def measure(world: World, folder: Path) -> dict:
     first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)
     saved_now(state, cfg, world)
+    runs = [str(folder / "never"), str(folder / "always")]
+    for run, switch in zip(runs, ((), LATER["precision__switch"])):
+        saved_after_two(fp8_config(**LATER | {"precision__switch": switch, "run__dir": run}), world)
     return {
-        "switch": before_a_switch(world, folder),
+        "switch": runs,
         "run": str(folder),
         "losses": losses,
         "first history": first,

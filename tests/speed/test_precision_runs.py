@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import refusal, require_identical
 from lively_nets import whole
-from precision_ranks import FACTS, LATER, ROWS, fp8_config, lively_state, rounding, saved_now, steps
+from precision_ranks import FACTS, LATER, ROWS, fp8_config, lively_state, rounding, saved_after_two, saved_now, steps
 from torch import Tensor
 
 from flux_ref import config_file
@@ -71,50 +71,36 @@ ADDED = [
 ]
 
 
-def switched(world: World, path: Path, cfg: Config, count: int) -> tuple[list[float], dict]:
-    """What a state that has taken other steps computes from a checkpoint on: losses, weights and history."""
+def gone_on(world: World, run: str, cfg: Config) -> tuple[list[float], dict[str, Tensor]]:
+    """What a state that has taken other steps computes from the checkpoint of a run on."""
     state = lively_state(cfg, world)
     steps(state, cfg, world, count=2)
+    (path,) = checkpoint_files.list_checkpoints(Path(run))
     resuming.load_progress(resuming.load_weights(path, state, cfg, FACTS), state)
-    losses = steps(state, cfg, world, count=count)
-    return losses, everything(state)
-
-
-def require_same_bits(found: tuple[list[float], dict], want: tuple[list[float], dict]) -> None:
-    assert found[0] == want[0]
-    require_identical(found[1], want[1])
+    return steps(state, cfg, world, count=5), everything(state)
 
 
 @pytest.mark.parametrize(("before", "after", "rules"), ADDED)
 def test_a_run_that_gets_or_loses_a_later_switch_is_the_run_that_always_was_so(world, tmp_path, before, after, rules):
     """Saved after two steps, switched after four; delayed scales begin two steps later. Seven steps in all."""
-    own = {
-        "precision__preset": before,
-        "precision__rules": rules,
-        "precision__dynamic_steps": 2,
-        "precision__history": 9,
-    }
-    never = fp8_config(run__dir=str(tmp_path / "never"), train__max_samples=9 * ROWS, **own)
+    own = {"precision__preset": before, "precision__rules": rules, "precision__dynamic_steps": 2}
+    never = fp8_config(**own, precision__history=9, train__max_samples=9 * ROWS, run__dir=str(tmp_path / "never"))
     always = config_file.replace(never, run__dir=str(tmp_path / "always"), precision__switch=((4 * ROWS, after),))
     results = {}
     for cfg in (never, always):
-        state = lively_state(cfg, world)
-        losses = steps(state, cfg, world, count=2)
-        saved_now(state, cfg, world)
-        losses += steps(state, cfg, world, count=5)
-        (path,) = checkpoint_files.list_checkpoints(Path(cfg.run.dir))
-        results[cfg] = (path, losses[:2], (losses[2:], everything(state)))
-    assert results[never][1] == results[always][1] and results[never][2][0][2:] != results[always][2][0][2:]
+        state = saved_after_two(cfg, world)
+        results[cfg] = steps(state, cfg, world, count=5), everything(state)
+    assert results[never][0][2:] != results[always][0][2:]
     for mine, other in ((always, never), (never, always)):
-        path, *_ = results[other]
-        require_same_bits(switched(world, path, mine, count=5), results[mine][2])
+        losses, left = gone_on(world, other.run.dir, mine)
+        assert losses == results[mine][0]
+        require_identical(left, results[mine][1])
 
 
 def test_a_switch_is_added_at_another_number_of_ranks(world, measured):
     """Three ranks have saved a run without the switch and one with it. One rank goes on from both."""
-    runs = measured[3]["fp8"]["switch"]
-    cfg = fp8_config(**LATER)
-    paths = [checkpoint_files.list_checkpoints(Path(run))[-1] for run in runs]
-    got, had = (switched(world, path, cfg, count=4) for path in paths)
-    require_same_bits(got, had)
-    assert had[1]["history"].any()
+    (losses, left), (want_losses, want) = (
+        gone_on(world, run, fp8_config(**LATER)) for run in measured[3]["fp8"]["switch"]
+    )
+    assert losses == want_losses and left["history"].any()
+    require_identical(left, want)
