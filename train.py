@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, step_runner
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
-        steps.capture()
+        steps.capture(beside=partial(gallery.artist.rehearse, state.net) if cfg.sample.every_samples else None)
 
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()

@@ -158,7 +158,7 @@ class PrecisionConfig:
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     count: int = 0  # pictures drawn from stored captions at the end of a run and by eval.py
-    every_samples: int = 0  # draw them also so often, on the clock and between eager steps; 0: at the end only
+    every_samples: int = 0  # draw them also so often, on the clock, beside captured graphs too; 0: at the end only
     seed: int = 0  # of the noise from which pictures are drawn
     steps: int = 20  # Euler steps
     guidance: float = 1.0  # classifier-free guidance scale; 1: none

@@ -11,6 +11,7 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,16 +138,19 @@ class StepRunner:
         if self.cfg.parallel.compile and self.cfg.train.synthetic_steps:
             regions.forbid_recompilation()
 
-    def capture(self) -> None:
+    def capture(self, beside: Callable[[], object] | None = None) -> None:
         """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.
 
-        Collective. Raises: Fault.
+        beside: eager work such as will be done between replays. It may use the net without gradients, and leaves the
+        net's weights sharded. It is done before the capture, which tells what memory it takes, and after it.
+        Collective. Raises: Fault; Refusal if the graphs leave too little memory for this work.
         """
         if self.recorder is None:
             return
         precision = self.state.precision
         before = self.health.step.clone()
         try:
+            need = self.recorder.bytes_of(partial(self._rehearse, beside)) if beside else 0
             # The training graphs are larger. Captured first, they leave freed memory for the validation graph.
             for phase in precision.phases:
                 precision.begin(phase)
@@ -155,12 +159,33 @@ class StepRunner:
                 precision.begin(stage.first)
                 self._capture(f"validate {stage.first}", self._validate)
             sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
-            precision.begin(self.state.step)
+            require_settled(self.state.net)  # eager work cannot wait for an event of a capture
             if not torch.equal(before, self.health.step):
                 raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)
+            if beside:
+                self._require_room(need)
+                self._rehearse(beside)  # the allocator keeps the memory for later
+            precision.begin(self.state.step)
         except BaseException:
             self.close()
             raise
+
+    def _rehearse(self, beside: Callable[[], object]) -> None:
+        """Do eager work once in each stage."""
+        for stage in self.state.precision.stages:
+            self.state.precision.begin(stage.first)
+            beside()
+
+    def _require_room(self, need: int) -> None:
+        """On all ranks alike, because a rank without memory would leave the others in a collective. Raises: Refusal."""
+        with ranks.agreed():
+            free = self.recorder.free_bytes()
+            if need > free:
+                raise Refusal(
+                    f"sample.every_samples={self.cfg.sample.every_samples} draws pictures between captured steps, which"
+                    f" takes {need / 1e9:.3g} GB beside the graphs; the device has {free / 1e9:.3g} GB left; lower"
+                    " train.micro_batch, sample.count or eval.batch, or set sample.every_samples=0 or graph.enabled=off"
+                )
 
     def _capture(self, name: str, work: Callable[[], None]) -> None:
         """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""

@@ -41,8 +41,6 @@ def obstacle(device: torch.device, cfg: Config) -> str:
         return "on HIP graphs are captured only when asked for"
     if _is_expandable() and os.environ.get(REGISTER, "0") != "0":
         return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
-    if cfg.sample.every_samples:
-        return f"sample.every_samples={cfg.sample.every_samples} draws pictures, which need the memory of graphs"
     return ""
 
 
@@ -72,6 +70,19 @@ class Recorder:
             reason = str(root).partition("\n")[0]
             raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
         return graph
+
+    def bytes_of(self, work: Callable[[], None]) -> int:
+        """Do eager work. Returns the bytes that the allocator takes from the device for it."""
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_reserved()
+        work()
+        return torch.accelerator.max_memory_reserved() - before
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that eager work may take. It cannot use the memory of graphs."""
+        torch.accelerator.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def synchronize(self) -> None:
         """sync: the host waits until the device has done all its work."""

@@ -3,13 +3,14 @@
 What only a device can show is in test_gpu_graph.py.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import graph_ranks
 import pytest
 import stand_in
 import torch
-from conftest import MICRO, called, micro_run, refusal, script
+from conftest import MICRO, called, micro_run, refusal, script, the_line
 from graph_ranks import history, require_same_history
 from precision_ranks import fp8_config
 from run_files import require_equal_runs
@@ -78,7 +79,7 @@ def make(micro, world):
 def made(monkeypatch) -> list[StepRunner]:
     """The steps of the runs of a test."""
     capture, made = StepRunner.capture, []
-    monkeypatch.setattr(StepRunner, "capture", lambda steps: (made.append(steps), capture(steps)))
+    monkeypatch.setattr(StepRunner, "capture", lambda steps, **own: (made.append(steps), capture(steps, **own)))
     return made
 
 
@@ -96,7 +97,7 @@ CHOSEN = [  # version of torch for HIP, "" for NVIDIA; device; settings; the mod
     ("", CUDA, {"train__synthetic_steps": 1}, "eager (train.synthetic_steps=1 must be at least 2, the steps before"),
     ("2.13.0", CUDA, {}, "eager (on HIP graphs are captured only when asked for)"),
     ("2.13.0", CUDA, {"graph__enabled": "on"}, CAPTURED),
-    ("", CUDA, {"sample__every_samples": 24, "sample__count": 2}, "eager (sample.every_samples=24 draws pictures"),
+    ("", CUDA, {"sample__every_samples": 24, "sample__count": 2}, CAPTURED),
     ("2.11.0", CUDA, {}, "eager (torch 2.11.0 cannot capture collectives on HIP; it takes torch 2.12)"),
 ]
 
@@ -236,6 +237,55 @@ def test_a_run_by_graphs_goes_on_from_its_checkpoint_as_if_nothing_had_been(eage
     assert [float(steps.health.step) for steps in made] == [3, 5]
     assert all(steps.health.first_bad.tolist() == [NEVER, NEVER] for steps in made)
     require_equal_runs(tmp_path / "run", eager)
+
+
+# Pictures between replays
+
+PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.guidance=2", "--sample.every_samples=20"]
+FP8 = ["--precision.preset=fp8", '--precision.switch=[[40, "fp8_delayed"]]', "--precision.dynamic_steps=1"]
+FP8 += ["--parallel.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"]
+FP8 += ["--train.global_batch=32", "--train.micro_batch=16", "--train.max_samples=96"]
+FP8 += ["--parallel.reshard_after_forward=false"]
+
+
+def sheets(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "samples").iterdir()}
+
+
+@pytest.mark.parametrize("settings", [[], pytest.param(FP8, marks=pytest.mark.slow)])
+def test_pictures_between_replays_are_those_of_an_eager_run_and_change_nothing(settings, log, tmp_path, shapes_dir):
+    """Also with weights that stay gathered in FP8, and with delayed scales in a second stage."""
+    runs = {"plain": [], "captured": PICTURES, "eager": [*PICTURES, "--graph.enabled=off"]}
+    for name, own in runs.items():
+        assert train(tmp_path / name, shapes_dir, *settings, *own) == 0
+    assert log.count("replay train") == 2 * (3 if settings else 5)
+    assert sheets(tmp_path / "captured") == sheets(tmp_path / "eager") and len(sheets(tmp_path / "eager")) == 4
+    for name in ("captured", "eager"):
+        require_equal_runs(tmp_path / name, tmp_path / "plain")
+
+
+def test_drawing_is_rehearsed_in_each_stage_before_the_capture_and_after_it(noted, world):
+    cfg = fp8_config(precision__dynamic_steps=0, precision__switch=((24, "bf16"),), sample__count=1)
+    steps = StepRunner(State.of(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
+    steps.warm_up()
+    noted.clear()
+    linear = steps.state.precision.linears[0]
+    steps.capture(beside=lambda: noted.append(f"draw {linear.way}"))
+    kept = [what for what in noted if what.startswith(("draw", "capture"))]
+    drawn = ["draw tensor", "draw plain"]
+    assert kept == [*drawn, *["capture train"] * 2, *["capture validate"] * 2, *drawn] and linear.way == "tensor"
+
+
+def test_graphs_that_leave_no_memory_for_pictures_are_refused_with_figures(
+    log, tmp_path, shapes_dir, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 80 * 10**9))
+    assert train(tmp_path / "run", shapes_dir, *PICTURES) == 2
+    takes = "draws pictures between captured steps, which takes 3 GB beside the graphs; the device has 2 GB left; lower"
+    assert f"sample.every_samples=20 {takes} train.micro_batch" in the_line(capsys.readouterr().err)
+    assert log.count("reset") == 2 and not (tmp_path / "run").exists()
+    assert train(tmp_path / "run", shapes_dir, *PICTURES[:-1]) == 0, "pictures at the end take the graphs' memory"
 
 
 # The end

@@ -7,6 +7,7 @@ On the CPU stand-ins take the place of graphs (stand_in.py).
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import stand_in
@@ -20,6 +21,7 @@ from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.ranks import World
 from flux_ref.run import cli
+from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 
@@ -38,6 +40,8 @@ def everything(state: State) -> dict[str, Tensor]:
 def history(cfg: Config, world: World) -> dict:
     """STEPS steps from fresh weights with evaluations in between; one more evaluation after the graphs are gone.
 
+    With sample.every_samples pictures are drawn after each evaluation.
+
     Nothing is read from the device before the end, so that the host runs ahead as far as it can.
     """
     train_set, val_set = (kind(cfg, world.rank, world.size, world.pin) for kind in (TrainSet, ValSet))
@@ -47,21 +51,31 @@ def history(cfg: Config, world: World) -> dict:
     steps = StepRunner(state, cfg, world)
     steps.warm_up()
     warm = everything(state)
-    steps.capture()
+    artist = Artist(cfg, world)
+    steps.capture(beside=partial(artist.rehearse, state.net) if cfg.sample.every_samples else None)
     require_identical(everything(state), warm)
 
     def evaluate() -> list[float]:
         return validation_loss(steps, val_set, state.samples).losses
 
+    def draw() -> None:
+        pictures.extend(artist.rehearse(state.net))
+        if steps.graphs:
+            reserved.append(torch.accelerator.memory_reserved())
+
     steps.health.restart(0)
     feed = train_set.feed(0)
     results = []
     validations = []
+    pictures = []
+    reserved = []
     try:
         for _ in range(STEPS):
             results.append(torch.stack(steps.train_on(feed)))
             if state.step % EVALUATE_EVERY == 0:
                 validations.append(evaluate())
+                if cfg.sample.every_samples:
+                    draw()
     finally:
         feed.close()
         used = bool(steps.graphs)
@@ -73,13 +87,15 @@ def history(cfg: Config, world: World) -> dict:
         "flags": [float(steps.health.step), *steps.health.first_bad.tolist()],
         "state": everything(state),
         "captured": used,
+        "pictures": [picture.tobytes() for picture in pictures],
+        "reserved": reserved,
     }
 
 
 def require_same_history(found: dict, want: dict) -> None:
     """Of a captured and an eager one: the same bits."""
     assert found["captured"] and not want["captured"]
-    for key in ("results", "validations", "afterwards", "flags"):
+    for key in ("results", "validations", "afterwards", "flags", "pictures"):
         assert found[key] == want[key], key
     require_identical(found["state"], want["state"])
 

@@ -4,7 +4,7 @@
              Compiled work it does not run. A replay runs the work anew, under the limits of a graph. LOG tells
              what happened.
     waits    While torch.cuda.set_sync_debug_mode says "error", an operation whose result the host reads raises.
-    memory   Each graph counts as one byte.
+    memory   Each graph counts as one byte. The device has ROOM bytes more.
     devices  There are two. Their ranks are processes on the CPU.
 
 Not seen are kernels, memory in bytes, times, and the order between streams, which test_capture_streams.py proves.
@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from flux_ref import ranks, sharding, step_runner
 from flux_ref.speed import graphs
+from flux_ref.speed.settled import pending
 from flux_ref.step_runner import StepRunner
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero")
 CPU = torch.device("cpu")
 USED: set[str] = set()  # kinds of stand-ins, since they were last forgotten
 LIVE: set["Graph"] = set()
+ROOM = 1000
 
 
 class Log(list):
@@ -110,7 +112,10 @@ class Graph:
             self.work()
             return
         assert places(self.steps) == self.places, "a graph would still use the former tensors"
-        sharding.reshard(self.steps.state.net)  # a graph gathers the weights, whatever the net believes
+        # A graph gathers the weights for itself. The next eager forward would use what the net has gathered before.
+        assert not any("are gathered" in left for left in pending(self.steps.state.net)), (
+            "gathered weights would be old"
+        )
         self.work()
         sharding.reshard(self.steps.state.net)
 
@@ -163,6 +168,9 @@ def install(replace: Callable[[object, str, object], object] = setattr) -> None:
         ("memory", accelerator, "empty_cache", lambda: None),
         ("memory", accelerator, "memory_reserved", lambda: len(LIVE)),
         ("memory", accelerator, "memory_allocated", lambda: len(LIVE)),
+        ("memory", accelerator, "max_memory_reserved", lambda: len(LIVE)),
+        ("memory", accelerator, "reset_peak_memory_stats", lambda: None),
+        ("memory", cuda, "mem_get_info", lambda device: (ROOM, ROOM + len(LIVE))),
         ("streams", cuda, "Stream", lambda *_: stream),
         ("streams", cuda, "set_stream", lambda stream: None),
         ("streams", cuda, "stream", lambda stream: contextlib.nullcontext()),

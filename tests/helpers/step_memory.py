@@ -58,7 +58,7 @@ def predicted(name: str) -> float:
     layout, traced = footprint.layout(cfg, count, count), footprint.trace(cfg, "cpu", rows)
     compute, reduced = (sharding.DTYPES[dtype].itemsize for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype))
     found = []
-    for instant in memory.instants(cfg, layout, traced, count, rows):
+    for instant in memory.instants(cfg, layout, traced, count, rows, captured=False):
         copy = 0
         if instant.name.startswith("reduction") and layout.shards > 1:
             unit = layout.units[int(instant.name.split()[-1]) - 1]

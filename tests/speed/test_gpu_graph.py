@@ -46,6 +46,23 @@ def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, 
     assert found["results"][0] != found["results"][-1]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"parallel__reshard_after_forward": False, "parallel__region_blocks": 2, "parallel__compile": True}],
+    ids=["plain", "kept gathered, compiled"],
+)
+def test_pictures_between_replays_change_nothing_and_their_memory_stays(micro, world, values):
+    """They are those of eager steps. Drawing takes its memory before the clock and never more."""
+    plain = config_file.replace(micro, **(ON | values))
+    drawn = config_file.replace(plain, sample__count=4, sample__steps=3, sample__every_samples=1)
+    want = history(config_file.replace(drawn, graph__enabled="off"), world)
+    found = history(drawn, world)
+    require_same_history(found, want)
+    assert len(set(found["pictures"])) == 4 * 4 and len(set(found["reserved"])) == 1
+    without = history(plain, world)
+    assert all(found[key] == without[key] for key in ("results", "validations", "afterwards"))
+
+
 def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
     """cuDNN's attention, which real runs have on Hopper, takes heads of this size."""
     torch.use_deterministic_algorithms(False)

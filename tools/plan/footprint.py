@@ -10,6 +10,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,9 +28,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks
-from flux_ref.config import Config
+from flux_ref.config import Config, ModelConfig
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
+from flux_ref.sampling import vae
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8_product, linear, policy, regions
 from tools.shared import communication
@@ -68,6 +70,7 @@ class Footprint:
     forward: float  # most memory in forward, above the inputs
     backward: float  # most memory in backward, above all that is saved; includes gradients of unsharded weights
     evaluate: float  # most memory without gradients, above the inputs
+    draw: float  # the same without the compiler, as pictures are drawn
     forward_work: Work
     backward_work: Work
 
@@ -102,6 +105,17 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
         ends = _net(cfg, arch, 0)  # without blocks; it and the loss are never compiled
         footprints["ends"] = _run(lambda: flow.losses(ends, batch, dtype).sum())
     return footprints
+
+
+@cache
+def decoding(model: ModelConfig) -> float:
+    """Bytes of the autoencoder, and of what it needs to decode one latent. It is on the card only meanwhile."""
+    with FakeTensorMode(), torch.no_grad():
+        autoencoder = vae.Autoencoder(vae.FLUX)
+        z_1CYX = torch.zeros(1, *model.latent_shape)
+        with Live() as live:
+            _, _, most, _ = live.above(lambda: autoencoder.decode(z_1CYX))
+        return _nbytes(list(autoencoder.parameters())) + most
 
 
 def layout(cfg: Config, gpus: int, node: int) -> Layout:
@@ -216,7 +230,7 @@ def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
         outputs, saved, most_forward, forward_work = live.above(lambda: _tensors(forward(*inputs)))
         gradients = [torch.ones_like(output) for output in outputs]
         _, _, most_backward, backward_work = live.above(lambda: torch.autograd.backward(outputs, gradients))
-        return Footprint(saved, most_forward, most_backward, evaluate, forward_work, backward_work)
+        return Footprint(saved, most_forward, most_backward, evaluate, evaluate, forward_work, backward_work)
 
 
 def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
@@ -243,7 +257,8 @@ def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
     (kept, most_forward, forward_work), (_, most_backward, backward_work) = map(_fused, graphs)
     with Live() as live, torch.no_grad():
         _, _, unfused, _ = live.above(lambda: region(*inputs))
-    return Footprint(kept, most_forward, most_backward, min(unfused, most_forward), forward_work, backward_work)
+    evaluate = min(unfused, most_forward)
+    return Footprint(kept, most_forward, most_backward, evaluate, unfused, forward_work, backward_work)
 
 
 def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:

@@ -34,7 +34,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
     machine = Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
-    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows))
+    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows, captures(cfg, gpu)))
     times = step_time.step(cfg, layout, footprints, machine, rows)
     batch = cfg.train.global_batch
     rate = batch / times.step
@@ -109,7 +109,8 @@ def largest_rows(cfg: Config, layout: Layout, machine: Machine) -> tuple[int, in
     def spare(count: int) -> float:
         """Bytes of the card that micro-batches of so many steps of rows leave."""
         found = footprint.trace(cfg, machine.gpu.arch, count * step)
-        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, count * step))
+        captured = captures(cfg, machine.gpu)
+        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, count * step, captured))
         return machine.gpu.memory_gb * GB - needed(instant, machine.assumed)
 
     low, high = 1, LARGEST // step

@@ -13,7 +13,7 @@ from flux_ref.data import fields
 from flux_ref.optim import moment_kinds
 from flux_ref.speed import policy
 from flux_ref.speed.regions import REDUCTIONS
-from tools.plan.footprint import Footprint
+from tools.plan.footprint import Footprint, decoding
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 
 TILE = 2048  # bytes that a block of threads copies, as FSDP2's kernels count blocks
@@ -39,10 +39,22 @@ def fullest(instants: list[Instant]) -> Instant:
     return max(instants, key=lambda instant: instant.total)
 
 
-def instants(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> list[Instant]:
-    """Everything worth looking at in a step and a validation batch, in order. rows: those of the footprints."""
+def instants(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int, captured: bool
+) -> list[Instant]:
+    """Everything worth looking at in a step and a validation batch, in order.
+
+    rows: those of the footprints. captured: whether steps are. A drawing during the run cannot use the memory of their
+    graphs. So every instant then has the part "drawing", of rank 0.
+    """
     step = _Step(cfg, layout, footprints, gpus, rows)
     count = len(step.regions)
+    ends = footprints[ROOT]
+    alone = [step.gathered({i, *step.kept(count)}) + step.flat(i) for i in range(count)]  # without gradients
+    if captured and cfg.sample.every_samples:  # beside the graphs: the most of a sampling step and of the autoencoder
+        share = min(cfg.sample.count, cfg.eval.batch) / rows
+        sampling = (gathered + share * (need.draw + ends.draw) for gathered, need in zip(alone, step.needs))
+        step.always["drawing"] = max(*sampling, 0.0 if cfg.data.kind == "shapes" else decoding(cfg.model))
     root = step.item * step.root.whole  # bytes of its gradient
     tokens = cfg.model.image_tokens + cfg.model.text_tokens
     stream = rows * tokens * cfg.model.hidden * step.item  # its gradient, between two regions
@@ -58,10 +70,8 @@ def instants(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus
         copied = max(step.item * unit.whole, step.reduced * step.shards([unit]))
         step.note(f"reduction of region {i + 1}", i + 1, i, step.kept(i), ahead, i, stream, root + copied)
     step.instants.append(Instant("the optimizer", step.always | {"gradients": step.gradients(layout.units)}))
-    ends = footprints[ROOT].evaluate
-    for i, need in enumerate(step.needs):
-        gathered = step.gathered({i, *step.kept(count)}) + step.flat(i)
-        working = cfg.eval.batch / rows * (need.evaluate + ends)
+    for gathered, need in zip(alone, step.needs):
+        working = cfg.eval.batch / rows * (need.evaluate + ends.evaluate)
         parts = {"gathered weights": gathered, "working set": working}
         step.instants.append(Instant("validation", step.always | parts))
     return step.instants
