@@ -28,12 +28,12 @@ def expand(patterns: list[str]) -> list[str]:
 
 
 def _choices(inside: str) -> list[str]:
-    if ".." not in inside:
+    if "," in inside and ".." not in inside:
         return inside.split(",")
     limits = RANGE.fullmatch(inside)
     numbers = range(int(limits[1]), int(limits[2]) + 1) if limits else ()
     if not 0 < len(numbers) <= MOST:
-        raise ValueError(f"{{{inside[:40]}}} is no range of 1 to {MOST:,} numbers")
+        raise ValueError(f"{{{inside[:40]}}} is no list and no range of 1 to {MOST:,} numbers")
     is_padded = any(limit.startswith("0") and limit != "0" for limit in limits.groups())
     width = max(map(len, limits.groups())) if is_padded else 1  # as the package braceexpand, which Energon calls
     return [f"{number:0{width}}" for number in numbers]

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import pytest
 from braceexpand import braceexpand
 
 from flux_ref.formats.braces import expand
@@ -16,3 +17,11 @@ def test_ranges_and_lists_are_those_of_braceexpand():
         last = first + random.randrange(30)
         patterns.append(f"s{{{first:0{random.randrange(1, 5)}}..{last:0{random.randrange(1, 5)}}}}.tar")
     assert [pattern for pattern in patterns if expand([pattern]) != list(braceexpand(pattern))] == []
+
+
+def test_braces_around_one_name_are_refused():
+    """braceexpand leaves them as they are, as a shell does."""
+    for pattern in ("{000001}", "a{}b", "{a}"):
+        assert list(braceexpand(pattern)) == [pattern]
+        with pytest.raises(ValueError, match="is no list and no range"):
+            expand([pattern])

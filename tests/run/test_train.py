@@ -166,10 +166,10 @@ def test_a_run_without_a_validation_set_trains_alike_and_draws_captions_of_its_t
 def test_events_come_in_the_benchmarks_order(run, plain):
     folder = run("run", "--data.evict=true", "--train.max_samples=72")
     keys = [line["key"] for line in events(folder)]
-    block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop"]
+    block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "averaged_validation_loss", "eval_stop"]
     assert keys[:2] == ["cache_clear", "init_start"]
     assert keys[keys.index("init_stop") :] == ["init_stop", "run_start", *block, *block, "run_stop"]
-    assert [line["metadata"]["samples_count"] for line in events(folder)[-11:]] == [0] + [36] * 5 + [72] * 5
+    assert [line["metadata"]["samples_count"] for line in events(folder)[-13:]] == [0] + [36] * 6 + [72] * 6
     times = [line["time_ms"] for line in events(folder)]
     assert times == sorted(times)
     assert events(plain)[0]["key"] == "init_start", "nothing was evicted"
