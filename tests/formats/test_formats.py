@@ -99,7 +99,10 @@ def test_a_broken_split_is_explained_and_its_yaml_builds_no_objects(root, layout
         ({"train": ["{,}" * 40]}, "stand for more than 1,000,000 names"),
         ({"train": ["{" * 99 + "}" * 99]}, "nested"),
         ({"train": ["train/shard_{0.tar"]}, "one is missing"),
-        *(({"train": [f"{{{text}}}"]}, "is no list and no range") for text in ("a..z", "2..1", "1..9..2", "\u0660..\u0661")),
+        *(
+            ({"train": [f"{{{text}}}"]}, "is no list and no range")
+            for text in ("a..z", "2..1", "1..9..2", "\u0660..\u0661")
+        ),
         ({"train": [["train/shard_000000.tar"]]}, "no list of names"),
         (
             {"train": ["train/shard_000000.tar", "train/shard_{000000..000001}.tar"]},

@@ -33,6 +33,7 @@ CASES = {  # name: (ranks, micro-batch, overrides)
     "compiled, budget 0.5, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.5"),
     "compiled, budget 0, 1 rank": (1, 16, f"{RESHARDED} {COMPILED} {BUDGET}=0.0"),
     "eager, 2 ranks": (2, 8, RESHARDED),
+    "eager, 2 ranks, averaged": (2, 8, f"{RESHARDED} --optim.ema=600"),
     "eager, 2 ranks, kept, bf16 reduced": (2, 8, f"{KEPT} {BF16}"),
     "compiled, budget 0.5, 2 ranks": (2, 8, f"{KEPT} {COMPILED} {BUDGET}=0.5"),
     "eager, HSDP 2 x 2": (4, 4, f"{KEPT} {HSDP}"),

@@ -122,6 +122,7 @@ CASES = {
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
     "recomputed": (8, 8, {"parallel__recompute": "block"}),
     "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__reshard_after_forward": False}),
+    "averaged": (8, 8, {"optim__ema": 600}),
     "accumulated": (4, 4, {"train__micro_batch": 12}),
     "accumulated, few": (4, 4, {"train__micro_batch": 1, "train__global_batch": 8}),
     "hsdp accumulated": (8, 4, {"train__micro_batch": 1, "train__global_batch": 16, "parallel__reduce_dtype": "bf16"}),
@@ -147,7 +148,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
 
 
 def test_memory_of_a_step_without_peers():
-    for name in ("some kept, far ahead", "hsdp accumulated"):
+    for name in ("some kept, far ahead", "hsdp accumulated", "averaged"):
         planned, real = step_without_peers(name)
         assert planned == pytest.approx(real, rel=0.03), name
 
@@ -198,7 +199,7 @@ def test_memory_of_the_autoencoder():
     assert 2 <= tensors < 6
 
 
-REAL = {"eager, 2 ranks, kept, bf16 reduced"}  # the others are nightly
+REAL = {"eager, 2 ranks, kept, bf16 reduced", "eager, 2 ranks, averaged"}  # the others are nightly
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in step_memory.CASES]
 
 
@@ -412,6 +413,15 @@ def test_warnings():
         lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))
         assert any(words in line for line in lines), (words, lines)
     assert sound.warnings == []
+
+
+def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
+    """The optimizer also moves it in each step: reads and writes it, and reads the weight once more."""
+    without, with_average = (making.make(wide(optim__ema=ema), "h200", 1, GPU, ASSUMED) for ema in (0, 600))
+    parameters = footprint.layout(wide(), 1, 8).parameters
+    assert (without.checkpoint, with_average.checkpoint) == (12 * parameters, 16 * parameters)
+    assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
+    assert with_average.times.optimizer / without.times.optimizer == pytest.approx(44 / 32)
 
 
 def test_largest_micro_batch_is_the_last_that_fits():

@@ -159,10 +159,57 @@ def test_in_bf16_a_bf16_export_gives_the_number_of_fp32_weights(exported, evalua
 def test_a_clock_that_is_none_is_refused(exported, evaluate, shapes_dir, tmp_path):
     """Anyone may write anything into a file's header."""
     weights_of = load_file(exported["bfl fp32"])
-    for samples in ("many", "-5", "9" * 30):
-        save_file(weights_of, tmp_path / "odd.safetensors", {"samples": samples, "trained_by": "flux_ref"})
+    for key, count in (("samples", "many"), ("samples", "-5"), ("samples", "9" * 30), ("ema", "long")):
+        save_file(weights_of, tmp_path / "odd.safetensors", {key: count, "trained_by": "flux_ref"})
         argv = [tmp_path / "odd.safetensors", f"--config={MICRO}", *data_overrides(shapes_dir)]
-        assert f"samples='{samples}', which is no count" in evaluate(*argv, code=2)
+        assert f"{key}='{count}', which is no count" in evaluate(*argv, code=2)
+
+
+# The average of the weights
+
+
+@pytest.fixture(scope="module")
+def averaged(shapes_dir, tmp_path_factory) -> Path:
+    """The run, with an average of the weights."""
+    folder = tmp_path_factory.mktemp("averaged") / "run"
+    assert called("train.py", *micro_run(shapes_dir, folder, *OFTEN, "--optim.ema=24")) == 0
+    return folder
+
+
+def test_the_average_is_evaluated_where_asked_for_and_so_is_what_was_exported(
+    run, averaged, evaluate, shapes_dir, tmp_path
+):
+    """Training itself is the same, and so is what it logs."""
+    assert logged(averaged) == logged(run)
+    found = evaluate(averaged, "--all", "--ema", "--json")
+    assert found["chart"] == str(averaged / "eval_all_ema.png")
+    assert all(record["ema"] == 24 and figures(record) not in logged(run) for record in found["checkpoints"])
+    assert "ema" not in evaluate(averaged, "--json")
+    text = evaluate(averaged, "--ema", "--prompt=a cat", "--draw-only", "--steps=2")
+    assert "after 60 training samples; the average of the weights, with a half-life of 24 samples" in text
+    assert f"pictures: {averaged}/samples/eval_step_000000005_ema_1.png" in text
+    options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir)]
+    for layout in ("bfl", "diffusers"):
+        out = tmp_path / layout
+        assert weights.main(["export", str(averaged), str(out), "--ema", f"--format={layout}"]) == 0
+        assert evaluate(out, *options) | {"weights": ""} == found["checkpoints"][-1] | {"weights": ""}
+    assert weights.main(["import", str(tmp_path / "bfl"), str(tmp_path / "imported"), f"--config={MICRO}"]) == 0
+    assert evaluate(tmp_path / "imported", *options)["ema"] == 24
+
+
+def test_what_holds_no_average_is_refused(run, averaged, exported, evaluate, tmp_path, capsys):
+    untrained = tmp_path / "untrained"
+    assert weights.main(["import", str(averaged), str(untrained)]) == 0
+    for path, words in (
+        (run, "step_000000005 has optim.ema=0, so it holds no average; --ema needs"),
+        (untrained, "is of step 0, so it holds no average; --ema needs a later checkpoint of a run with optim.ema"),
+        (exported["bfl fp32"], "hold no average of the weights beside them; --ema needs a checkpoint"),
+        (exported["diffusers fp32"], "hold no average"),
+    ):
+        line = evaluate(path, "--ema", f"--config={MICRO}", "--data.val=nowhere", code=2)
+        assert words in line and str(path) in line, line
+        assert weights.main(["export", str(path), str(tmp_path / "out"), "--ema", f"--config={MICRO}"]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # Pictures
