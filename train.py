@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
     train_set, val_set = data_sets(cfg, world)
     sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
-    result = config.run_dir(cfg) / "result_0.txt" if world.rank == 0 else None
+    result = config.run_dir(cfg) / folder.LOG if world.rank == 0 else None
     with contextlib.ExitStack() as stack:
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)

@@ -15,13 +15,14 @@ from pathlib import Path
 from flux_ref import config, config_file, ranks
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, files, jsonl
+from flux_ref.formats import checkpoint_files, files, jsonl, outside
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.claim import hold
 from flux_ref.ranks import World
 from flux_ref.run import resuming
 
-RECORDS = ("metrics.jsonl", "eval.jsonl", "result_0.txt")  # of what has been trained
+LOG = "result_0.txt"
+RECORDS = ("metrics.jsonl", "eval.jsonl", LOG)  # of what has been trained
 ENVIRONMENT = "environment.json"
 # All that train.py, eval.py and tools.watch write into a run's folder, as patterns of names. Nothing else is moved.
 WRITTEN = (
@@ -67,9 +68,6 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
     is_new = False
     is_made = not folder.exists()
     aside = None
-    log = folder / "result_0.txt"
-    size = None  # of the log, before this start writes to it
-    absent = []  # what this start writes and the folder of a run that has begun lacks
     with ExitStack() as stack:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,22 +86,47 @@ def claim(cfg: Config, restarted: bool) -> Iterator[Start]:
                 if checkpoint is None:
                     write_config(cfg)
             is_new = checkpoint is None and not any((folder / name).exists() for name in RECORDS)
-            size = log.stat().st_size if log.is_file() else None
-            absent = [path for path in (log, folder / ENVIRONMENT) if not is_new and not path.exists()]
+            if not is_new:
+                stack.enter_context(_kept_until_the_clock_starts(folder))
             yield Start(is_new, checkpoint, identity)
         except (Refusal, KeyboardInterrupt):
             if is_new and not (folder / "metrics.jsonl").exists():  # a run that has trained keeps its files
                 for path in _written(folder):
                     files.remove(path)
                 _remove_emptied(folder)
-            elif size is not None:  # what a refused start has said is not of the run
-                os.truncate(log, size)
-            for path in absent:
-                files.remove(path)
             if aside and not (folder / "config.toml").exists():
                 _move(aside, folder)
                 aside.rmdir()
             raise
+
+
+@contextmanager
+def _kept_until_the_clock_starts(folder: Path) -> Iterator[None]:
+    """What a run has written, if a later start of it is refused or stopped in this block before it trains."""
+    log = folder / LOG
+    places = [path for path in (log, folder / ENVIRONMENT) if path.is_file() or not os.path.lexists(path)]
+    before = {path: _content(path) for path in places}
+    try:
+        yield
+    except (Refusal, KeyboardInterrupt):
+        if b'"run_start"' not in _content(log)[len(before.get(log, b"")) :]:
+            for path in places:
+                _restore(path, before[path])
+        raise
+
+
+def _content(path: Path) -> bytes:
+    """b"" if there is no file. Raises: Refusal."""
+    return outside.read_bytes(path, "file of a run", outside.OWN_BYTES) if path.is_file() else b""
+
+
+def _restore(path: Path, content: bytes) -> None:
+    """content: b"" for no file."""
+    if not content:
+        files.remove(path)
+    elif _content(path) != content:
+        with files.whole(path) as partial:
+            partial.write_bytes(content)
 
 
 def _identity(folder: Path, checkpoint: Path | None) -> str:

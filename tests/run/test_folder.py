@@ -15,7 +15,7 @@ from precision_ranks import SIZES
 from flux_ref import config, config_file, config_rules
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import claim
+from flux_ref.formats import claim, files
 from flux_ref.formats.claim import take
 from flux_ref.formats.jsonl import ENDED, REACHED
 from flux_ref.run import folder as run_folder
@@ -131,18 +131,26 @@ def test_overwriting_moves_the_old_run_alone_and_a_refusal_brings_it_back(cfg):
 
 def test_what_a_refused_start_writes_beside_a_run_goes_with_it(cfg):
     folder = put(cfg, "saved")
-    written = [folder / name for name in ("result_0.txt", run_folder.ENVIRONMENT)]
-    for held in ((), ("result_0.txt",), (run_folder.ENVIRONMENT,)):
-        for path in written:
+    log, environment = folder / run_folder.LOG, folder / run_folder.ENVIRONMENT
+    for held in ((), (log,), (environment,), (log, environment)):
+        for path in (log, environment):
             path.unlink(missing_ok=True)
-            if path.name in held:
-                path.write_text("{}\n")
+            if path in held:
+                path.write_text('{"key": "run_start"}\n')  # of an earlier start
         before = contents(folder)
         with pytest.raises(Refusal, match="a wrong file"), run_folder.claim(cfg, restarted=False):
-            for path in written:
-                path.open("a").write("{}\n" if path.name == "result_0.txt" else "")
+            files.append(log, "a greeting\n")
+            files.write_whole(environment, '{"ranks": 7}\n')
             raise Refusal("a wrong file")
         assert contents(folder) == before, held
+
+
+def test_what_a_start_has_written_since_its_clock_started_stays(cfg):
+    folder = put(cfg, "saved")
+    with pytest.raises(KeyboardInterrupt), run_folder.claim(cfg, restarted=False):
+        files.append(folder / run_folder.LOG, '{"key": "run_start"}\n{"key": "run_stop"}\n')
+        raise KeyboardInterrupt  # as in the pictures at the end
+    assert (folder / run_folder.LOG).read_text() == 'a log\n{"key": "run_start"}\n{"key": "run_stop"}\n'
 
 
 def test_overwriting_needs_a_run_and_spares_the_weights_that_it_starts_from(cfg):
