@@ -209,8 +209,8 @@ class TrainSet(SampleSet):
     def draw(self, epoch: int, sample: int) -> rng.Draw:
         """The random numbers of a sample in an epoch."""
         train = self.cfg.train
-        of = rng.TimeDistribution(train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift)
-        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, of)
+        times = rng.TimeDistribution(train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift)
+        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, times)
 
     def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
         epoch, sample = item

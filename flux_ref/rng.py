@@ -76,12 +76,13 @@ class TimeDistribution:
 UNIFORM = TimeDistribution()
 
 
-def times(word: np.ndarray, of: TimeDistribution) -> np.ndarray:
+def times(word: np.ndarray, distribution: TimeDistribution) -> np.ndarray:
     """Words 0 to 3 of SCALARS of n samples, (4 n,), to their t in [0, 1), (n,) float32; in float64 until the end."""
     t = uniform(word)[1::4].astype(np.float64)
-    if of.kind == "logit_normal":
-        t = 1.0 / (1.0 + np.exp(-of.mean - of.width * normal(word, np.float64)[2::4]))
-    t = of.shift * t / (of.shift * t + (1.0 - t))  # exact with shift 1, also of a uniform t
+    if distribution.kind == "logit_normal":
+        t = 1.0 / (1.0 + np.exp(-distribution.mean - distribution.width * normal(word, np.float64)[2::4]))
+    shifted = distribution.shift * t
+    t = shifted / (shifted + (1.0 - t))  # exact with shift 1, also of a uniform t
     # numerics: t may be closer to 1 than float32 can tell; 1 - 2**-24 is the largest float32 below 1.
     return np.minimum(t, 1.0 - 2.0**-24).astype(np.float32)
 
@@ -97,16 +98,21 @@ class Draw:
 
 
 def train_draw(
-    seed: int, epoch: int, sample: int, shape: tuple[int, ...], caption_drop: float, of: TimeDistribution = UNIFORM
+    seed: int,
+    epoch: int,
+    sample: int,
+    shape: tuple[int, ...],
+    caption_drop: float,
+    distribution: TimeDistribution = UNIFORM,
 ) -> Draw:
-    """The draws of one training sample in one epoch. sample: its index in the data set. of: the distribution of t.
+    """The draws of one training sample in one epoch. sample: its index in the data set. distribution: of t.
 
     spec: t is uniform.
     """
     word = words(seed, SCALARS, 4, sample=sample, epoch=epoch)
     return Draw(
         drop_caption=bool(uniform(word)[0] < caption_drop),
-        t=times(word, of).item(),
+        t=times(word, distribution).item(),
         latent_eps=normals(seed, LATENT, shape, sample=sample, epoch=epoch),
         noise=normals(seed, NOISE, shape, sample=sample, epoch=epoch),
     )

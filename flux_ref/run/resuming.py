@@ -44,7 +44,10 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
         )
     most = cfg.train.max_samples
     if samples > schedule.steps_for(most, batch) * batch:
-        raise Refusal(f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less")
+        raise Refusal(
+            f"{folder} has trained on {samples} samples; train.max_samples={most} must not be less; give"
+            f" more than {samples}, set run.dir to another folder, or run.overwrite=true"
+        )
     if not jsonl.outcome(folder):
         return
     end = jsonl.json_object(folder / "outcome.json")

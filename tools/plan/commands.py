@@ -44,7 +44,7 @@ of it the optimizer; {times.exposed:.2g} waiting for links
 {samples_per_s:,.0f} samples/s, {per_gpu:,.1f} per GPU, MFU {mfu:.0%} of bf16; an evaluation {evaluation:.1f} s; \
 reads {read_gb:.2f} GB/s per node
 {goal}: {samples:,.0f} samples, {evaluations} evaluations
-  {time} ({least_time} to {most_time}), {gpu_hours:,.0f} GPU hours, cost {cost:,.0f}"""
+  {time} ({least_time} to {most_time}), {gpu_hours:,.0f} GPU hours{priced}"""
 DISK = "data {disk_tb:.2f} TB{counted}; checkpoint {checkpoint_gb:.0f} GB"
 SHARES = """\
 shares of {gpu}'s peaks in {precision}: {own.gemm_share:g} of arithmetic, {own.memory_share:g} of bandwidth; {source}; \
@@ -131,6 +131,7 @@ def values(plan: SimpleNamespace) -> dict[str, object]:
         "least_time": duration(plan.train / off),
         "most_time": duration(plan.train * off),
         "gpu_hours": plan.gpus * plan.train / 3600,
+        "priced": f", cost {plan.cost:,.0f}" if plan.cost else "; --price-per-gpu-hour=X adds their cost",
     }
 
 
