@@ -30,7 +30,7 @@ from flux_ref.run.options import Options, between
 from flux_ref.speed.fp8_product import architecture
 from tools.shared import json_option
 
-ALONE = "one rank: no gathers, no reductions and none of FSDP2's copies for them"  # what its figures leave out
+ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
 END = "end"
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 MOST = 10**9

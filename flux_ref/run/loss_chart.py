@@ -41,7 +41,10 @@ def ticks(low: float, high: float, most: int) -> dict[float, str]:
 
 
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
-    """Save losses over training samples as a PNG. target: 0 for none. Losses above the chart lie on its upper edge."""
+    """Save losses over training samples as a PNG. target: 0 for none.
+
+    Losses above the chart lie on its upper edge. There an arrow with the loss marks each validation loss.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new("RGB", (900, 520), "white")
@@ -69,7 +72,12 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
             pen.line([place(*point) for point in curve], fill=colour, width=2)
             pen.text((x, 12), name, fill=colour)
             x += pen.textlength(name) + 30
-    for point in val:
-        pen.circle(place(*point), 4, fill=VAL)
+    for samples, loss in val:
+        x, y = place(samples, loss)
+        if loss <= high:
+            pen.circle((x, y), 4, fill=VAL)
+        else:
+            pen.regular_polygon((x, y, 6), 3, fill=VAL)
+            pen.text((x + 10, y), f"{loss:.3g}", fill=VAL, anchor="lm")
     with whole(path) as partial:
         image.save(partial, format="PNG")

@@ -1,6 +1,7 @@
 """What is drawn: a run's stored captions while it trains, and what eval.py is asked for."""
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +156,7 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
     if cfg.data.kind == "shapes":
         if options.t5 or options.clip:
             raise Refusal("--t5 and --clip encode for real models; data.kind=shapes has its own encoders")
-        return lambda caption: toy_encodings(caption, cfg.model)
+        return lambda caption: _toy_prompt(caption, cfg.model)
     folders = {}
     for name, (*_, public) in KINDS.items():
         found = getattr(options, name) or _nearby((public,), cfg, options)
@@ -166,13 +167,19 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
     nets = Encoders(None, **folders, model=cfg.model, device=device, dtype=torch.float32)
 
     def encode(caption: str) -> dict[str, Tensor]:
-        if (count := len(nets.t5.tokenizer(caption)["input_ids"])) > cfg.model.text_tokens:
-            raise Refusal(
-                f"prompt {caption[:40]!r}... has {count} tokens; T5 reads {cfg.model.text_tokens}; shorten it"
-            )
+        if nets.t5.longer([caption]):
+            most = cfg.model.text_tokens
+            raise Refusal(f"prompt {caption[:40]!r}... has more than {most} tokens; T5 reads {most}; shorten it")
         return {name: values[0] for name, values in nets.text([caption]).items()}
 
     return encode
+
+
+def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
+    if unknown := set(caption.lower().split()) - shapes.words():
+        words = ", ".join(sorted(unknown))
+        print(f"prompt {caption!r}: no caption that the model was trained on has the words {words}", file=sys.stderr)
+    return toy_encodings(caption, model)
 
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:

@@ -69,6 +69,10 @@ class TextEncoder:
             raise Refusal(f"{kind} in {folder}: {len(absent)} tensors are missing or misshaped, such as {absent[0]}")
         self.net = net.to(device).eval().requires_grad_(False)
 
+    def longer(self, captions: Sequence[str]) -> int:
+        """How many captions have more tokens than the net reads."""
+        return sum(len(ids) > self.tokens for ids in self.tokenizer(list(captions))["input_ids"])
+
     def __call__(self, captions: Sequence[str]) -> Tensor:
         ids_BT = self.tokenizer(
             list(captions), max_length=self.tokens, padding="max_length", truncation=True, return_tensors="pt"

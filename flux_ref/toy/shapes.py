@@ -54,6 +54,11 @@ def all_drawings() -> list[Drawing]:
     return [Drawing(*parts) for parts in itertools.product(SIZES, COLOURS, SHAPES, PLACES)]
 
 
+def words() -> set[str]:
+    """Those of all captions."""
+    return {word for drawing in all_drawings() for word in drawing.caption.split()}
+
+
 def held_out() -> list[Drawing]:
     """One drawing of every colour and shape, at varying places and sizes; training never shows them."""
     places = list(PLACES)

@@ -84,6 +84,7 @@ def test_runs_that_make_no_band(put, tmp_path, capsys):
         ([put("nan", losses="NaN")], "eval.jsonl line 2 is damaged (val_loss"),
         ([silent.parent], "silent has no eval.jsonl with an evaluation"),
         ([f"{good}/../good"], "is given twice; a run counts once"),
+        ([put("shifted", overrides=("--train.timestep_shift=3",))], "good in train.timestep_shift=3.0; make a band of"),
         ([bare], "that a run wrote"),
         ([tmp_path], "holds no run"),
         (["--out"], "unrecognized arguments: --out"),

@@ -13,7 +13,7 @@ from tables import page as tables
 
 from flux_ref import config_file, data, sharding
 from tools.golden import commands as golden
-from tools.golden import full_size, inputs, places, record, training
+from tools.golden import full_size, inputs, places, record, training, write
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden
 
 CFG = config_file.load(FOLDER / CONFIG)
@@ -207,13 +207,23 @@ def test_damaged_golden_values_are_refused(copied, capsys):
 
 
 def test_write_gives_the_same_files_and_leaves_no_others(copied, monkeypatch, capsys):
-    """The same within the tolerances: another processor rounds otherwise."""
+    """The same bits, although another processor rounds otherwise, and other bits of a value that has changed."""
     (copied / VALUES).unlink()
     monkeypatch.setattr(record, "blocks", lambda values: None)
+    training = record.training
+
+    def rounded(values, *given):
+        training(values, *given)
+        values["step1.loss"] = values["step1.loss"] * (1 + 1e-6)
+
+    monkeypatch.setattr(record, "training", rounded)
     assert golden.main(["write", "--golden", str(copied)]) == 0
     assert sorted(path.name for path in copied.iterdir()) == sorted((CONFIG, DATA, INDEX, VALUES))
     assert golden.main(["check", "--from", str(copied / VALUES)]) == 0
     assert golden.main(["check", "--from", str(FOLDER / VALUES), "--golden", str(copied)]) == 0
+    loss = KEPT.file.read("step1.loss")
+    assert Golden(copied).file.read("step1.loss") == loss
+    assert write._steady(loss * 1.5, "step1.loss", KEPT, 0.0, 1e-3) == loss * 1.5
     for value in Golden(copied).values:
         assert value.inputs == next(kept.inputs for kept in KEPT.values if kept.name == value.name), value.name
     capsys.readouterr()

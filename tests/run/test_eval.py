@@ -185,7 +185,7 @@ def test_the_average_is_evaluated_where_asked_for_and_so_is_what_was_exported(
     assert found["chart"] == str(averaged / "eval_all_ema.png")
     assert all(record["ema"] == 24 and figures(record) not in logged(run) for record in found["checkpoints"])
     assert "ema" not in evaluate(averaged, "--json")
-    text = evaluate(averaged, "--ema", "--prompt=a cat", "--draw-only", "--steps=2")
+    text = evaluate(averaged, "--ema", "--prompt=a black cat", "--draw-only", "--steps=2")
     assert "after 60 training samples; the average of the weights, with a half-life of 24 samples" in text
     assert f"pictures: {averaged}/samples/eval_step_000000005_ema_1.png" in text
     options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir)]
@@ -266,6 +266,13 @@ def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(r
         assert names == prompts and len(set(names)) == 3
         np.testing.assert_allclose(stored, own, rtol=0, atol=1e-5)
     assert abs(np.stack(drawn[0][1]) - np.stack(drawn[2][1])).max() > 1e-3
+
+
+def test_words_that_no_caption_of_the_toy_has_are_named(run, capsys):
+    words = {"": "", "a small red circle at the Middle": "", "a large fox at the moon": " fox, moon\n"}
+    for prompt, unknown in words.items():
+        assert called("eval.py", run, f"--prompt={prompt}", "--steps=1", "--draw-only") == 0
+        assert capsys.readouterr().err.rpartition("the words")[2] == unknown
 
 
 # Refused

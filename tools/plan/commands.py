@@ -18,6 +18,7 @@ from flux_ref.formats.outside import printable
 from flux_ref.run.attempt import attempt
 from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
+from flux_ref.run.progress import progress
 from tools.plan import making
 from tools.shared import hardware, json_option, public_systems
 from tools.shared.naming import naming
@@ -37,7 +38,7 @@ CARD = """\
   largest micro-batch that fits: {largest_rows}; that also divides a rank's {rank_rows} samples: {dividing_rows}"""
 STEP = """\
 step {times.step:.3g} s ({least_step_s:.3g} to {most_step_s:.3g}): {times.compute:.3g} compute, {times.optimizer:.2g} \
-of it the optimizer; {times.exposed:.2g} waiting for links
+of it the optimizer; {times.exposed:.3f} waiting for links
   gather weights      {gathered_gb:8.2f} GB  sent per rank, {times.all_gather:.2g} s
   reduce gradients    {reduced_gb:8.2f} GB  sent per rank, {times.reduce_scatter:.2g} s
   sum replicas        {summed_gb:8.2f} GB  sent per rank, {times.all_reduce:.2g} s
@@ -74,7 +75,7 @@ def run(argv: list[str]) -> int:
     """Raises: Refusal."""
     args, overrides = parse(argv)
     plans = []
-    for path in args.configs:
+    for path in progress(args.configs, desc="planning", unit=" configs"):
         with naming(path):
             plans.append(of_file(path, args, overrides))
     if len(plans) == 1:

@@ -140,11 +140,15 @@ def _make_set(job: Job, nets: Encoders) -> None:
         if job.world.rank == 0:
             _report(rejected, report)
         _require_enough(job.final, count, summary.partition(" ")[2])
-    _encode(job, checked, count, nets)
+    longer = _encode(job, checked, count, nets)
     with ranks.agreed():
         pass  # all shards are there
+    longer = sum(ranks.gather_objects(longer))
     if job.world.rank == 0:
         print(f"{job.final}: {summary}")
+        if longer:
+            most = job.model.text_tokens
+            print(f"{job.final}: {longer} of the captions encoded now are cut after {most} tokens, model.text_tokens")
 
 
 def _of_split(part: Part, split: str, val_share: float) -> Iterator[Candidate]:
@@ -230,13 +234,15 @@ def _report(rejected: list[list], path: Path) -> None:
 # The second pass
 
 
-def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> None:
-    """Write the shards that are missing of this rank's share. count: all samples."""
+def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> int:
+    """Write the shards that are missing of this rank's share. count: all samples. Returns how many captions were cut."""
+    longer = 0
     missing = jobs.missing(job.final, count, job.args.per_shard)
     mine = {number: indices for number, indices in missing.items() if number % job.world.size == job.world.rank}
     with job.bar("encoding", sum(map(len, mine.values()))) as bar:
         for number, indices in mine.items():
-            _write_shard(job, number, indices, _survivors(job.parts, checked, indices), nets, bar)
+            longer += _write_shard(job, number, indices, _survivors(job.parts, checked, indices), nets, bar)
+    return longer
 
 
 def _survivors(parts: list[Part], checked: Checked, indices: range) -> Iterator[Candidate]:
@@ -253,8 +259,9 @@ def _survivors(parts: list[Part], checked: Checked, indices: range) -> Iterator[
 
 def _write_shard(
     job: Job, number: int, indices: range, candidates: Iterable[Candidate], nets: Encoders, bar: tqdm
-) -> None:
-    """Encode and write a shard. Raises: Fault if the input has changed since the first pass."""
+) -> int:
+    """Encode and write a shard. Returns how many captions T5 cuts. Raises: Fault if the input has changed meanwhile."""
+    longer = 0
     samples = job.loaded(candidates)
     split = job.final.name
     index = indices.start
@@ -264,7 +271,9 @@ def _write_shard(
                 if sample.rejected:
                     raise Fault(f"{sample.name}: {sample.rejected}, though it was good a while ago", alone=True)
             pixels = torch.stack([sample.pixels for sample in batch])
-            members = nets.encode(pixels, [sample.caption for sample in batch])
+            captions = [sample.caption for sample in batch]
+            longer += nets.t5.longer(captions)
+            members = nets.encode(pixels, captions)
             for i, sample in enumerate(batch):
                 blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
                 timestep = index % TIMESTEPS if sample.timestep is None else sample.timestep
@@ -273,6 +282,7 @@ def _write_shard(
             bar.update(len(batch))
         if index < indices.stop:
             raise Fault(f"{job.args.input} has fewer samples than a while ago", alone=True)
+    return longer
 
 
 # The command

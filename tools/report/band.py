@@ -7,8 +7,10 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
+from fnmatch import fnmatch
 from pathlib import Path
 
+from flux_ref import config
 from flux_ref.benchmark.convergence import HEADER
 from flux_ref.config_file import of_run
 from flux_ref.errors import Refusal
@@ -16,11 +18,17 @@ from flux_ref.formats.jsonl import ENDED, REACHED, outcome, records
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 
+RECIPE = ("train.global_batch", "optim.lr", "optim.warmup_steps")  # a band has rows for each
+# How fast losses fall depends on these, too. So they are equal in all runs of a band.
+PATTERNS = ("model.*", "optim.*", "init.*", "data.kind", "train.caption_drop", "train.timestep*")
+SAME = [key for key in config.TYPES if any(fnmatch(key, pattern) for pattern in PATTERNS) and key not in RECIPE]
+
 
 def of_runs(folders: list[Path]) -> list[dict[str, object]]:
     """The rows of a band of your own runs. Raises: Refusal, for example for a run that has not come to its end."""
     curves: dict[tuple, list] = defaultdict(list)
     seen = set()
+    first = None
     for folder in folders:
         if folder.resolve() in seen:
             raise Refusal(f"{folder} is given twice; a run counts once")
@@ -32,7 +40,11 @@ def of_runs(folders: list[Path]) -> list[dict[str, object]]:
         evaluations = records(folder / "eval.jsonl", figures=("val_loss",))
         if not evaluations:
             raise Refusal(f"{folder} has no eval.jsonl with an evaluation; leave it out")
-        recipe = (cfg.train.global_batch, cfg.optim.lr, cfg.optim.warmup_steps)
+        values = config.flat(cfg)
+        first = first or values
+        if differ := [f"{key}={values[key]!r}" for key in SAME if values[key] != first[key]]:
+            raise Refusal(f"{folder} differs from {folders[0]} in {', '.join(differ)}; make a band of each")
+        recipe = tuple(values[key] for key in RECIPE)
         curves[recipe].append([(record["samples"], record["val_loss"]) for record in evaluations])
     return [row for recipe, same in sorted(curves.items()) for row in quartile_rows(recipe, same)]
 
