@@ -305,7 +305,7 @@ def test_bad_samples_are_listed_and_counted_and_the_good_fill_shards_without_gap
     assert header == "path\treason" and sorted(lines) == sorted(map("\t".join, reasons.items()))
     counts = [f"{count} {reason}" for reason, count in Counter(reasons.values()).items()]
     said = [f"{len(CAPTIONS)} samples", f"{len(reasons)} rejected", *counts]
-    said.append(f"2 of the captions encoded now are cut after {MODEL.text_tokens} tokens, model.text_tokens")
+    said.append(f"3 of the captions encoded now are cut after {MODEL.text_tokens} tokens, model.text_tokens")
     assert [words for words in said if words not in printed] == []
     metas = [meta for meta, _ in encoded(output / "train")]
     assert [(meta.key, meta.timestep) for meta in metas] == [(f"train_{i:08d}", None) for i in range(12)]

@@ -235,7 +235,7 @@ def _report(rejected: list[list], path: Path) -> None:
 
 
 def _encode(job: Job, checked: Checked, count: int, nets: Encoders) -> int:
-    """Write the shards that are missing of this rank's share. count: all samples. Returns how many captions were cut."""
+    """Write the shards that are missing of this rank's share. count: all samples. Returns how many captions T5 cut."""
     longer = 0
     missing = jobs.missing(job.final, count, job.args.per_shard)
     mine = {number: indices for number, indices in missing.items() if number % job.world.size == job.world.rank}
