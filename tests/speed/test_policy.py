@@ -134,7 +134,7 @@ REFUSED = {  # rules that mean nothing
 FORBIDDEN = {  # by sides or sizes
     "* forward: mxfp4_2d x mxfp4": "mxfp4_2d has 2-D blocks, which only a weight can have",
     "* grad_weight: nvfp4 x nvfp4_2d": "nvfp4_2d has 2-D blocks",
-    "* forward: e4m3_delayed x e4m3": "e4m3_delayed needs a layer with the three products",
+    "* forward: e4m3_delayed x e4m3": "e4m3_delayed needs a layer with the products of the preset",
     "* grad_input: e5m2_delayed x mxfp8": "e5m2_delayed needs a layer",
     "* grad_weight: mxfp4+h16 x mxfp4": "mxfp4+h16 needs the same Hadamard transform on both sides; give both +h16",
     "* forward: bf16 x mxfp8+h32": "mxfp8+h32 needs the same Hadamard transform",
