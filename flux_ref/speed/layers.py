@@ -99,9 +99,7 @@ def _obstacle(layer: Layer, products: Products, product: str, place: int, rows: 
         return "needs the same Hadamard transform on both sides; give both +h16, both +h32, or none"
     given = [format_pair(products[name]) for name in PRODUCTS[:2]]
     if side.delayed and (given != DELAYED or way(products) != "tensor"):  # grad_weight shares their sides, or is bf16
-        return (
-            "needs a layer with the products of the preset fp8_delayed, or with grad_weight in bf16; take e4m3 or e5m2"
-        )
+        return "needs a layer with the products of the preset fp8_delayed (grad_weight may be bf16); take e4m3 or e5m2"
     if scaling.rows > 1 and not is_weight:
         return "has 2-D blocks, which only a weight can have; take the 1-D side"
     return ""
