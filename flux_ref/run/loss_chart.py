@@ -78,6 +78,6 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
             pen.circle((x, y), 4, fill=VAL)
         else:
             pen.regular_polygon((x, y, 6), 3, fill=VAL)
-            pen.text((x + 10, y - 3), f"{loss:.3g}", fill=VAL, anchor="lb")
+            pen.text((x + 10, y), f"{loss:.3g}", fill=VAL, anchor="lb")
     with whole(path) as partial:
         image.save(partial, format="PNG")
