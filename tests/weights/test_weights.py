@@ -329,13 +329,16 @@ def test_what_is_wrong_is_one_line_and_no_pickle_is_executed(tmp_path, capsys):
 def test_what_is_there_is_never_replaced(kept, tmp_path):
     """Callers of the two functions are safe, too."""
     source = opened(kept / "bfl.safetensors", CFG.model)
-    (tmp_path / "file").write_text("mine")
+    for name in ("file", ".new.partial"):
+        (tmp_path / name).write_text("mine")
     (tmp_path / "folder").mkdir()
+    exports.export(source, CFG.model, tmp_path / "new", "bfl", "fp32")
     for out, words in (("file", "file exists; remove it"), ("folder", "exists"), ("no/out", "no, where out is to app")):
         for layout in ("bfl", "diffusers"):
             assert words in refusal(exports.export, source, CFG.model, tmp_path / out, layout, "fp32")
         assert words in refusal(exports.import_, source, CFG, tmp_path / out)
-    assert (tmp_path / "file").read_text() == "mine" and not [*(tmp_path / "folder").iterdir()]
+    assert [(tmp_path / name).read_text() for name in ("file", ".new.partial")] == ["mine", "mine"]
+    assert not [*(tmp_path / "folder").iterdir()]
 
 
 def flip(path: Path, offset: int) -> None:
