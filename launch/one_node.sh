@@ -45,7 +45,7 @@ if [[ -n ${STAGE:-} ]]; then
   python -m tools.prepare stage $STAGE || die "staging failed"
 fi
 if [[ -n ${VERIFY:-} ]]; then
-  python -m tools.prepare verify "$VERIFY" --fast --config "$config" || die "the data set is damaged"
+  python -m tools.prepare verify "$VERIFY" --fast --config "$config" || die "the data set does not pass; the lines above say why"
 fi
 
 for ((run = 0; run < ${NEXP:-1}; run++)); do

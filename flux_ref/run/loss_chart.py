@@ -1,6 +1,7 @@
 """The chart of the losses, and the axes of all charts: the range of the losses, and round numbers along it."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 from flux_ref.formats.files import whole
@@ -43,7 +44,7 @@ def ticks(low: float, high: float, most: int) -> dict[float, str]:
 def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     """Save losses over training samples as a PNG. target: 0 for none.
 
-    Losses above the chart lie on its upper edge. There an arrow with the loss marks each validation loss.
+    The chart leaves out training losses above it. For validation losses an arrow with the loss lies on its upper edge.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -69,7 +70,9 @@ def chart(train: Curve, val: Curve, target: float, path: Path) -> None:
     x = LEFT
     for name, (colour, curve) in lines.items():
         if curve:
-            pen.line([place(*point) for point in curve], fill=colour, width=2)
+            for start, end in pairwise(curve):
+                if min(start[1], end[1]) <= high:
+                    pen.line([place(*start), place(*end)], fill=colour, width=2)
             pen.text((x, 12), name, fill=colour)
             x += pen.textlength(name) + 30
     for samples, loss in val:

@@ -178,7 +178,10 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
 def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
     if unknown := set(caption.lower().split()) - shapes.words():
         words = ", ".join(sorted(unknown))
-        print(f"prompt {caption!r}: no caption that the model was trained on has the words {words}", file=sys.stderr)
+        print(
+            f"prompt {caption!r} is drawn, but captions of data.kind=shapes never have the words {words}",
+            file=sys.stderr,
+        )
     return toy_encodings(caption, model)
 
 

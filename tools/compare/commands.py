@@ -33,6 +33,7 @@ SHARED = (  # keys that decide what a run draws and when it records
     *("train.seed", "train.max_samples", "train.global_batch", "train.log_every_samples"),
 )
 SHOWN = ("a", "b", "b - a", "stderr", "unpaired stderr", "p", "seeds")  # figures of a line
+LABELS = {"seeds": "seeds needed"}
 PARTS = 4096  # of an integral
 
 
@@ -172,7 +173,7 @@ def main(argv: list[str]) -> int:
     found, verdict = compare(*train(configs, args.seeds, args.out, args.ranks))
     for kind, rows in found.items():
         for at, row in rows.items():
-            shown = [f"{name} {row[name]:.4g}" for name in SHOWN if row[name] is not None]
+            shown = [f"{LABELS.get(name, name)} {row[name]:.4g}" for name in SHOWN if row[name] is not None]
             print(f"{kind:>10} {at:>9}:", ", ".join(shown))
     draw(found, f"A: {args.configs[0]}, B: {args.configs[1]}", args.out / "compare.png")
     json_option.give({"configs": args.configs, "differ": differ, "verdict": verdict} | found, args.out / "compare.json")

@@ -5,6 +5,7 @@ Times are in seconds unless a name says minutes. Source: MLPerf's training rules
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -104,7 +105,7 @@ def _clock(run: Run, starts: list[Event], stop: Event | None, is_resumed: bool) 
     if any(event.time_ms > stop.time_ms for event in starts):
         run.faults.append("run_start comes again after run_stop: two runs in one file")
     if run.status != "success":
-        reason = str(stop.metadata.get("reason", ""))[:120]
+        reason = textwrap.shorten(str(stop.metadata.get("reason", "")), 300, placeholder=" ...")
         run.faults.append(f"run_stop has status {run.status!r}" + (f": {reason}" if reason else ""))
     if before and not is_resumed:
         span_ms = stop.time_ms - before[-1].time_ms
