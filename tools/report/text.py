@@ -36,7 +36,7 @@ def describe(system: System) -> str:
         rows.append({"run": run.name} | figures)
         faults += [f"{run.name} failed: {fault}" for fault in run.faults[:SHOWN_FAULTS]]
         if len(run.faults) > SHOWN_FAULTS:
-            faults.append(f"{run.name} failed: and {len(run.faults) - SHOWN_FAULTS} more")
+            faults.append(f"{run.name} failed: and {len(run.faults) - SHOWN_FAULTS} more; --json has all")
     lines = [f"{system.name}: {system.verdict}", WHAT.format(**shared, devices=devices), *table(rows), *faults]
     lines += [*checks(system), *system.notes, *(f"not valid: {reason}" for reason in system.reasons)]
     return "\n".join(map(wrapped, lines))
