@@ -20,6 +20,7 @@ from flux_ref.sampling import euler
 from flux_ref.step import Health, State, train_step
 from tools.plan import commands, footprint, making, memory, step_time
 from tools.plan.footprint import Footprint, Product, Work
+from tools.plan.memory import Instant
 from tools.plan.step_time import Machine
 from tools.shared import hardware, public_systems
 
@@ -402,6 +403,7 @@ def test_command_refuses():
 def test_warnings():
     sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
     micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
+    drawing = Instant("backward", {"weights": 4.975e12, "drawing": 25e9})
     dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
     for cfg, changes, words in (
         (micro, {}, "validation: 19 of 64 rows are padding"),
@@ -409,10 +411,23 @@ def test_warnings():
         (micro, {"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
         (micro, {"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
         (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
+        (
+            dropping,
+            {"total": 5e12, "fits": False, "instant": drawing},
+            "sample.every_samples=0 frees 25 GB; parallel.res",
+        ),
     ):
         lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))
         assert any(words in line for line in lines), (words, lines)
     assert sound.warnings == []
+
+
+@pytest.mark.slow
+def test_what_pages_give_8_gpus_of_80_gb_fits_them():
+    h100, assumed = hardware.load("h100", None, "bf16")
+    for name in ("schnell_gbs512", "own_256"):
+        plan = making.make(config_file.load(ROOT / "configs" / f"{name}.toml"), "h100", 8, h100, assumed)
+        assert plan.fits, (name, plan.warnings)
 
 
 def test_an_average_of_the_weights_costs_4_bytes_per_parameter():

@@ -120,7 +120,9 @@ def test_a_resumed_run_shows_all_its_losses_and_no_rate(tmp_path):
         first, log = MadeLog(3, evaluations=5), MadeLog(4, evaluations=9)
         log.entries.insert(1, ["disqualified", f"{RESUMED} 7", *log.entries[0][2:]])
         log.entries[:0] = first.entries if ended else first.entries[:-1]
-        run = score.measure(result_log.read(log.write(tmp_path / "log.txt")))
+        parts = result_log.read(log.write(tmp_path / "log.txt"))
+        run = score.measure(parts)
+        assert "a resumed run logs its seed at each start" in official.check([parts], "6.1.0").seeds[0]
         assert len(run.val_curve) == 9 and run.samples == run.val_curve[-1][0]
         assert run.minutes is run.samples_per_s is None and any("resumed" in fault for fault in run.faults)
 

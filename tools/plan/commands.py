@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     """Raises: Refusal."""
     args, overrides = parse(argv)
     plans = []
-    for path in progress(args.configs, desc="planning", unit=" configs"):
+    for path in progress(args.configs, desc="planning", unit=" configs", disable=None, leave=False):  # for people only
         with naming(path):
             plans.append(of_file(path, args, overrides))
     if len(plans) == 1:

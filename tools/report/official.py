@@ -70,10 +70,15 @@ def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Ve
         verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
         if any(log.value("submission_division") == "open" for log in logs):
             return verdicts
-        complaints = "\n".join(_seeds([str(path) for path in paths], ruleset))
-        for path, log in zip(paths, logs):
-            complaints = complaints.replace(str(path), log.name)
-        verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints.splitlines()))
+        if resumed := [log.name for log in logs if log.is_resumed]:
+            verdicts.seeds = [
+                f"{', '.join(resumed)}: a resumed run logs its seed at each start, so seeds are not judged"
+            ]
+        else:
+            complaints = "\n".join(_seeds([str(path) for path in paths], ruleset))
+            for path, log in zip(paths, logs):
+                complaints = complaints.replace(str(path), log.name)
+            verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints.splitlines()))
         if points or not any(log.value(closed.REHEARSED) for log in logs):
             verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
         else:

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import printable, read_bytes, shallow
 
@@ -46,6 +47,10 @@ class ResultLog:
 
     def all(self, key: str) -> list[Event]:
         return [event for event in self.events if event.key == key]
+
+    @property
+    def is_resumed(self) -> bool:
+        return any(str(event.value).startswith(RESUMED) for event in self.all("disqualified"))
 
     def value(self, key: str) -> object:
         """The value of the first entry with this key; None without such an entry."""

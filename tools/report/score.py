@@ -12,7 +12,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from flux_ref.benchmark import closed
-from flux_ref.benchmark.mllog import RESUMED
 from flux_ref.formats.outside import printable
 from tools.report import official, result_files
 from tools.report.result_log import Event, ResultLog, number
@@ -74,11 +73,10 @@ def measure(log: ResultLog) -> Run:
         return run
     # A resumed run has several parts, which have no common clock. Of other runs the first run_stop counts, as other
     # ranks may repeat it.
-    is_resumed = any(str(event.value).startswith(RESUMED) for event in log.all("disqualified"))
     starts = log.all("run_start")
     stops = log.all("run_stop")
-    stop = stops[-1 if is_resumed else 0] if stops else None
-    _clock(run, starts, stop, is_resumed)
+    stop = stops[-1 if log.is_resumed else 0] if stops else None
+    _clock(run, starts, stop, log.is_resumed)
     _evaluations(run, starts[0].line if starts else 0, stop.line if stop else math.inf)
     run.faults += dict.fromkeys(_departures(log))
     return run
