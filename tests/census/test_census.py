@@ -143,7 +143,9 @@ def test_the_command_shows_what_fits_and_says_what_does_not(checkpoint, tmp_path
         assert f"\n{name} does not fit: {why}" in text and "cannot sum over 144 tokens" in why
     worst = max(figures["products"], key=lambda record: record["error"])
     assert f"loses most: {worst['product']} of {worst['layer']} under {worst['preset']}, error" in text.splitlines()[-1]
-    assert text.split()[:4] == ["layers", "product", *presets]
+    lines = text.splitlines()
+    assert lines[0].endswith(", 16 samples") and lines[1].split()[:4] == ["layers", "product", *presets]
+    assert f"{out} holds every product; {tmp_path}/census.svg shows the errors by block" in lines
     picture = (tmp_path / "census.svg").read_text()
     assert picture.count("<rect") == len(figures["products"])
     assert picture.count(">double.0.img.qkv forward: ") == 2

@@ -141,10 +141,14 @@ def run(argv: list[str]) -> int:
         print_rules(bad, evaluations, len(records), args.json)
         return 0
     rows = rows_of(records, cfg.model.double_blocks)
-    lines = [table(rows), *(f"{name} does not fit: {why}" for name, why in misfits.items()), loses_most(records)]
-    json_option.show("\n".join(lines), {"products": records, "misfits": misfits}, args.json)
+    lines = [f"{path}, {args.samples} samples", table(rows)]
+    lines += [f"{name} does not fit: {why}" for name, why in misfits.items()]
     if args.json not in (None, json_option.STDOUT):
-        write_whole(args.json.with_suffix(".svg"), picture(rows))
+        drawing = args.json.with_suffix(".svg")
+        write_whole(drawing, picture(rows))
+        lines.append(f"{args.json} holds every product; {drawing} shows the errors by block")
+    lines.append(loses_most(records))
+    json_option.show("\n".join(lines), {"products": records, "misfits": misfits}, args.json)
     return 0
 
 
