@@ -177,11 +177,9 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
 
 def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
     if unknown := set(caption.lower().split()) - shapes.words():
-        words = ", ".join(sorted(unknown))
-        print(
-            f"prompt {caption!r} is drawn, but captions of data.kind=shapes never have the words {words}",
-            file=sys.stderr,
-        )
+        words = outside.printable(", ".join(sorted(unknown)))
+        said = f"prompt {caption!r} is drawn, but captions of data.kind=shapes never have the words {words}"
+        print(said, file=sys.stderr)
     return toy_encodings(caption, model)
 
 
