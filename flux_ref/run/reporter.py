@@ -99,7 +99,8 @@ class Reporter:
         arch = fp8_product.architecture(world.device)
         native_count, emulated = native.require_native_sizes(cfg, arch, micro)
         if native_count + emulated:
-            counts = f"{native_count} native (unproven), {emulated} emulated"
+            proof = " (unproven)" if native_count else ""
+            counts = f"{native_count} native{proof}, {emulated} emulated"
             sides.append(f"  products of blocks on {arch}, all stages: {counts}")
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
