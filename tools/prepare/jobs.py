@@ -49,8 +49,9 @@ def claimed(final: Path, plan: Plan) -> Iterator[None]:
             for path in set(folder.glob("*.json")) - {plan_path}:
                 path.unlink()
             files.write_whole(plan_path, wanted)
-        for path in folder.glob(f".*{files.PARTIAL}"):  # left by a job that was killed
-            files.remove(path)
+        for ending in (files.PARTIAL, files.CLAIM):
+            for path in folder.glob(f".*{ending}"):  # left by a job that was killed
+                files.remove(path)
         yield
         files.sync(folder)
         folder.rename(final)
