@@ -80,7 +80,8 @@ class Kernel:
         most = {"XBLOCK": TILE if "YBLOCK" in self.parameters else LINE, "YBLOCK": TILE, "R0_BLOCK": STEP}
         if "r0_numel" in given:
             columns = STEP if "R0_BLOCK" in self.parameters else triton.next_power_of_2(given["r0_numel"])
-            most["XBLOCK"] = max(1, AREA // columns)
+            rows = TILE if "YBLOCK" in self.parameters else 1
+            most["XBLOCK"] = max(1, AREA // (columns * rows))
         blocks = {name: size for name, size in most.items() if name in self.parameters}
         grid = [triton.cdiv(given.get(f"{axis}numel", 1), blocks.get(f"{axis.upper()}BLOCK", 1)) for axis in "xyz"]
         self.function[tuple(grid)](*args, **blocks)
