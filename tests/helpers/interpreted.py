@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import triton
 from functorch.compile import make_boxed_func
-from interpreter import Kernel, copied, guarded, install, is_intact, is_written
+from interpreter import Kernel, copied, guarded, install, is_intact
 from kernel_reference import Reference, distance, origins
 from lively_nets import plain_net
 from torch import Tensor
@@ -101,8 +101,7 @@ class Direction:
     def _hold(self, live: dict) -> dict[str, Tensor]:
         """Remember what the variables of the generated code hold. What a kernel has written is known already."""
         tensors = {name: value for name, value in live.items() if isinstance(value, Tensor)}
-        new = {name: value for name, value in tensors.items() if name not in self.finished and is_written(value)}
-        self.held |= {name: value.clone() for name, value in new.items()}
+        self.held |= {name: value.clone() for name, value in tensors.items() if name not in self.finished}
         return tensors
 
     def _reuse(self, live: dict, new: str, old: str) -> None:

@@ -94,12 +94,6 @@ def guarded(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
     return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
 
-def is_written(tensor: Tensor) -> bool:
-    """Whether a tensor of `guarded` no longer holds its first bytes alone."""
-    held = tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    return held.numel() == 0 or not bool((held == held[0]).all()) or int(held[0]) < 0x70
-
-
 def is_intact(tensor: Tensor) -> bool:
     """Whether the margin of a `guarded` tensor, or of a view of one, is unwritten. No block reaches its last byte."""
     margin = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[-MARGIN:]

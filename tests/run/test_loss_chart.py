@@ -54,3 +54,6 @@ def test_the_chart_names_what_is_there_and_holds_every_loss(tmp_path, monkeypatc
     for x, y in ((loss_chart.LEFT, loss_chart.TOP), (loss_chart.RIGHT, 445)):
         around = pixels[y - 4 : y + 5, x - 4 : x + 5]
         assert (around == loss_chart.VAL).all(-1).sum() > 40, (x, y)
+    loss_chart.chart([(0, 5.0), (3, 5.0), (20, 0.4), (40, 0.3)], curve, 0.0, tmp_path / "high.png")
+    edge = np.asarray(Image.open(tmp_path / "high.png"))[loss_chart.TOP - 1 : loss_chart.TOP + 2, loss_chart.LEFT : 120]
+    assert not (edge == loss_chart.TRAIN).all(-1).any()  # losses above the chart are no line along its edge
