@@ -1,6 +1,5 @@
 """Reading a model's weights from the forms in which people keep them, a few rows at a time."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from flux_ref.model import parameter_table
 from flux_ref.optim import EMA, share_of_newest
 from flux_ref.sharding import local_rows, named_parameters
 
-DIFFUSERS_STEM = "diffusion_pytorch_model"  # of the names of diffusers' files
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
 REMEDY = "give a run, a checkpoint, a .safetensors file in BFL's layout or diffusers' transformer folder"
 COUNTS = ("step", "samples", EMA)  # of what metadata say of the training
@@ -170,14 +168,14 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
     if averaged:
         rule = "--ema needs a checkpoint of a run with optim.ema above 0"
         raise Refusal(f"weights {path} hold no average of the weights beside them; {rule}, or leave it out")
-    tensors = _tensors(path)
+    tensors = Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
     if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
     info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in COUNTS:
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
-    if "x_embedder.weight" in tensors.shapes:
+    if any("transformer_blocks." in name for name in tensors.shapes):  # each of diffusers' files has some
         diffusers_names.require_diffusers(model)
         want = diffusers_names.diffusers_config(model)
         folder = path if path.is_dir() else path.parent
@@ -211,25 +209,6 @@ def _of_checkpoint(checkpoint: Checkpoint, table: dict[str, tuple[int, ...]], av
     want = {f"{prefix}{name}{suffix}": shape for name, shape in table.items()}
     fit.require_fit(shapes, want, f"checkpoint {checkpoint.folder}")
     return Source("checkpoint", checkpoint.folder, checkpoint, whole_parts(table, prefix, suffix), info, divisor)
-
-
-def _tensors(path: Path) -> Tensors:
-    """The tensors of a file or a folder. A folder with an index has the files that the index names. Raises: Refusal."""
-    index = path / f"{DIFFUSERS_STEM}.safetensors.index.json"
-    if path.is_file() or not os.path.lexists(index):  # a pipe or a dead link in its place is refused below
-        return Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
-    weight_map = outside.read_json(index, "index of weights").get("weight_map")
-    if not (isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
-        raise Refusal(f"{index} is not an index of weights: its weight_map names no files")
-    listed = sorted(set(weight_map.values()))
-    for name in listed:
-        if Path(name).name != name or not (path / name).is_file():  # an index names no path outside of its folder
-            raise Refusal(f"{index} lists {name!r}, which is not a file beside it; fetch it again")
-    tensors = Tensors([path / name for name in listed])
-    places = {name: file.name for name, file in tensors.files.items()}
-    if astray := sorted(name for name, _ in weight_map.items() ^ places.items()):
-        raise Refusal(f"{index} and its files do not fit: they differ on the place of {astray[0]}; fetch both again")
-    return tensors
 
 
 def load(net: nn.Module, source: Source) -> None:

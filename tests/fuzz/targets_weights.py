@@ -33,7 +33,6 @@ from flux_ref.sampling import vae
 
 CFG = config_file.load(Path(__file__).parents[1] / "micro.toml")
 MODEL = replace(CFG.model, double_blocks=1, single_blocks=1)
-INDEX = f"{weight_files.DIFFUSERS_STEM}.safetensors.index.json"
 VAE = vae.Sizes(base=32, multipliers=(1, 1), blocks=1, latent_channels=2)
 
 
@@ -119,21 +118,16 @@ def make_bfl(folder: Path) -> None:
         save_file(drawn(parameter_table(MODEL), seed), folder / name / "w.safetensors", metadata)
 
 
-def make_diffusers(folder: Path, has_index: bool = True) -> None:
-    """Two files, with or without an index."""
+def make_diffusers(folder: Path) -> None:
+    """The tensors lie in two files."""
     for seed, name in enumerate(("set", "other")):
         place = folder / name / "transformer"
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps(diffusers_names.diffusers_config(MODEL)))
         tensors = drawn(diffusers_names.diffusers_table(MODEL), seed)
-        weight_map = {}
         for half in range(2):
-            file = f"{weight_files.DIFFUSERS_STEM}-{half + 1:05d}-of-00002.safetensors"
             part = dict(list(tensors.items())[half::2])
-            save_file(part, place / file)
-            weight_map |= dict.fromkeys(part, file)
-        if has_index:
-            (place / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+            save_file(part, place / f"diffusion_pytorch_model-{half + 1:05d}-of-00002.safetensors")
 
 
 def run_weights(path: str, folder: Path) -> dict[str, tuple]:
@@ -162,21 +156,16 @@ def parsed(path: Path) -> tuple[dict[str, tuple], dict]:
 def read_weights(path: str, folder: Path) -> dict[str, tuple]:
     given = next(place for place in (Path(path) / "transformer", Path(path)) if place.exists())
     files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-    weight_map = None
-    if (given / INDEX).is_file():
-        weight_map = json.loads((given / INDEX).read_bytes())["weight_map"]
-        files = [given / name for name in sorted(set(weight_map.values()))]
     tensors = []
     info = {}
     for file in files:
         found, metadata = parsed(file)
-        tensors += [(name, file.name, content) for name, content in found.items()]
+        tensors += found.items()
         info |= metadata or {}
-    names = {name: file for name, file, _ in tensors}
-    if weight_map not in (None, names) or len(names) < len(tensors):
-        raise ValueError("the index does not fit, or a tensor is in two files")
+    own = dict(sorted(tensors))
+    if len(own) < len(tensors):
+        raise ValueError("a tensor is in two files")
     info = info if info.get("trained_by") == weight_files.TRAINER else {}
-    own = {name: content for name, _, content in sorted(tensors)}
     return own | {"info": {key: info.get(key) for key in ("step", "samples")}}
 
 
@@ -219,14 +208,8 @@ CHECKPOINTS = (
     | at("run/**/step_*", {"renamed": renamed}, "folder_")
 )
 CONFIG = at("set/**/config.json", JSON, "config_")
-DIFFUSERS = (
-    at("set/**/*.safetensors", SAFETENSORS, "file_")
-    | at("set/**/*.index.json", JSON, "index_")
-    | CONFIG
-    | at("set/**/*.safetensors", PLACES)
-)
+DIFFUSERS = at("set/**/*.safetensors", SAFETENSORS | PLACES, "file_") | CONFIG
 ONE = at("set/w.safetensors", SAFETENSORS)
-TWO = at("set/**/*.safetensors", SAFETENSORS | PLACES)
 FOLDER = partial(run_weights, "set")
 IN_FOLDER = partial(read_weights, "set")
 OF_ONE = partial(read_weights, "set/w.safetensors")
@@ -236,7 +219,6 @@ TARGETS = [
     Target("checkpoints", make_checkpoints, CHECKPOINTS, run_checkpoints, judge=judge_checkpoints),
     Target("bfl", make_bfl, ONE, partial(run_weights, "set/w.safetensors"), reading=OF_ONE),
     Target("diffusers", make_diffusers, DIFFUSERS, FOLDER, reading=IN_FOLDER),
-    Target("unlisted", partial(make_diffusers, has_index=False), TWO, FOLDER, reading=IN_FOLDER),
     Target("vae", make_vae, AE, partial(run_vae, "set/ae.safetensors"), reading=read_vae),
     Target("vae_of_diffusers", make_vae, VAE_OF_DIFFUSERS, partial(run_vae, "set/vae"), reading=read_diffusers_vae),
 ]

@@ -32,7 +32,7 @@ from tools.weights import exports
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)
-FILE, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+FILE = "diffusion_pytorch_model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 KINDS = {  # name of a form below the folder that holds them all -> what it is recognised as
     "bfl.safetensors": "BFL",
@@ -62,16 +62,10 @@ def write_diffusers(folder: Path, model: ModelConfig, tensors: dict[str, Tensor]
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(diffusers_names.diffusers_config(model)))
     renamed = {name: tensor.contiguous() for name, tensor in to_diffusers(tensors, model.hidden).items()}
-    if files == 1:
-        save_file(renamed, folder / FILE, {"format": "pt"})
-        return
-    weight_map = {}
     for number in range(files):
-        file = f"diffusion_pytorch_model-{number + 1:05d}-of-{files:05d}.safetensors"
+        file = FILE if files == 1 else f"diffusion_pytorch_model-{number + 1:05d}-of-{files:05d}.safetensors"
         part = dict(list(renamed.items())[number::files])  # the rows of one of our tensors lie in different files
         save_file(part, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_run(folder: Path, data: Path, source: Path, *overrides: str) -> int:
@@ -209,35 +203,24 @@ def write_bytes(folder: Path, content: bytes | Callable) -> Path:
     return path
 
 
-def write_folder(folder: Path, name: str, content: object) -> Path:
-    """A transformer folder with one file replaced.
-
-    content: its text, what to change of its JSON, what makes something else in its place, or None: no file.
-    """
-    (folder / "evil.safetensors").write_bytes(b"")
+def write_folder(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """A transformer folder of two files of tensors. One file is removed, then made anew."""
     path = folder / "transformer" / name
     write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model), files=2)
-    if content is None:
-        path.unlink()
-    elif isinstance(content, str):
-        path.write_text(content)
-    elif callable(content):
-        path.unlink()
-        content(path)
-    else:
-        whole = json.loads(path.read_text())
-        place = whole.get("weight_map", whole)
-        place |= content
-        path.write_text(json.dumps(whole))
+    path.unlink()
+    make(path)
     return folder
 
 
-def write_index(folder: Path, content: object) -> Path:
-    return write_folder(folder, INDEX, content)
+def write_part(folder: Path, make: Callable[[Path], object]) -> Path:
+    return write_folder(folder, "diffusion_pytorch_model-00001-of-00002.safetensors", make)
 
 
-def write_config(folder: Path, content: object) -> Path:
-    return write_folder(folder, "config.json", content)
+def write_config(folder: Path, content: str | dict) -> Path:
+    """content: the text of config.json, or what it says of another model."""
+    if isinstance(content, dict):
+        content = json.dumps(diffusers_names.diffusers_config(CFG.model) | content)
+    return write_folder(folder, "config.json", lambda path: path.write_text(content))
 
 
 def with_last(name: str, value: float) -> Callable[[dict], object]:
@@ -249,7 +232,7 @@ PROJ = "single_transformer_blocks.0.proj_mlp.bias"
 
 
 def write_twice(folder: Path, value: float) -> Path:
-    """A folder without an index, in which two files hold a tensor."""
+    """A folder in which two files hold a tensor."""
     write_diffusers(folder / "transformer", CFG.model, tensors_of(CFG.model))
     save_file({PROJ: torch.full((96,), value)}, folder / "transformer" / "more.safetensors")
     return folder
@@ -262,7 +245,7 @@ def write_metadata(folder: Path, samples: str) -> Path:
 
 
 NO_FILE = "w.safetensors cannot be read as safetensors: |; give a run, a checkpoint"
-NO_INDEX, NO_CONFIG = f"{INDEX}|is not an index", "diffusers' config|config.json|JSON"
+NO_CONFIG = "diffusers' config|config.json|JSON"
 REFUSED = [  # what makes it, with which argument, and words of the line, divided by |
     (write_bfl, lambda t: [t.pop(name) for name in list(t)[:4]], "4 missing: img_in.bias, img_in.weight, time_in"),
     (write_bfl, lambda t: t.update({"img_in.bias": torch.zeros(())}), "1 misshaped: img_in.bias (), want (24,)"),
@@ -283,28 +266,16 @@ REFUSED = [  # what makes it, with which argument, and words of the line, divide
     (write_bytes, b"\x02" + b"\0" * 7 + b"{}", "88 missing"),
     *((write_bytes, content, NO_FILE) for content in (b"\xff" * 1000, b"\xff" * 7 + b"\0" + b"{}")),
     *((write_bytes, dump, NO_FILE) for dump in (pickle.dump, torch.save)),
-    *(
-        (write_index, {"x_embedder.bias": file}, f"{INDEX}|{file!r}")
-        for file in ("../evil.safetensors", "/etc/passwd", "gone.safetensors", "..")
-    ),
-    (write_index, {"x_embedder.bias": "a\0b"}, INDEX),
-    *((write_index, {"x_embedder.bias": file}, NO_INDEX) for file in (["a"], 5)),
-    *((write_index, text, f"index of weights|{INDEX}|JSON") for text in ("{", "[]", "[" * 100_000)),
-    (
-        write_index,
-        {"x_embedder.bias": "diffusion_pytorch_model-00001-of-00002.safetensors"},
-        f"{INDEX} and its files do not fit",
-    ),
     (write_twice, 0.0, f"{PROJ} is in {FILE}, too"),
     *((write_metadata, count, "is no count") for count in ("-1", "\u0663", "1e3", "")),
-    (write_index, '{"metadata": {}}', f"{INDEX}|weight_map"),
-    (write_index, os.mkfifo, f"{INDEX} is not a regular file"),
-    (write_index, Path.mkdir, f"{INDEX}: Is a directory"),
-    (write_index, lambda path: path.symlink_to("nowhere"), f"{INDEX}: No such file"),
-    (write_index, lambda path: path.symlink_to("/dev/zero"), f"{INDEX} is not a regular file"),
+    (write_part, lambda path: None, "61 missing: context_embedder.weight"),
+    (write_part, os.mkfifo, "00001-of-00002.safetensors is not a regular file"),
+    (write_part, Path.mkdir, "00001-of-00002.safetensors is not a regular file"),
+    (write_part, lambda path: path.symlink_to("/dev/zero"), "00001-of-00002.safetensors is not a regular file"),
+    (write_part, lambda path: path.symlink_to("nowhere"), "00001-of-00002.safetensors cannot be read|No such file"),
     (write_config, {"guidance_embeds": True}, "another model's: guidance_embeds=True, want False|--config"),
     (write_config, {"num_layers": 19, "num_single_layers": 38}, "num_layers=19, want 2; num_single_layers=38, want 3"),
-    (write_config, None, "config.json: No such file"),
+    (lambda folder, make: write_folder(folder, "config.json", make), lambda path: None, "config.json: No such file"),
     *((write_config, text, NO_CONFIG) for text in ("{", "[" * 100_000, "[1]")),
 ]
 

@@ -18,8 +18,9 @@ from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA
 from flux_ref.run.progress import progress
-from flux_ref.run.weight_files import COUNTS, DIFFUSERS_STEM, TRAINER, Source, whole_parts
+from flux_ref.run.weight_files import COUNTS, TRAINER, Source, whole_parts
 
+DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16"}
 PIECE_BYTES = 64 << 20  # read and written at a time, in fp32
 
@@ -43,7 +44,7 @@ def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: st
         partial.mkdir()
         table = diffusers_names.diffusers_table(model)
         parts = diffusers_names.bfl_parts(model)
-        _write(partial / f"{DIFFUSERS_STEM}.safetensors", table, parts, source, dtype, metadata)
+        _write(partial / DIFFUSERS_FILE, table, parts, source, dtype, metadata)
         write_whole(partial / "config.json", json.dumps(diffusers_names.diffusers_config(model), indent=2))
 
 
