@@ -2,13 +2,14 @@
 
     python -m bench.ceiling --config configs/schnell_gbs512.toml --micro-batches 8,32 --json bench/results/NAME.json
 
-Every linear layer of a block gives three products: forward, dgrad (for its input) and wgrad (for its weight). Each is
-timed alone in the compute dtype and, where the device has it, in FP8; the mean weighs each by its use in a step.
+Every linear layer of a block gives three products: forward, grad_input and grad_weight. Each is timed alone in the
+compute dtype and, where the device has it, in FP8; the mean weighs each by its use in a step.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,13 +26,13 @@ from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import between, listed
 from flux_ref.speed.fp8_product import architecture, arithmetic, has_kernel
+from flux_ref.speed.layers import MULTIPLE, layers
 from tools.shared import flops
 
 WARMUP = 5
 REPEATS = {"cpu": 5, "accelerator": 20}
 SQUARES = {"cpu": (512, 1024), "accelerator": (4096, 8192)}
 SIZES = listed(between(1, common.MOST))
-FP8_MULTIPLE = 16  # what cuBLASLt asks of an FP8 product's sizes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Product:
     """(m, k) times (k, n), and how often a step's forward and backward of one micro-batch has it."""
 
     layer: str
-    kind: str  # forward, dgrad, wgrad, square
+    kind: str  # forward, grad_input, grad_weight, square
     m: int
     n: int
     k: int
@@ -53,20 +54,11 @@ class Product:
 
 def products(model: ModelConfig, micro_batch: int) -> list[Product]:
     """The products of every linear layer of the blocks that sees tokens; modulation sees one vector and is left out."""
-    hidden, inner = model.hidden, model.mlp_ratio * model.hidden
-    double = {"qkv": (hidden, 3 * hidden), "proj": (hidden, hidden), "mlp.0": (hidden, inner), "mlp.2": (inner, hidden)}
-    single = {"linear1": (hidden, 3 * hidden + inner), "linear2": (hidden + inner, hidden)}
-    layers = [("img_" + name, model.image_tokens, shape, model.double_blocks) for name, shape in double.items()]
-    layers += [("txt_" + name, model.text_tokens, shape, model.double_blocks) for name, shape in double.items()]
-    tokens = model.image_tokens + model.text_tokens
-    layers += [(name, tokens, shape, model.single_blocks) for name, shape in single.items()]
-    found = []
-    for name, tokens, (inputs, outputs), count in layers:
-        rows = tokens * micro_batch
-        found.append(Product(name, "forward", rows, outputs, inputs, count))
-        found.append(Product(name, "dgrad", rows, inputs, outputs, count))
-        found.append(Product(name, "wgrad", outputs, inputs, rows, count))
-    return found
+    counts = Counter()
+    for layer in layers(model).values():
+        in_block = layer.name.split(".", 2)[2]
+        counts.update((in_block, kind, *sizes) for kind, sizes in layer.sizes(micro_batch).items())
+    return [Product(*found, count) for found, count in counts.items()]
 
 
 def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype, torch.dtype]:
@@ -74,8 +66,8 @@ def fp8_kinds(device: torch.device, wanted: list[Product]) -> tuple[torch.dtype,
     if not has_kernel(device):
         raise Refusal("a CPU decodes FP8 and multiplies in fp32")
     for product in wanted:
-        if any(size % FP8_MULTIPLE for size in (product.m, product.n, product.k)):
-            size = f"a size that is not a multiple of {FP8_MULTIPLE}"
+        if any(size % MULTIPLE for size in (product.m, product.n, product.k)):
+            size = f"a size that is not a multiple of {MULTIPLE}"
             raise Refusal(f"{product.layer} {product.kind} has {size}")
     return arithmetic(architecture(device))[:2]
 
@@ -84,7 +76,7 @@ def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callabl
     """A call of the product in the layout in which nn.Linear and its backward have it; allocates nothing."""
     m, n, k = product.m, product.n, product.k
     out = torch.empty(m, n, device=device, dtype=dtype)
-    left = random(k, m, device, dtype).t() if product.kind == "wgrad" else random(m, k, device, dtype)
+    left = random(k, m, device, dtype).t() if product.kind == "grad_weight" else random(m, k, device, dtype)
     right = random(n, k, device, dtype).t() if product.kind == "forward" else random(k, n, device, dtype)
     return lambda: torch.mm(left, right, out=out)
 
@@ -92,7 +84,7 @@ def plain(product: Product, device: torch.device, dtype: torch.dtype) -> Callabl
 def fp8(product: Product, device: torch.device, kinds: tuple[torch.dtype, torch.dtype]) -> Callable[[], Tensor]:
     """The same in FP8 with one scale per tensor: rows of the left and columns of the right lie in memory (TN).
 
-    Gradients are the left operand of dgrad and wgrad; only forward sums fast, as training does.
+    Gradients are the left operand of grad_input and grad_weight; only forward sums fast, as training does.
     """
     m, n, k = product.m, product.n, product.k
     forward = product.kind in ("forward", "square")

@@ -41,14 +41,14 @@ def test_timed_products_have_their_sizes_and_layouts(monkeypatch):
     monkeypatch.setattr(ceiling, "random", lambda rows, columns, _, dtype: torch.zeros(rows, columns).to(dtype))
     for name in ("mm", "_scaled_mm"):
         monkeypatch.setattr(torch, name, lambda a, b, **options: operands.append((a, b, options)) or options["out"])
-    for kind in ("forward", "dgrad", "wgrad"):
+    for kind in ("forward", "grad_input", "grad_weight"):
         product = ceiling.Product("layer", kind, m=32, n=48, k=16)
         operands.clear()
         for call in (ceiling.plain(product, cpu, torch.bfloat16), ceiling.fp8(product, cpu, kinds)):
             assert call().shape == (32, 48) and call().data_ptr() == call().data_ptr(), "nothing is allocated"
         assert {(left.shape, right.shape) for left, right, _ in operands} == {((32, 16), (16, 48))}
         (left, right, _), (left8, right8, options) = operands[0], operands[-1]
-        assert left.is_contiguous() == (kind != "wgrad") and right.is_contiguous() == (kind != "forward"), kind
+        assert left.is_contiguous() == (kind != "grad_weight") and right.is_contiguous() == (kind != "forward"), kind
         assert left8.is_contiguous() and right8.t().is_contiguous(), "Hopper takes TN only"
         assert right8.dtype == kinds[0] and left8.dtype == kinds[kind != "forward"]
         assert options["use_fast_accum"] == (kind == "forward") and options["scale_a"].ndim == 0
@@ -62,13 +62,13 @@ def test_mean_weighs_products_by_their_use(tmp_path, monkeypatch, capsys):
     assert report["ceilings"][0]["fp8"] == "a CPU decodes FP8 and multiplies in fp32"
     assert report["command"].startswith("python -m bench.ceiling")
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("fp32", "fp8", "linear2", "wgrad", "square_tflop_per_s"))
+    assert all(word in shown for word in ("fp32", "fp8", "linear2", "grad_weight", "square_tflop_per_s"))
     monkeypatch.setattr(ceiling, "has_kernel", lambda device: True)
     monkeypatch.setattr(ceiling, "architecture", lambda device: "sm90")
     monkeypatch.setattr(ceiling, "time_ms", lambda call, clock: 1.0)
     clock = common.Clock(torch.device("cpu"))
     assert "a multiple of 16" in ceiling.ceiling(SMALL, 1, clock)["fp8"]
-    monkeypatch.setattr(ceiling, "FP8_MULTIPLE", 1)  # the micro model is smaller
+    monkeypatch.setattr(ceiling, "MULTIPLE", 1)  # the micro model is smaller
     found = ceiling.ceiling(SMALL, 2, clock)
     calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
     for kind in ("plain", "fp8"):

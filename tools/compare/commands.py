@@ -18,6 +18,7 @@ from statistics import fmean, median, stdev, variance
 from subprocess import Popen
 
 import numpy as np
+from scipy.special import stdtr
 
 from flux_ref import config, config_file, config_rules
 from flux_ref.errors import Refusal
@@ -34,16 +35,6 @@ SHARED = (  # keys that decide what a run draws and when it records
 )
 SHOWN = ("a", "b", "b - a", "stderr", "unpaired stderr", "p", "seeds")  # figures of a line
 LABELS = {"seeds": "seeds needed"}
-PARTS = 4096  # of an integral
-
-
-def within(t: float, freedom: int) -> float:
-    """The chance that Student's t lies within +-t = freedom^0.5 * tan(x); the density of x is as cos(x)^(freedom-1)."""
-
-    def area(end: float) -> float:
-        return end * sum(math.cos(end * (i + 0.5) / PARTS) ** (freedom - 1) for i in range(PARTS))
-
-    return area(math.atan(t / freedom**0.5)) / area(math.pi / 2)
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> dict[str, object]:
@@ -56,7 +47,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> dict[str, object]:
         found["stderr"] = stdev(each) / n**0.5
         found["unpaired stderr"] = ((variance(a) + variance(b)) / n) ** 0.5
         t = abs(found["b - a"]) / (found["stderr"] or 1e-300)
-        found["p"] = 1 - within(t, n - 1)
+        found["p"] = 2 * stdtr(n - 1, -t)  # both tails of Student's distribution
         if t:  # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
             found["seeds"] = math.ceil(n * (2.8 / t) ** 2 + 1.92)
     return found
