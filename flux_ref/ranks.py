@@ -28,6 +28,11 @@ from flux_ref.formats.outside import host_of_environment, of_environment, told
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
+DRIVERS = {
+    "/dev/nvidiactl": torch.version.cuda,
+    "/dev/kfd": torch.version.hip,
+}  # a file, and whether torch is built for it
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # may hide all GPUs
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MOST = 2**20  # ranks
 MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
@@ -73,14 +78,12 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True)
     size = of_environment("WORLD_SIZE", 1, MOST, 1)
     rank = of_environment("RANK", 0, size - 1, 0)
     device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
-    guard_expandable()
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
         store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
+        join(device, store, rank, size, timeout)
     except (RuntimeError, ValueError) as error:
         place = f"{address}:{port}: {str(error).splitlines()[0]}"
         raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
@@ -92,6 +95,18 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True)
         for group in mesh.get_all_groups():
             set_timeout(timeout, group)
     return World(rank, size, device, mesh, nodes)
+
+
+def join(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    """Join the process group of so many ranks. timeout: of one collective; None for the backend's default.
+
+    Raises: RuntimeError, ValueError.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    # torch 2.15 has a second program for NCCL, nccl2, and prefers it. Captures and `last_collective` know the first.
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    guard_expandable()
+    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def threads(size: int, device: torch.device) -> int:
@@ -168,6 +183,7 @@ def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
 def _device(local_rank: int) -> torch.device:
     kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     if kind == "cpu" or kind not in BACKENDS:
+        _require_no_gpu()
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -177,6 +193,16 @@ def _device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def _require_no_gpu() -> None:
+    """Raises: Refusal if this node has a GPU that nobody hides and torch cannot use. A CPU must not take its place."""
+    found = next((path for path, is_built in DRIVERS.items() if is_built and os.path.exists(path)), None)
+    if found and not any(name in os.environ for name in VISIBLE):
+        raise Refusal(
+            f"this node has a GPU ({found}), but torch {torch.__version__} cannot use it; update the driver or install "
+            f"another torch, or set {VISIBLE[0]}= to run on the CPU"
+        )
 
 
 def stop() -> None:
@@ -325,6 +351,7 @@ def record_copy_event(device: torch.device) -> _Copied | None:
     """A mark behind the copies that were just enqueued. None on the CPU, where a copy is done when it returns."""
     if device.type == "cpu":
         return None
-    event = torch.Event(device.type, blocking=True)  # several threads may wait, and none shall spin
+    # Several threads may wait, and none shall spin. torch.Event ignores `blocking`.
+    event = torch.get_device_module(device).Event(blocking=True)
     event.record()
     return _Copied(event, device)

@@ -59,7 +59,10 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The work as a graph with `replay` and `reset`. The device executes nothing of it. Raises: Fault."""
+        """The work as a graph with `replay` and `reset`. The device executes nothing of it.
+
+        Raises: Fault, torch.OutOfMemoryError.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: NCCL's watchdog and other threads may go on calling the device.
@@ -67,6 +70,8 @@ class Recorder:
                 work()
         except RuntimeError as error:
             root = error.__context__ or error  # the end of the capture fails too, with a vaguer message
+            if isinstance(root, torch.OutOfMemoryError):
+                raise root from None
             reason = str(root).partition("\n")[0]
             raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
         return graph

@@ -55,6 +55,37 @@ def test_a_host_that_nobody_knows_is_refused_at_once(monkeypatch):
         assert f"MASTER_ADDR={host!r} is no known host" in refusal(ranks.start, ParallelConfig())
 
 
+def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
+    """A driver that is too old must not lead to a run on the CPU, unless the user hides the GPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    (tmp_path / "driver").touch()
+    for is_built, names, is_refused in ((True, (), True), (False, (), False), (True, ranks.VISIBLE[1:2], False)):
+        monkeypatch.setattr(ranks, "DRIVERS", {tmp_path / "none": True, tmp_path / "driver": is_built})
+        for name in ranks.VISIBLE:
+            monkeypatch.delenv(name, raising=False)
+        for name in names:
+            monkeypatch.setenv(name, "")
+        if is_refused:
+            assert "cannot use it; update the driver" in refusal(ranks.start, ParallelConfig())
+        else:
+            assert ranks.start(ParallelConfig()).device.type == "cpu"
+            ranks.stop()
+
+
+def test_torchs_first_program_for_nccl_is_taken_unless_the_user_asks(monkeypatch):
+    for given in (None, "1"):
+        monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+        if given:
+            monkeypatch.setenv("TORCH_DIST_USE_NCCL2", given)
+        ranks.start(ParallelConfig())
+        ranks.stop()
+        assert os.environ["TORCH_DIST_USE_NCCL2"] == (given or "0")
+
+
+def test_tests_of_a_cpu_see_no_device():
+    assert {os.environ[name] for name in ranks.VISIBLE} == {""}
+
+
 def test_a_rank_alone_on_a_cpu_takes_a_few_cores_and_other_ranks_one(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     cpu = torch.device("cpu")

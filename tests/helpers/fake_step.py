@@ -122,7 +122,7 @@ WATCH = Watch()
 
 
 class Event:
-    """For torch.Event. Only the reading threads may wait for one unnoticed."""
+    """For torch.Event and torch.cuda.Event. Only the reading threads may wait for one unnoticed."""
 
     __init__ = record = wait = nothing
 

@@ -1,9 +1,11 @@
 """A plugin of pytest for tests marked gpu: where they run, what they lack, and what stands in for a device.
 
+pytest                       on a CPU, also where there is a device
 pytest -m gpu                on a device; a package that is missing skips what needs it and says so
 pytest -m gpu --stand-in     on a CPU; ends with a table of the tests and what stood in for a device
 """
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +24,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
+    if config.getoption("stand_in") or config.option.markexpr != "gpu":  # other tests compare bits of a CPU
+        os.environ.update(dict.fromkeys(ranks.VISIBLE, ""))
     if config.getoption("stand_in"):
         config.pluginmanager.register(Table())
 

@@ -123,7 +123,7 @@ def python(*programs: str, wait_s: float = 20) -> dict:
 
 
 def test_a_process_that_fails_or_hangs_is_blamed_not_those_that_wait_for_it():
-    one, two, hangs = "print('noise'); print('{\"tflops\": 1}')", "print('{\"tflops\": 2}')", "while True: pass"
+    one, two, hangs = "print('{\"tflops\": 1}'); print('NCCL version')", "print('{\"tflops\": 2}')", "while True: pass"
     fails = "raise RuntimeError('fell off the bus')"
     assert python(one, two) == {"devices": [{"tflops": 1}, {"tflops": 2}]}
     assert python(one, hangs, wait_s=1) == {"problem": "device 1 hangs for 1 s"}

@@ -46,6 +46,8 @@ def test_the_recorder_works_on_a_stream_of_its_own_and_tells_why_a_capture_faile
         recorder.capture(raising(RuntimeError("no.item() here\nand a stack of C++")))
     with pytest.raises(Fault, match="cannot be captured: by us"):
         recorder.capture(raising(AssertionError("by us")))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):  # train.py names the remedy
+        recorder.capture(raising(torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def raising(error: Exception):

@@ -66,7 +66,7 @@ def measure(rank: int, size: int, number: int, address: str, name: str) -> dict[
         found = {"device": of_kind.get_device_name(number), "free_gb": free / 1e9, "total_gb": total / 1e9}
     host, _, port = address.rpartition(":")
     store = dist.PrefixStore(name, dist.TCPStore(host, int(port), timeout=timedelta(seconds=600)))
-    dist.init_process_group(ranks.BACKENDS[device.type], store=store, rank=rank, world_size=size)
+    ranks.join(device, store, rank, size)
     return found | {"tflops": multiply(device), "gb_per_s": all_reduce(device)}
 
 

@@ -199,12 +199,15 @@ def measured(commands: list[list[str]], wait_s: float) -> dict[str, object]:
 
 
 def ended(wait_s: float, command: list[str]) -> tuple[int | None, str]:
-    """The exit code and the last line of a process; None for one that hangs and is killed."""
+    """The exit code of a process, and its line of JSON or its last line of an error; None for one that hangs."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=wait_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=wait_s)
     except subprocess.TimeoutExpired:
         return None, ""
-    return done.returncode, (done.stdout.strip().splitlines() or [""])[-1]
+    said = done.stderr.strip().splitlines()
+    if not done.returncode:
+        said = [line for line in done.stdout.splitlines() if line.startswith("{")]  # NCCL writes lines around it
+    return done.returncode, (said or [""])[-1]
 
 
 # What the operating system says
