@@ -19,7 +19,7 @@ from pathlib import Path
 from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, step_runner
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet
+from flux_ref.data import Feed, TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.ranks import World
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         steps = StepRunner(state, cfg, world)
         stack.callback(steps.close)
         saved_step = resumed and resumed.info["step"]
-        saver = checkpoint.Saver(cfg, world, facts, report.say, saved_step) if cfg.checkpoint.save else None
+        saver = checkpoint.Saver(cfg, world, state, facts, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         steps.warm_up()
         if resumed:
@@ -132,7 +132,8 @@ class Run:
             with ranks.agreed():
                 self.train_set.open()
                 self.val_set.open()
-            reached = self.train()
+            with self.train_set.feed(self.state.samples) as feed:
+                reached = self.train(feed)
         except BaseException as error:
             with contextlib.suppress(OSError):  # the disk may be the reason
                 self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
@@ -140,7 +141,7 @@ class Run:
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
 
-    def train(self) -> bool:
+    def train(self, feed: Feed) -> bool:
         """Train until the target or train.max_samples. Returns whether the target was reached."""
         cfg = self.cfg
         state = self.state
@@ -151,7 +152,6 @@ class Run:
         most = cfg.train.max_samples
         steps.health.restart(state.step)
         self.alive.watch.captured = bool(steps.graphs)
-        feed = self.train_set.feed(state.samples)
         report.begin(state.samples, steps.warm_s)
         try:
             while True:
@@ -180,7 +180,6 @@ class Run:
             report.say(f"{error} after step {state.step}; {rest}")
             raise
         finally:
-            feed.close()
             report.settle()
 
     def evaluate_on_the_clock(self) -> float:

@@ -65,7 +65,7 @@ def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, Tenso
 
 
 def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
-    """The same rows, all fp32, as undefined host tensors in a few large buffers. pin: in pinned memory.
+    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: Refusal.
 
     torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
     """
@@ -75,7 +75,12 @@ def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, 
     for key, part in rows.items():
         count = part.local.numel()
         if count > len(room):
-            room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
+            try:
+                room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
+            except (MemoryError, RuntimeError) as error:
+                raise Refusal(
+                    f"no host memory for the copy of a checkpoint: {error}; set checkpoint.save=false"
+                ) from None
         copies[key] = replace(part, local=room[:count].view(part.local.shape))
         room = room[count:]
         left -= count
@@ -85,16 +90,23 @@ def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, 
 class Saver:
     """Writes checkpoints behind the training, one at a time.
 
-    Training waits only for the copy to host memory. The copy takes as much memory as this rank's shards and moments.
+    Training waits only for the copy to host memory. The copy takes as much memory as the rows that this rank writes.
     """
 
     def __init__(
-        self, cfg: Config, world: World, facts: dict[str, object], say: Callable[[str], None], saved: int | None = None
+        self,
+        cfg: Config,
+        world: World,
+        state: State,
+        facts: dict[str, object],
+        say: Callable[[str], None],
+        saved: int | None = None,
     ):
-        """Collective. Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it.
+        """Takes the host memory of the copies. Collective.
 
-        facts: {"run", "train_samples", "val_samples"}, for the manifest: the run's identity and its data. saved: the
-        step of the checkpoint that the run started from, which is not saved again.
+        facts:  {"run", "train_samples", "val_samples"}, for the manifest: the run's identity and its data.
+        saved:  the step of the checkpoint that the run started from, which is not saved again.
+        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it or lacks this memory.
         """
         self.cfg = cfg
         self.world = world
@@ -105,11 +117,12 @@ class Saver:
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         parameters = sum(map(prod, parameter_table(cfg.model).values()))
         self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint
-        self.host: dict[str, TensorSlice] = {}
         self.thread: threading.Thread | None = None
         self.step = saved  # of the newest save
         self.failure: str | None = None  # why the newest save failed
         self._require_place()
+        with ranks.agreed():
+            self.host = allocate_host_buffers(rows_to_write(rows_of(state), world), world.pin)
 
     def _require_place(self) -> None:
         """Try the disk: every rank writes a file to the place of its later files."""
@@ -155,10 +168,10 @@ class Saver:
             with ranks.agreed(self.group):
                 if self.world.rank == 0:
                     info["records"] = jsonl.stamps(self.run)
-                wait_for_copy = self._copy(state)
         except Refusal as error:
             self._fail(final, error)
             return
+        wait_for_copy = self._copy(state)
         self.thread = threading.Thread(target=self._save, args=(final, info, wait_for_copy), daemon=True)
         self.thread.start()
 
@@ -174,20 +187,12 @@ class Saver:
             raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
 
     def _copy(self, state: State) -> Callable[[], None]:
-        """Begin to copy the state to host buffers that live as long as the run. Returns what waits for the end.
-
-        Raises: OSError if this rank has no memory for the copy.
-        """
-        try:
-            own = rows_of(state)
-            self.host = self.host or allocate_host_buffers(own, self.world.pin)
-            for key, rows in own.items():
-                self.host[key].local.copy_(rows.local, non_blocking=True)
-            event = ranks.record_copy_event(self.world.device)
-            return event.synchronize if event else lambda: None
-        except (MemoryError, RuntimeError) as error:
-            self.host = {}
-            raise OSError(f"the copy to host memory failed: {error}") from None
+        """Begin to copy the rows that this rank writes to the host. Returns what waits for the end of the copy."""
+        rows = rows_of(state)
+        for key, copy in self.host.items():
+            copy.local.copy_(rows[key].local, non_blocking=True)
+        event = ranks.record_copy_event(self.world.device)
+        return event.synchronize if event else lambda: None
 
     def _save(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
         """In a thread of its own, on every rank."""
@@ -223,7 +228,7 @@ class Saver:
                 checkpoint_files.require_space(partial.parent, self.bytes)
                 partial.mkdir()
         with ranks.agreed(self.group):
-            part = checkpoint_files.write_rank(partial, self.world.rank, rows_to_write(self.host, self.world))
+            part = checkpoint_files.write_rank(partial, self.world.rank, self.host)
         parts = ranks.gather_objects(part, self.group)
         with ranks.agreed(self.group):
             if self.world.rank == 0:

@@ -130,6 +130,13 @@ class Feed:
         """Stop reading. Returns when no thread touches the buffers any more."""
         self._pool.shutdown(cancel_futures=True)
 
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        """Stop reading. After an error a thread may wait for a device that waits for a lost rank: nobody waits then."""
+        self._pool.shutdown(wait=error is None, cancel_futures=True)
+
     def _fill_row(self, buffer: HostBatch, i: int, item: object) -> None:
         if buffer.copied is not None:
             buffer.copied.synchronize()

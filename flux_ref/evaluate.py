@@ -43,14 +43,13 @@ def validation_loss(
     Raises:           Fault if a timestep has no sample or the loss is not finite.
     """
     sums = torch.zeros_like(steps.sums)
-    feed = val.feed(samples if steps.cfg.eval.noise == "fresh" else 0, permute_captions)
     try:
-        for batch in range(val.batches):
-            feed.copy_into(steps.val_batch)
-            steps.validate(sums)
-            at(f"validation batch {batch} after {samples} samples")
+        with val.feed(samples if steps.cfg.eval.noise == "fresh" else 0, permute_captions) as feed:
+            for batch in range(val.batches):
+                feed.copy_into(steps.val_batch)
+                steps.validate(sums)
+                at(f"validation batch {batch} after {samples} samples")
     finally:
-        feed.close()
         sharding.reshard(steps.state.net)  # also after an interruption: a checkpoint saves shards
     # sync: once per evaluation.
     return summarise(ranks.all_reduce(sums).tolist(), samples)

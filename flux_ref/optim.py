@@ -66,7 +66,7 @@ class Optimizer(Protocol):
         """The moments by kind, {kind: one tensor per parameter's shard}: every kind for every parameter.
 
         A moment has the shape of its shard and is zero before the first step. A checkpoint holds the moments beside
-        the weights. A call allocates what is not allocated yet.
+        the weights.
         """
 
     def set_steps(self, steps: int) -> None:
@@ -103,6 +103,10 @@ class ShardedAdamW:
             fused=True,
             capturable=world.device.type != "cpu",
         )
+        # Moments that AdamW made itself would lie among the activations of the first step for ever, and lack ema.
+        for shard in self.shards:
+            zeros = {kind: torch.zeros_like(shard, requires_grad=False) for kind in self.kinds}
+            self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}
         # Without this filter every rank would warn of eager steps, which are no mistake.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
@@ -120,10 +124,9 @@ class ShardedAdamW:
         # So clipping needs no pass over memory, and the check for infinity needs no host sync.
         self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
         self.adamw.found_inf = norm.isfinite().logical_not().float()
-        averages = self.moments()[EMA] if self.share else []  # AdamW would allocate its own moments alone
         self.adamw.step()
-        if averages:
-            self._average(averages)
+        if self.share:
+            self._average(self.moments()[EMA])
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
@@ -136,14 +139,9 @@ class ShardedAdamW:
             average.lerp_(shard, share)
 
     def moments(self) -> dict[str, list[Tensor]]:
-        for shard in self.shards:
-            if not self.adamw.state[shard]:
-                zeros = {kind: torch.zeros_like(shard, requires_grad=False) for kind in self.kinds}
-                self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}
         return {kind: [self.adamw.state[shard][kind] for shard in self.shards] for kind in self.kinds}
 
     def set_steps(self, steps: int) -> None:
-        self.moments()
         for state in self.adamw.state.values():
             state["step"].fill_(steps)
 

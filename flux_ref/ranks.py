@@ -7,6 +7,7 @@ speed/graphs.py and speed/attention.py.
 
 import json
 import os
+import resource
 import secrets
 import socket
 import time
@@ -78,6 +79,8 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True)
     size = of_environment("WORLD_SIZE", 1, MOST, 1)
     rank = of_environment("RANK", 0, size - 1, 0)
     device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
     timeout = timedelta(seconds=timeout_s) if timeout_s else None

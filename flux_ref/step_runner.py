@@ -27,7 +27,7 @@ from flux_ref.speed.settled import require_settled
 from flux_ref.step import NEVER, Health, State, train_step, validation_step
 
 CAPTURED = "captured"
-WARM_STEPS = 2  # before a capture: the first step allocates lazily, moments too; the second is like all later steps
+WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
 
 
 def mode(cfg: Config, device: torch.device) -> str:
@@ -200,7 +200,8 @@ class StepRunner:
         """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
 
         A graph keeps its communicator alive, so destroying the process group first would hang.
-        agreed: all ranks close now and can wait for each other.
+        agreed: all ranks close now and can wait for each other. Otherwise a rank may be lost, and the device may wait
+        for it for ever. Then the graphs stay until the process ends, unless this rank is the only one.
         """
         if self.cfg.parallel.compile:
             regions.permit_compilation()
@@ -208,6 +209,8 @@ class StepRunner:
             return
         recorder = self.recorder
         self.recorder = None
+        if not (agreed or ranks.is_single()):
+            return
         try:
             recorder.synchronize()  # no graph is dropped while it runs
             for graph in self.graphs.values():

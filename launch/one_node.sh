@@ -25,7 +25,7 @@ shift
 results=${RESULTS:-results/$(basename "$config" .toml)}
 gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
 mkdir -p "$results/logs"
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT # in a container all dies with this script, also a save
 trap 'exit 143' TERM
 
 if [[ ! -e $results/seeds.txt ]]; then

@@ -18,7 +18,7 @@ settings() {
   cat <<'END'
 /sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor|performance|full clock at once: ranks wait for the slowest
 /sys/devices/system/cpu/cpu[0-9]*/cpuidle/state[2-9]/disable|1|no deep C-states: waking from them delays every launch
-/proc/sys/kernel/numa_balancing|0|no page faults to find out where memory is used: ranks are bound
+/proc/sys/kernel/numa_balancing|0|no page faults to find out where memory is used
 /proc/sys/kernel/nmi_watchdog|0|frees a performance counter and its interrupts
 /proc/sys/kernel/randomize_va_space|0|the same address layout in every run: less spread
 /sys/kernel/mm/transparent_hugepage/enabled|always|large pages for the buffers that data is read into

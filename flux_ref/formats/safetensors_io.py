@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 20  # bytes under one checksum
+SYNCED = 256 * BLOCK  # bytes after which a writer waits for the disk
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -47,6 +48,8 @@ class CheckedFile:
                 self.crc32.append(0)
             self.crc32[-1] = zlib.crc32(rest[:count], self.crc32[-1])
             self.bytes += count
+            if self.bytes % SYNCED == 0:  # one wait at the end, of minutes on a slow disk, would look like a hang
+                os.fsync(self.file.fileno())
             Moved.total += count
             rest = rest[count:]
 

@@ -5,6 +5,7 @@ fused across its blocks. But it holds more gathered weights at a time, and its g
 """
 
 import contextlib
+import os
 import shutil
 
 import torch
@@ -75,12 +76,11 @@ def options(cfg: Config, device: torch.device) -> dict[str, object]:
 def compile_all(units: list[Region], cfg: Config, device: torch.device) -> None:
     """Mark every region to be compiled at its first call in each mode.
 
-    Raises: Refusal without a C++ compiler.
+    Raises: Refusal without a C++ compiler on the CPU, or a C compiler on a GPU, where Triton builds its launchers.
     """
-    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise Refusal(
-            "parallel.compile=true needs a C++ compiler on the CPU; install g++ or set parallel.compile=false"
-        )
+    names = ("c++", "g++", "clang++") if device.type == "cpu" else (os.environ.get("CC", "gcc"), "gcc", "clang")
+    if not any(map(shutil.which, names)):
+        raise Refusal(f"parallel.compile=true needs {names[1]}; install it or set parallel.compile=false")
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", GRAPHS)
     _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)

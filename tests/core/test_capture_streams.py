@@ -101,7 +101,7 @@ def run(
             plant(steps)
         steps.capture(beside=partial(drawing, steps))
         steps.capture(beside=partial(drawing, steps))
-        steps.close()
+        steps.close(agreed=True)
         eager(steps, 1)
     return streams.faults
 

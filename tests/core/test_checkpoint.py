@@ -115,7 +115,8 @@ def test_the_manifest_knows_the_run_and_no_rank(measured, writers):
 def test_keys_are_bfls_names_whatever_the_regions_and_compilation(world, tmp_path):
     compiles = any(map(shutil.which, ("c++", "g++", "clang++")))
     cfg = narrow_config(tmp_path, parallel__region_blocks=3, parallel__compile=compiles)
-    save_now(Saver(cfg, world, FACTS, print), checkpoint_ranks.lively_state(cfg, world))
+    state = checkpoint_ranks.lively_state(cfg, world)
+    save_now(Saver(cfg, world, state, FACTS, print), state)
     (folder,) = checkpoint_files.list_checkpoints(tmp_path)
     saved = Checkpoint(folder)
     require_identical({key: saved.read(key) for key in saved.tensors}, WANT)
@@ -151,9 +152,9 @@ def save_now(saver: Saver, state: State) -> None:
     saver.finish()
 
 
-def saver_of(cfg: Config, world: World) -> tuple[Saver, list[str]]:
+def saver_of(cfg: Config, world: World, state: State) -> tuple[Saver, list[str]]:
     said = []
-    return Saver(cfg, world, FACTS, said.append), said
+    return Saver(cfg, world, state, FACTS, said.append), said
 
 
 @pytest.fixture
@@ -175,8 +176,8 @@ def gate(monkeypatch) -> threading.Event:
 
 def test_training_may_go_on_as_soon_as_save_returns(world, tmp_path, gate):
     cfg = narrow_config(tmp_path)
-    saver, said = saver_of(cfg, world)
     state = checkpoint_ranks.lively_state(cfg, world)
+    saver, said = saver_of(cfg, world, state)
     saver.save(state, {})
     checkpoint_ranks.take_step(state, 1.0)
     assert checkpoint_files.list_checkpoints(tmp_path) == [] and said == []
@@ -209,8 +210,8 @@ def test_host_buffers_do_not_overlap_and_waste_little():
 
 def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     cfg = narrow_config(tmp_path, checkpoint__keep=9)
-    saver, said = saver_of(cfg, world)
     state, wants = checkpoint_ranks.lively_state(cfg, world), {}
+    saver, said = saver_of(cfg, world, state)
     threading.Timer(0.2, gate.set).start()
     for _ in range(4):
         checkpoint_ranks.take_step(state, 1e-4)
@@ -228,7 +229,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
 def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkeypatch):
     cfg = narrow_config(tmp_path)
     state = checkpoint_ranks.lively_state(cfg, world)
-    saver, said = saver_of(cfg, world)
+    saver, said = saver_of(cfg, world, state)
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint_files, "publish", lambda *_: 1 / 0)
         with pytest.raises(Fault, match="checkpoint of step 7 is not saved: division by zero"):
@@ -237,7 +238,7 @@ def test_a_step_is_saved_once_unless_its_save_has_failed(world, tmp_path, monkey
     save_now(saver, state)
     inode = checkpoint_files.list_checkpoints(tmp_path)[0].stat().st_ino
     save_now(saver, state)
-    resumed = Saver(cfg, world, FACTS, said.append, state.step)
+    resumed = Saver(cfg, world, state, FACTS, said.append, state.step)
     save_now(resumed, state)  # nothing has been trained since
     assert len(said) == 2 and checkpoint_files.list_checkpoints(tmp_path)[0].stat().st_ino == inode
 
@@ -258,7 +259,8 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
         run = tmp_path / str(number)
         values = {"keep": keep, "every_samples": every, "keep_every": keep_every}
         run.mkdir()
-        saver, _ = saver_of(narrow_config(run, **{f"checkpoint__{key}": value for key, value in values.items()}), world)
+        cfg = narrow_config(run, **{f"checkpoint__{key}": value for key, value in values.items()})
+        saver, _ = saver_of(cfg, world, state)
         for state.step in saved:
             save_now(saver, state)
         assert saved_steps(run) == want
@@ -266,9 +268,11 @@ def test_the_last_checkpoints_stay_and_every_nth(world, tmp_path, monkeypatch):
 
 
 def test_older_checkpoints_that_cannot_be_deleted_do_not_stop_the_run(world, tmp_path, monkeypatch):
-    saver, said = saver_of(narrow_config(tmp_path), world)
+    cfg = narrow_config(tmp_path)
+    state = checkpoint_ranks.lively_state(cfg, world)
+    saver, said = saver_of(cfg, world, state)
     monkeypatch.setattr(Saver, "_prune", mock.Mock(side_effect=PermissionError(13, "Not permitted")))
-    save_now(saver, checkpoint_ranks.lively_state(saver.cfg, world))
+    save_now(saver, state)
     assert said[1:] == ["older checkpoints are not deleted: [Errno 13] Not permitted; training goes on"]
 
 
@@ -281,8 +285,6 @@ def test_a_save_that_fails_on_one_rank_costs_only_itself(measured, writers):
     assert found["before"] == {"failures": [None] * writers, "left": ["step_000000001"]}
     for number, (what, (_, _, rank)) in enumerate(checkpoint_ranks.BREAKS.items(), start=2):
         error = "No space left on device"
-        if what == "copying":
-            error = "the copy to host memory failed: cannot pin"
         reason = found[what]["failures"][0]
         assert error in reason and reason.startswith(f"rank {rank % writers}: ") == bool(rank % writers), what
         assert (f"rank_{rank % writers:05d}.safetensors:" in reason) == (what in checkpoint_ranks.IN_A_FILE), what
@@ -358,6 +360,21 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_at_the_start(trains, tmp_pat
     assert "run.dir" in line and "checkpoint.save=false" in line and not (tmp_path / "run").exists()
 
 
+def test_a_rank_without_memory_for_the_copies_is_refused_at_the_start(trains, tmp_path, monkeypatch):
+    empty = torch.empty
+
+    def short(*size: int, **options: object) -> torch.Tensor:
+        if options == {"pin_memory": False}:
+            raise MemoryError("cannot pin")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", short)
+    code, _, line = trains(tmp_path / "run")
+    assert code == 2 and line == "no host memory for the copy of a checkpoint: cannot pin; set checkpoint.save=false"
+    assert not (tmp_path / "run").exists()
+    assert trains(tmp_path / "run", "--checkpoint.save=false")[0] == 0
+
+
 # What a run cannot go on from
 
 
@@ -376,7 +393,7 @@ def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
         cfg = narrow_config(tmp_path / key)
         state = checkpoint_ranks.lively_state(cfg, world)
         checkpoint.rows_of(state)[key].local[-1, -1] = value
-        save_now(Saver(cfg, world, FACTS, print), state)
+        save_now(Saver(cfg, world, state, FACTS, print), state)
         (folder,) = checkpoint_files.list_checkpoints(Path(cfg.run.dir))
         text = refusal(checkpoint_ranks.restored, cfg, world, folder)
         assert text.startswith(f"{folder}: {key} holds NaN or infinite values")
@@ -386,7 +403,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
     """Another model's checkpoint, one of another data set, weights alone, and a damaged file."""
     cfg = narrow_config(tmp_path)
     state = checkpoint_ranks.lively_state(cfg, world)
-    save_now(Saver(cfg, world, FACTS, print), state)
+    save_now(Saver(cfg, world, state, FACTS, print), state)
     (saved,) = checkpoint_files.list_checkpoints(tmp_path)
     for values, words in MISFITS:
         own = narrow_config(tmp_path, **values)

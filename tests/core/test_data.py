@@ -342,6 +342,18 @@ def test_a_buffer_is_filled_only_once_its_copy_has_ended(micro):
     feed.close()
 
 
+def test_an_error_ends_a_feed_whose_threads_wait_for_the_device(micro):
+    """A lost rank may keep the device in a collective for ever."""
+    source = Source()
+    ended = threading.Event()
+    with pytest.raises(KeyError, match="lost"), feed_of(source, micro, prefetch=1) as feed:
+        held = feed.take()
+        held.copied = SimpleNamespace(synchronize=ended.wait)
+        feed.give_back(held)
+        raise KeyError("lost")
+    ended.set()
+
+
 def test_waiting_is_timed_and_counts_only_once_the_device_is_idle(micro):
     """A host that runs ahead of a busy device does not wait for data."""
     released, asked = threading.Event(), []

@@ -1,6 +1,7 @@
 """Replicas by node; what ranks send to each other."""
 
 import os
+import resource
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_torchs_first_program_for_nccl_is_taken_unless_the_user_asks(monkeypatch
         ranks.start(ParallelConfig())
         ranks.stop()
         assert os.environ["TORCH_DIST_USE_NCCL2"] == (given or "0")
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
+    """Two groups of Gloo at 512 ranks open more than 1024."""
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: found.append(limit))
+    ranks.start(ParallelConfig())
+    ranks.stop()
+    assert found == [(resource.RLIMIT_NOFILE, (4096, 4096))]
 
 
 def test_tests_of_a_cpu_see_no_device():

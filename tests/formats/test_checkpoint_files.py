@@ -1,6 +1,7 @@
 """Checkpoint files: any rows come back bit for bit, and damage is refused in one line that names the place."""
 
 import json
+import os
 import random
 import zlib
 from itertools import pairwise
@@ -78,6 +79,18 @@ def test_checksums_are_crc32_of_each_mebibyte(tmp_path):
         assert (tmp_path / str(number)).read_bytes() == content
     with pytest.raises(FileExistsError):
         CheckedFile(tmp_path / "0")
+
+
+def test_a_writer_waits_for_the_disk_again_and_again(tmp_path, monkeypatch):
+    """Otherwise the last bytes of a large file reach a slow disk in one wait, which the hang watch takes for a hang."""
+    at = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: at.append(os.stat(tmp_path / "file").st_size))
+    monkeypatch.setattr(safetensors_io, "SYNCED", 2 * BLOCK)
+    file = CheckedFile(tmp_path / "file")
+    for size in (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 5):
+        file.write(bytes(size))
+    file.close()
+    assert at == [2 * BLOCK, 4 * BLOCK, 6 * BLOCK, 6 * BLOCK + 4]
 
 
 def test_files_are_safetensors(tmp_path):

@@ -50,7 +50,7 @@ def go_on(folder: Path, world: World, start: Path | None, *stops: int) -> None:
     """Take steps from a checkpoint on, or from the first, and save at `stops`. AdamW's rate is 0: it moves nothing."""
     cfg = checkpoint_ranks.narrow_config(folder, parallel__replicate=world.replicas)
     state = checkpoint_ranks.restored(cfg, world, start) if start else checkpoint_ranks.other_state(cfg, world)
-    saver = Saver(cfg, world, FACTS, print)
+    saver = Saver(cfg, world, state, FACTS, print)
     for stop in stops:
         while state.step < stop:
             take_step(state)

@@ -35,8 +35,6 @@ FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 SKIPPED = {31: "shard_000000.tar, sample 31: NaN"}
 BREAKS = {  # what fails, and on which rank; -1: the last
-    "copying": (checkpoint, "rows_of", -1),
-    "choosing rows": (checkpoint, "rows_to_write", -1),
     "the folder": (checkpoint_files, "require_space", 0),
     "opening a file": (safetensors_io.CheckedFile, "__init__", -1),
     "writing": (safetensors_io.CheckedFile, "write_tensor", 0),
@@ -45,7 +43,6 @@ BREAKS = {  # what fails, and on which rank; -1: the last
 }
 IN_A_FILE = ("opening a file", "writing", "syncing")  # the message names the file
 FULL = OSError(errno.ENOSPC, "No space left on device")
-ERRORS = {what: MemoryError("cannot pin") if what == "copying" else FULL for what in BREAKS}
 
 
 def narrow_config(run: Path, **values: object) -> Config:
@@ -160,7 +157,7 @@ def recorded() -> Iterator[list[tuple[float, str, str]]]:
 def writing(cfg: Config, world: World) -> dict:
     """The written state's checkpoint, and in which order it came to the disk."""
     state, said = lively_state(cfg, world), []
-    saver = Saver(cfg, world, FACTS, said.append)
+    saver = Saver(cfg, world, state, FACTS, said.append)
     with recorded() as events:
         for _ in range(2):  # the second finds it saved
             saver.save(state, SKIPPED)
@@ -202,13 +199,13 @@ def finishing(saver: Saver) -> list[str]:
 def breaking(cfg: Config, world: World) -> dict:
     """Saves that fail on one rank, each between two that do not."""
     state, said, found = other_state(cfg, world), [], {}
-    saver = Saver(cfg, world, FACTS, said.append)
+    saver = Saver(cfg, world, state, FACTS, said.append)
     found["before"] = attempts(saver, state)
     before = Checkpoint(checkpoint_files.list_checkpoints(saver.run)[-1])
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size
-        patch = mock.patch.object(owner, attribute, side_effect=ERRORS[name]) if here else contextlib.nullcontext()
+        patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
         with patch:
             found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": of_all(said)}
     before.verify()

@@ -245,7 +245,7 @@ def watched(gpus: int, cfg: Config) -> dict:
             found = {"before the loop": WATCH.told(), "captures": steps.recorder.captures}
             WATCH.collectives.clear()
             alive = types.SimpleNamespace(at=nothing, watch=types.SimpleNamespace())
-            train.Run(cfg, state, steps, *sets, None, report, log, alive, None).train()
+            train.Run(cfg, state, steps, *sets, None, report, log, alive, None).train(sets[0].feed(0))
             found |= {"loop": WATCH.told(), "collectives": [*WATCH.collectives]}
     ranks.stop()
     return found

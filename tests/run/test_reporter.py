@@ -68,8 +68,8 @@ def trained(micro, tmp_path, monkeypatch):
         state.precision = SimpleNamespace(begin=lambda step: None, stage=lambda step: SimpleNamespace(first=0))
         own = {"loss": zeros[1], "norm": zeros[2], "warm_s": 0.0, "health": Health(torch.device("cpu"))}
         steps = MadeUpSteps(state=state, events=events, broken=broken, bad=bad, **own)
-        feed = SimpleNamespace(wait_s=0.0, close=lambda: None)
-        train_set = SimpleNamespace(feed=lambda samples: feed, skipped_everywhere=dict)
+        feed = SimpleNamespace(wait_s=0.0)
+        train_set = SimpleNamespace(skipped_everywhere=dict)
         saver = SimpleNamespace(save=lambda *_: events.append(f"save {state.step}"), finish=lambda: None)
         mark = None if kind == "cpu" else SimpleNamespace(synchronize=lambda: events.append("read"))
         monkeypatch.setattr(ranks, "record_copy_event", lambda device: mark)
@@ -78,8 +78,8 @@ def trained(micro, tmp_path, monkeypatch):
         log = BenchmarkLog(None)
         report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log)
         try:
-            alive = SimpleNamespace(at=note, watch=feed)
-            train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train()
+            alive = SimpleNamespace(at=note, watch=SimpleNamespace())
+            train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train(feed)
         except (Interrupted, Fault, RuntimeError) as error:
             events.append(str(error).partition(" in")[0])
         finally:

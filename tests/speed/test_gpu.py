@@ -120,7 +120,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
     first, second = (State.build(cfg, world, seed) for seed in (3, 4))
     train(first, 2)
     facts = {"run": "a run", "train_samples": 0, "val_samples": 0}
-    saver = Saver(cfg, world, facts, print)
+    saver = Saver(cfg, world, first, facts, print)
     saver.save(first, {})
     want = train(first, 3)
     saver.finish()

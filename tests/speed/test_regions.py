@@ -92,10 +92,20 @@ def test_levers_reach_fsdp():
     assert [len(log) for log in logs] == [30, 30, 26]
 
 
-def test_compiling_on_a_cpu_needs_a_c_compiler(world, monkeypatch):
+def test_compiling_needs_a_compiler_of_c(world, monkeypatch):
+    """On a GPU Triton builds its launchers with it, and takes that of CC first."""
+    cfg = micro(parallel__compile=True)
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
-    with pytest.raises(Refusal, match=r"parallel\.compile=true needs a C\+\+ compiler .* set parallel\.compile=false"):
-        State.build(micro(parallel__compile=True), world, seed=0)
+    with pytest.raises(
+        Refusal, match=r"^parallel\.compile=true needs g\+\+; install it or set parallel\.compile=false$"
+    ):
+        State.build(cfg, world, seed=0)
+    with pytest.raises(Refusal, match="needs gcc"):
+        regions.compile_all([], cfg, torch.device("cuda"))
+    monkeypatch.setenv("CC", "own-cc")
+    monkeypatch.setattr(regions.shutil, "which", lambda name: name == "own-cc" or None)
+    regions.compile_all([], cfg, torch.device("cuda"))
+    regions.permit_compilation()
 
 
 def test_what_excludes_each_other_is_refused():
