@@ -142,7 +142,8 @@ def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) ->
         loss, _ = steps.train_on(marked)
         clock.mark(END)
     if (steps.health.first_bad != NEVER).any():
-        raise Fault("the loss or the gradient norm is not finite, so the times mean nothing; lower optim.lr")
+        remedy = "lower optim.lr or take another parallel.attention"
+        raise Fault(f"the loss or the gradient norm is not finite, so the times mean nothing; {remedy}")
     return float(loss)
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from bench import common, device_tests
+from bench import common
 from bench.sources import FIGURES, ROOT, TESTS, sources
 from bench.static.predicted import Counts
 from bench.sweep_table import table
@@ -42,7 +42,7 @@ from flux_ref.run.options import Options, between, listed
 from tools.shared import json_option
 
 LEAST_S = 60.0  # a variant is not begun with less time left
-START_S = 60.0  # until the first test of a device begins; a test that hangs must end before its variant does
+TESTS_S = 300.0  # for a row of tests of a device, which compile; a test that hangs ends before, after LIMIT_S
 AGAIN = ("failed", "refused", "out of time")  # what runs again, after all others
 ABORT_S = 3.0  # for writing down where it was
 KEPT_LINES = 300  # of its output; a compiler gives its reason far above its end
@@ -87,13 +87,14 @@ def variants(small: bool) -> list[Variant]:
     pair = ("--model.double_blocks=1", "--model.single_blocks=1")
     plain = ("--parallel.compile=false", "--parallel.activation_budget=1.0")  # whatever the config says
     compiled, half = "--parallel.compile=true", "--parallel.activation_budget=0.5"
+    flash = f"--parallel.attention={'auto' if small else 'flash'}"  # which knows no fp32
     eager, graph = "--graph.enabled=off", "--graph.enabled=on"
     dynamic, delayed = "--precision.preset=fp8", ("--precision.preset=fp8_delayed", "--precision.dynamic_steps=0")
 
     def tests(name: str) -> Variant:
         files = [f"tests/speed/{file}.py" for file in TESTS_OF[name]]
         stand_in = ["--stand-in"] if small else []
-        return Variant(f"tests {name}", DEVICE_TESTS, (*stand_in, *files), device_tests.LIMIT_S + START_S)
+        return Variant(f"tests {name}", DEVICE_TESTS, (*stand_in, *files), TESTS_S)
 
     def part(name: str, *options: str, rows: int = usual) -> Variant:
         batch = (f"--train.global_batch={rows}", f"--train.micro_batch={rows}")
@@ -123,6 +124,7 @@ def variants(small: bool) -> list[Variant]:
         whole("compiled larger", more, "--evaluate", evals, compiled),
         peer("compiled", compiled),
         part("compiled fp8 dynamic", compiled, dynamic),
+        part("compiled flash", compiled, flash),
         part("compiled k=2", compiled, "--parallel.region_blocks=2"),
         part("compiled k=4", compiled, "--parallel.region_blocks=4"),
         whole("compiled budget 0.5", larger, compiled, half),
@@ -135,9 +137,9 @@ def variants(small: bool) -> list[Variant]:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A folder for compiled code and temporary files; the next sweep empties what a killed one has left.
+    """A folder for compiled code and temporary files.
 
-    All variants share the compiler's files, or most would compile the same graphs again.
+    All variants and later calls share the compiler's files, or most would compile the same graphs again.
     Raises: Refusal if another sweep is at work, since two at once measure each other.
     """
     folder = Path(tempfile.gettempdir()) / f"bench_sweep_{os.getuid()}"
@@ -147,20 +149,15 @@ def workplace() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise Refusal(f"another sweep is at work in {folder}; wait for its end") from None
-        empty(folder)
         yield folder
-        empty(folder)
-
-
-def empty(folder: Path) -> None:
-    for name in ("compiled", "temporary"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.rmtree(folder / "temporary", ignore_errors=True)
 
 
 def run(variant: Variant, timeout_s: float, folder: Path, outcomes: Path) -> dict:
     """Run a variant in a process group of its own; its record: status, seconds, and the report or a line that says why.
 
-    status: done, refused, failed, "out of time" or, where only this call's time was up, "not run".
+    status: done, refused, failed, "too large" for the device, "out of time" or, where only this call's time was up,
+    "not run".
     folder: of `workplace`. outcomes: the file of bench.device_tests.
     """
     temporary = folder / "temporary"
@@ -202,6 +199,8 @@ def run(variant: Variant, timeout_s: float, folder: Path, outcomes: Path) -> dic
         own = [line for line in lines if line.startswith(f"{variant.module}: ")]  # a backend may write after it
         status = "refused" if process.returncode == Refusal.exit_code else "failed"
         reason = (own or lines or [f"exit code {process.returncode}"])[-1]
+        if "out of memory" in reason:
+            status = "too large"
     elif timeout_s >= variant.limit_s:
         status, reason = "out of time", f"ended after {timeout_s:.0f} s, its limit"
     else:

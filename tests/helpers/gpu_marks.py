@@ -95,9 +95,12 @@ def on_both(device_or_stand_in, monkeypatch) -> Callable:
     def run(function: Callable) -> list:
         found = []
         for _ in range(2):
-            found.append(function(ranks.start(ParallelConfig())))
-            ranks.stop()
+            try:
+                found.append(function(ranks.start(ParallelConfig())))
+            finally:
+                ranks.stop()
             monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+            monkeypatch.setattr(ranks, "_device", lambda local_rank: torch.device("cpu"))
         return found
 
     return run

@@ -116,20 +116,6 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
         steps.close()
 
 
-def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(micro, world):
-    steps = make(micro, world)
-    train = steps._train
-
-    def waiting() -> None:
-        train()
-        float(steps.loss)
-
-    steps._train = waiting
-    with pytest.raises(Exception, match=r"a step cannot be captured: .*; set graph.enabled=off"):
-        steps.capture()
-    assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs
-
-
 def test_a_capture_may_end_while_a_stream_waits_without_work(device):
     """So end FSDP2's gathering streams after a validation; test_capture_streams.py shows that their work is joined."""
     one = torch.ones(4, device=device)
@@ -181,3 +167,18 @@ def test_a_run_that_breaks_amid_training_ends_soon(train_py, shapes_dir, tmp_pat
     left = time.time()
     assert process.returncode == 3 and "an error amid training" in process.stderr
     assert left - float(re.search(r"broken at ([\d.]+)", process.stdout).group(1)) < EXIT_S
+
+
+def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(micro, world):
+    """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
+    steps = make(micro, world)
+    train = steps._train
+
+    def waiting() -> None:
+        train()
+        float(steps.loss)
+
+    steps._train = waiting
+    with pytest.raises(Exception, match=r"a step cannot be captured: .*; set graph.enabled=off"):
+        steps.capture()
+    assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs

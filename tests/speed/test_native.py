@@ -265,7 +265,7 @@ def test_a_compiler_keeps_bits_and_layouts(seen):
 
 @pytest.mark.gpu
 def test_this_device_computes_what_is_emulated(device, monkeypatch):
-    """Within bf16's rounding and the order of the sums. A CPU stands in for a B200."""
+    """Within bf16's rounding and the sums' own: Hopper keeps 12 or 13 bits of them. A CPU stands in for a B200."""
     arch = fp8_product.architecture(device)
     if device.type == "cpu":
         arch = "sm100"
@@ -279,7 +279,7 @@ def test_this_device_computes_what_is_emulated(device, monkeypatch):
         a = decoded(x, SIDES[left])
         b = decoded(w, SIDES[right])
         want = a @ b.t()
-        bound = 2.0**-8 * want.abs() + 2.0**-13 * (a.abs() @ b.abs().t())
+        bound = 2.0**-8 * want.abs() + 2.0**-11 * (a.abs() @ b.abs().t())
         error = (multiplied(arch, left, right, x, w).float() - want).abs()
         if not (error <= bound).all():
             wrong.append((left, right, (error / bound).max().item()))
