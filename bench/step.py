@@ -72,6 +72,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         steps = clock.steps()
         if args.profile:
             profile["kernels"] = kernels.profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), PROFILED_STEPS)
+        run.close(agreed=True)  # `split` needs the memory of the graphs
     finally:
         if feed:
             feed.close()

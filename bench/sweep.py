@@ -43,7 +43,7 @@ from tools.shared import json_option
 
 LEAST_S = 60.0  # a variant is not begun with less time left
 TESTS_S = 300.0  # for a row of tests of a device, which compile; a test that hangs ends before, after LIMIT_S
-AGAIN = ("failed", "refused", "out of time")  # what runs again, after all others
+AGAIN = ("failed", "refused", "too large", "out of time")  # what runs again, after all others
 ABORT_S = 3.0  # for writing down where it was
 KEPT_LINES = 300  # of its output; a compiler gives its reason far above its end
 MAY_LACK = {"mlperf_logging": "tests that start train.py", "diffusers": "the race against it"}

@@ -78,9 +78,9 @@ def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, 
             try:
                 room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
             except (MemoryError, RuntimeError) as error:
-                raise Refusal(
-                    f"no host memory for the copy of a checkpoint: {error}; set checkpoint.save=false"
-                ) from None
+                reason = (str(error) or "MemoryError").splitlines()[0]
+                remedy = "free memory or set checkpoint.save=false"
+                raise Refusal(f"no host memory for the copy of a checkpoint: {reason}; {remedy}") from None
         copies[key] = replace(part, local=room[:count].view(part.local.shape))
         room = room[count:]
         left -= count

@@ -13,7 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,7 +33,8 @@ DRIVERS = {
     "/dev/nvidiactl": torch.version.cuda,
     "/dev/kfd": torch.version.hip,
 }  # a file, and whether torch is built for it
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # may hide all GPUs
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MOST = 2**20  # ranks
 MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
@@ -80,7 +81,8 @@ def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True)
     rank = of_environment("RANK", 0, size - 1, 0)
     device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
+    with suppress(ValueError):  # macOS has limits of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
     timeout = timedelta(seconds=timeout_s) if timeout_s else None
@@ -201,7 +203,7 @@ def _device(local_rank: int) -> torch.device:
 def _require_no_gpu() -> None:
     """Raises: Refusal if this node has a GPU that nobody hides and torch cannot use. A CPU must not take its place."""
     found = next((path for path, is_built in DRIVERS.items() if is_built and os.path.exists(path)), None)
-    if found and not any(name in os.environ for name in VISIBLE):
+    if found and not any(os.environ.get(name) in HIDING for name in VISIBLE):
         raise Refusal(
             f"this node has a GPU ({found}), but torch {torch.__version__} cannot use it; update the driver or install "
             f"another torch, or set {VISIBLE[0]}= to run on the CPU"

@@ -27,6 +27,7 @@ from flux_ref.speed.settled import require_settled
 from flux_ref.step import NEVER, Health, State, train_step, validation_step
 
 CAPTURED = "captured"
+KEPT = []  # graphs that no rank may destroy
 WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
 
 
@@ -210,6 +211,7 @@ class StepRunner:
         recorder = self.recorder
         self.recorder = None
         if not (agreed or ranks.is_single()):
+            KEPT.append(self.graphs)
             return
         try:
             recorder.synchronize()  # no graph is dropped while it runs

@@ -78,9 +78,11 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device) -> None:
 
     Raises: Refusal without a C++ compiler on the CPU, or a C compiler on a GPU, where Triton builds its launchers.
     """
-    names = ("c++", "g++", "clang++") if device.type == "cpu" else (os.environ.get("CC", "gcc"), "gcc", "clang")
+    names = ("g++", "c++", "clang++")
+    if device.type != "cpu":
+        names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
     if not any(map(shutil.which, names)):
-        raise Refusal(f"parallel.compile=true needs {names[1]}; install it or set parallel.compile=false")
+        raise Refusal(f"parallel.compile=true needs {names[0]}; install it or set parallel.compile=false")
     torch.compiler.set_stance("default")
     _set(torch._dynamo.config, "recompile_limit", GRAPHS)
     _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)

@@ -370,7 +370,10 @@ def test_a_rank_without_memory_for_the_copies_is_refused_at_the_start(trains, tm
 
     monkeypatch.setattr(torch, "empty", short)
     code, _, line = trains(tmp_path / "run")
-    assert code == 2 and line == "no host memory for the copy of a checkpoint: cannot pin; set checkpoint.save=false"
+    assert (
+        code == 2
+        and line == "no host memory for the copy of a checkpoint: cannot pin; free memory or set checkpoint.save=false"
+    )
     assert not (tmp_path / "run").exists()
     assert trains(tmp_path / "run", "--checkpoint.save=false")[0] == 0
 

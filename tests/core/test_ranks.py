@@ -2,6 +2,7 @@
 
 import os
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,12 +61,18 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
     """A driver that is too old must not lead to a run on the CPU, unless the user hides the GPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     (tmp_path / "driver").touch()
-    for is_built, names, is_refused in ((True, (), True), (False, (), False), (True, ranks.VISIBLE[1:2], False)):
+    hidden, shown = ({ranks.VISIBLE[1]: value} for value in ("", "0,1"))
+    for is_built, given, is_refused in (
+        (True, {}, True),
+        (False, {}, False),
+        (True, hidden, False),
+        (True, shown, True),
+    ):
         monkeypatch.setattr(ranks, "DRIVERS", {tmp_path / "none": True, tmp_path / "driver": is_built})
         for name in ranks.VISIBLE:
             monkeypatch.delenv(name, raising=False)
-        for name in names:
-            monkeypatch.setenv(name, "")
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
         if is_refused:
             assert "cannot use it; update the driver" in refusal(ranks.start, ParallelConfig())
         else:
@@ -91,6 +98,15 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch):
     ranks.start(ParallelConfig())
     ranks.stop()
     assert found == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+def test_waiting_for_a_copy_from_a_device_does_not_spin(monkeypatch):
+    asked = []
+    event = SimpleNamespace(record=lambda: None)
+    module = SimpleNamespace(Event=lambda **options: asked.append(options) or event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    ranks.record_copy_event(torch.device("cuda", 0))
+    assert asked == [{"blocking": True}]
 
 
 def test_tests_of_a_cpu_see_no_device():

@@ -60,3 +60,15 @@ def require_equal_runs(found: Path, want: Path) -> None:
     first, second = newest(found).info, newest(want).info
     assert (first["step"], first["samples"]) == (second["step"], second["samples"])
     require_identical(trained(found, ""), trained(want, ""))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip the lowest bit of a byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)

@@ -80,6 +80,11 @@ def overwrite_value(path: Path, member: str, bits: int, place: int = 0, sample: 
     overwrite(path, position(member, "payload", sample) + 2 * place, np.array(bits, "<u2").tobytes())
 
 
+def put_nan(folder: Path, split: str, sample: int) -> None:
+    """Make the first value of a sample's T5 encoding NaN, in the first shard of a split."""
+    overwrite_value(folder / split / "shard_000000.tar", "t5", NAN, sample=sample)
+
+
 def describe(sample: int = 1, prefix: str = "some", **content: object) -> str:
     """The json of a sample."""
     return json.dumps({"key": f"{prefix}_{sample:08d}"} | content)

@@ -25,6 +25,7 @@ from conftest import MICRO, refusal, script, the_line
 from payload import Payload
 from peer_vae import relative_error
 from PIL import Image
+from run_files import contents
 from safetensors.torch import load_file, save_file
 from shard_damage import LAYOUT, opened
 from small_encoders import SMALL, WORDS, save_ae, save_clip, save_t5
@@ -200,10 +201,6 @@ def encoded(folder: Path) -> list[tuple[shards.Meta, dict[str, np.ndarray]]]:
         rows = LAYOUT.rows()
         samples.append((stored.read(i, rows), {name: shards.from_bf16_bits(bits) for name, bits in rows.items()}))
     return samples
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @contextlib.contextmanager

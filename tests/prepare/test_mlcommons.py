@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from conftest import MICRO
 from killing import Job, send
+from run_files import contents
 from shard_damage import LAYOUT, opened
 
 from flux_ref import config
@@ -108,10 +109,6 @@ def arguments(*args: object) -> argparse.Namespace:
 def refusal(*args: object, **kwargs: object) -> str:
     """The one line with which a conversion is refused."""
     return conftest.refusal(partial(convert, *args, **kwargs))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def require_converted(output: Path, want: list[Row], split="train", per_shard=PER_SHARD, layout=LAYOUT) -> None:

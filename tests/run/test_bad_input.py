@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import MICRO, called, data_overrides, micro_run, rank_exit_code, script, the_line
 from run_files import column, events, lines
+from shard_damage import put_nan
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
 from flux_ref import config, config_file, data, rng
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
-from flux_ref.formats.shards import BLOCK, NPY_HEADER
 from flux_ref.run import alive, cli
 from flux_ref.run.attempt import attempt as run_attempt
 from flux_ref.step_runner import StepRunner
@@ -27,7 +27,6 @@ from tools.weights import commands as weights
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
 MIDDLE = 20  # a sample that is neither the first nor the last of its shard, so opening does not meet it
-NAN = b"\xc0\x7f"  # as bf16 bits
 
 
 # Damage; a data set is a folder of train/, val/ and empty_encodings/ with one shard each
@@ -35,17 +34,6 @@ NAN = b"\xc0\x7f"  # as bf16 bits
 
 def shard(folder: Path, split: str = "train") -> Path:
     return folder / split / "shard_000000.tar"
-
-
-def overwrite(path: Path, offset: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(content)
-
-
-def put_nan(folder: Path, split: str, sample: int = MIDDLE) -> None:
-    """Make the first value of a sample's T5 encoding NaN."""
-    overwrite(shard(folder, split), sample * LAYOUT.stride + 3 * BLOCK + NPY_HEADER, NAN)
 
 
 def truncate(path: Path, size: int) -> None:
@@ -114,8 +102,16 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
 DAMAGE = {  # how, exit code, words of the complaint
     "truncated": (lambda d: truncate(shard(d), 3 * LAYOUT.stride + 5), 2, ["train/shard_000000.tar", "truncated"]),
     "no encoding": (lambda d: (d / "empty_encodings/clip_empty.npy").unlink(), 2, ["clip_empty.npy"]),
-    "NaN on the way": (lambda d: put_nan(d, "train"), 3, ["train/shard_000000.tar, sample 20, key train_00000020"]),
-    "NaN in validation": (lambda d: put_nan(d, "val"), 3, ["val/shard_000000.tar, sample 20, key val_00000020", "NaN"]),
+    "NaN on the way": (
+        lambda d: put_nan(d, "train", MIDDLE),
+        3,
+        ["train/shard_000000.tar, sample 20, key train_00000020"],
+    ),
+    "NaN in validation": (
+        lambda d: put_nan(d, "val", MIDDLE),
+        3,
+        ["val/shard_000000.tar, sample 20, key val_00000020", "NaN"],
+    ),
 }
 
 
@@ -135,7 +131,7 @@ def test_damage_that_opening_finds_is_refused_and_damage_on_the_way_stops_the_ru
 
 
 def test_a_damaged_sample_may_be_skipped(attempt, dataset, tmp_path):
-    put_nan(dataset, "train")
+    put_nan(dataset, "train", MIDDLE)
     closed = ("--mllog.submission_division=closed", "--mllog.rehearsal=true", "--train.caption_drop=0.5")
     code, out, line = attempt(*micro_run(dataset, tmp_path / "run"), "--data.skip_bad=2", *closed)
     assert (code, line) == (0, "") and column(tmp_path / "run", "skipped")[-1] == 1
@@ -194,7 +190,7 @@ def test_eval_of_a_damaged_run_or_with_an_override_that_does_not_fit_is_refused(
 
 
 def test_eval_meets_a_damaged_sample(attempt, finished, dataset):
-    put_nan(dataset, "val")
+    put_nan(dataset, "val", MIDDLE)
     code, _, line = attempt(finished, *data_overrides(dataset), name="eval.py")
     assert code == 3 and has_words(line, "val_00000020", "NaN"), line
 

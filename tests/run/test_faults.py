@@ -293,7 +293,7 @@ def test_shards_that_are_written_under_a_run_end_it(trains, calm, strikes, shape
 
 
 @pytest.mark.slow
-def test_a_lack_of_memory_ends_the_run_with_one_line_or_costs_a_checkpoint(trains, calm, strikes, tmp_path):
+def test_a_lack_of_memory_ends_the_run_with_one_line(trains, calm, strikes, tmp_path):
     def exhaust(error: Exception) -> None:
         raise error
 

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 from compliance import check
-from conftest import MICRO, micro_run, require_identical, trained
+from conftest import micro_run, require_identical, trained
 from killing import trained_on
 from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
-from run_files import column, event, events, lines, newest, require_equal_runs, what_counts
+from run_files import column, event, events, flip, lines, newest, require_equal_runs, what_counts
+from shard_damage import put_nan
 
-from flux_ref import config_file, rng
+from flux_ref import rng
 from flux_ref.benchmark import closed
 from flux_ref.config import MllogConfig
-from flux_ref.formats import checkpoint_files, shards
+from flux_ref.formats import checkpoint_files
 from flux_ref.formats.checkpoint_reader import Checkpoint
 
 BATCH = 12
@@ -230,12 +231,6 @@ def test_a_damaged_newest_checkpoint_is_refused_with_the_line_that_takes_an_olde
     require_equal_runs(folder, whole)
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_path, capsys, monkeypatch):
     """Its one trace is the evaluation at its first end, which the longer run does not make. Its log is no result."""
     folder = tmp_path / "run"
@@ -268,18 +263,11 @@ def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_pa
 # Damaged samples that were passed over
 
 
-def put_nan(data: Path, sample: int) -> None:
-    """Make the first value of a training sample's T5 encoding NaN."""
-    with (data / "train" / "shard_000000.tar").open("r+b") as file:
-        file.seek(sample * shards.layout(config_file.load(MICRO).model).stride + 3 * shards.BLOCK + shards.NPY_HEADER)
-        file.write(b"\xc0\x7f")
-
-
 def test_samples_passed_over_before_a_stop_still_count_after_it(shapes_dir, tmp_path, capsys):
     dataset = Path(shutil.copytree(shapes_dir, tmp_path / "data"))
     first, second = (rng.order(0, epoch, 50).tolist() for epoch in (0, 1))
     bad = next(sample for sample in first[:BATCH] if sample not in second[:30])  # not met again in 3 steps
-    put_nan(dataset, bad)
+    put_nan(dataset, "train", bad)
     short = ("--train.max_samples=36", "--data.skip_bad=1")
     folder, copy = tmp_path / "run", tmp_path / "copy"
     assert called(folder, dataset, *short) == 0
@@ -290,7 +278,7 @@ def test_samples_passed_over_before_a_stop_still_count_after_it(shapes_dir, tmp_
     assert called(folder, dataset, *short) == 0
     assert column(folder, "skipped") == [1, 1, 1]
     capsys.readouterr()
-    put_nan(dataset, first[30])
+    put_nan(dataset, "train", first[30])
     assert called(copy, dataset, *short) == 3
     complaint = capsys.readouterr().err
     assert "data.skip_bad=1 allows no more" in complaint and f"train_{first[30]:08d}" in complaint

@@ -93,18 +93,21 @@ def test_levers_reach_fsdp():
 
 
 def test_compiling_needs_a_compiler_of_c(world, monkeypatch):
-    """On a GPU Triton builds its launchers with it, and takes that of CC first."""
+    """On a GPU Triton builds its launchers with it, and takes only that of CC if this is set."""
     cfg = micro(parallel__compile=True)
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
     with pytest.raises(
         Refusal, match=r"^parallel\.compile=true needs g\+\+; install it or set parallel\.compile=false$"
     ):
         State.build(cfg, world, seed=0)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(Refusal, match="needs gcc"):
         regions.compile_all([], cfg, torch.device("cuda"))
-    monkeypatch.setenv("CC", "own-cc")
-    monkeypatch.setattr(regions.shutil, "which", lambda name: name == "own-cc" or None)
+    monkeypatch.setattr(regions.shutil, "which", lambda name: name == "gcc" or None)
     regions.compile_all([], cfg, torch.device("cuda"))
+    monkeypatch.setenv("CC", "own-cc")
+    with pytest.raises(Refusal, match="needs own-cc"):
+        regions.compile_all([], cfg, torch.device("cuda"))
     regions.permit_compilation()
 
 

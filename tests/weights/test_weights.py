@@ -18,6 +18,7 @@ from fake_world import fake_world
 from lively_nets import lively
 from payload import Payload
 from peer_net import to_diffusers
+from run_files import flip
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -310,14 +311,6 @@ def test_what_is_there_is_never_replaced(kept, tmp_path):
         assert words in refusal(exports.import_, source, CFG, tmp_path / out)
     assert [(tmp_path / name).read_text() for name in ("file", ".new.partial")] == ["mine", "mine"]
     assert not [*(tmp_path / "folder").iterdir()]
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 def test_inspect_says_what_is_there(kept, capsys):

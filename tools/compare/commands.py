@@ -18,7 +18,6 @@ from statistics import fmean, median, stdev, variance
 from subprocess import Popen
 
 import numpy as np
-from scipy.special import stdtr
 
 from flux_ref import config, config_file, config_rules
 from flux_ref.errors import Refusal
@@ -46,6 +45,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> dict[str, object]:
     if n > 1:
         found["stderr"] = stdev(each) / n**0.5
         found["unpaired stderr"] = ((variance(a) + variance(b)) / n) ** 0.5
+        from scipy.special import stdtr  # an optional package
+
         t = abs(found["b - a"]) / (found["stderr"] or 1e-300)
         found["p"] = 2 * stdtr(n - 1, -t)  # both tails of Student's distribution
         if t:  # 4 of 5 see it: 2.8 = z(0.975) + z(0.8), 1.92 = z(0.975)^2 / 2 (Guenther 1981)
@@ -148,6 +149,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     args, overrides = parser.parse_known_args(argv)
     options.package("matplotlib", "the picture of compare")
+    options.package("scipy", "the chances of compare")
     configs = {}
     for side, path in zip("ab", args.configs):
         with naming(path):
