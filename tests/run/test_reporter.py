@@ -13,6 +13,7 @@ from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.errors import Fault, Interrupted
 from flux_ref.evaluate import Validation
 from flux_ref.run import reporter
+from flux_ref.run.forecast import duration
 from flux_ref.run.reporter import Reporter, blame
 from flux_ref.step import NEVER, Health
 
@@ -121,3 +122,8 @@ def test_a_run_that_ends_early_reads_its_logged_step_first(trained):
     for want, (values, count) in ends.items():
         events, records = trained("gpu", **values)
         assert (", ".join(events), len(records)) == (want, count)
+
+
+def test_durations_are_told_in_words():
+    told = ["0 s", "99 s", "2 min", "83 min", "3 h 05 min"]
+    assert [duration(seconds) for seconds in (0.4, 99, 130, 5000, 11_100)] == told
