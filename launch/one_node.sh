@@ -25,6 +25,7 @@ shift
 results=${RESULTS:-results/$(basename "$config" .toml)}
 gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
 mkdir -p "$results/logs"
+[[ ! -e /dev/kfd ]] || export HSA_NO_SCRATCH_RECLAIM=1 # some versions of RCCL refuse to start without it
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT # in a container all dies with this script, also a save
 trap 'exit 143' TERM
 

@@ -17,6 +17,8 @@ from flux_ref.formats.outside import told, whole_number
 from flux_ref.run.alive import SIGNALS, follow_launcher, received
 from flux_ref.run.attempt import complain, give_up_full_streams, lasting_terminal, make_terminal_patient
 
+# What needs less memory, by script.
+REMEDIES = {"train.py": "lower train.micro_batch", "eval.py": "lower eval.batch or sample.count"}
 LINGER_S = 5.0
 
 
@@ -68,7 +70,8 @@ def _attempt(name: str, task: Callable[[list[str]], int], argv: list[str]) -> in
     except Exception as error:
         text = str(error) or "MemoryError"
         if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", text):
-            reason = f"out of memory: {text.splitlines()[0]}; free memory or lower train.micro_batch"
+            remedy = REMEDIES.get(name, "give a smaller batch")
+            reason = f"out of memory: {text.splitlines()[0]}; free memory or {remedy}"
             return _complain(name, Fault(reason, alone=True))
         if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
             # Another rank broke and prints the reason. torchrun ends this rank, meanwhile or already.

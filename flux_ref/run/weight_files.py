@@ -138,6 +138,10 @@ def find(path: Path, step: int | None = None) -> Path:
     for name in ("transformer", "flux1-schnell.safetensors"):  # of FLUX.1-schnell's repository
         if (path / name).exists():
             return path / name
+    if (path / "ae.safetensors").exists():
+        raise Refusal(
+            f"{path} is FLUX.1-schnell's folder without transformer/; docs/own_pictures.md has what fetches it"
+        )
     if path.suffix == ".toml":
         raise Refusal(f"{path} is a config, which holds no weights; {REMEDY}")
     if is_checkpoint(path) or path.is_file() or any(path.glob("*.safetensors")):

@@ -3,7 +3,8 @@
 They are read from local safetensors files only: nothing is downloaded, no pickle is opened, no code beside the weights
 is run. Only this file imports transformers, and only when encoders are needed.
 
-numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16 is asked for.
+numerics: the autoencoder computes in fp32; so do the text encoders, unless bf16 is asked for. On NVIDIA torch lets
+convolutions round their factors to TF32, by up to 2**-11; samples are stored in bf16, which rounds more.
 """
 
 from collections.abc import Sequence

@@ -59,14 +59,15 @@ def arithmetic(arch: str) -> Arithmetic:
     """The arithmetic of an architecture. Raises: Refusal if it has no FP8.
 
     Source: the layouts that PyTorch's ScaledBlas.cpp accepts. MI300X and MI325X (gfx94x) have formats of their own,
-    without infinities and negative zero.
+    without infinities and negative zero. On AMD torch refuses what Hopper cannot do: PyTorch's pull request 196884 of
+    September 2026 lifts this for one scale per tensor, and no version that we know has it.
     """
     if re.fullmatch(r"gfx94\d", arch):
-        return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=False)
+        return Arithmetic(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, row_times_column=True)
     if not re.fullmatch(r"cpu|sm89|sm9\d|sm1\d\d|gfx950|gfx12\d\d", arch):
         raise Refusal(f"e4m3 sides need a device that computes in FP8, {arch} does not; set precision.preset=bf16")
-    # Datacenter Blackwell and AMD take every layout. A CPU could, too, but shows here what Hopper would refuse.
-    any_layout = re.fullmatch(r"sm10\d|gfx\d+", arch)
+    # Datacenter Blackwell takes every layout. A CPU could, too, but shows here what Hopper would refuse.
+    any_layout = re.fullmatch(r"sm10\d", arch)
     return Arithmetic(torch.float8_e4m3fn, torch.float8_e5m2, row_times_column=not any_layout)
 
 

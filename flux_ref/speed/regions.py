@@ -7,6 +7,8 @@ fused across its blocks. But it holds more gathered weights at a time, and its g
 import contextlib
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,8 @@ def compile_all(units: list[Region], cfg: Config, device: torch.device) -> None:
     names = ("g++", "c++", "clang++")
     if device.type != "cpu":
         names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
+        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():  # which the launchers include
+            raise Refusal("parallel.compile=true needs Python.h; install python3-dev or set parallel.compile=false")
     if not any(map(shutil.which, names)):
         raise Refusal(f"parallel.compile=true needs {names[0]}; install it or set parallel.compile=false")
     torch.compiler.set_stance("default")

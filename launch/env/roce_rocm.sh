@@ -5,10 +5,6 @@
 # and every drop stalls all ranks. 104 is DSCP 26, a common choice; ask for the one of this site (DSCP * 4).
 export NCCL_IB_TC=${NCCL_IB_TC:-104}
 
-# Which entry of a card's table is RoCE v2 over IPv4: 3 with Mellanox and most Broadcom cards, 1 with AMD's Pollara; see
-# /sys/class/infiniband/*/ports/1/gid_attrs/types. RCCL that is built on NCCL before 2.21 does not find it.
-export NCCL_IB_GID_INDEX=${NCCL_IB_GID_INDEX:-3}
-
 # Ethernet switches choose an uplink per flow, by a hash; one flow per pair of cards makes collisions likely.
 export NCCL_IB_QPS_PER_CONNECTION=4
 
@@ -23,3 +19,7 @@ export HSA_NO_SCRATCH_RECLAIM=1
 
 # Say once what RCCL has chosen wrongly or could not use.
 export NCCL_DEBUG=WARN
+
+# Only if this site needs it:
+# export NCCL_IB_GID_INDEX=3          RCCL before ROCm 6.3: the entry of RoCE v2 over IPv4 in `show_gids`; Pollara: 1
+# export NCCL_DMABUF_ENABLE=1         RCCL before 2026 sends through host memory where the module peermem is missing

@@ -86,7 +86,7 @@ def test_the_readme_names_every_variable_of_the_script():
     script = (LAUNCH / "slurm.sbatch").read_text()
     documented = set(re.findall(r"^#   ([A-Z_]+)=", script, re.M))
     used = set(re.findall(r"\$\{([A-Z_]+):[-?+]", script)) - {"SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"}
-    assert used - {"CONTAINER_MOUNTS", "GLOO_SOCKET_IFNAME"} == documented
+    assert used - {"CONTAINER_MOUNTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} == documented
     assert not [name for name in documented if f"`{name}" not in README]
 
 
