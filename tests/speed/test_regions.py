@@ -92,8 +92,8 @@ def test_levers_reach_fsdp():
     assert [len(log) for log in logs] == [30, 30, 26]
 
 
-def test_compiling_needs_a_compiler_of_c(world, monkeypatch):
-    """On a GPU Triton builds its launchers with it, and takes only that of CC if this is set."""
+def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
+    """On a GPU Triton builds its launchers with it, and takes only that of CC if this is set. They include Python.h."""
     cfg = micro(parallel__compile=True)
     monkeypatch.setattr(regions.shutil, "which", lambda name: None)
     with pytest.raises(
@@ -101,6 +101,10 @@ def test_compiling_needs_a_compiler_of_c(world, monkeypatch):
     ):
         State.build(cfg, world, seed=0)
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(regions.sysconfig, "get_paths", lambda: {"include": tmp_path})
+    with pytest.raises(Refusal, match=r"needs Python\.h; install python3-dev"):
+        regions.compile_all([], cfg, torch.device("cuda"))
+    (tmp_path / "Python.h").touch()
     with pytest.raises(Refusal, match="needs gcc"):
         regions.compile_all([], cfg, torch.device("cuda"))
     monkeypatch.setattr(regions.shutil, "which", lambda name: name == "gcc" or None)

@@ -185,6 +185,8 @@ def test_a_step_means_that_checkpoint_of_a_run_and_none_the_newest(run, kept):
     for path, problem in ((run.parent, "holds no weights"), (run / "none", "does not exist")):
         text = complaint(path)
         assert text.startswith(f"{path} {problem}; ") and "a .safetensors file in BFL's layout" in text
+    (run.parent / "ae.safetensors").touch()
+    assert "FLUX.1-schnell's folder without transformer/" in complaint(run.parent)
 
 
 def write_bfl(folder: Path, change: Callable[[dict], object] = lambda tensors: None, cut: int | None = None) -> Path:
