@@ -12,7 +12,7 @@ from flux_ref import config_file, ranks
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.errors import Fault, Interrupted
 from flux_ref.evaluate import Validation
-from flux_ref.run import reporter
+from flux_ref.run import loss_chart, reporter
 from flux_ref.run.forecast import duration
 from flux_ref.run.reporter import Reporter, blame
 from flux_ref.step import NEVER, Health
@@ -122,6 +122,14 @@ def test_a_run_that_ends_early_reads_its_logged_step_first(trained):
     for want, (values, count) in ends.items():
         events, records = trained("gpu", **values)
         assert (", ".join(events), len(records)) == (want, count)
+
+
+def test_the_chart_tells_training_from_validation(trained, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loss_chart, "chart", lambda *curves: seen.append(curves[:2]))
+    trained("cpu")
+    train_curve, val_curve = seen[-1]
+    assert train_curve[0] == (12, 1.0) and val_curve[0] == (36, 0.5)
 
 
 def test_durations_are_told_in_words():
