@@ -150,4 +150,4 @@ def test_a_run_that_is_killed_a_hundred_times_ends_like_one_that_was_left_alone(
     counts = endure(shapes_dir, tmp_path, kills=100, seed=1)
     with capsys.disabled():
         print(f"\n{dict(counts)}")
-    assert counts["save in flight"] > 20
+    assert counts["save in flight"] > 10, "of 25 kills that wait for a save; some saves end first"
