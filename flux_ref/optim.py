@@ -103,7 +103,7 @@ class ShardedAdamW:
             fused=True,
             capturable=world.device.type != "cpu",
         )
-        # Moments that AdamW made itself would lie among the activations of the first step for ever, and lack ema.
+        # AdamW would make its moments in the first step, among activations that are freed later, and no ema.
         for shard in self.shards:
             zeros = {kind: torch.zeros_like(shard, requires_grad=False) for kind in self.kinds}
             self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}

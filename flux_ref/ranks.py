@@ -108,7 +108,7 @@ def join(device: torch.device, store: dist.Store, rank: int, size: int, timeout:
     Raises: RuntimeError, ValueError.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
-    # torch 2.15 has a second program for NCCL, nccl2, and prefers it. Captures and `last_collective` know the first.
+    # torch 2.15 would take its new backend nccl2. Captures and `last_collective` were written for the older one.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     guard_expandable()
     dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
