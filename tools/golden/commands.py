@@ -3,7 +3,6 @@
     python -m tools.golden check                          this code against tests/golden
     python -m tools.golden check --from dump.safetensors  a port's values, under the same names; any part of them
     python -m tools.golden write                          record tests/golden anew, after a change that is meant
-    python -m tools.golden predict WEIGHTS --out FILE     what given weights predict, for two programs to compare
 
 --long takes the norms of the 776 initial tensors of FLUX.1-schnell in; drawing them took 70 seconds on a server CPU.
 golden.safetensors holds the values. index.json lists them in order of computation, says what each is and how far a
@@ -61,10 +60,7 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("python -m tools.golden", __doc__)
-    parser.add_argument("command", choices=("check", "write", "predict"))
-    parser.add_argument("weights", nargs="?", type=Path, help="predict: weights in any form that eval.py takes")
-    parser.add_argument("--out", type=Path, help="predict: a new safetensors file")
-    parser.add_argument("--config", help="predict: the config of the weights' model; FLUX.1-schnell if not given")
+    parser.add_argument("command", choices=("check", "write"))
     parser.add_argument("--long", action="store_true", help="also the initial norms of FLUX.1-schnell")
     parser.add_argument("--from", dest="dump", type=Path, help="a port's values as a safetensors file")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="check: compare these names, such as 'grad.*'")
@@ -72,18 +68,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="check: cut no list of names")
     parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="folder of the golden values")
     args = parser.parse_args(argv)
-    if (args.command == "predict") != bool(args.weights and args.out):
-        raise Refusal("predict needs WEIGHTS and --out FILE; check and write take neither")
     if args.command == "check":
         return check(args)
     if args.complete or args.all or args.only != "*":
         raise Refusal("--only, --complete and --all are for check; leave them out")
-    if args.command == "predict":
-        from tools.golden.predict import predict  # brings torch
-
-        return predict(args.weights, args.out, args.config, args.dump)
     if args.dump:
-        raise Refusal("--from is for check and predict; write records this code's own values")
+        raise Refusal("--from is for check; write records this code's own values")
     from tools.golden.write import write  # brings torch
 
     return write(args.golden, args.long)
