@@ -32,7 +32,6 @@ from flux_ref.formats import checkpoint_files, files, jsonl
 from flux_ref.run import cli
 from flux_ref.toy import make
 from tools.report import commands as report
-from tools.watch import commands as watch
 from tools.weights import commands as weights
 
 SHORT = {"train__max_samples": 36, "eval__every_samples": 24, "checkpoint__every_samples": 12, "checkpoint__keep": 9}
@@ -113,10 +112,6 @@ def judge_checkpoint(figure: str, folder: Path, said: Said) -> str:
 
 def run_report(folder: Path) -> Said:
     return lacking(report.main, "a", "--json=figures.json")
-
-
-def run_watch(folder: Path) -> Said:
-    return lacking(watch.main, "a", "--once")
 
 
 def judge_code(code: int, folder: Path, said: Said) -> str:
@@ -260,5 +255,4 @@ TARGETS = [
         judge=partial(judge_code, report.INVALID),
         writes=("figures.json",),
     ),
-    Target("watch_run", make_runs, DAMAGES, run_watch, judge=partial(judge_code, 0)),
 ]

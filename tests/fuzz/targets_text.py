@@ -21,12 +21,15 @@ from flux_ref.run import folder as run_folder
 from tools.plan import commands as plan
 from tools.report import commands as report
 from tools.shared import hardware
-from tools.watch import commands as watch
 
 ROOT = Path(__file__).parents[2]
 MICRO = config_file.load(ROOT / "tests" / "micro.toml")
 TRAINED = config_file.replace(MICRO, eval__target=0.5, eval__band="", data__train="data/train")
 CLAIMING = config_file.replace(TRAINED, run__dir="run")
+FIGURES = {
+    "metrics.jsonl": ("loss", "samples_per_s", "data_wait", "peak_memory_gb"),
+    "eval.jsonl": ("val_loss", "seconds"),
+}
 
 
 # Configs
@@ -74,7 +77,7 @@ def make_run(folder: Path) -> None:
 def run_records(folder: Path) -> tuple:
     """What every reader of these files gets: records, outcome, environment."""
     run = folder / "run"
-    found = [jsonl.records(run / name, figures=figures) for name, figures in watch.FIGURES.items()]
+    found = [jsonl.records(run / name, figures=figures) for name, figures in FIGURES.items()]
     return (*found, jsonl.outcome(run), jsonl.json_object(run / "environment.json"))
 
 
@@ -82,7 +85,7 @@ def judge_records(folder: Path, found: tuple) -> str:
     """As by json alone. The last line of records may be half a one."""
     run = folder / "run"
     *records, ending, facts = found
-    for name, kept in zip(watch.FIGURES, records):
+    for name, kept in zip(FIGURES, records):
         *lines, last = _content(run / name).split(b"\n")
         wanted = [json.loads(line) for line in lines]
         with suppress(ValueError):
@@ -96,15 +99,6 @@ def judge_records(folder: Path, found: tuple) -> str:
 def _content(path: Path) -> bytes:
     """Nothing for a missing file."""
     return path.read_bytes() if path.exists() else b""
-
-
-def run_watch(folder: Path) -> Said:
-    return command(watch.main, ["run", "--once"])
-
-
-def judge_watch(folder: Path, said: Said) -> str:
-    """The panel of other records is another; it must have lines of 80 columns."""
-    return "" if max(map(len, said.out.splitlines())) <= 80 else "a line is too long"
 
 
 def make_unfinished(folder: Path) -> None:
@@ -211,7 +205,6 @@ CLAIMED = ("run", "run/.lock", "run/config.toml")
 TARGETS = [
     Target("config", make_config, at("one.toml", TEXT), run_config, read_config),
     Target("records", make_run, RUN, run_records, judge=judge_records),
-    Target("watch", make_run, RUN, run_watch, judge=judge_watch),
     Target("claim", make_unfinished, at(".lock", TEXT), run_claim, writes=CLAIMED),
     Target(
         "report",

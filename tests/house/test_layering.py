@@ -8,7 +8,7 @@ from conftest import ROOT
 
 COMPUTED = {"config", "schedule", "rng", "latents", "flow", "model", "optim", "step", "evaluate"}
 TRAINING = {"speed", "formats", "benchmark", "run", "sampling", "toy"}
-COMMANDS = ("weights", "prepare", "golden", "plan", "report", "watch", "preflight", "compare", "census")
+COMMANDS = ("weights", "prepare", "golden", "plan", "report", "preflight", "compare")
 COMMANDS, SHARED = {f"tools.{name}" for name in COMMANDS}, "tools.shared"
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = ("cuda", "nccl", "gloo")
