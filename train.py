@@ -23,6 +23,7 @@ from flux_ref.data import Feed, TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.ranks import World
+from flux_ref.formats import shards
 from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
@@ -54,10 +55,12 @@ def main(argv: list[str]) -> int:
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
             gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
-        if cfg.data.evict:
+        if cfg.data.evict and shards.CAN_EVICT:
             train_set.shards.evict()
             val_set.shards.evict()
             log.cache_clear()
+        elif cfg.data.evict:
+            report.say("this system cannot drop the data set from its page cache, so the log has no cache_clear")
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         state = initial_state(cfg, world, claim.checkpoint)

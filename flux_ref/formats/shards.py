@@ -27,6 +27,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import outside
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
+CAN_EVICT = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
@@ -228,7 +229,7 @@ class ShardSet:
             raise Refusal(str(error)) from None
 
     def evict(self) -> None:
-        """Drop the shards' clean pages from the operating system's cache; needs no privilege (Linux). Reads no byte."""
+        """Drop the shards' clean pages from the operating system's cache; needs no privilege (CAN_EVICT). Reads no byte."""
         for path in self.paths:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from run_files import column, event, events, lines, require_equal_runs
 
 from flux_ref import config, config_file, schedule
 from flux_ref.errors import Refusal
+from flux_ref.formats import shards
 from flux_ref.formats.files import partial_of
 from flux_ref.model import parameter_table
 from flux_ref.run.forecast import forecast
@@ -173,6 +175,14 @@ def test_events_come_in_the_benchmarks_order(run, plain):
     times = [line["time_ms"] for line in events(folder)]
     assert times == sorted(times)
     assert events(plain)[0]["key"] == "init_start", "nothing was evicted"
+
+
+def test_a_system_without_posix_fadvise_trains_and_its_log_claims_no_eviction(run, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "CAN_EVICT", False)
+    monkeypatch.delattr(os, "posix_fadvise")
+    folder = run("run", "--data.evict=true", "--train.max_samples=12")
+    assert events(folder)[0]["key"] == "init_start"
+    assert "cannot drop the data set from its page cache" in capsys.readouterr().out
 
 
 def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
