@@ -22,8 +22,8 @@ from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.ranks import World
 from flux_ref.formats import shards
+from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
 from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
