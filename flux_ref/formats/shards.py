@@ -229,7 +229,7 @@ class ShardSet:
             raise Refusal(str(error)) from None
 
     def evict(self) -> None:
-        """Drop the shards' clean pages from the operating system's cache; needs no privilege (CAN_EVICT). Reads no byte."""
+        """Drop the shards' clean pages from the operating system's cache, where CAN_EVICT. Reads no byte."""
         for path in self.paths:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
