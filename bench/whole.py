@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import flow, schedule, sharding
-from flux_ref.benchmark.facts import VAL_SAMPLES
+from flux_ref.benchmark import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal

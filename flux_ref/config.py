@@ -100,7 +100,7 @@ class EvalConfig:
     target: float = 0.586  # spec: stop once the validation loss is at most this; 0: never
     batch: int = 32  # samples per forward on one rank
     noise: str = "fresh"  # fresh: new noise at each evaluation, as the reference; fixed: always the same
-    band: str = "public"  # reference losses: "public", a CSV file of your own runs, or "" for none
+    band: bool = True  # warn if the loss lies above those of the public runs of this batch
     permuted_captions: bool = False  # at the end and in eval.py: also the loss with captions exchanged
 
 

@@ -7,7 +7,7 @@ rate, warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation
 
 from dataclasses import fields
 
-from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, TARGET, TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark import EVAL_EVERY_SAMPLES, TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config, ModelConfig, flat
 from flux_ref.formats.outside import shown
 from flux_ref.speed import policy

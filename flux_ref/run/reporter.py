@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, step_runner
-from flux_ref.benchmark import alarms, closed, convergence
+from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
@@ -49,17 +49,13 @@ class Reporter:
     """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
 
     def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
-        """Collective. Raises: Refusal for a wrong eval.band."""
         self.cfg = cfg
         self.world = world
         self.log = log
         self.folder = config.run_dir(cfg)
         self.speaks = world.rank == 0
-        with ranks.agreed():
-            self.band = convergence.of_config(cfg)
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
-        self.rates = alarms.RateWatch()
         self.bar: tqdm | None = None
         self.pending: Callable[[], None] | None = None  # writes the record of a step whose values are on their way
 
@@ -222,8 +218,6 @@ class Reporter:
             "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
-        if alarm := self.rates.add(record):
-            self.say(f"{alarm.level}: samples {alarm.samples:,}: {alarm.text}")
         self.train_curve.append((samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
         self.since = Mark(time.perf_counter(), samples, wait_s)
@@ -253,8 +247,8 @@ class Reporter:
         error = f" +- {result.stderr:.4f}" if is_number(result.stderr) else ""  # NaN: one sample of a timestep
         loss = f"validation loss {result.loss:.4f}{error} over {result.count:,} samples"
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
-        if alarm := alarms.newest(self.val_curve, self.band):
-            self.say(f"{alarm.level}: {alarm.text}")
+        if warning := convergence.warning(self.cfg, self.val_curve):
+            self.say(warning)
         self._chart()
         self.pause(seconds + time.perf_counter() - begin)
 

@@ -1,95 +1,52 @@
-"""The band of the public runs and of your own."""
-
-import json
-from pathlib import Path
+"""The band of public runs, and the warning above it."""
 
 import pytest
-from conftest import ROOT, refusal
+from conftest import ROOT
 
 from flux_ref import config_file
 from flux_ref.benchmark import convergence
-from tools.report import band
+
+BATCHES = (512, 1024, 2048, 2304, 4096)
 
 
-def test_bands_of_all_batches_are_ordered_and_fall():
-    for batch in (512, 700, 1024, 1536, 2048, 2304, 3000, 4096):
-        band = convergence.public_band(batch)
-        assert list(band.samples) == sorted(set(band.samples)) and band.samples[0] < 600_000
-        assert all(low <= mid <= high for low, mid, high in zip(band.low, band.median, band.high))
-        assert min(band.spread) >= 0
-        assert band.median[0] > 0.65 and 0.584 < band.median[-1] < 0.588
-    assert convergence.public_band(511) is None and convergence.public_band(4097) is None
+def benchmark(batch: int, **values):
+    cfg = config_file.load(ROOT / "configs/schnell_gbs512.toml", [])
+    return config_file.replace(cfg, train__global_batch=batch, **values)
 
 
-def test_a_batch_predicted_from_its_neighbours_is_what_was_measured(tmp_path):
-    """2304's 60 runs, left out, against what 2048 and 4096 say of them."""
-    rows = convergence.PUBLIC.read_text().splitlines()
-    others = tmp_path / "others.csv"
-    others.write_text("\n".join(row for row in rows if not row.startswith("2304")) + "\n")
-    guessed, measured = convergence.band(others, 2304, ""), convergence.public_band(2304)
-    for samples, loss in zip(measured.samples[3:45], measured.median[3:45]):
-        assert guessed.at(samples, "median") == pytest.approx(loss, abs=0.004)
+def warned(cfg, curve) -> list[int]:
+    """The evaluations at which the run is warned of."""
+    return [i for i in range(len(curve)) if convergence.warning(cfg, curve[: i + 1])]
 
 
-def test_files_that_hold_no_band(tmp_path):
-    for name, text in (("a.csv", "global_batch,samples\n1,2\n"), ("b.csv", "\0\0\n1")):
-        (tmp_path / name).write_text(text)
-    said = [refusal(convergence.band, tmp_path / name, 512, "") for name in ("a.csv", "b.csv", "absent.csv")]
-    assert [words for words in said if "band" not in words] == []
-    for text in ("", ",".join(convergence.HEADER)):
-        (tmp_path / "c.csv").write_text(text)
-        cfg = config_file.load(ROOT / "configs/tiny.toml", [f"--eval.band={tmp_path}/c.csv"])
-        assert "has no runs of batch 60" in refusal(convergence.of_config, cfg)
+def test_the_bands_of_all_batches_are_ordered_and_fall_to_the_target():
+    for batch in BATCHES:
+        samples, low, median, high = zip(*convergence.public_band(batch))
+        assert list(samples) == sorted({*samples}) and samples[0] < 600_000
+        assert all(a <= b <= c for a, b, c in zip(low, median, high))
+        assert median[0] > 0.65 and 0.584 < median[-1] < 0.588
+    assert convergence.public_band(511) == []
 
 
-@pytest.fixture
-def put(tmp_path):
-    """put(name, ...) makes the folder of a tiny run that has ended at train.max_samples."""
-
-    def make(name: str, outcome: str = "train.max_samples reached", losses: str = "0.5", overrides=()) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        cfg = config_file.load(ROOT / "configs/tiny.toml", list(overrides))
-        (folder / "config.toml").write_text(config_file.dump(cfg))
-        records = ('{"samples": 0, "val_loss": 1.0}', f'{{"samples": 60, "val_loss": {losses}}}', "")
-        (folder / "eval.jsonl").write_text("\n".join(records))
-        if outcome:
-            (folder / "outcome.json").write_text(json.dumps({"outcome": outcome}))
-        return folder
-
-    return make
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_run_above_all_public_ones_is_warned_of_once(batch):
+    """After its second loss above the band; again only when it has been inside since."""
+    cfg, band = benchmark(batch), convergence.public_band(batch)
+    for side in ("low", "median", "high"):
+        assert warned(cfg, [(point.samples, getattr(point, side)) for point in band]) == []
+    curve = [(point.samples, point.high) for point in band]
+    for i in (3, 8, 9, 10, 20, 21):
+        curve[i] = curve[i][0], 1.011 * curve[i][1]
+    assert warned(cfg, curve) == [9, 21], "one loss alone is chance"
+    assert warned(cfg, [(point.samples, 1.1 * point.high) for point in band]) == [1]
+    text = convergence.warning(cfg, curve[:10])
+    assert f"{curve[9][1]:.4f}" in text and f"{band[9].low:.4f} to {band[9].high:.4f}" in text and "\n" not in text
 
 
-TARGET = ("--eval.target=0.6",)
-
-
-def test_runs_that_came_to_their_end_make_a_band(put, tmp_path, capsys):
-    runs = [str(put("one")), str(put("two", losses="0.7"))]
-    assert band.main(runs) == 0
-    (tmp_path / "own.csv").write_text(capsys.readouterr().out)
-    made = convergence.band(tmp_path / "own.csv", 60, "own")
-    assert (made.samples, made.low, made.median, made.high) == ((0, 60), (1.0, 0.5), (1.0, 0.6), (1.0, 0.7))
-    assert band.main([str(put("three", "target reached", overrides=TARGET))]) == 0
-
-
-def test_runs_that_make_no_band(put, tmp_path, capsys):
-    """Each refusal is one line, and nothing is printed."""
-    good, bare = put("good"), put("bare")
-    (bare / "config.toml").write_text("")
-    (silent := put("silent") / "eval.jsonl").unlink()
-    cases = [
-        ([put("cut off", outcome="")], "has not reached train.max_samples; leave it out"),
-        ([put("missed", overrides=TARGET)], "has not reached its target; leave it out"),
-        ([put("stopped", "stopped by SIGTERM")], "outcome.json is damaged"),
-        ([put("nan", losses="NaN")], "eval.jsonl line 2 is damaged (val_loss"),
-        ([silent.parent], "silent has no eval.jsonl with an evaluation"),
-        ([f"{good}/../good"], "is given twice; a run counts once"),
-        ([put("shifted", overrides=("--train.timestep_shift=3",))], "good in train.timestep_shift=3.0; make a band of"),
-        ([bare], "that a run wrote"),
-        ([tmp_path], "holds no run"),
-        (["--out"], "unrecognized arguments: --out"),
-    ]
-    for more, expected in cases:
-        assert band.main([str(good), *map(str, more)]) == 2, expected
-        out, err = capsys.readouterr()
-        assert out == "" and expected in err and err.count("\n") == 1, expected
+def test_where_there_is_no_band_nothing_is_judged():
+    high = [(262_144, 9.0), (524_288, 9.0)]
+    assert warned(benchmark(512), high) == [1]
+    for cfg in (benchmark(500), benchmark(512, eval__band=False), benchmark(512, eval__target=0.5)):
+        assert warned(cfg, high) == []
+    assert warned(benchmark(512, model__single_blocks=2), high) == []
+    assert warned(benchmark(512), [(1, 9.0), (2, 9.0)]) == warned(benchmark(512), [(10**8, 9.0), (10**9, 9.0)]) == []

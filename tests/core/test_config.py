@@ -11,7 +11,7 @@ import conftest
 from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file, config_rules
-from flux_ref.benchmark import facts
+from flux_ref.benchmark import EVAL_EVERY_SAMPLES, TARGET
 from flux_ref.config import SECTIONS, TYPES, Config
 from flux_ref.config_rules import CHOICES, POSITIVE, SIGNED
 from flux_ref.errors import Refusal
@@ -352,7 +352,7 @@ def test_the_config_of_a_run_keeps_the_name_of_its_folder(tmp_path, monkeypatch)
 
 
 def test_the_defaults_are_the_benchmarks_constants():
-    assert (Config().eval.target, Config().eval.every_samples) == (facts.TARGET, facts.EVAL_EVERY_SAMPLES)
+    assert (Config().eval.target, Config().eval.every_samples) == (TARGET, EVAL_EVERY_SAMPLES)
     assert Config().mllog.ruleset == CHOICES["mllog.ruleset"][-1], "the newest"
 
 

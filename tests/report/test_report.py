@@ -500,7 +500,11 @@ def test_charts_show_the_figures(results):
     system.name = "_a"  # matplotlib leaves out labels that begin so
     loss, minutes, samples = charts.of_systems([system])
     band = convergence.public_band(1024)
-    curves = [*(run.val_curve for run in system.runs), [(0, 0.586), (1, 0.586)], [*zip(band.samples, band.median)]]
+    curves = [
+        *(run.val_curve for run in system.runs),
+        [(0, 0.586), (1, 0.586)],
+        [(point.samples, point.median) for point in band],
+    ]
     assert lines_of(loss) == curves
     assert loss.figure.axes[0].get_legend_handles_labels()[1][:2] == [" _a", "target 0.586"]
     for chart, figure, mean in (

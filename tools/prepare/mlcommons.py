@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref.benchmark import facts
+from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside, shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path
@@ -27,7 +27,7 @@ from flux_ref.schedule import TIMESTEPS
 from tools.prepare import jobs, options, pool
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
-BENCHMARK = {"train": facts.TRAIN_SAMPLES, "val": facts.VAL_SAMPLES}
+BENCHMARK = {"train": TRAIN_SAMPLES, "val": VAL_SAMPLES}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from flux_ref.benchmark import convergence
-from flux_ref.benchmark.facts import TARGET
+from flux_ref.benchmark import TARGET
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.run.loss_chart import span
@@ -63,11 +63,12 @@ def losses(batch: int, systems: list[System]) -> Chart:
     if target:
         axes.axhline(target, color="red", linestyle="--", label=f"target {target:g}")
     caption = "A line for each run, dotted if the run does not count."
-    band = convergence.public_band(batch) if target == TARGET else None
+    band = convergence.public_band(batch) if target == TARGET else []
     if band:
-        axes.plot(band.samples, band.median, color="grey", label=band.source)
-        axes.fill_between(band.samples, band.low, band.high, color="grey", alpha=0.25)
-        curves += [[*zip(band.samples, band.low)], [*zip(band.samples, band.high)]]
+        samples, low, median, high = zip(*band)
+        axes.plot(samples, median, color="grey", label=f"public MLPerf v5.1 runs at batch {batch}")
+        axes.fill_between(samples, low, high, color="grey", alpha=0.25)
+        curves += [[*zip(samples, low)], [*zip(samples, high)]]
         caption += (
             " Grey: lowest, median and highest loss of public v5.1 runs of this batch. They validated with captions"
             " dropped, which raises their losses by about 0.001."
