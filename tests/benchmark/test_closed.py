@@ -10,8 +10,7 @@ from compliance import RULESETS
 from conftest import ROOT
 
 from flux_ref import config_file
-from flux_ref.benchmark import closed
-from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES, closed
 from flux_ref.config import Config
 from tools.report import charts, official, result_log, score
 from tools.report import commands as report

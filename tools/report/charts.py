@@ -12,8 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from flux_ref.benchmark import convergence
-from flux_ref.benchmark import TARGET
+from flux_ref.benchmark import TARGET, convergence
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from flux_ref.run.loss_chart import span
