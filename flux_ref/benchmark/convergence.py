@@ -56,6 +56,6 @@ def warning(cfg: Config, curve: list[tuple[int, float]]) -> str:
     samples, loss = curve[-1]
     least, most = (np.interp(samples, grid, side) for side in (low, high))
     return (
-        f"warning: validation loss {loss:.4f}; public MLPerf v5.1 runs of this batch had {least:.4f} to {most:.4f} here:"
+        f"warning: validation loss {loss:.4f}; public v5.1 runs of this batch had {least:.4f} to {most:.4f} here:"
         " check learning rate, warm-up, data and their scale"
     )
