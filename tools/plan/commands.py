@@ -8,6 +8,8 @@ Exit codes: 0 done, 1 a config does not fit the card, 2 refused.
 
 import argparse
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,6 @@ from flux_ref.run.options import Options, between
 from flux_ref.run.progress import progress
 from tools.plan import making
 from tools.shared import hardware, json_option, public_systems
-from tools.shared.naming import naming
 
 GB = 1e9
 TB = 1e12
@@ -56,6 +57,15 @@ this method gives {planned_s:.3g} s, {error:+z.0%}{why}"""
 # Presets, as hardware.toml knows them; fp32 is planned as bf16.
 PLANNED = {"bf16": "bf16", "fp8": "fp8", "fp8_delayed": "fp8"}
 TIMED = ("times", "samples_per_s", "mfu", "evaluation", "train", "cost", "read_per_node")
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """A Refusal of the block names the config in this file."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise Refusal(str(refusal) if path in str(refusal) else f"{path}: {refusal}") from None
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,0 +1,80 @@
+"""Which of two configs is better: the validation losses of their runs, in pairs of one seed.
+
+    python -m tools.compare --a runs/a_0 runs/a_1 runs/a_2 --b runs/b_0 runs/b_1 runs/b_2
+
+Runs of one seed see the same samples, noise and dropped captions, so their losses rise and fall together, and their
+difference varies less than each loss. Reads config.toml and eval.jsonl. Prints the keys in which the configs differ,
+then a row for each evaluation that all runs have. p is that of a two-sided t test on the differences.
+Exit codes: 0 done, 2 refused.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from flux_ref import config, config_file
+from flux_ref.errors import Refusal
+from flux_ref.formats.jsonl import records
+from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options, package
+
+HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
+
+
+class Row(NamedTuple):
+    """One evaluation of n pairs."""
+
+    a: float  # mean loss
+    b: float
+    diff: float  # mean of b - a
+    stderr: float  # of diff
+    p: float  # how likely a difference of at least this size is by chance
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Row:
+    """a[i] and b[i] are losses of one seed; at least two pairs."""
+    scipy = package("scipy", "tools.compare")
+    n = len(a)
+    each = [own - other for own, other in zip(b, a, strict=True)]
+    diff = fmean(each)
+    stderr = stdev(each) / n**0.5
+    p = 2 * float(scipy.special.stdtr(n - 1, -abs(diff) / (stderr or 1e-300)))  # both tails of Student's distribution
+    return Row(fmean(a), fmean(b), diff, stderr, p)
+
+
+def compare(a: list[Path], b: list[Path]) -> dict[int, Row]:
+    """By samples; a[i] and b[i] are runs of one seed. Raises: Refusal."""
+    figures = [records(run / "eval.jsonl", figures=("val_loss",)) for run in (*a, *b)]
+    curves = [{int(one["samples"]): one["val_loss"] for one in own} for own in figures]
+    common = sorted(set.intersection(*map(set, curves)))
+    if not common:
+        raise Refusal(f"{a[0]}, {b[0]} and the others share no evaluation; train all with the same eval.every_samples")
+    losses = {at: [curve[at] for curve in curves] for at in common}
+    return {at: paired(all_runs[: len(a)], all_runs[len(a) :]) for at, all_runs in losses.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m tools.compare", __doc__)
+    for side in "ab":
+        parser.add_argument(f"--{side}", nargs="+", type=Path, required=True, metavar="RUN")
+    args = parser.parse_args(argv)
+    a, b = (sorted((config_file.of_run(run).train.seed, run) for run in side) for side in (args.a, args.b))
+    seeds = [seed for seed, _ in a]
+    if seeds != [seed for seed, _ in b] or len({*seeds}) < max(2, len(seeds)):
+        raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
+    of_a, of_b = (config.flat(config_file.of_run(side[0][1])) for side in (a, b))
+    for key in of_a:
+        if of_a[key] != of_b[key] and key != "run.dir":
+            print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")
+    rows = compare([run for _, run in a], [run for _, run in b])
+    print(HEAD)
+    for at, row in rows.items():
+        print(f"{at:>12,} {row.a:>9.5f} {row.b:>9.5f} {row.diff:>+10.5f} {row.stderr:>9.2g} {row.p:>8.2g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(attempt("compare", lambda: main(sys.argv[1:])))
