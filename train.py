@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, config_rules, ranks, schedule, step_runner
+from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, ValSet
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     """The order of a run."""
     cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
     world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    config_rules.validate_world(cfg, world.size)
+    config_file.validate_world(cfg, world.size)
     with ranks.agreed():
         mode = step_runner.mode(cfg, world.device)
     ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
-        steps.capture(beside=partial(gallery.artist.rehearse, state.net) if cfg.sample.every_samples else None)
+        steps.capture(
+            beside=partial(gallery.artist.rehearse, state.net) if gallery and cfg.sample.every_samples else None
+        )
 
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
@@ -160,7 +162,7 @@ class Run:
             while True:
                 if state.step and (stage := state.precision.stage(state.step)).first == state.step:
                     report.say(f"samples {state.samples:>10,}  precision switches to {stage.preset}")
-                if schedule.due(state.samples, cfg.sample.every_samples, batch):
+                if self.gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
                     self.gallery.paint(state, self.alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:
                     return True

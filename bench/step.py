@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import ceiling, common, kernels
 from bench.common import END, Clock
-from flux_ref import config_rules, ranks, sharding
+from flux_ref import config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     """Train as train.py does and report the timed steps, their split, memory and FLOP/s. Collective."""
-    config_rules.validate_world(cfg, world.size)
+    config_file.validate_world(cfg, world.size)
     clock = Clock(world.device)
     train_set = None if args.synthetic else data_set(cfg, world)
     net = build(cfg, world, args.synthetic)

@@ -1,60 +1,42 @@
 """What MLPerf's closed division fixes for FLUX.1, and where a config or a log departs from it.
 
-Sources: rules: mlcommons/training_policies, training_rules.adoc; checker: mlperf-logging, closed_flux1.yaml;
-reference: mlcommons/training, text_to_image, with torchtitan 9603aa83. The rules leave the rest to you: batch, learning
-rate, warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation before the first step.
+`Key.closed` in config.py names what fixes a key's default. The rules leave the rest to you: batch, learning rate,
+warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation before the first step.
 """
 
-from dataclasses import fields
-
-from flux_ref.benchmark import EVAL_EVERY_SAMPLES, TARGET, TRAIN_SAMPLES, VAL_SAMPLES
-from flux_ref.config import Config, ModelConfig, flat
+from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.config import CHECKER, KEYS, Config, flat
 from flux_ref.formats.outside import shown
 from flux_ref.speed import policy
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
-MODEL = {f"model.{field.name}": field.default for field in fields(ModelConfig)}
-# {key: the value that it must have, or a list of allowed values}
-FIXED = {
-    "init.weights": "",  # rules, "Weight and Bias Initialization": weights are drawn
-    "train.caption_drop": 0.1,  # reference, classifier-free guidance
-    "train.timestep": "uniform",  # reference: torch.rand; then mean and width are of no use
-    "train.timestep_shift": 1.0,  # reference: no shift
-    "eval.noise": "fresh",  # reference: each evaluation draws noise anew
-    "eval.target": TARGET,  # rules, "Benchmarks"; checker
-    "eval.every_samples": EVAL_EVERY_SAMPLES,  # rules, "Quality measure"; checker
-    VAL_PRECISION: ["fp32", "bfloat16", "fp8"],  # rules, "Numerical formats": FP8 may validate, too
-    "optim.beta1": 0.9,  # rules, "Hyperparameters", and checker; as the four below
-    "optim.beta2": 0.95,
-    "optim.eps": 1e-8,
-    "optim.weight_decay": 0.1,
-    "optim.clip_norm": 1.0,
-    "data.evict": True,  # rules, "Data State at Start of Run": flush the cache; checker: cache_clear
-    **MODEL,  # rules, "Graph Definition" and "Data Representation"; reference, "List of layers"
-    "data.kind": "embeddings",  # rules, "Data State at Start of Run"
-    "data.train_count": TRAIN_SAMPLES,  # reference, "Data preprocessing"; here the number of samples that there are
-    "data.val_count": VAL_SAMPLES,  # reference, "Evaluation thoroughness"
+# {key: the values that it may have}
+FIXED = {key: (known.default,) for key, known in KEYS.items() if known.closed}
+FIXED |= {
+    VAL_PRECISION: ("fp32", "bfloat16", "fp8"),  # rules, "Numerical formats": FP8 may validate, too
+    "data.train_count": (TRAIN_SAMPLES,),  # reference, "Data preprocessing"; here the number of samples that there are
+    "data.val_count": (VAL_SAMPLES,),  # reference, "Evaluation thoroughness"
 }
-EXCUSED = {*MODEL, "data.kind", "data.train_count", "data.val_count"}  # all that a rehearsal may have otherwise
-REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
-FEW = 4  # departures that are warned of one by one
-# Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
-OWN = (
-    *(*MODEL, "init.weights", "train.caption_drop", "train.timestep", "train.timestep_shift"),
-    *("eval.noise", VAL_PRECISION, "data.kind"),
-)
 # The official names of values that every log has and that no official checker judges.
 OFFICIAL = {"eval.target": "target_accuracy", "data.train_count": "train_samples", "data.val_count": "eval_samples"}
+# Keys that have no official log entry: the log has them under our own names, and no official checker sees them.
+OWN = [key for key in FIXED if key not in OFFICIAL and not (key in KEYS and KEYS[key].closed == CHECKER)]
+REHEARSED, REHEARSAL = "rehearsal", "rehearsal: no benchmark result"  # key of the log; words
+FEW = 4  # departures that are warned of one by one
+
+
+def is_excused(key: str) -> bool:
+    """Whether a rehearsal may have another value: its model and its data may be smaller."""
+    return key.startswith("model.") or key in ("data.kind", "data.train_count", "data.val_count")
 
 
 def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
     """The departures among values of all keys in FIXED, in words; None is an unknown value."""
     departures = []
-    for key, want in FIXED.items():
+    for key, allowed in FIXED.items():
         value = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
-        allowed = want if isinstance(want, list) else [want]
-        if value is not None and value not in allowed and not (rehearsal and key in EXCUSED):
+        if value is not None and value not in allowed and not (rehearsal and is_excused(key)):
             departures.append(f"{key}={shown(value)}, the closed division fixes {' or '.join(map(repr, allowed))}")
     return departures
 

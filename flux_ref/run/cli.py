@@ -1,9 +1,9 @@
 """The command line of commands that run on several ranks: one line for each end, exit codes, arguments."""
 
-import inspect
 import os
 import re
 import signal
+import textwrap
 import threading
 import time
 import traceback
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NoReturn
 
-from flux_ref import config, ranks
+from flux_ref import config, config_file, ranks
 from flux_ref.errors import Fault, Interrupted, Refusal
 from flux_ref.formats.outside import told, whole_number
 from flux_ref.run.alive import SIGNALS, follow_launcher, received
@@ -43,11 +43,16 @@ def run(name: str, usage: str | None, task: Callable[[list[str]], int], argv: li
 
 
 def key_list() -> str:
-    """Every key of a config, as config.py has it."""
-    lines = ["", "Every key of a config, with its type, default and meaning. Give it as --section.key=value:"]
-    for section, default in config.SECTIONS.items():
-        source = inspect.getsource(type(default))
-        lines += ["", f"{section}:", *re.findall(r"^    \w+: .* = .*$", source, re.M)]
+    """Every key of a config with its default, meaning and limits."""
+    lines = [
+        "",
+        "Every key of a config, with its default. Give it as --section.key=value. A run may continue with another",
+        "value of a key that is marked *.",
+    ]
+    for key, known in config.KEYS.items():
+        meaning = "; ".join(filter(None, (known.meaning, known.allowed)))
+        lines.append(f"{'*' if known.resume else ' '} --{key}={config_file.toml_text(known.default)}")
+        lines.append(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(lines)
 
 

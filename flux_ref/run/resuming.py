@@ -4,31 +4,20 @@ The weights are loaded before the warm-up; moments, FP8 history and counters aft
 """
 
 import math
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from flux_ref import config, config_file, ranks, schedule
 from flux_ref.checkpoint import HISTORY, rows_of
-from flux_ref.config import Config
+from flux_ref.config import KEYS, Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files, fit, jsonl
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.speed import policy
 from flux_ref.step import State
 
-# Keys that may change when a run continues. They change losses by rounding only, if the data is the same. The one
-# exception is data.skip_bad, which may leave out samples.
-FREE = (
-    *("train.max_samples", "eval.target", "run.*", "checkpoint.*", "graph.*", "sample.*", "mllog.*", "parallel.*"),
-    *("train.micro_batch", "train.log_every_samples", "train.synthetic_steps", "eval.batch", "eval.band"),
-    *("eval.permuted_captions", "precision.gather", "precision.native", "data.train", "data.val", "data.empty"),
-    *("data.skip_bad", "data.workers", "data.prefetch", "data.evict"),
-)
 SWITCH = "precision.switch"  # its entries that begin after the checkpoint may change
-NOT_FREE = ("parallel.dtype", "parallel.reduce_dtype")  # although FREE matches them
-MAY_DIFFER = [key for key in config.TYPES if any(fnmatch(key, free) for free in FREE) and key not in NOT_FREE]
 
 
 def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
@@ -39,8 +28,7 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
     if differ := _differences(cfg, config_file.load(folder / "config.toml"), step):
         raise Refusal(
             f"{folder} holds a run of another config: {'; '.join(differ)}; give the same values, another run.dir or"
-            f" run.overwrite=true; these keys may change: {', '.join(FREE)}, except {' and '.join(NOT_FREE)};"
-            f" of {SWITCH} only what begins after {samples} samples may change"
+            f" run.overwrite=true; of {SWITCH} only what begins after {samples} samples may change"
         )
     most = cfg.train.max_samples
     if samples > schedule.steps_for(most, batch) * batch:
@@ -67,10 +55,10 @@ def require_continues(cfg: Config, folder: Path, saved: list[Path]) -> None:
 def _differences(cfg: Config, there: Config, step: int) -> list[str]:
     """The keys that may not change and have another value there, in words. step: from which the run goes on."""
     ran = config.flat(there)
-    free = [*MAY_DIFFER, SWITCH] if _switched(cfg, step) == _switched(there, step) else MAY_DIFFER
     differ = []
     for key, value in config.flat(cfg).items():
-        if value != ran[key] and key not in free:
+        may_change = KEYS[key].resume or (key == SWITCH and _switched(cfg, step) == _switched(there, step))
+        if value != ran[key] and not may_change:
             differ.append(f"{key}={value!r}, there {ran[key]!r}")
     return differ
 

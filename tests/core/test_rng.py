@@ -158,7 +158,7 @@ def test_t_of_each_distribution_follows_the_page_and_is_drawn_from_words_1_to_3(
 
 
 def test_t_never_reaches_1_and_is_finite_at_the_ends():
-    """Both ends of each word, and of what config_rules allows."""
+    """Both ends of each word, and of what config.py allows."""
     ends = np.array([(0, *rest) for rest in itertools.product((0, 2**63, MASK), repeat=3)], np.uint64).ravel()
     for kind, mean, width, shift in itertools.product(
         ("uniform", "logit_normal"), (-16.0, 0.0, 16.0), (1e-9, 16.0), (1e-300, 1.0, 1000.0)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from flux_ref import config_file, config_rules, data, ranks, step
+from flux_ref import config_file, data, ranks, step
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.run.reporter import Reporter
@@ -222,7 +222,7 @@ def configured(gpus: int, config: str, values: dict[str, object], micros: int = 
 
 def watched(gpus: int, cfg: Config) -> dict:
     """One case, as rank 0."""
-    config_rules.validate_world(cfg, gpus)
+    config_file.validate_world(cfg, gpus)
     dist.init_process_group(f"cpu:fake,{KIND}:fake", store=FakeStore(), rank=0, world_size=gpus)
     nodes = [str(rank // NODE) for rank in range(gpus)]
     mesh = ranks.make_mesh(KIND, gpus, ranks.replica_count(cfg.parallel.replicate, nodes))

@@ -12,7 +12,7 @@ import pytest
 from conftest import MICRO
 from precision_ranks import SIZES
 
-from flux_ref import config, config_file, config_rules
+from flux_ref import config, config_file
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
 from flux_ref.formats import claim, files
@@ -184,14 +184,14 @@ def test_a_full_disk_is_refused_with_the_key_and_leaves_nothing(cfg, monkeypatch
 
 def changed(key: str, value: object) -> object:
     """Another value for a key."""
-    if key in config_rules.CHOICES:
-        return next(choice for choice in reversed(config_rules.CHOICES[key]) if choice != value)
+    if choices := config.KEYS[key].choices:
+        return next(choice for choice in reversed(choices) if choice != value)
     if isinstance(value, bool):
         return not value
     if key == resuming.SWITCH:
         return ((12, "fp8"),)
     if isinstance(value, tuple):
-        return (2, 4, 2) if config.TYPES[key] == tuple[int, ...] else ("a red square",)
+        return (2, 4, 2) if config.KEYS[key].type == tuple[int, ...] else ("a red square",)
     return f"{value}_other" if isinstance(value, str) else value * 2 + 1 if isinstance(value, int) else value / 2 + 0.1
 
 
@@ -208,7 +208,7 @@ def with_changed(cfg: Config, *keys: str) -> Config:
 def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg):
     folder = put(cfg, "saved")
     before, replies = contents(folder), {}
-    fixed = {key for key in config.TYPES if key not in resuming.MAY_DIFFER}
+    fixed = {key for key, known in config.KEYS.items() if not known.resume}
     for key in fixed:
         other = with_changed(cfg, key)
         values = f"{key}={config.flat(other)[key]!r}, there {config.flat(cfg)[key]!r}"
@@ -216,14 +216,12 @@ def test_what_decides_samples_weights_or_losses_may_not_change_and_is_named(cfg)
     assert [want for want, found in replies.items() if want not in found] == []
     found = outcome(with_changed(cfg, "train.seed", "optim.lr", "model.hidden", "eval.batch"))
     assert all(f"{key}=" in found for key in ("train.seed", "optim.lr", "model.hidden")) and "eval.batch=" not in found
-    assert "these keys may change: train.max_samples, eval" in found
-    rule = "of precision.switch only what begins after 48 samples may change"
-    assert found.endswith(f", except parallel.dtype and parallel.reduce_dtype; {rule}")
+    assert found.endswith("; of precision.switch only what begins after 48 samples may change")
     assert contents(folder) == before
     assert fixed == {
         *(
             key
-            for key in config.TYPES
+            for key in config.KEYS
             if key.split(".")[0] in ("model", "optim", "init", "precision")
             and key not in ("precision.gather", "precision.native")
         ),
@@ -259,7 +257,7 @@ def test_of_a_switch_only_what_begins_after_the_checkpoint_may_change(cfg):
 def test_what_decides_nothing_may_change_and_is_written_down(cfg):
     offenders = []
     put(cfg, "saved")
-    for key in (key for key in resuming.MAY_DIFFER if key not in ("run.dir", "run.overwrite", "run.resume")):
+    for key in (key for key, known in config.KEYS.items() if known.resume and not key.startswith("run.")):
         # sample.vae is of no use for shapes
         needed = {"sample.vae": {"data__kind": "embeddings"}, "sample.every_samples": {"sample__count": 1}}
         own = config_file.replace(cfg, **needed.get(key, {}))

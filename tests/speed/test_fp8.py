@@ -19,7 +19,7 @@ from lively_nets import whole
 from precision_ranks import FACTS, STEPS, fp8_config, fp8_linears, lively_state, steps, validated
 from torch import Tensor, nn
 
-from flux_ref import config_file, config_rules, ranks, sharding
+from flux_ref import config_file, ranks, sharding
 from flux_ref.config import Config
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
@@ -320,15 +320,15 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
 def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():
     """test_policy.py has presets and rules."""
     for key, value, message in (
-        ("history", 0, "precision.history=0 must be greater than 0"),
-        ("algorithm", "mean", "precision.algorithm='mean' is not one of max, most_recent"),
-        ("margin", 9, "precision.margin=9 leaves"),
+        ("history", 0, "precision.history=0 must be from 1"),
+        ("algorithm", "mean", "precision.algorithm=mean must be one of max, most_recent"),
+        ("margin", 9, "precision.margin=9 must be from 0 to 8"),
     ):
         with pytest.raises(Refusal, match=f"^{message}"):
             fp8_config(**{f"precision__{key}": value})
     cfg = fp8_config(model__text_tokens=10, model__latent_width=4, train__global_batch=16)
-    config_rules.validate_world(cfg, 2)
-    said = refusal(config_rules.validate_world, cfg, 4)
+    config_file.validate_world(cfg, 2)
+    said = refusal(config_file.validate_world, cfg, 4)
     assert "needs tokens of a micro-batch that 16 divides, not 40; set train.micro_batch" in said
 
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 from conftest import ROOT, refusal
 
-from flux_ref import config_file, config_rules
+from flux_ref import config_file
 from flux_ref.config import ModelConfig, flat
 from flux_ref.model import parameter_table
 from flux_ref.speed import policy
@@ -115,7 +115,7 @@ def test_presets_of_omniflow_have_the_published_numbers_of_linears():
 def ready(**values: object) -> None:
     """What a run of two ranks checks, for tiny in bf16 with these values of precision or of other keys."""
     keys = {key if "__" in key else f"precision__{key}": value for key, value in values.items()}
-    config_rules.validate_world(config_file.replace(TINY, **keys), 2)
+    config_file.validate_world(config_file.replace(TINY, **keys), 2)
 
 
 REFUSED = {  # rules that mean nothing

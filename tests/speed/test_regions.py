@@ -118,11 +118,6 @@ def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
 def test_what_excludes_each_other_is_refused():
     for values, message in (
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
-        ({"parallel__activation_budget": 0.5}, "parallel.activation_budget=0.5 needs parallel.compile=true"),
-        (
-            {"parallel__activation_budget": 1.5, "parallel__compile": True},
-            "activation_budget=1.5 must be a finite number from 0 to 1",
-        ),
         ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flux_ref import config_file, flow, latents, model
-from flux_ref.config import TYPES, Config, PrecisionConfig
+from flux_ref.config import KEYS, Config, PrecisionConfig
 from flux_ref.ranks import World
 from flux_ref.speed import fp8_product
 from flux_ref.speed.linear import PolicyLinear
@@ -115,7 +115,7 @@ def operands(given: dict) -> tuple[Tensor, Tensor, nn.Linear]:
 
 def delayed(linear: nn.Linear, name: str) -> tuple[nn.Module, Precision]:
     """A linear with delayed scales and the keys that places.toml gives for a value, and what it remembers."""
-    keys = {key: x for key, x in places.inputs_of(name).items() if f"precision.{key}" in TYPES}
+    keys = {key: x for key, x in places.inputs_of(name).items() if f"precision.{key}" in KEYS}
     cfg = Config(precision=PrecisionConfig(preset="fp8_delayed", **keys))
     in_fp8 = PolicyLinear(linear, LAYER, cfg, "cpu")
     return in_fp8, Precision(in_fp8, cfg, CPU)

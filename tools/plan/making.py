@@ -4,7 +4,7 @@ from functools import cache
 from math import ceil, gcd
 from types import SimpleNamespace
 
-from flux_ref import config, config_rules, schedule
+from flux_ref import config, config_file, schedule
 from flux_ref.benchmark import TARGET, TRAIN_SAMPLES, VAL_SAMPLES, closed
 from flux_ref.config import Config
 from flux_ref.formats import shards
@@ -28,7 +28,7 @@ def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: f
 
     Raises: Refusal if the config does not fit the number of GPUs.
     """
-    config_rules.validate_world(cfg, gpus)
+    config_file.validate_world(cfg, gpus)
     rows = config.micro_batch(cfg, gpus)
     machine = Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)

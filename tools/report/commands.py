@@ -11,7 +11,7 @@ import argparse
 from importlib.metadata import version
 from pathlib import Path
 
-from flux_ref import config_rules
+from flux_ref import config
 from flux_ref.config import MllogConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats.files import write_whole
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     parser = Options("python -m tools.report", "Score and compare MLPerf Training logs of FLUX.1.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, run folders, or trees of them")
-    parser.add_argument("--ruleset", choices=config_rules.CHOICES["mllog.ruleset"], default=MllogConfig.ruleset)
+    parser.add_argument("--ruleset", choices=config.KEYS["mllog.ruleset"].choices, default=MllogConfig.ruleset)
     parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
     parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
     json_option(parser)

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from flux_ref import config_file
 from flux_ref.errors import Refusal
-from flux_ref.formats import toml_file
 
 TABLE = Path(__file__).with_name("hardware.toml")
 OWN_RANGE = 0.1  # of shares of your own without a range
@@ -47,16 +47,16 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
 
     file: figures of your own, which take the place of the table's. Its shares in `assumed` go before those in `share`.
     """
-    known = _flat(toml_file.read(TABLE, "hardware file"))
-    own = _flat(toml_file.read(file, "hardware file")) if file else {}
+    known = dict(config_file.read(TABLE, "hardware file"))
+    own = dict(config_file.read(file, "hardware file")) if file else {}
     for key in own:
         table, _, figure = key.rpartition(".")
         kind = {"gpu": Gpu, "assumed": Assumed}.get(key.split(".")[0])
         if key not in known and (kind is None or table == "gpu" or figure not in kind.__annotations__):
-            raise toml_file.unknown("key", key, known, f"a hardware file holds tables like those of {TABLE.name}")
+            raise config_file.unknown("key", key, known, f"a hardware file holds tables like those of {TABLE.name}")
     names = dict.fromkeys(key.split(".")[1] for key in known | own if key.startswith("gpu."))
     if name not in names:
-        raise toml_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
+        raise config_file.unknown("GPU", name, names, f"known are {', '.join(names)}")
     gpu = _build(Gpu, f"gpu.{name}", _table(known | own, f"gpu.{name}"))
     if precision == "fp8" and not gpu.fp8_tflops:
         raise Refusal(f"FP8 needs FP8 matrix units, {name} has none; set precision.preset=bf16")
@@ -65,15 +65,6 @@ def load(name: str, file: Path | None = None, precision: str = "bf16") -> tuple[
     if "gemm_share" in mine or "memory_share" in mine:
         mine = {"range": OWN_RANGE, "source": f"yours, {file.name}"} | mine
     return gpu, _build(Assumed, "assumed", _table(known, "assumed") | _table(known, share) | mine)
-
-
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """{"gpu.h200.node": 8, ...}."""
-    flat = {}
-    for name, content in tree.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(content, f"{key}.") if isinstance(content, dict) else {key: content}
-    return flat
 
 
 def _table(flat: dict[str, object], table: str) -> dict[str, object]:
@@ -86,7 +77,7 @@ def _build(kind: type, table: str, figures: dict[str, object]) -> object:
     for field in dataclasses.fields(kind):
         if field.name not in figures:
             raise Refusal(f"{table}.{field.name} is missing; a new GPU needs every key of {TABLE.name}")
-        value = toml_file.typed(f"{table}.{field.name}", figures[field.name], field.type)
+        value = config_file.typed(f"{table}.{field.name}", figures[field.name], field.type)
         least, most = LIMITS.get(field.name, (1e-6, 1e12))
         if field.type is not str and not least <= value <= most:
             raise Refusal(f"{table}.{field.name}={value!r} is not a number from {least:g} to {most:g}")
