@@ -77,10 +77,8 @@ def main(argv: list[str]) -> int:
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
-        steps.capture(
-            beside=partial(gallery.artist.rehearse, state.net) if gallery and cfg.sample.every_samples else None
-        )
-
+        draws_beside = gallery and cfg.sample.every_samples
+        steps.capture(beside=partial(gallery.artist.rehearse, state.net) if draws_beside else None)
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
         run.save(finish=True)

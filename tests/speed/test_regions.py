@@ -118,7 +118,6 @@ def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
 def test_what_excludes_each_other_is_refused():
     for values, message in (
         ({"parallel__recompute": "block", "parallel__compile": True}, "parallel.recompute=block .*activation_budget"),
-        ({"parallel__kept_regions": 2, "parallel__reshard_after_forward": False}, "kept_regions=2 needs .*=true"),
         ({"parallel__attention": "flash"}, "attention=flash knows no fp32; set parallel.dtype=bf16 or attention=auto"),
     ):
         with pytest.raises(Refusal, match=message):

@@ -14,7 +14,7 @@ from pathlib import Path
 from flux_ref import config_file
 from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
-from flux_ref.config import Config
+from flux_ref.config import KEYS, Config
 from flux_ref.formats import diffusers_names
 from flux_ref.model import TIME_WAVES, initialiser, parameter_table
 from flux_ref.speed.layers import layers
@@ -219,7 +219,23 @@ def events(ruleset: str) -> list[dict]:
         return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
 
 
+def keys() -> str:
+    """Every key of a config, as config.py declares it."""
+    rows = []
+    for key, known in KEYS.items():
+        default = f"`{config_file.toml_text(known.default)}`"
+        rows.append([f"`{key}`", default, known.allowed, "yes" if known.resume else "", known.closed])
+    return f"""`python train.py --help` gives the meaning of each key.
+
+- free: a run may continue with another value. Of precision.switch the entries that begin later may change.
+- closed: what fixes the default in MLPerf's closed division: the rules (mlcommons/training_policies), the code of the
+  reference (mlcommons/training), or the checker of logs (mlperf-logging).
+
+{markdown("key | default | allowed | free | closed", rows)}"""
+
+
 TABLES = {
+    "Keys of a config": keys,
     "Shapes": shapes,
     "Parameters": parameters,
     "Operations": operations,
