@@ -60,7 +60,7 @@ def ensure(cfg: Config) -> None:
     Raises: Refusal.
     """
     folder = Path(cfg.data.train).parent
-    is_ours = Path(cfg.data.train) == folder / "train" and Path(cfg.data.val) == folder / "val"
+    is_ours = Path(cfg.data.train) == folder / "train" and Path(cfg.data.val) in (Path(), folder / "val")
     if cfg.data.kind != "shapes" or not is_ours or folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
