@@ -4,6 +4,7 @@ What is being written lies beside its place as `.NAME.flux_ref_partial`. Its cla
 one process that may write it. No reader looks at such names.
 """
 
+import codecs
 import contextlib
 import os
 import shutil
@@ -107,3 +108,15 @@ def append(path: Path, content: str | bytes, on_disk: bool = False) -> None:
 def _never_waiting(path: str, flags: int) -> int:
     """Open a file for `open`. A pipe that nobody reads is an OSError; without O_NONBLOCK it would wait for ever."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
+def decode_text(content: bytes) -> str:
+    """Text that people have written: UTF-8, or UTF-16 that begins with its mark. A mark is left out.
+
+    Raises: ValueError for other bytes, and for NULs: UTF-16 without its mark shows as such.
+    """
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_wide else "utf-8-sig")
+    if "\0" in text:
+        raise ValueError("it holds NULs, as UTF-16 without its mark would")
+    return text

@@ -1,6 +1,7 @@
 """Writing shards in the layout that shards.py reads, and the encodings of the empty caption.
 
-Each of them gets its name once it is whole and on the disk.
+Each of them gets its name once it is whole and on the disk. The members stand in the order of NVIDIA's converter, which
+writes with Python's tarfile, too; webdataset's TarWriter would sort them by name.
 """
 
 import json
@@ -60,7 +61,9 @@ def new_shard(path: Path) -> Iterator[ShardWriter]:
 
 def description(key: str, timestep: int | None, caption: str) -> bytes:
     """The json member, in one tar block. Raises: ValueError if the key alone is too long."""
-    content = {"key": key, "timestep": timestep}
+    content: dict[str, str | int] = {"key": key}
+    if timestep is not None:  # NVIDIA's reader takes no null
+        content["timestep"] = timestep
     if caption:
         content["caption"] = caption
     text = json.dumps(content, ensure_ascii=False).encode()

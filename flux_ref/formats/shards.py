@@ -1,7 +1,7 @@
 """The data set on disk: tar shards of embedded samples, in the layout of the public MLPerf submissions.
 
 A sample is five tar members in this order: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
-KEY.logvar.bytes. The json holds {"key", "timestep": 0..7 or null}. Each .bytes is a .npy blob of bf16 bits as
+KEY.logvar.bytes. The json holds {"key"}, in validation "timestep": 0..7. Each .bytes is a .npy blob of bf16 bits as
 uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
 
     json               512 tar header + 512 the text, filled up with zeros

@@ -18,7 +18,7 @@ from flux_ref.formats import files
 from flux_ref.run.options import package
 from flux_ref.sampling.vae import Autoencoder
 from flux_ref.toy import shapes
-from tools.prepare import options
+from tools.prepare import job
 
 PIXELS = 64  # rows and columns of a drawing
 TOKENS = {"vocab_size": 384, "bos_token_id": 2, "eos_token_id": 1}  # of ByT5's tokenizer, which needs no vocabulary
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal."""
-    model = options.config(args.config).model
+    model = job.config(args.config).model
     if args.out.exists():
         raise Refusal(f"{args.out} exists; remove it or choose another folder")
     with files.whole(args.out) as part:

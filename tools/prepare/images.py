@@ -41,7 +41,7 @@ from flux_ref.run.progress import progress
 from flux_ref.sampling import encoders, vae
 from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
-from tools.prepare import jobs, options, raw_images
+from tools.prepare import job, jobs, raw_images
 from tools.prepare.raw_images import Candidate, Part, Sample
 
 CHECKED = "checked.json"
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    model = options.config(args.config).model
+    model = job.config(args.config).model
     world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S, few_threads=False)  # encoders are large
     args.vae = args.vae or args.model
     args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
@@ -303,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clip", type=Path, metavar="DIR", help="another CLIP and tokenizer, or text_encoder beside tokenizer")
     text = "of the text encoders; in fp32 T5-XXL takes 19 GB on each rank (%(default)s)"
     add("--dtype", choices=tuple(sharding.DTYPES), default="fp32", help=text)
-    add("--batch", type=options.number, default=32, metavar="N", help="images encoded at a time (%(default)s)")
-    add("--per-shard", type=options.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
-    add("--workers", type=options.number, default=8, metavar="N", help="decoding threads per rank (%(default)s)")
+    add("--batch", type=job.number, default=32, metavar="N", help="images encoded at a time (%(default)s)")
+    add("--per-shard", type=job.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
+    add("--workers", type=job.number, default=8, metavar="N", help="decoding threads per rank (%(default)s)")
     add("--config", metavar="FILE", help="use the sizes of this config's model (FLUX.1-schnell's)")

@@ -1,0 +1,92 @@
+"""What the commands share: options, a data set that grows until it is whole, threads."""
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flux_ref import config_file
+from flux_ref.config import Config
+from flux_ref.errors import Refusal
+from flux_ref.formats import claim, files
+from flux_ref.run.options import between
+
+MADE_FROM = "made_from.json"
+Advance = Callable[[int], None]
+
+number = between(1, 10**9)
+
+
+def config(path: str | None) -> Config:
+    """The config of --config, or FLUX.1-schnell's. Raises: Refusal."""
+    return config_file.load(path) if path else Config()
+
+
+def require_new(final: Path) -> None:
+    """Raises: Refusal."""
+    if final.exists():
+        raise Refusal(f"{final} exists; remove it or choose another --output")
+
+
+def partial_of(final: Path) -> Path:
+    """Where a set grows. Each file there that has its name is whole."""
+    return final.with_name(f"{final.name}.partial")
+
+
+@contextmanager
+def growing(final: Path, made_from: dict) -> Iterator[Path]:
+    """The folder partial_of(final) for this process alone. Its sub-folder `set` becomes `final` if the block ends well.
+
+    made_from: what must be the same when the command goes on after a stop; JSON.
+    Raises: Refusal if another process is at work there, or if the folder was made from something else.
+    """
+    folder = partial_of(final)
+    note = folder / MADE_FROM
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    own = final.with_name(f".{final.name}.claim")
+    with claim.hold(own, f"{folder} is in use", "wait for it or choose another --output"):
+        require_new(final)
+        wanted = json.dumps(made_from)
+        if not note.exists():
+            files.remove(folder)  # what a killed process had begun to remove
+            folder.mkdir()
+            files.write_whole(note, wanted)
+        if note.read_text() != wanted:
+            raise Refusal(f"{folder} was begun from another input or with other options; remove it to begin again")
+        (folder / "set").mkdir(exist_ok=True)
+        yield folder
+        files.sync(folder / "set")
+        note.unlink()  # from here on the rest of the folder is nothing to go on with
+        (folder / "set").rename(final)
+        files.sync(final.parent)
+        files.remove(folder)
+
+
+def each(task: Callable, items: Iterable, workers: int, bar: tqdm) -> list:
+    """task(item, advance) of every item, by so many threads; returns the results in the order of the items.
+
+    A task calls advance(count) now and then. It moves the bar, and ends the task once another task has failed.
+    Raises: what a task raises; KeyboardInterrupt. No thread is at work then.
+    """
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def advance(count: int) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        with lock:
+            bar.update(count)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            futures = [pool.submit(task, item, advance) for item in items]
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return [future.result() for future in futures]
