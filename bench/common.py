@@ -1,11 +1,9 @@
 """What the benchmarks share: their options, their reports, a clock."""
 
-import ctypes
 import os
 import platform
 import re
 import shlex
-import signal
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -19,7 +17,6 @@ from statistics import median
 
 import torch
 
-from bench.sources import sources
 from flux_ref import config, config_file, ranks, step_runner
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
@@ -32,22 +29,8 @@ from tools.shared import json_option
 
 ALONE = "one rank: no gathers and no reductions, only FSDP2's casts and copies"  # what its figures leave out
 END = "end"
-PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 MOST = 10**9
 CPUINFO = Path("/proc/cpuinfo")  # Linux
-CARDS = Path("/proc/driver/nvidia/gpus")  # NVIDIA's driver on Linux
-
-
-def machine() -> str:
-    """The CPU's model, the number of accelerators, the models of NVIDIA's, and torch. Starts no accelerator."""
-    text = "".join(path.read_text() for path in CARDS.glob("*/information"))
-    models = sorted(set(re.findall(r"Model:\s*(.+)", text)))
-    return ", ".join([cpu_name(), f"{torch.accelerator.device_count()} accelerators", *models, torch.__version__])
-
-
-def end_with_parent() -> None:
-    """In a child: end when the parent is killed, or what comes next would be measured beside this process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def options(name: str, text: str, **defaults: int) -> Options:
@@ -60,19 +43,17 @@ def options(name: str, text: str, **defaults: int) -> Options:
     return parser
 
 
-def head(name: str, argv: list[str], device: torch.device | None = None) -> dict:
+def head(name: str, argv: list[str], device: torch.device) -> dict:
     """What is needed to repeat or to doubt the figures of a report."""
     launcher = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if "RANK" in os.environ else "python"
     return {
         "command": f"{launcher} -m {name} {shlex.join(argv)}".strip(),
         "commit": commit(),
-        "sources": sources(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": device_name(device) if device and device.type != "cpu" else cpu_name(),
+        "device": cpu_name() if device.type == "cpu" else device_name(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
         "load_average": os.getloadavg()[0],  # of the minute before: others at work
     }
 

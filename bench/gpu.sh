@@ -1,15 +1,81 @@
 #!/usr/bin/env bash
-# What a machine with an accelerator is asked, in less than ten minutes per call: bench.sweep, tests included.
-# Call it again until nothing is "not run": each call goes on where the last one stopped or was killed.
-# Results are sweep.json and gpu_tests.jsonl in $OUT (bench/results). An empty $OUT first gets those of bench/results.
-# Arguments go to bench.sweep, as in --only "part eager".
+# What a machine with an accelerator is asked, in less than ten minutes per call: the tests of a device, and figures.
+#   bench/gpu.sh [NAME ...]   the variants named, or all; call it again until it prints no "not run"
+#   bench/gpu.sh --small      the micro model, and a CPU that stands in for a device: tries this script, measures nothing
+# A variant writes NAME.json and NAME.log into $OUT, by default a folder for the commit. What has its NAME.json does not
+# run again. What failed runs again after all that is new.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${OUT:-bench/results}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-mkdir -p "$out"
-for name in sweep.json gpu_tests.jsonl; do
-    [ -e "$out/$name" ] || [ ! -e "bench/results/$name" ] || cp "bench/results/$name" "$out/"
+small=
+[ "${1:-}" != --small ] || { small=yes; shift; }
+wanted=" $* "
+out=${OUT:-bench/results/gpu_$(git describe --always --dirty 2>/dev/null || echo unknown)}
+mkdir -p "$out" || exit 2
+# Variants share compiled code, which is in a folder of this user.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HOME/.cache/flux_ref_gpu}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} out small python=${PYTHON:-python3}
+limit=570 most=240 least=60 # seconds: of a call, of a variant, and without which no variant begins
+begun=" "
+
+run() { # NAME COMMAND...
+  local name=$1 left=$((limit - SECONDS))
+  if [ "$wanted" != "  " ] && [[ $wanted != *" $name "* ]] || [ -e "$out/$name.json" ]; then return; fi
+  if [ $pass = new ] && [ -e "$out/$name.log" ] || [[ $begun = *" $name "* ]]; then return; fi
+  [ $left -ge $least ] || { echo "$name: not run"; return; }
+  begun+="$name "
+  timeout --signal INT --kill-after 10 $((left < most ? left : most)) "${@:2}" >"$out/$name.log" 2>&1
+  echo "$name: exit code $?, at $SECONDS s; $(tail -n 1 "$out/$name.log")"
+}
+
+bench() { # NAME MODULE OPTION...
+  run "$1" "$python" -m "bench.$2" "${@:3}" --json="$out/$1.json"
+}
+
+part() { # NAME ROWS OPTION...: a step with FSDP2 on one rank, of some blocks of full width
+  bench "$1" step "${config[@]}" "${cut[@]}" "${times[@]}" --synthetic --parallel.activation_budget=1.0 \
+    --train.global_batch="$2" --train.micro_batch="$2" --graph.enabled=off --parallel.compile=true "${@:3}"
+}
+
+peer() { # NAME OPTION...
+  bench "$1" race "${config[@]}" --model.double_blocks=1 --model.single_blocks=1 "${times[@]}" \
+    --train.global_batch="$rows" --train.micro_batch="$rows" --parallel.activation_budget=1.0 "${@:2}"
+}
+
+tests() { # NAME FILE...: in processes one after another, until every test has an outcome
+  local code=1
+  until [[ $code =~ ^[02345]$ ]]; do # else a test failed, took too long or crashed
+    "$python" -m pytest -m gpu -p bench.device_tests -p no:faulthandler -x ${small:+--stand-in} \
+      --outcomes "$out/$1.jsonl" "${@:2}"
+    code=$?
+  done
+  [[ $code =~ ^[05]$ ]] && cp "$out/$1.jsonl" "$out/$1.json"
+}
+export -f tests
+
+marked=$(grep -rlE '^(@pytest\.mark\.gpu|pytestmark.*mark\.gpu)' tests --include='test_*.py')
+mapfile -t graphs < <(grep graph <<<"$marked")
+mapfile -t others < <(grep -v graph <<<"$marked")
+config=(--config configs/schnell_gbs512.toml) cut=(--model.double_blocks=4 --model.single_blocks=8)
+times=(--steps=10 --warmup=3) rows=32 larger="4 8 16 64" flash=flash
+if [ $small ]; then config=(--config tests/micro.toml) cut=() times=(--steps=2 --warmup=1) rows=4 larger=2 flash=auto; fi
+captured=--graph.enabled=on
+delayed=(--precision.preset=fp8_delayed --precision.dynamic_steps=0)
+
+for pass in new again; do # what decides most comes first
+  run tests_graphs bash -c 'tests tests_graphs "$@"' _ "${graphs[@]}"
+  bench ceiling ceiling "${config[@]}" --micro-batches=8,16
+  part eager $rows --parallel.compile=false
+  part compiled $rows --profile="$out/compiled_trace.json"
+  part graph $rows $captured
+  part graph_fp8_delayed $rows $captured "${delayed[@]}"
+  part fp8_delayed $rows "${delayed[@]}" --profile="$out/fp8_delayed_trace.json"
+  run tests_others bash -c 'tests tests_others "$@"' _ "${others[@]}"
+  peer race_compiled --parallel.compile=true
+  part fp8 $rows --precision.preset=fp8
+  part flash $rows --parallel.attention=$flash
+  part regions_of_2 $rows --parallel.region_blocks=2
+  part regions_of_4 $rows --parallel.region_blocks=4
+  part budget_half $rows --parallel.activation_budget=0.5
+  peer race_eager --parallel.compile=false
+  for count in $larger; do part "batch_$count" "$count"; done
 done
-exec timeout --kill-after 10 580 \
-    "${PYTHON:-python3}" -m bench.sweep --minutes 9.0 --json "$out/sweep.json" "$@"

@@ -10,9 +10,9 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
-import importlib
 import sys
 from statistics import median, quantiles
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from flux_ref.latents import image_positions
 from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.run import cli
+from flux_ref.run.options import package
 from flux_ref.speed import regions
 
 
@@ -68,12 +69,9 @@ class DiffusersFlux(nn.Module):
         return result[0]
 
 
-def diffusers():
+def diffusers() -> ModuleType:
     """The package, which a machine with a device may lack. Raises: Refusal."""
-    try:
-        return importlib.import_module("diffusers")
-    except ModuleNotFoundError as error:
-        raise Refusal(f"the race needs {error.name}; pip install diffusers") from None
+    return package("diffusers", "bench.race")
 
 
 class Contender(NamedTuple):

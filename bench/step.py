@@ -4,20 +4,23 @@
     python -m bench.step --steps 50 --json bench/results/NAME.json
     torchrun --nproc-per-node 8 -m bench.step --config configs/schnell_gbs512.toml --synthetic
 
---steps N (20) are timed after --warmup N (3). --synthetic measures without data. --profile takes three further steps
-apart, kernel by kernel. --section.key=value overrides the config as in train.py.
+--steps N (20) are timed after --warmup N (3). --synthetic measures without data. --profile TRACE.json records three
+further steps for a viewer of traces, such as ui.perfetto.dev. --section.key=value overrides the config as in train.py.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean, median
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from bench import ceiling, common, kernels
+from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import config_file, ranks, sharding
 from flux_ref.config import Config
@@ -35,13 +38,14 @@ from flux_ref.toy import make
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
+TOP = 20  # kernels in a report
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the overrides of the config. Raises: Refusal."""
     parser = common.options("bench.step", __doc__, steps=20, warmup=3)
     parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="TRACE.json")
     return parser.parse_known_args(argv)
 
 
@@ -57,7 +61,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     if policy.layers_with_delayed_scales(cfg):
         state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
     feed = None
-    profile = {}
+    kernels = []
     try:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
@@ -71,7 +75,7 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         loss = run_steps(run, feed, clock, args.steps)
         steps = clock.steps()
         if args.profile:
-            profile["kernels"] = kernels.profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), PROFILED_STEPS)
+            kernels = profiled(lambda: run_steps(run, feed, clock, PROFILED_STEPS), args.profile, world)
         run.close(agreed=True)  # `split` needs the memory of the graphs
     finally:
         if feed:
@@ -91,7 +95,28 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
         "peak_memory_gb": max(gb for (gb,) in ranks.gather(peak_gb)),
         "tflop": ceiling.achieved(cfg, samples_per_s / world.size, clock),
         "last_loss": loss,
-    } | profile
+        "kernels": kernels,
+    }
+
+
+def profiled(task: Callable[[], object], path: Path, world: World) -> list[dict]:
+    """The TOP kernels of PROFILED_STEPS by their time, on a CPU operations without those that they call.
+
+    The trace of rank 0 goes to `path`. ms, calls: per step; streams overlap.
+    """
+    has_device = world.device.type != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if has_device else ProfilerActivity.CPU]) as profiler:
+        task()
+        if has_device:
+            torch.accelerator.synchronize()
+    if world.rank == 0:
+        profiler.export_chrome_trace(str(path))
+    spent = "self_device_time_total" if has_device else "self_cpu_time_total"  # in microseconds
+    found = sorted(profiler.key_averages(), key=lambda one: getattr(one, spent), reverse=True)[:TOP]
+    return [
+        {"name": one.key, "ms": getattr(one, spent) / 1e3 / PROFILED_STEPS, "calls": one.count / PROFILED_STEPS}
+        for one in found
+    ]
 
 
 def data_set(cfg: Config, world: World) -> TrainSet:

@@ -59,7 +59,7 @@ def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
 
 
 def options(cfg: Config, device: torch.device) -> dict[str, object]:
-    """The compiler's options for regions. `python -m bench.static` counts their effect.
+    """The compiler's options for regions.
 
     They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
     An option that this torch does not know is left out; its old default then costs some memory traffic.

@@ -1,21 +1,31 @@
-"""The benchmark of a step: its report is whole and plausible. Times are not judged."""
+"""Benchmarks: reports are whole and plausible, products are the net's, a race is fair. Times are not judged."""
+
+import json
+from dataclasses import replace
 
 import pytest
+import torch
 from bench_report import report_of
-from conftest import MICRO, data_overrides
+from conftest import MICRO, data_overrides, refusal
 
-from bench import kernels, step, sweep_table
-from bench.static.predicted import Counts
+from bench import ceiling, common, race, step
 from flux_ref import config_file
+from flux_ref.config import ModelConfig
+from flux_ref.errors import Fault
+from flux_ref.model import parameter_table
 from tools.shared import flops
 
+MODEL = ModelConfig()
+SMALL = config_file.load(MICRO)
 
-def test_report_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
-    report = report_of(step, tmp_path, "--steps=2", "--warmup=1", "--profile", *data_overrides(shapes_dir))
+
+def test_report_of_a_step_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
+    trace = tmp_path / "trace.json"
+    report = report_of(step, tmp_path, "--steps=2", "--warmup=1", f"--profile={trace}", *data_overrides(shapes_dir))
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("samples_per_s", "forward", "share_of_ceiling"))
     assert report["command"].startswith("python -m bench.step --config")
-    assert {"commit", "sources", "torch", "device", "ranks", "load_average", "steps_run"} <= report.keys()
+    assert {"commit", "torch", "device", "ranks", "load_average", "steps_run"} <= report.keys()
     assert report["config"]["train.global_batch"] == 12
     ms = report["step_ms"]
     assert 0 < ms["min"] <= ms["median"] <= ms["max"]
@@ -23,17 +33,82 @@ def test_report_is_whole_and_plausible(tmp_path, shapes_dir, capsys):
     assert all(report["split_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
     assert 0 < report["data_share"] < 1 and 0.05 < report["peak_memory_gb"] < 20
     tflop = report["tflop"]
-    assert tflop["per_sample"] == pytest.approx(flops.per_sample(config_file.load(MICRO).model) / 1e12)
+    assert tflop["per_sample"] == pytest.approx(flops.per_sample(SMALL.model) / 1e12)
     assert tflop["per_s_per_rank"] == pytest.approx(tflop["per_sample"] * report["samples_per_s"])
     assert 0 < tflop["share_of_ceiling"] < 1 and 0 < report["last_loss"] < 10
-    found = report["kernels"]
-    shares = {kind: part["share"] for kind, part in found["classes"].items()}
-    assert all(shares[kind] > 0 for kind in ("gemm", "attention", "elementwise", "copy", "optimizer"))
-    assert len(found["top"]) == kernels.TOP and sum(shares.values()) + found["idle"]["share"] >= 0.999
-    names = [name for name, *_ in sweep_table.step_rows("part", report, Counts({"runs": [], "rates": {}}))]
-    assert names[0] == "part" and {"  gemm", "  attention", "  idle"} <= {*names}
+    spent = {kernel["name"]: kernel["ms"] for kernel in report["kernels"]}
+    assert len(spent) == step.TOP and sum(spent.values()) > 0 and any("aten::" in name for name in spent)
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_synthetic_needs_no_data(tmp_path):
     report_of(step, tmp_path, "--synthetic", "--steps=1", "--warmup=0", *data_overrides(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
+
+
+def test_products_are_all_of_a_block_that_sees_tokens():
+    """Against the weights themselves: 2 operations per weight and token, three times."""
+    for model in (MODEL, SMALL.model):
+        tokens = {"img": model.image_tokens, "txt": model.text_tokens}
+        flop = 0
+        for name, shape in parameter_table(model).items():
+            if "_blocks" in name and len(shape) == 2 and "mod" not in name:
+                flop += 2 * shape[0] * shape[1] * tokens.get(name.split(".")[2][:3], sum(tokens.values()))
+        total = sum(product.tflop * product.per_step for product in ceiling.products(model, micro_batch=4))
+        assert total == pytest.approx(3 * 4 * flop / 1e12) and total < 4 * flops.per_sample(model) / 1e12
+
+
+def test_timed_products_have_their_sizes_and_layouts(monkeypatch):
+    cpu, kinds, operands = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2), []
+    monkeypatch.setattr(ceiling, "random", lambda rows, columns, _, dtype: torch.zeros(rows, columns).to(dtype))
+    for name in ("mm", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, lambda a, b, **options: operands.append((a, b, options)) or options["out"])
+    for kind in ("forward", "grad_input", "grad_weight"):
+        product = ceiling.Product("layer", kind, m=32, n=48, k=16)
+        operands.clear()
+        for call in (ceiling.plain(product, cpu, torch.bfloat16), ceiling.fp8(product, cpu, kinds)):
+            assert call().shape == (32, 48) and call().data_ptr() == call().data_ptr(), "nothing is allocated"
+        assert {(left.shape, right.shape) for left, right, _ in operands} == {((32, 16), (16, 48))}
+        (left, right, _), (left8, right8, options) = operands[0], operands[-1]
+        assert left.is_contiguous() == (kind != "grad_weight") and right.is_contiguous() == (kind != "forward"), kind
+        assert left8.is_contiguous() and right8.t().is_contiguous(), "Hopper takes TN only"
+        assert right8.dtype == kinds[0] and left8.dtype == kinds[kind != "forward"]
+        assert options["use_fast_accum"] == (kind == "forward") and options["scale_a"].ndim == 0
+
+
+def test_the_rate_of_products_weighs_them_by_their_use(tmp_path, monkeypatch):
+    """On a device that takes 1 ms for every product; a CPU has no FP8 products and says so."""
+    report = report_of(ceiling, tmp_path, "--micro-batches", "1,2")
+    assert [found["micro_batch"] for found in report["ceilings"]] == [1, 2]
+    assert all(row["ms"] > 0 for row in report["ceilings"][0]["plain"]["products"])
+    assert report["ceilings"][0]["fp8"] == "a CPU decodes FP8 and multiplies in fp32"
+    monkeypatch.setattr(ceiling, "has_kernel", lambda device: True)
+    monkeypatch.setattr(ceiling, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(ceiling, "time_ms", lambda call, clock: 1.0)
+    clock = common.Clock(torch.device("cpu"))
+    assert "a multiple of 16" in ceiling.ceiling(SMALL, 1, clock)["fp8"]
+    monkeypatch.setattr(ceiling, "MULTIPLE", 1)  # the micro model is smaller
+    found = ceiling.ceiling(SMALL, 2, clock)
+    calls = 3 * (8 * SMALL.model.double_blocks + 2 * SMALL.model.single_blocks)
+    for kind in ("plain", "fp8"):
+        assert found[kind]["ms"] == calls
+        assert found[kind]["tflop_per_s"] == pytest.approx(found["tflop"] / calls * 1e3)
+    assert 0.5 < found["share_of_step"] < 1
+
+
+def test_a_race_gives_ratios_of_neighbouring_steps_of_the_same_model(tmp_path, monkeypatch):
+    """First both sides' own steps, then a peer that takes twice our time in every step."""
+    short = ("--warmup=0", "--train.global_batch=2", "--steps=1")
+    report = report_of(race, tmp_path, *short)
+    assert report["batch"] == 2 and min(report["ms"].values()) > 0
+    monkeypatch.setattr(race, "timed_step", lambda side, *_: 3.0 if isinstance(side.net, race.OurFlux) else 6.0)
+    report = report_of(race, tmp_path, *short, "--steps=3")
+    assert (report["ratio"], report["ratio_quartiles"], report["ms"]) == (2, [2, 2], {"ours": 3, "diffusers": 6})
+    monkeypatch.setattr(race, "DiffusersFlux", lambda model: race.OurFlux(replace(model, double_blocks=3)))
+    with pytest.raises(Fault, match="not the same model"):
+        report_of(race, tmp_path, *short)
+
+
+def test_options_that_mean_nothing_are_refused():
+    for module, option in ((ceiling, "--micro-batches=0"), (ceiling, "--micro-batches=x"), (step, "--steps=0")):
+        assert option.partition("=")[0] in refusal(module.parse, [option])
