@@ -87,7 +87,7 @@ def cases() -> list[Case]:
             train__global_batch=public.global_batch,
             train__micro_batch=public.micro_batch,
             parallel__compile=True,
-            parallel__reshard_after_forward=False,
+            parallel__kept_regions=-1,
             parallel__reduce_dtype="bf16",
             precision__preset=public.precision,
             eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),

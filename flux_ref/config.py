@@ -233,11 +233,10 @@ class ParallelConfig:
         "bf16", "dtype of weights and activations in compute; master weights are always fp32", choices=("bf16", "fp32")
     )
     reduce_dtype: str = key("fp32", "dtype of the gradient reduction", choices=("bf16", "fp32"))
-    reshard_after_forward: bool = key(True, "free a region's gathered weights until its backward", resume=True)
     kept_regions: int = key(
         0,
-        "with reshard_after_forward: this number of last regions stays gathered even so",
-        most=2**24,
+        "number of last regions whose weights stay gathered between forward and backward; -1: all",
+        least=-1,
         resume=True,
     )
     compile: bool = key(False, "torch.compile of each region", resume=True)
@@ -250,10 +249,6 @@ class ParallelConfig:
         choices=("none", "block", "region"),
         resume=True,
     )
-    forward_prefetch: int = key(
-        0, "gather so many regions ahead; 0: gather the next region while one computes", most=2**24, resume=True
-    )
-    backward_prefetch: int = key(0, "the same in backward", most=2**24, resume=True)
     attention: str = key(
         "auto",
         "kernel on a GPU; auto: the fastest",

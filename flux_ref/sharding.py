@@ -65,13 +65,13 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
     )
     if parallel.compile:
         regions.compile_all(units, cfg, world.device)
+    freed = len(units) - parallel.kept_regions if parallel.kept_regions >= 0 else 0
     for i, unit in enumerate(units):
-        is_freed = parallel.reshard_after_forward and i < len(units) - parallel.kept_regions
-        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=is_freed)
+        fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
     fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
     # torch 2.14 and later warn that an in-place operation on a result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    regions.overlap(net, units, parallel)
+    regions.overlap(net)
     return net
 
 

@@ -120,10 +120,7 @@ def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
 
 
-def overlap(net: FSDPModule, units: list[FSDPModule], cfg: ParallelConfig) -> None:
-    """Set what FSDP2 gathers and reduces beside computing. By itself it gathers the next unit while one computes."""
+def overlap(net: FSDPModule) -> None:
+    """Set how many units FSDP2 reduces beside computing. By itself it gathers the next unit while one computes."""
     if REDUCTIONS > 1:
         net.set_reduce_scatter_max_input_buffers(REDUCTIONS)
-    for i, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + cfg.forward_prefetch])
-        unit.set_modules_to_backward_prefetch(units[max(0, i - cfg.backward_prefetch) : i][::-1])

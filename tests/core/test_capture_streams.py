@@ -21,7 +21,6 @@ from flux_ref.step_runner import StepRunner
 
 SIZE, UNITS = 4, 6  # ranks; five regions and the root
 SMALL = {"train__global_batch": SIZE, "eval__batch": 1}
-AHEAD = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2}
 FP8 = {
     **{"model__hidden": 48, "model__rope_axes": (8, 4, 4), "model__text_tokens": 16, "model__latent_width": 16},
     **{"precision__preset": "fp8_delayed", "precision__dynamic_steps": 0, "precision__history": 3},
@@ -39,10 +38,8 @@ CASES = {  # ranks of a node, and settings
     "HSDP": (2, {}),
     "accumulation": (4, accumulated(2)),
     "HSDP with accumulation": (2, accumulated(2)),
-    "prefetch": (4, AHEAD),
-    "prefetch, HSDP with accumulation": (2, AHEAD | accumulated(2)),
     "kept regions": (4, {"parallel__kept_regions": 1}),
-    "weights stay gathered": (4, {"parallel__reshard_after_forward": False} | accumulated(2)),
+    "weights stay gathered": (4, {"parallel__kept_regions": -1} | accumulated(2)),
     "one rank per node": (1, accumulated(2)),
     "FP8 gather": (2, FP8 | accumulated(2)),
 }
@@ -200,12 +197,11 @@ def test_a_planted_fault_is_seen(plant, fault, streams, monkeypatch):
 # Accumulation and replicas in one graph
 
 
-@pytest.mark.parametrize("ahead", [{}, AHEAD])
-def test_replicas_are_averaged_once_per_unit_on_a_stream_of_their_own_before_the_update(streams, ahead):
+def test_replicas_are_averaged_once_per_unit_on_a_stream_of_their_own_before_the_update(streams):
     """The order holds on the device (`comes_after`), not only on the host."""
     micros = 3
     with fake_world(SIZE, node=2) as world:
-        assert run(streams, world, **accumulated(micros), **ahead) == []
+        assert run(streams, world, **accumulated(micros)) == []
         replicas, shards = (world.mesh.get_group(axis).group_name for axis in range(2))
     works = [work for work in streams.log if work.capture == 1]
     averages = [work for work in works if work.group == replicas]

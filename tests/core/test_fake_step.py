@@ -41,7 +41,10 @@ LOOP = [  # the first step is read after the second launch; the last one is read
 
 def case(gpus: int, micros: int, delayed: bool, config: str = "schnell_gbs512", **values: object) -> dict:
     """Of `fake_step.py`. One micro-batch goes with weights that are gathered again for backward."""
-    own = {"precision__preset": "fp8_delayed" if delayed else "bf16", "parallel__reshard_after_forward": micros == 1}
+    own = {
+        "precision__preset": "fp8_delayed" if delayed else "bf16",
+        "parallel__kept_regions": 0 if micros == 1 else -1,
+    }
     return {"gpus": gpus, "micros": micros, "config": f"{ROOT}/configs/{config}.toml", "values": values | own}
 
 
@@ -91,7 +94,7 @@ def of_a_step(cfg: Config, gpus: int) -> tuple[list[list], list[list]]:
     forward, step = of_weights + gathers(root, *regions), []
     for micro in range(micros):
         step += forward
-        again = gathers(*reversed(regions)) if cfg.parallel.reshard_after_forward else []
+        again = gathers(*reversed(regions)) if not cfg.parallel.kept_regions else []
         step += again[:1]
         for i, unit in enumerate(reversed(regions)):
             step += again[i + 1 : i + 2] + reductions(unit, micro == micros - 1)

@@ -139,7 +139,7 @@ def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch):
 
 
 def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
-    steps = make(parallel__reshard_after_forward=False)
+    steps = make(parallel__kept_regions=-1)
     steps.validate(steps.sums.clone())  # leaves weights gathered; Recorder.capture would notice
     noted.clear()
     steps.capture()
@@ -245,7 +245,7 @@ PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.guidance=2", "--sa
 FP8 = ["--precision.preset=fp8", '--precision.switch=[[40, "fp8_delayed"]]', "--precision.dynamic_steps=1"]
 FP8 += ["--parallel.dtype=bf16", "--model.hidden=48", "--model.rope_axes=[8, 4, 4]", "--eval.batch=16"]
 FP8 += ["--train.global_batch=32", "--train.micro_batch=16", "--train.max_samples=96"]
-FP8 += ["--parallel.reshard_after_forward=false"]
+FP8 += ["--parallel.kept_regions=-1"]
 
 
 def sheets(run: Path) -> dict[str, bytes]:

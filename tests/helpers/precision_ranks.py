@@ -78,7 +78,7 @@ def fp8_linears(net: nn.Module) -> dict[str, PolicyLinear]:
 GATHERS = {  # ways to gather the same weights, by the number of ranks
     3: {"base": {}},
     4: {
-        "kept, accumulated": {"parallel__reshard_after_forward": False, "train__micro_batch": 1},
+        "kept, accumulated": {"parallel__kept_regions": -1, "train__micro_batch": 1},
         "dynamic, recomputed, regions of 2": {
             "precision__preset": "fp8",
             "parallel__recompute": "block",

@@ -44,13 +44,9 @@ NARROW = {"model__hidden": 12, "model__rope_axes": (0, 2, 2)}  # heads of 4 feat
 SPLITS = {  # ways to run the same steps
     "base": {},
     "accumulated": {"train__micro_batch": 1, "optim__ema": 24},
-    "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__reshard_after_forward": False},
+    "regions of 2, kept gathered": {"parallel__region_blocks": 2, "parallel__kept_regions": -1},
 }
-LEVERS = {  # of FSDP2, none of which changes a bit
-    "parallel__kept_regions": 2,
-    "parallel__forward_prefetch": 1,
-    "parallel__backward_prefetch": 2,
-}
+LEVERS = {"parallel__kept_regions": 2}  # of FSDP2, none of which changes a bit
 GRADIENT_SCALES = (1e-3, 1.0, 1e-2)  # of three made-up gradients: unclipped, clipped, unclipped
 VAL_SAMPLES = 36  # the clock at which validation is measured
 TIMEOUT_S = 100

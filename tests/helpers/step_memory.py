@@ -22,7 +22,7 @@ SMALL = (
     " --model.text_tokens=64 --model.latent_height=16 --model.latent_width=16 --train.synthetic_steps=1 --eval.batch=4"
     " --parallel.compile=false --parallel.activation_budget=1.0"
 )
-KEPT, RESHARDED = "--parallel.reshard_after_forward=false", "--parallel.reshard_after_forward=true"
+KEPT, RESHARDED = "--parallel.kept_regions=-1", "--parallel.kept_regions=0"
 COMPILED, BUDGET = "--parallel.compile=true", "--parallel.activation_budget"
 BF16, HSDP = "--parallel.reduce_dtype=bf16", "--parallel.replicate=2"
 CASES = {  # name: (ranks, micro-batch, overrides)

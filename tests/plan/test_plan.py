@@ -118,11 +118,11 @@ ROWS = 24  # per rank: activations outweigh weights
 CASES = {
     "1 rank": (1, 8, {}),
     "8 ranks": (8, 8, {}),
-    "kept": (8, 8, {"parallel__reshard_after_forward": False}),
-    "some kept, far ahead": (8, 8, {"parallel__kept_regions": 2, "parallel__backward_prefetch": 2}),
+    "kept": (8, 8, {"parallel__kept_regions": -1}),
+    "some kept": (8, 8, {"parallel__kept_regions": 2}),
     "bf16 reduced": (8, 8, {"parallel__reduce_dtype": "bf16", "parallel__region_blocks": 2}),
     "recomputed": (8, 8, {"parallel__recompute": "block"}),
-    "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__reshard_after_forward": False}),
+    "hsdp": (8, 4, {"parallel__reduce_dtype": "bf16", "parallel__kept_regions": -1}),
     "averaged": (8, 8, {"optim__ema": 600}),
     "accumulated": (4, 4, {"train__micro_batch": 12}),
     "accumulated, few": (4, 4, {"train__micro_batch": 1, "train__global_batch": 8}),
@@ -149,7 +149,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
 
 
 def test_memory_of_a_step_without_peers():
-    for name in ("some kept, far ahead", "hsdp accumulated", "averaged"):
+    for name in ("some kept", "hsdp accumulated", "averaged"):
         planned, real = step_without_peers(name)
         assert planned == pytest.approx(real, rel=0.03), name
 
@@ -213,9 +213,9 @@ def test_memory_of_real_ranks(name, tmp_path):
 # Time
 
 
-def paced(kept: bool, gpu=GPU, **values) -> tuple[step_time.Times, float]:
+def paced(kept: int, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     """A step of 8 ranks that moves as many bytes as its memory moves in a second."""
-    cfg = wide(train__global_batch=8, parallel__reshard_after_forward=not kept, **values)
+    cfg = wide(train__global_batch=8, parallel__kept_regions=kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
     second = Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
     footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(0, 0, 0, 0, 0, second, second))
@@ -229,7 +229,7 @@ def links(times):
 
 
 def test_fast_links_hide_behind_slow_compute():
-    for kept in (False, True):
+    for kept in (0, -1):
         times, units = paced(kept)
         assert times.compute == pytest.approx(2 * units, rel=1e-3)
         assert 0 < times.exposed < links(times) < 1e-2
@@ -238,11 +238,11 @@ def test_fast_links_hide_behind_slow_compute():
 
 def test_slow_links_are_waited_for():
     slow = replace(GPU, scale_up_gb_s=1e-4, scale_out_gb_s=1e-4)
-    times, _ = paced(kept=False, gpu=slow)
+    times, _ = paced(kept=0, gpu=slow)
     assert links(times) > 3 * times.compute
     assert links(times) - times.compute < times.exposed < links(times)
-    some, _ = paced(kept=False, gpu=slow, parallel__kept_regions=3)
-    every, _ = paced(kept=True, gpu=slow)
+    some, _ = paced(kept=3, gpu=slow)
+    every, _ = paced(kept=-1, gpu=slow)
     assert every.step < some.step < times.step and every.all_gather < some.all_gather < times.all_gather
 
 
@@ -414,7 +414,7 @@ def test_warnings():
         (
             dropping,
             {"total": 5e12, "fits": False, "instant": drawing},
-            "sample.every_samples=0 frees 25 GB; parallel.res",
+            "sample.every_samples=0 frees 25 GB; parallel.kept_regions=0",
         ),
     ):
         lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))

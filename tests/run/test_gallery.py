@@ -20,7 +20,7 @@ OFTEN = ["--checkpoint.every_samples=24", "--checkpoint.keep=9"]
 SHEETS = ["000000024.png", "000000048.png", "000000060.png"]
 FP8 = ["--precision.preset=fp8_delayed", "--precision.dynamic_steps=1", "--parallel.dtype=bf16", "--model.hidden=48"]
 FP8 += ["--model.rope_axes=[8, 4, 4]", "--train.global_batch=32", "--train.max_samples=96", "--eval.batch=16"]
-FP8 += ["--parallel.reshard_after_forward=false"]
+FP8 += ["--parallel.kept_regions=-1"]
 
 
 def figures(run: Path) -> list[dict]:

@@ -30,7 +30,7 @@ def test_backward_keeps_no_copy_of_a_weight():
 
 
 def test_a_changed_weight_meets_a_new_scale_and_nan_shows(world):
-    cfg = fp8_config(parallel__reshard_after_forward=False)
+    cfg = fp8_config(parallel__kept_regions=-1)
     state = lively_state(cfg, world)
     name, linear = next(iter(fp8_linears(state.net).items()))
     loss = steps(state, cfg, world, count=1)[0]

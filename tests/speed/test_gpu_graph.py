@@ -31,7 +31,7 @@ def make(micro: config.Config, world: ranks.World, **values: object) -> StepRunn
     [
         {},
         {"train__micro_batch": 4},
-        {"train__micro_batch": 4, "parallel__reshard_after_forward": False},
+        {"train__micro_batch": 4, "parallel__kept_regions": -1},
         {"parallel__region_blocks": 2, "parallel__compile": True},
     ],
     ids=["plain", "accumulated", "kept gathered", "compiled"],
@@ -48,7 +48,7 @@ def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, 
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"parallel__reshard_after_forward": False, "parallel__region_blocks": 2, "parallel__compile": True}],
+    [{}, {"parallel__kept_regions": -1, "parallel__region_blocks": 2, "parallel__compile": True}],
     ids=["plain", "kept gathered, compiled"],
 )
 def test_pictures_between_replays_change_nothing_and_their_memory_stays(micro, world, values):

@@ -37,15 +37,13 @@ def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     return losses, sums.tolist()
 
 
-def test_recomputing_and_prefetching_change_no_bit_and_recomputing_calls_every_block_once_more(world, monkeypatch):
+def test_recomputing_and_keeping_change_no_bit_and_recomputing_calls_every_block_once_more(world, monkeypatch):
     calls = []
     forward = SingleBlock.forward
     monkeypatch.setattr(SingleBlock, "forward", lambda *args: calls.append(0) or forward(*args))
     levers = {
         "recompute": ("block", "region"),
-        "forward_prefetch": (2,),
-        "backward_prefetch": (2,),
-        "kept_regions": (1,),
+        "kept_regions": (1, -1),
     }
     wrong = []
     for blocks in (1, 2):
@@ -87,9 +85,9 @@ def collectives(**values: object) -> list[str]:
 
 def test_levers_reach_fsdp():
     """Ten regions are gathered in forward; the first reduction waits for the gathers of backward before it."""
-    logs = [collectives(), collectives(parallel__backward_prefetch=3), collectives(parallel__kept_regions=4)]
-    assert [log.index("reduce") - 10 for log in logs] == [2, 4, 0]
-    assert [len(log) for log in logs] == [30, 30, 26]
+    logs = [collectives(), collectives(parallel__kept_regions=4), collectives(parallel__kept_regions=-1)]
+    assert [log.index("reduce") - 10 for log in logs] == [2, 0, 0]
+    assert [len(log) for log in logs] == [30, 26, 20]
 
 
 def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):

@@ -115,7 +115,7 @@ occurrence of the operation.
 
 def communication() -> str:
     """The bytes that a rank sends in a step."""
-    keeping = config_file.replace(BENCHMARK, parallel__reshard_after_forward=False)
+    keeping = config_file.replace(BENCHMARK, parallel__kept_regions=-1)
     rows = []
     for replicas, shards in MESHES:
         layout = closed_forms.layout(BENCHMARK, parameter_table(BENCHMARK.model), replicas * shards, replicas)
@@ -139,7 +139,7 @@ def communication() -> str:
 | collective | when | bytes |
 | --- | --- | --- |
 | all-gather | forward and backward of each region, once outside of them | m * {ITEM} * (2 W - E) * (n - 1) / n |
-| the same with parallel.reshard_after_forward=false | forward | m * {ITEM} * W * (n - 1) / n |
+| the same with parallel.kept_regions=-1 | forward | m * {ITEM} * W * (n - 1) / n |
 | reduce-scatter | backward of each region, each micro-batch | m * {REDUCED_ITEM} * W * (n - 1) / n |
 | all-reduce of a shard's copies (HSDP) | backward of the last micro-batch | 2 * {REDUCED_ITEM} * W / n * (r - 1) / r |
 | all-reduce of the gradient norm | once | one fp32 number |

@@ -136,8 +136,8 @@ def warnings(cfg: Config, plan: SimpleNamespace) -> list[str]:
         drawing = plan.instant.parts.get("drawing", 0.0)
         if drawing > GB:
             remedy += f"; sample.every_samples=0 frees {drawing / GB:.0f} GB"
-        if not cfg.parallel.reshard_after_forward:
-            remedy += "; parallel.reshard_after_forward=true gathers two regions in place of all"
+        if cfg.parallel.kept_regions:
+            remedy += "; parallel.kept_regions=0 keeps no more than two regions gathered"
         lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {plan.card / GB:g} GB; {remedy}")
     count = val_count(cfg)
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, count)

@@ -59,8 +59,7 @@ def instants(
     tokens = cfg.model.image_tokens + cfg.model.text_tokens
     stream = rows * tokens * cfg.model.hidden * step.item  # its gradient, between two regions
     for i, need in enumerate(step.needs):
-        ahead = range(i, min(count, i + 1 + cfg.parallel.forward_prefetch))
-        step.note(f"forward of region {i + 1}", count, count, {i, *step.kept(i)}, ahead, i, need.forward)
+        step.note(f"forward of region {i + 1}", count, count, {i, *step.kept(i)}, [i], i, need.forward)
     for i, need in reversed([*enumerate(step.needs)]):
         ahead = step.prefetched(i)
         working = need.backward + stream
@@ -104,7 +103,6 @@ class _Step:
         self.reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
         self.accumulates = gpus * rows < cfg.train.global_batch
         self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
-        self.ahead = max(1, cfg.parallel.backward_prefetch)
         self.instants: list[Instant] = []
         sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
         self.always = dict.fromkeys(PARTS, 0.0)
@@ -157,8 +155,8 @@ class _Step:
         return range(self.freed, i)
 
     def prefetched(self, i: int) -> range:
-        """The regions that are gathered during backward of a region."""
-        return range(max(0, i - self.ahead), min(i, self.freed))
+        """The region that is gathered during backward of a region."""
+        return range(max(0, i - 1), min(i, self.freed))
 
     def gathered(self, regions: Iterable[int]) -> float:
         """The weights of the root and of some regions as layers use them."""

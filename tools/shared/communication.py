@@ -72,7 +72,7 @@ def gathered_bytes(cfg: Config, name: str) -> int:
 
 def freed(cfg: ParallelConfig, regions: int) -> int:
     """How many of the first regions FSDP2 frees after forward and gathers again for backward."""
-    return max(0, regions - cfg.kept_regions) if cfg.reshard_after_forward else 0
+    return max(0, regions - cfg.kept_regions) if cfg.kept_regions >= 0 else 0
 
 
 def _unit(cfg: Config, kind: str, shapes: dict[str, tuple[int, ...]], shards: int) -> Unit:
