@@ -41,7 +41,7 @@ class Optimizer(Protocol):
     """What the training loop, checkpoints and graphs use of an optimizer. State.of makes it.
 
     Beside this, moment_kinds must name its moments. The benchmark's log (benchmark/header.py) and `tools.plan` know
-    AdamW, too. `eval.py --ema` and `tools.weights export --ema` read the moment EMA.
+    AdamW, too. `eval.py --ema` and `tools.export --ema` read the moment EMA.
 
     lr:    a scalar on the device, filled in place before each step: a captured graph reads it from device memory.
     names: the names of the parameters, in the order of the shards.

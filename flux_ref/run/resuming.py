@@ -84,8 +84,6 @@ def open_for(path: Path, state: State, cfg: Config, facts: dict[str, object]) ->
     """A checkpoint from which a state can go on. facts: as for `Saver`. Raises: Refusal."""
     saved = Checkpoint(path)
     shapes = {key: tuple(entry.shape) for key, entry in saved.tensors.items()}
-    if not any(key.startswith("optimizer.") for key in shapes):
-        raise Refusal(f"checkpoint {path} holds weights only; start a new run from it with --init.weights={path}")
     wanted = {key: tuple(rows.shape) for key, rows in rows_of(state).items() if key != HISTORY}
     if had := policy.layers_with_delayed_scales(_config_of(saved)):  # other layers may have delayed scales from now on
         wanted[HISTORY] = (2 * len(had), cfg.precision.history)

@@ -204,8 +204,6 @@ def _of_checkpoint(checkpoint: Checkpoint, table: dict[str, tuple[int, ...]], av
             raise Refusal(f"checkpoint {checkpoint.folder} {why}, so it holds no average; {rule}, or leave it out")
         divisor = share_of_newest(info["samples"], half_life)
         info = info | {EMA: half_life}
-    elif "from" in info:  # of `tools.weights import`, which counts from 0: the training's own counts are unknown
-        info = {key: value for key, value in info.items() if key not in ("step", "samples")}
     shapes = {}
     for key, entry in checkpoint.tensors.items():
         if key.startswith(prefix) and key.endswith(suffix):

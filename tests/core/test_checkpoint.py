@@ -31,10 +31,9 @@ from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import resuming, weight_files
+from flux_ref.run import resuming
 from flux_ref.run.alive import Alive
 from flux_ref.step import State
-from tools.weights import exports
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards
 SEVERAL, SIZES = (3, HSDP), (1, 3, HSDP)
@@ -403,7 +402,7 @@ def test_values_that_are_not_finite_are_refused_by_name(world, tmp_path):
 
 
 def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
-    """Another model's checkpoint, one of another data set, weights alone, and a damaged file."""
+    """Another model's checkpoint, one of another data set, and a damaged file."""
     cfg = narrow_config(tmp_path)
     state = checkpoint_ranks.lively_state(cfg, world)
     save_now(Saver(cfg, world, state, FACTS, print), state)
@@ -422,10 +421,6 @@ def test_what_a_run_cannot_go_on_from_is_refused(world, tmp_path):
     assert f"train.seed={other.train.seed}, there {cfg.train.seed}; optim.lr=0.5, there" in refusal(
         resuming.open_for, saved, state, other, FACTS
     )
-    imported = tmp_path / "imported"
-    exports.import_(weight_files.open_source(saved, cfg.model), cfg, imported)
-    text = refusal(checkpoint_ranks.restored, cfg, world, imported)
-    assert text.startswith(f"checkpoint {imported} holds weights only; start a new run from it with --init.weights=")
     (path,) = saved.glob("*.safetensors")
     with path.open("r+b") as file:
         file.seek(-5, 2)

@@ -36,7 +36,7 @@ def wanted(name: str, shape: tuple[int, ...], last: int) -> Tensor:
 
 
 def error(path: Path) -> float:
-    """The largest error of any parameter of an average, as eval.py and `tools.weights export` read it."""
+    """The largest error of any parameter of an average, as eval.py and `tools.export` read it."""
     model = checkpoint_ranks.narrow_config(path).model
     source = weight_files.open_source(path, model, averaged=True)
     errors = []

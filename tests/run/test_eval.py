@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, called, data_overrides, micro_run, script
+from conftest import MICRO, called, data_overrides, micro_run, refusal, script
 from PIL import Image
 from run_files import lines
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,7 @@ import eval as eval_script
 from flux_ref.formats import checkpoint_files
 from flux_ref.run import loss_chart
 from flux_ref.sampling import euler, grid, vae
-from tools.weights import commands as weights
+from tools import export
 
 STEPS = (2, 4, 5)  # of the checkpoints
 OFTEN = ["--eval.every_samples=24", "--checkpoint.every_samples=24", "--checkpoint.keep=9"]  # a loss for each of them
@@ -119,28 +119,25 @@ def exported(run, tmp_path_factory) -> dict[str, Path]:
     for layout in ("bfl", "diffusers"):
         for dtype in ("fp32", "bf16"):
             out = folder / f"{layout} {dtype}"
-            assert weights.main(["export", str(run), str(out), f"--format={layout}", f"--dtype={dtype}"]) == 0
-    assert weights.main(["import", str(folder / "bfl fp32"), str(folder / "checkpoint"), f"--config={MICRO}"]) == 0
+            assert export.main([str(run), str(out), f"--format={layout}", f"--dtype={dtype}"]) == 0
     return {path.name: path for path in folder.iterdir()}
 
 
 def test_exports_give_the_same_number_and_remember_the_clock_and_so_the_noise(run, exported, evaluate, shapes_dir):
     options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir)]
     want = evaluate(run, "--json", "--eval.noise=fixed")["val_loss"]
-    for name in ("bfl fp32", "diffusers fp32", "checkpoint"):
+    for name in ("bfl fp32", "diffusers fp32"):
         record = evaluate(exported[name], *options, "--eval.noise=fixed")
         assert (record["val_loss"], record["weights"]) == (want, str(exported[name]))
-        if name != "checkpoint":
-            assert figures(evaluate(exported[name], *options)) == logged(run)[-1]
+        assert figures(evaluate(exported[name], *options)) == logged(run)[-1]
 
 
 def test_weights_that_lost_their_clock_say_whose_noise_they_get(run, exported, evaluate, shapes_dir, tmp_path):
     """Fault F6: the loss is another, and only the noise is the reason."""
     save_file(load_file(exported["bfl fp32"]), tmp_path / "bare.safetensors")
     options = [f"--config={MICRO}", *data_overrides(shapes_dir)]
-    imported, stated = exported["checkpoint"], exported["bfl fp32"]
-    texts = [evaluate(path, *options) for path in (tmp_path / "bare.safetensors", imported, stated)]
-    assert ["--eval.noise=fixed" in text for text in texts] == [True, True, False]
+    texts = [evaluate(path, *options) for path in (tmp_path / "bare.safetensors", exported["bfl fp32"])]
+    assert ["--eval.noise=fixed" in text for text in texts] == [True, False]
     assert "--eval.noise=fixed" not in evaluate(tmp_path / "bare.safetensors", *options, "--eval.noise=fixed")
 
 
@@ -191,25 +188,20 @@ def test_the_average_is_evaluated_where_asked_for_and_so_is_what_was_exported(
     options = ["--json", f"--config={MICRO}", *data_overrides(shapes_dir)]
     for layout in ("bfl", "diffusers"):
         out = tmp_path / layout
-        assert weights.main(["export", str(averaged), str(out), "--ema", f"--format={layout}"]) == 0
+        assert export.main([str(averaged), str(out), "--ema", f"--format={layout}"]) == 0
         assert evaluate(out, *options) | {"weights": ""} == found["checkpoints"][-1] | {"weights": ""}
-    assert weights.main(["import", str(tmp_path / "bfl"), str(tmp_path / "imported"), f"--config={MICRO}"]) == 0
-    assert evaluate(tmp_path / "imported", *options)["ema"] == 24
 
 
-def test_what_holds_no_average_is_refused(run, averaged, exported, evaluate, tmp_path, capsys):
-    untrained = tmp_path / "untrained"
-    assert weights.main(["import", str(averaged), str(untrained)]) == 0
+def test_what_holds_no_average_is_refused(run, averaged, exported, evaluate, tmp_path):
     for path, words in (
         (run, "step_000000005 has optim.ema=0, so it holds no average; --ema needs"),
-        (untrained, "is of step 0, so it holds no average; --ema needs a later checkpoint of a run with optim.ema"),
         (exported["bfl fp32"], "hold no average of the weights beside them; --ema needs a checkpoint"),
         (exported["diffusers fp32"], "hold no average"),
     ):
         line = evaluate(path, "--ema", f"--config={MICRO}", "--data.val=nowhere", code=2)
         assert words in line and str(path) in line, line
-        assert weights.main(["export", str(path), str(tmp_path / "out"), "--ema", f"--config={MICRO}"]) == 2
-        assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+        assert words in refusal(export.main, [str(path), str(tmp_path / "out"), "--ema", f"--config={MICRO}"])
+        assert not (tmp_path / "out").exists()
 
 
 # Pictures
@@ -309,7 +301,7 @@ def test_what_means_nothing_is_refused_in_one_line_before_any_evaluation(run, ev
 
 
 def test_only_a_run_has_checkpoints_to_choose_from(exported, evaluate):
-    for name in ("bfl fp32", "diffusers fp32", "checkpoint"):
+    for name in ("bfl fp32", "diffusers fp32"):
         for option in ("--all", "--checkpoint=5"):
             line = evaluate(exported[name], option, f"--config={MICRO}", code=2)
             assert "is not a run" in line and "give a run, a checkpoint" in line, line

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from flux_ref import config_file, latents, rng
 from flux_ref.sampling import euler, grid, vae
+from tools import export
 from tools.prepare import commands as prepare
-from tools.weights import commands as weights
 
 MODEL = config_file.load(MICRO).model
 PROMPTS = ["a small red cat sits on the grass", "", "photo of two dogs"]
@@ -174,8 +174,7 @@ def test_the_page_on_own_pictures_leads_from_a_folder_to_a_drawing_by_diffusers(
         assert words in line and "hf download black-forest-labs/FLUX.1-schnell ae.safetensors" in line
     assert prepare.main(share) == 0
     assert "--val-share" in PAGE and "--format=diffusers" in PAGE
-    export = ["export", "FLUX.1-schnell", "own_transformer", "--format=diffusers", f"--config={MICRO}"]
-    assert weights.main(export) == 0
+    assert export.main(["FLUX.1-schnell", "own_transformer", "--format=diffusers", f"--config={MICRO}"]) == 0
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     for theirs, ours in SMALLER.items():
         assert theirs in program

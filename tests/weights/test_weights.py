@@ -18,18 +18,16 @@ from fake_world import fake_world
 from lively_nets import lively
 from payload import Payload
 from peer_net import to_diffusers
-from run_files import flip
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flux_ref import config, config_file, sharding
 from flux_ref.config import ModelConfig
-from flux_ref.formats import checkpoint_files, checkpoint_reader, diffusers_names, safetensors_io
+from flux_ref.formats import diffusers_names
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
-from tools.weights import commands as weights
-from tools.weights import exports
+from flux_ref.run.attempt import attempt
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)
@@ -89,13 +87,27 @@ def kept(shapes_dir, tmp_path_factory) -> Path:
     write_diffusers(folder / "diffusers_in_three", model, tensors, files=3)
     write_diffusers(folder / "pipeline" / "transformer", model, tensors)
     save_file({"encoder.conv_in.bias": torch.zeros(1)}, folder / "pipeline" / "ae.safetensors")  # lies there, too
-    exports.import_(opened(folder / "bfl.safetensors", model), CFG, folder / "checkpoint")
     assert write_run(folder / "run", shapes_dir, folder / "bfl.safetensors") == 0
+    shutil.copytree(weight_files.find(folder / "run"), folder / "checkpoint")
     return folder
 
 
 def opened(path: Path, model: ModelConfig, step: int | None = None) -> weight_files.Source:
     return weight_files.open_source(weight_files.find(path, step), model)
+
+
+def read_all(path: Path, given: str | None = str(MICRO)) -> int:
+    """The exit code of a command that reads all weights at a path."""
+
+    def read() -> int:
+        found = weight_files.find(path)
+        model = weight_files.config_of(found, given).model
+        source = weight_files.open_source(found, model)
+        for name, shape in parameter_table(model).items():
+            source.read(name, 0, shape[0])
+        return 0
+
+    return attempt("weights", read)
 
 
 def require_filled(net: nn.Module, path: Path, cfg: config.Config, want: dict[str, Tensor]) -> None:
@@ -289,7 +301,7 @@ def test_what_is_wrong_is_one_line_and_no_pickle_is_executed(tmp_path, capsys):
         folder = tmp_path / str(number)
         folder.mkdir()
         path = make(folder, argument)
-        code = weights.main(["inspect", str(path), "--verify", f"--config={MICRO}"])
+        code = read_all(path)
         shown = capsys.readouterr()
         line = the_line(shown.err, "weights")
         is_refused = code == 2 and shown.out == "" and all(word in line for word in (*words.split("|"), str(path)))
@@ -300,62 +312,24 @@ def test_what_is_wrong_is_one_line_and_no_pickle_is_executed(tmp_path, capsys):
     assert (tmp_path / "executed").exists(), "the payload is one that works"
 
 
-def test_what_is_there_is_never_replaced(kept, tmp_path):
-    """Callers of the two functions are safe, too."""
-    source = opened(kept / "bfl.safetensors", CFG.model)
-    for name in ("file", ".new.partial"):
-        (tmp_path / name).write_text("mine")
-    (tmp_path / "folder").mkdir()
-    exports.export(source, CFG.model, tmp_path / "new", "bfl", "fp32")
-    for out, words in (("file", "file exists; remove it"), ("folder", "exists"), ("no/out", "no, where out is to app")):
-        for layout in ("bfl", "diffusers"):
-            assert words in refusal(exports.export, source, CFG.model, tmp_path / out, layout, "fp32")
-        assert words in refusal(exports.import_, source, CFG, tmp_path / out)
-    assert [(tmp_path / name).read_text() for name in ("file", ".new.partial")] == ["mine", "mine"]
-    assert not [*(tmp_path / "folder").iterdir()]
-
-
-def test_inspect_says_what_is_there(kept, capsys):
+def test_every_form_is_recognised_and_whole(kept):
     for kind, recognised in KINDS.items():
-        assert weights.main(["inspect", str(kept / kind), "--verify", f"--config={MICRO}"]) == 0
-        first, fits, *rest = capsys.readouterr().out.splitlines()
-        assert first == f"{weight_files.find(kept / kind)}: {recognised}"
-        assert fits.split() == ["fits", "88", "tensors,", "82,520", "parameters"]
-        assert "verified" in rest[-1] and ("  samples   12" in rest) == (kind == "run")
+        assert opened(kept / kind, CFG.model).kind == recognised and read_all(kept / kind) == 0
 
 
 def test_the_tensors_decide_what_a_path_is(tmp_path, capsys):
-    """Not whether it is a file or a folder. What a file says is shown without its control characters."""
-    bfl = write_metadata(tmp_path, "0")
-    save_file(tensors_of(CFG.model), bfl, {"trained_by": weight_files.TRAINER, "name": "\x1b[2J"})
-    assert weights.main(["inspect", str(tmp_path), f"--config={MICRO}"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{tmp_path}: BFL" in shown and "\\x1b[2J" in shown and "\x1b" not in shown
+    """Not whether it is a file or a folder."""
+    save_file(tensors_of(CFG.model), write_metadata(tmp_path, "0"), {"trained_by": weight_files.TRAINER})
+    assert opened(tmp_path, CFG.model).kind == "BFL"
     write_diffusers(tmp_path / "other", CFG.model, tensors_of(CFG.model))
     (tmp_path / "other" / "config.json").write_text('{"axes_dims_rope": [1, 2, 3]}')
-    assert weights.main(["inspect", str(tmp_path / "other" / FILE), f"--config={MICRO}"]) == 2
+    assert read_all(tmp_path / "other" / FILE) == 2
     assert "another model's: axes_dims_rope=" in capsys.readouterr().err
 
 
-def test_inspect_with_verify_reads_moments_too(kept, shapes_dir, tmp_path, monkeypatch, capsys):
-    # With large blocks one checksum covers weights and moments.
-    for module in (safetensors_io, checkpoint_files, checkpoint_reader):
-        monkeypatch.setattr(module, "BLOCK", 4096, raising=False)
-    run = tmp_path / "run"
-    assert write_run(run, shapes_dir, kept / "bfl.safetensors") == 0
-    saved = Checkpoint(weight_files.find(run))
-    ((file, begin, *_),) = saved.tensors["optimizer.state.img_in.weight.exp_avg_sq"].chunks
-    flip(saved.folder / file, begin)
-    assert weights.main(["inspect", str(run)]) == 0
-    assert weights.main(["inspect", str(run), "--verify"]) == 2
-    assert "is damaged between bytes" in the_line(capsys.readouterr().err, "weights")
-
-
 def test_without_a_config_the_sizes_are_schnells(kept, capsys):
-    assert weights.main(["inspect", str(kept / "bfl.safetensors")]) == 2
+    assert read_all(kept / "bfl.safetensors", None) == 2
     line = the_line(capsys.readouterr().err, "weights")
     assert "688 missing: double_blocks.10.img_attn.norm.key_norm.scale, " in line and "img_in" not in line.split(";")[0]
-    assert weights.main(["inspect", str(kept / "bfl.safetensors"), "--config=none.toml"]) == 2
+    assert read_all(kept / "bfl.safetensors", "none.toml") == 2
     assert "config none.toml: No such file" in the_line(capsys.readouterr().err, "weights")
-    assert weights.main(["inspect", str(kept / "run"), "--config="]) == 2
-    assert "--config gives no value" in the_line(capsys.readouterr().err, "weights")

@@ -1,0 +1,81 @@
+"""A model's weights for other programs.
+
+    python -m tools.export runs/tiny tiny.safetensors               one file with Black Forest Labs' names, fp32
+    python -m tools.export RUN OUT --format=diffusers --dtype=bf16  a folder for diffusers
+    python -m tools.export RUN OUT --ema                            the average of the weights (optim.ema)
+
+The source is a run (its newest checkpoint, or --checkpoint=STEP), a checkpoint, a safetensors file in BFL's layout or
+diffusers' transformer folder. --config=FILE gives the sizes of the model. Without it, a run and a checkpoint know the
+sizes; other weights have FLUX.1-schnell's. Host memory holds all that is written: 48 GB for FLUX.1-schnell in fp32.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from flux_ref.config import ModelConfig
+from flux_ref.errors import Refusal
+from flux_ref.formats import diffusers_names, files
+from flux_ref.model import parameter_table
+from flux_ref.run import weight_files
+from flux_ref.run.attempt import attempt
+from flux_ref.run.options import STEP, Options
+from flux_ref.run.progress import progress
+from flux_ref.run.weight_files import COUNTS, TRAINER, Source
+
+DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export(source: Source, model: ModelConfig, out: Path, layout: str, dtype: torch.dtype) -> None:
+    """Write weights as one file ("bfl") or as a folder for diffusers. `out` is new and appears once it is whole.
+
+    dtype: of the values, rounded to nearest even. Raises: Refusal.
+    """
+    if not out.parent.is_dir():
+        raise Refusal(f"{out.parent}, where {out.name} is to appear, is no folder; make it or choose another place")
+    parts = weight_files.whole_parts(parameter_table(model))
+    if layout == "diffusers":
+        diffusers_names.require_diffusers(model)
+        parts = diffusers_names.bfl_parts(model)
+    trained = {key: str(source.info[key]) for key in (*COUNTS, "name", "run") if key in source.info}
+    metadata = {"format": "pt", "trained_by": TRAINER, **trained} if trained else {"format": "pt"}
+    with files.whole(out, is_new=True) as partial:
+        file = partial
+        if layout == "diffusers":
+            partial.mkdir()
+            config = json.dumps(diffusers_names.diffusers_config(model), indent=2)
+            files.write_whole(partial / "config.json", config)
+            file = partial / DIFFUSERS_FILE
+        tensors = {}
+        for name in progress(parts, desc=out.name, unit=" tensors", leave=False):
+            rows = [source.read(part.name, part.first, part.rows).to(dtype) for part in parts[name]]
+            tensors[name] = torch.cat(rows)
+        save_file(tensors, file, metadata)
+        files.sync(file)
+
+
+def main(argv: list[str]) -> int:
+    """Raises: Refusal."""
+    parser = Options("python -m tools.export", __doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--format", choices=("bfl", "diffusers"), default="bfl")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--ema", action="store_true", help="the average of the weights")
+    parser.add_argument("--checkpoint", type=STEP, metavar="STEP", help="of a run; default: the newest")
+    parser.add_argument("--config", help="a config with the sizes of the model")
+    args = parser.parse_args(argv)
+    path = weight_files.find(args.source, args.checkpoint)
+    model = weight_files.config_of(path, args.config).model
+    source = weight_files.open_source(path, model, args.ema)
+    export(source, model, args.out, args.format, DTYPES[args.dtype])
+    print(f"{args.out}: written from {path}{', the average of its weights' if args.ema else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(attempt("export", lambda: main(sys.argv[1:])))
