@@ -8,7 +8,6 @@ parameters. RMS norms compute and return fp32. Layer norms reduce in fp32 and re
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +42,10 @@ def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
 
     port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
-    x_BSHR2 = x_BSHK.unflatten(-1, (-1, 2))
-    rope_S1R2 = rope_SR2[:, None]
-    if not torch.compiler.is_compiling():  # one kernel; a compiler fuses only real arithmetic
-        return torch.view_as_real(torch.view_as_complex(x_BSHR2) * torch.view_as_complex(rope_S1R2)).flatten(-2)
-    cos_S1R, sin_S1R = rope_S1R2.unbind(-1)
-    cos_S1K = cos_S1R.repeat_interleave(2, dim=-1)
-    sin_S1K = torch.stack((-sin_S1R, sin_S1R), dim=-1).flatten(-2)
-    return x_BSHK * cos_S1K + x_BSHR2.flip(-1).flatten(-2) * sin_S1K
+    even_BSHR, odd_BSHR = x_BSHK.unflatten(-1, (-1, 2)).unbind(-1)
+    cos_S1R, sin_S1R = rope_SR2[:, None].unbind(-1)
+    turned = (even_BSHR * cos_S1R - odd_BSHR * sin_S1R, even_BSHR * sin_S1R + odd_BSHR * cos_S1R)
+    return torch.stack(turned, dim=-1).flatten(-2)
 
 
 def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
@@ -58,7 +53,8 @@ def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
 
     q, k: after norm and RoPE. All three have the dtype of the activations.
     """
-    out_BHSK = F.scaled_dot_product_attention(*(x_BSHK.transpose(1, 2) for x_BSHK in (q_BSHK, k_BSHK, v_BSHK)))
+    q_BHSK, k_BHSK, v_BHSK = q_BSHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2)
+    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK)
     return out_BHSK.transpose(1, 2).flatten(2)
 
 
@@ -127,22 +123,9 @@ class Modulation(nn.Module):
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
 
 
-class SplitLinear(nn.Linear):
-    """A linear that returns its outputs in parts of some widths. Their gradients are cast to FP8 with one scale."""
-
-    def __init__(self, in_features: int, widths: Sequence[int]):
-        super().__init__(in_features, sum(widths))
-        self.widths = tuple(widths)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(x).split(self.widths, dim=-1)
-
-
-class JoinLinear(nn.Linear):
-    """A linear that takes its inputs in parts. They are cast to FP8 with one scale."""
-
-    def forward(self, *parts: Tensor) -> Tensor:
-        return super().forward(torch.cat(parts, dim=-1))
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, S, 3 D) -> q, k, v, each (B, S, H, K). port: features of qkv are ordered (q|k|v, head, dim)."""
+    return qkv.unflatten(-1, (3, heads, -1)).unbind(2)
 
 
 class SelfAttention(nn.Module):
@@ -157,13 +140,9 @@ class SelfAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after norm and RoPE, and values, each (B, S, H, K)."""
-        q_BSHK, k_BSHK, v_BSHK = split_heads(self.qkv(x_BSD).chunk(3, dim=-1), self.heads)
-        return *self.norm(q_BSHK, k_BSHK, rope_SR2), v_BSHK
-
-
-def split_heads(qkv: Sequence[Tensor], heads: int) -> tuple[Tensor, ...]:
-    """q, k, v, each (B, S, D) -> (B, S, H, K). port: features of qkv are ordered (q|k|v, head, dim)."""
-    return tuple(part_BSD.unflatten(-1, (heads, -1)) for part_BSD in qkv)
+        q_BSHK, k_BSHK, v_BSHK = split_heads(self.qkv(x_BSD), self.heads)
+        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
+        return q_BSHK, k_BSHK, v_BSHK
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
@@ -184,17 +163,18 @@ class DoubleBlock(nn.Module):
         self.txt_attn = SelfAttention(cfg)
         self.txt_mlp = mlp(cfg)
 
-    def forward(self, streams: tuple[Tensor, Tensor], vec_BD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
-        """streams: image (B, N, D) and text (B, T, D). Returns both. rope: fp32, text tokens first."""
-        img_BND, txt_BTD = streams
+    def forward(self, img_BND: Tensor, txt_BTD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both streams, image first. rope: fp32, text tokens first."""
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec_BD)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec_BD)
 
         lengths = (txt_BTD.shape[1], img_BND.shape[1])  # port: text comes first in the joint sequence
         txt_rope_TR2, img_rope_NR2 = rope_SR2.split(lengths)
-        img_qkv = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
-        txt_qkv = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
-        q_BSHK, k_BSHK, v_BSHK = (torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv))
+        img_q, img_k, img_v = self.img_attn.project(modulate(img_BND, img_shift1, img_scale1), img_rope_NR2)
+        txt_q, txt_k, txt_v = self.txt_attn.project(modulate(txt_BTD, txt_shift1, txt_scale1), txt_rope_TR2)
+        q_BSHK = torch.cat((txt_q, img_q), dim=1)
+        k_BSHK = torch.cat((txt_k, img_k), dim=1)
+        v_BSHK = torch.cat((txt_v, img_v), dim=1)
         txt_out_BTD, img_out_BND = attention(q_BSHK, k_BSHK, v_BSHK).split(lengths, dim=1)
 
         img_BND = img_BND + img_gate1 * self.img_attn.proj(img_out_BND)
@@ -212,21 +192,22 @@ class SingleBlock(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.heads = cfg.heads
         inner = cfg.mlp_ratio * cfg.hidden
-        self.linear1 = SplitLinear(cfg.hidden, (*3 * (cfg.hidden,), inner))
-        self.linear2 = JoinLinear(cfg.hidden + inner, cfg.hidden)
+        self.heads = cfg.heads
+        self.widths = (3 * cfg.hidden, inner)  # of linear1's outputs
+        self.linear1 = nn.Linear(cfg.hidden, 3 * cfg.hidden + inner)
+        self.linear2 = nn.Linear(cfg.hidden + inner, cfg.hidden)
         self.norm = QKNorm(cfg.head_dim)
         self.modulation = Modulation(cfg.hidden, 3)
 
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        *qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D))
+        qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
         q_BSHK, k_BSHK, v_BSHK = split_heads(qkv, self.heads)
         q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
         attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
-        out_BSD = self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
+        out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD
 
 
@@ -275,10 +256,8 @@ class Flux(nn.Module):
         txt_BTD = self.txt_in(txt_BTE)
         vec_BD = self.time_in(time_waves(t_B).to(img_BNP.dtype)) + self.vector_in(clip_BV)
 
-        streams = (img_BND, txt_BTD)
         for block in self.double_blocks:  # port: blocks of a kind are identical and scan-safe
-            streams = block(streams, vec_BD, self.rope)
-        img_BND, txt_BTD = streams
+            img_BND, txt_BTD = block(img_BND, txt_BTD, vec_BD, self.rope)
         x_BSD = torch.cat((txt_BTD, img_BND), dim=1)
         for block in self.single_blocks:
             x_BSD = block(x_BSD, vec_BD, self.rope)

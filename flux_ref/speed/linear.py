@@ -11,8 +11,6 @@ Without gradients (validation, pictures) every scale comes from the tensor itsel
 The loss then depends on weights and data alone.
 """
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,7 +50,7 @@ class PolicyLinear(nn.Linear):
     is_delayed: whether training takes the delayed scales.
     of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides. Only a stage
     with delayed sides notes magnitudes. So a run computes the same whether or not later stages are known.
-    of_input.amax: (16,), of 16 slices of the rows of all parts; one long reduction would need two kernels.
+    of_input.amax: (16,), of 16 slices of the rows; one long reduction would need two kernels.
     of_grad.amax: (N,), of the columns.
     codes, weight_scale, weight_inverse: the gathered weight in FP8, (N, K), its scale and 1 / scale; None where the
     weight itself is gathered.
@@ -63,7 +61,6 @@ class PolicyLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
-        self.widths = getattr(linear, "widths", None)
         stages = policy.stages(cfg)
         is_fp8 = any(way(stage.pairs[layer]) == "tensor" for stage in stages)
         self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
@@ -93,44 +90,33 @@ class PolicyLinear(nn.Linear):
         self.weight_scale, self.weight_inverse = scales_of(magnitudes(self.weight), dtype)
         self.codes = cast(self.weight, self.weight_scale, dtype)
 
-    def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """(..., S, K) bf16 -> (..., S, N) bf16, from parts and in parts as the linear that was taken over."""
-        widths = self.widths or (self.out_features,)
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., S, K) bf16 -> (..., S, N) bf16."""
         way = self.way if torch.is_grad_enabled() or self.in_validation else "plain"
-        if way == "tensor":
-            results = self._in_fp8(parts, widths)
-        else:
-            joined = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-            out = self._in_blocks(joined) if way == "blocks" else F.linear(joined, self.weight, self.bias)
-            results = out.split(widths, dim=-1)
-        return results if self.widths else results[0]
+        if way == "plain":
+            return F.linear(x, self.weight, self.bias)
+        out = self._in_fp8(x.flatten(0, -2)) if way == "tensor" else self._in_blocks(x.flatten(0, -2), x.shape[-2])
+        return out.unflatten(0, x.shape[:-1])
 
-    def _in_blocks(self, joined: Tensor) -> Tensor:
+    def _in_blocks(self, x_MK: Tensor, rows: int) -> Tensor:
+        """rows: tokens of a sample."""
         draws = self.draws if torch.is_grad_enabled() else None
-        rows = joined.shape[-2]
-        out = BlockMatmul.apply(joined.flatten(0, -2), self.weight, self.bias, self.pairs, self.arch, draws, rows)
-        return out.unflatten(0, joined.shape[:-1])
+        return BlockMatmul.apply(x_MK, self.weight, self.bias, self.pairs, self.arch, draws, rows)
 
-    def _in_fp8(self, parts: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Tensor]:
+    def _in_fp8(self, x_MK: Tensor) -> Tensor:
         gradient = self.pairs["grad_input"][0]
         of_weight = self.pairs["grad_weight"][0]
-        arith = self.arith._replace(gradient=self.arith.forward) if gradient.form == E4M3 else self.arith
-        # Equal neighbours are one part for the product: queries, keys and values. Kernels for each would be small.
-        groups = [list(group) for _, group in itertools.groupby(widths)]
-        results = Fp8Matmul.apply(
+        return Fp8Matmul.apply(
             self.weight,
             self.bias,
             self.codes,
             self.weight_inverse,
-            arith,
+            self.arith._replace(gradient=self.arith.forward) if gradient.form == E4M3 else self.arith,
             of_weight is not None,
-            [sum(group) for group in groups],
             self._remembered(self.of_input),
             self._remembered(self.of_grad),
-            *(part.flatten(0, -2) for part in parts),
+            x_MK,
         )
-        results = [result.unflatten(0, parts[0].shape[:-1]) for result in results]
-        return [piece for result, group in zip(results, groups) for piece in result.chunk(len(group), dim=-1)]
 
     def _remembered(self, memory: Memory | None) -> Remembered:
         """Where training notes magnitudes, and what it remembers."""

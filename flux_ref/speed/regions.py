@@ -33,17 +33,17 @@ class Region(nn.Module):
         self.blocks = nn.ModuleList(blocks)  # numbered from 0, so that equal regions share one compiled graph
         self.recompute = recompute
 
-    def forward(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
-        """Run the blocks. streams: the image's and the text's tensor (double blocks), or one tensor (single blocks)."""
-        if self.recompute == "region":
-            return recomputed(self._run, streams, vec_BD, rope_SR2)
-        return self._run(streams, vec_BD, rope_SR2)
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the blocks. inputs: as of a block. Returns what the last block returns."""
+        return recomputed(self._run, *inputs) if self.recompute == "region" else self._run(*inputs)
 
-    def _run(self, streams, vec_BD: Tensor, rope_SR2: Tensor):
+    def _run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        *streams, vec_BD, rope_SR2 = inputs
         for block in self.blocks:
-            inputs = (streams, vec_BD, rope_SR2)
-            streams = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
-        return streams
+            inputs = (*streams, vec_BD, rope_SR2)
+            out = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
+            streams = out if isinstance(out, tuple) else (out,)
+        return out
 
 
 def recomputed(function, *args):
