@@ -42,10 +42,11 @@ def apply_rope(x_BSHK: Tensor, rope_SR2: Tensor) -> Tensor:
 
     port: neighbours (2r, 2r + 1) form a pair. Other models pair r with r + K / 2.
     """
-    even_BSHR, odd_BSHR = x_BSHK.unflatten(-1, (-1, 2)).unbind(-1)
     cos_S1R, sin_S1R = rope_SR2[:, None].unbind(-1)
-    turned = (even_BSHR * cos_S1R - odd_BSHR * sin_S1R, even_BSHR * sin_S1R + odd_BSHR * cos_S1R)
-    return torch.stack(turned, dim=-1).flatten(-2)
+    cos_S1K = cos_S1R.repeat_interleave(2, dim=-1)
+    sin_S1K = torch.stack((-sin_S1R, sin_S1R), dim=-1).flatten(-2)
+    swapped_BSHK = x_BSHK.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x_BSHK * cos_S1K + swapped_BSHK * sin_S1K
 
 
 def attention(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
@@ -123,9 +124,9 @@ class Modulation(nn.Module):
         return self.lin(F.silu(vec_BD))[:, None, :].chunk(self.parts, dim=-1)
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, S, 3 D) -> q, k, v, each (B, S, H, K). port: features of qkv are ordered (q|k|v, head, dim)."""
-    return qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+def split_heads(x_BSD: Tensor, heads: int) -> Tensor:
+    """(B, S, D) -> (B, S, H, K). port: the features of a head are neighbours."""
+    return x_BSD.unflatten(-1, (heads, -1))
 
 
 class SelfAttention(nn.Module):
@@ -140,9 +141,9 @@ class SelfAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, rope_SR2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after norm and RoPE, and values, each (B, S, H, K)."""
-        q_BSHK, k_BSHK, v_BSHK = split_heads(self.qkv(x_BSD), self.heads)
-        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
-        return q_BSHK, k_BSHK, v_BSHK
+        q_BSD, k_BSD, v_BSD = self.qkv(x_BSD).chunk(3, dim=-1)
+        q_BSHK, k_BSHK = self.norm(split_heads(q_BSD, self.heads), split_heads(k_BSD, self.heads), rope_SR2)
+        return q_BSHK, k_BSHK, split_heads(v_BSD, self.heads)
 
 
 def mlp(cfg: ModelConfig) -> nn.Sequential:
@@ -194,7 +195,7 @@ class SingleBlock(nn.Module):
         super().__init__()
         inner = cfg.mlp_ratio * cfg.hidden
         self.heads = cfg.heads
-        self.widths = (3 * cfg.hidden, inner)  # of linear1's outputs
+        self.widths = (cfg.hidden, cfg.hidden, cfg.hidden, inner)  # of linear1's outputs
         self.linear1 = nn.Linear(cfg.hidden, 3 * cfg.hidden + inner)
         self.linear2 = nn.Linear(cfg.hidden + inner, cfg.hidden)
         self.norm = QKNorm(cfg.head_dim)
@@ -203,9 +204,9 @@ class SingleBlock(nn.Module):
     def forward(self, x_BSD: Tensor, vec_BD: Tensor, rope_SR2: Tensor) -> Tensor:
         """x: (B, S, D), text first. Returns the same shape. rope: fp32."""
         shift_B1D, scale_B1D, gate_B1D = self.modulation(vec_BD)
-        qkv, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
-        q_BSHK, k_BSHK, v_BSHK = split_heads(qkv, self.heads)
-        q_BSHK, k_BSHK = self.norm(q_BSHK, k_BSHK, rope_SR2)
+        q_BSD, k_BSD, v_BSD, inner_BSM = self.linear1(modulate(x_BSD, shift_B1D, scale_B1D)).split(self.widths, dim=-1)
+        q_BSHK, k_BSHK = self.norm(split_heads(q_BSD, self.heads), split_heads(k_BSD, self.heads), rope_SR2)
+        v_BSHK = split_heads(v_BSD, self.heads)
         attended_BSD = attention(q_BSHK, k_BSHK, v_BSHK)
         out_BSD = self.linear2(torch.cat((attended_BSD, F.gelu(inner_BSM, approximate="tanh")), dim=-1))
         return x_BSD + gate_B1D * out_BSD

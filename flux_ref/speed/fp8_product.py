@@ -9,6 +9,7 @@ Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433.
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -163,6 +164,8 @@ def _flop(a_shape, b_shape, *_, **__) -> int:
 class Fp8Matmul(torch.autograd.Function):
     """x @ w.T + b in FP8. The gradient of the weight may be left in bf16.
 
+    Parts of x join along K, and the result is split along N. Each part is cast by itself. So a compiler can cast a part
+    where the part is computed.
     codes: the weight in FP8, as fp8_gather.py gathers it; the weight then only receives its gradient.
     Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
     layer at once, and FSDP would not know that it may free the copy.
@@ -177,53 +180,61 @@ class Fp8Matmul(torch.autograd.Function):
         weight_inverse: Tensor | None,
         arith: Arithmetic,
         grad_in_fp8: bool,
+        widths: list[int],
         of_input: Remembered,
         of_grad: Remembered,
-        x_MK: Tensor,
+        *parts: Tensor,
     ):
-        """grad_in_fp8: whether the gradient of the weight is in FP8."""
+        """grad_in_fp8: whether the gradient of the weight is in FP8. widths: N of the result's parts. parts: of x."""
         rule = arith.row_times_column
-        input_scale, input_inverse = scales_of(magnitudes(x_MK), arith.forward, of_input)
-        x8_MK, x8_KM = _codes(x_MK, input_scale, arith.forward, rule)
+        amax_M = torch.cat([magnitudes(part) for part in parts])
+        input_scale, input_inverse = scales_of(amax_M, arith.forward, of_input)
+        x8_MK, x8_KM = _codes(parts, input_scale, arith.forward, rule)
         kept_NK = codes_NK
         weight_scale = None
         if codes_NK is None:
             kept_NK = weight_NK
             weight_scale, weight_inverse = scales_of(magnitudes(weight_NK), arith.forward)
             codes_NK = cast(weight_NK, weight_scale, arith.forward)
-        kept = x8_KM if grad_in_fp8 else x_MK
-        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *of_grad[1:], kept)
+        kept = (x8_KM,) if grad_in_fp8 else parts
+        ctx.save_for_backward(kept_NK, input_inverse, weight_scale, weight_inverse, *of_grad[1:], *kept)
         ctx.grad_amax = of_grad.amax  # it changes, so ctx cannot save it
         ctx.arith = arith
         ctx.grad_in_fp8 = grad_in_fp8
-        return scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, x_MK.dtype, fast=True)
+        ctx.widths = [part.shape[1] for part in parts]
+        out_MN = scaled_mm(x8_MK, codes_NK.t(), input_inverse, weight_inverse, rule, bias_N, parts[0].dtype, fast=True)
+        return out_MN.split(widths, dim=1)
 
     @staticmethod
-    def backward(ctx, grad_MN: Tensor):
-        kept_NK, input_inverse, weight_scale, weight_inverse, delayed, delayed_inverse, kept = ctx.saved_tensors
+    def backward(ctx, *grads):
+        kept_NK, input_inverse, weight_scale, weight_inverse, delayed, delayed_inverse, *kept = ctx.saved_tensors
         of_grad = Remembered(ctx.grad_amax, delayed, delayed_inverse)
         rule = ctx.arith.row_times_column
         kind = ctx.arith.gradient
-        dtype = grad_MN.dtype
-        amax_N = magnitudes(grad_MN, dim=0)  # in one pass with the bias' gradient
+        dtype = grads[0].dtype
+        amax_N = torch.cat([magnitudes(grad, dim=0) for grad in grads])  # in one pass with the bias' gradient
         grad_scale, grad_inverse = scales_of(amax_N, kind, of_grad)
-        g8_MN, g8_NM = _codes(grad_MN, grad_scale, kind, rule)
+        g8_MN, g8_NM = _codes(grads, grad_scale, kind, rule)
         w8_NK = kept_NK if weight_scale is None else cast(kept_NK, weight_scale, ctx.arith.forward)
         if rule:
             w8_NK = _in_backward(w8_NK, grad_scale).t().contiguous().t()
         grad_x_MK = scaled_mm(g8_MN, w8_NK, grad_inverse, weight_inverse, rule, out_dtype=dtype)
         if ctx.grad_in_fp8:
-            grad_w_NK = scaled_mm(g8_NM, kept.t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
+            grad_w_NK = scaled_mm(g8_NM, kept[0].t(), grad_inverse, input_inverse, rule, out_dtype=dtype)
         else:
-            grad_w_NK = grad_MN.t() @ kept
-        grad_b_N = grad_MN.sum(0) if ctx.needs_input_grad[1] else None
-        return grad_w_NK, grad_b_N, *(None,) * 6, grad_x_MK
+            grad_w_NK = torch.cat(grads, dim=1).t() @ torch.cat(kept, dim=1)
+        grad_b_N = torch.cat([grad.sum(0) for grad in grads]) if ctx.needs_input_grad[1] else None
+        return grad_w_NK, grad_b_N, *(None,) * 7, *grad_x_MK.split(ctx.widths, dim=1)
 
 
-def _codes(x_MN: Tensor, scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
-    """(M, N) in FP8, and the transpose (N, M): a copy where a product needs it row-major."""
-    codes_MN = cast(x_MN, scale, dtype).contiguous()
-    return codes_MN, codes_MN.t().contiguous() if row_times_column else codes_MN.t()
+def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times_column: bool) -> tuple[Tensor, Tensor]:
+    """Parts of (M, N) in FP8, joined, and their transpose (N, M): a copy where a product needs one row-major."""
+    casts = [cast(part, scale, dtype) for part in parts]
+    if len(casts) == 1:  # a compiler takes a cat of one part for a clone, and keeps the strides of the part
+        codes_MN = casts[0].contiguous()
+        return codes_MN, codes_MN.t().contiguous() if row_times_column else codes_MN.t()
+    codes_MN = torch.cat(casts, dim=1)
+    return codes_MN, torch.cat([part.t() for part in casts]) if row_times_column else codes_MN.t()
 
 
 def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:

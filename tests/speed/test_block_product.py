@@ -8,7 +8,6 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from flux_ref.model import JoinLinear, SplitLinear
 from flux_ref.speed import policy
 from flux_ref.speed.block_product import Draws
 from flux_ref.speed.linear import PolicyLinear
@@ -17,11 +16,11 @@ from flux_ref.speed.sides import PRODUCTS
 BATCH, ROWS, K, N = 6, 32, 64, 96
 
 
-def made(*rules: str, linear: nn.Linear | None = None, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
+def made(*rules: str, draws: tuple[int, ...] = (5, 9, 0, 3)) -> PolicyLinear:
     """draws: seed, step, first sample and number of the linear."""
     torch.manual_seed(0)
     cfg = config("bf16", rules=rules)
-    found = PolicyLinear(linear or nn.Linear(K, N).bfloat16(), "single.0.linear1", cfg, "cpu")
+    found = PolicyLinear(nn.Linear(K, N).bfloat16(), "single.0.linear1", cfg, "cpu")
     found.draws = Draws(*map(torch.tensor, draws))
     return found
 
@@ -65,18 +64,6 @@ def test_every_product_comes_near_the_exact_one():
             if not low < error < high:
                 wrong.append((rules, product, error))
     assert not wrong
-
-
-def test_parts_and_splits_are_those_of_the_linear_taken_over():
-    x, _ = inputs()
-    rule = "* *: mxfp8 x mxfp8"
-    plain = made(rule)
-    split, join = (kind.bfloat16() for kind in (SplitLinear(K, (32, 32, 32)), JoinLinear(K, N)))
-    for other in (split, join):
-        other.load_state_dict(plain.state_dict())
-    parts = made(rule, linear=split)(x)
-    assert [part.shape[-1] for part in parts] == [32, 32, 32] and torch.equal(torch.cat(parts, -1), plain(x))
-    assert torch.equal(made(rule, linear=join)(*x.split((16, 48), -1)), plain(x))
 
 
 def test_equal_layers_share_one_compiled_graph_that_draws_for_each_layer_and_step():

@@ -20,16 +20,16 @@ from precision_ranks import FACTS, STEPS, fp8_config, fp8_linears, lively_state,
 from torch import Tensor, nn
 
 from flux_ref import config_file, ranks, sharding
-from flux_ref.config import Config
+from flux_ref.config import Config, ModelConfig
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
-from flux_ref.model import Flux, JoinLinear, SplitLinear, parameter_table
+from flux_ref.model import Flux, SingleBlock, parameter_table
 from flux_ref.run import resuming
 from flux_ref.speed import fp8_product
 from flux_ref.speed.fp8_product import arithmetic, scaled_mm
 from flux_ref.speed.layers import layers
-from flux_ref.speed.linear import PolicyLinear, convert
+from flux_ref.speed.linear import PartsBlock, PolicyLinear, convert
 from flux_ref.speed.precision import Precision
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
@@ -98,34 +98,28 @@ def test_neither_layouts_nor_delayed_scales_that_equal_the_dynamic_ones_change_a
         assert result[-2] == x.abs().max() and torch.equal(result[-1], grad.abs().amax(0).float())
 
 
-def bits_of_two(first: nn.Module, second: nn.Module, x: Tensor, grad: Tensor, arch: str, preset: str) -> list[Tensor]:
-    """What two linears compute, one behind the other, and the magnitudes that they note."""
-    torch.manual_seed(1)
-    linears = nn.ModuleList(low(linear.bfloat16(), preset, arch) for linear in (first, second))
-    for parameter in linears.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    leaf = x.bfloat16().requires_grad_()
-    outs = linears[0](leaf)
-    outs = outs if isinstance(outs, tuple | list) else (outs,)
-    out = linears[1](*outs)
-    out.backward(grad.bfloat16())
-    found = [torch.cat(outs, dim=-1), out, leaf.grad, *(parameter.grad for parameter in linears.parameters())]
-    for linear in linears if preset == "fp8_delayed" else ():
-        found += [linear.of_grad.amax, linear.of_input.amax.max()]
-    return found
-
-
-def test_a_linear_with_parts_gives_the_bits_of_one_without():
-    """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed, both layouts."""
+def test_a_block_in_parts_gives_the_bits_of_the_plain_one():
+    """Inputs and gradients in parts, with the largest magnitude in any part, dynamic and delayed, all layouts."""
+    model = ModelConfig(hidden=64, heads=2, rope_axes=(16, 8, 8))
     wrong = []
-    for case in product(ARCHS, ("fp8", "fp8_delayed"), range(3)):
-        arch, preset, seed = case
-        spread = torch.arange(1, 97).roll(seed * 40)
-        x = randn(32, 96, seed=seed + 2) * spread
-        grad = (randn(32, 96, seed=seed + 5) * spread)[:, :32]
-        parts = bits_of_two(SplitLinear(96, (16, 16, 16, 48)), JoinLinear(96, 32), x, grad, arch, preset)
-        joined = bits_of_two(nn.Linear(96, 96), nn.Linear(96, 32), x, grad, arch, preset)
-        wrong += [] if all(map(torch.equal, parts, joined)) else [case]
+    for case in product((*product(ARCHS, ("fp8", "fp8_delayed")), ("cpu", "mxfp8")), range(3)):
+        (arch, preset), seed = case
+        found = []
+        for kind in (lambda block: block, PartsBlock):
+            torch.manual_seed(seed)
+            block = SingleBlock(model).bfloat16()
+            block.linear1, block.linear2 = (low(one, preset, arch) for one in (block.linear1, block.linear2))
+            names = [name for name, _ in block.named_parameters()]
+            block = kind(block)
+            x, vec, rope = randn(2, 16, 64, seed=seed), randn(2, 64, seed=3), torch.randn(16, 16, 2)
+            leaves = [(x * torch.arange(1, 65).roll(seed * 40)).requires_grad_(), vec.requires_grad_()]
+            out = block(*leaves, rope)
+            out.backward(randn(2, 16, 64, seed=seed + 5))
+            assert [name for name, _ in block.named_parameters()] == names
+            found.append([out, *(leaf.grad for leaf in leaves), *(one.grad for one in block.parameters())])
+            for linear in (block.linear1, block.linear2) if preset == "fp8_delayed" else ():
+                found[-1] += [linear.of_grad.amax, linear.of_input.amax.max()]
+        wrong += [] if all(map(torch.equal, *found)) else [case]
     assert wrong == []
 
 

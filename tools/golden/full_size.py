@@ -65,7 +65,7 @@ def blocks(values: dict) -> None:
         shapes = {name: (1, size, cfg.hidden) for name, size in sizes.items()} | {"vec": (1, cfg.hidden)}
         fed = {name: operand(f"{place}.{name}", shape).requires_grad_() for name, shape in shapes.items()}
         *streams, vec = fed.values()
-        results = block(streams, vec, table) if kind == "double" else [block(*streams, vec, table)]
+        results = block(*streams, vec, table) if kind == "double" else [block(*streams, vec, table)]
         loss = 0
         for name, result in zip(sizes, results):
             show(values, f"{place}.{name}", result)

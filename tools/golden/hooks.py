@@ -34,7 +34,7 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
 
     def before_block(name: str, module: nn.Module, args: tuple) -> None:
         if not begun:
-            note("vec", args[1])
+            note("vec", args[-2])
         begun.append(name)
 
     def after_block(name: str, module: nn.Module, args: tuple, result: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -44,9 +44,7 @@ def recording(values: dict[str, Tensor], net: nn.Module) -> Iterator[None]:
 
     def after_module(name: str, module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
         if INPUT_TOO.fullmatch(name):
-            note(f"{name}.input", torch.cat(args, dim=-1))
-        if isinstance(result, tuple):
-            result = torch.cat(result, dim=-1)
+            note(f"{name}.input", args[0])
         if name.endswith("_norm"):
             result = result.transpose(1, 2)  # as attention has it: (B, H, S, K)
         note("prediction" if name == "final_layer.linear" else name, result)

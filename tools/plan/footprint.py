@@ -95,7 +95,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
                 sizes = (image, text) if kind == "double" else (text + image,)
                 streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
                 vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
-                inputs = (streams if kind == "double" else streams[0], vec, net.rope)
+                inputs = (*streams, vec, net.rope)
                 compiled = cfg.parallel.compile
                 found = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
                 footprints[f"{kind} {length}"] = found
