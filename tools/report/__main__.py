@@ -1,5 +1,75 @@
+"""Score benchmark runs: the official checks, the time to train, a table, and a page with charts.
+
+python -m tools.report runs/schnell_gbs512
+python -m tools.report RESULTS_FOLDER_A RESULTS_FOLDER_B --ruleset=5.1.0 --out=report --json=report.json
+
+Exit code: 0 every system is a valid result, or a rehearsal that passes the checks; 1 a system is neither (the reasons
+are printed); 2 the request was refused.
+"""
+
 import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 
-from tools.report.commands import main
+from flux_ref.config import KEYS, MllogConfig
+from flux_ref.formats.files import write_whole
+from flux_ref.formats.outside import printable
+from flux_ref.run.attempt import attempt
+from flux_ref.run.options import Options, package
+from tools.report import official, result_log, score, words
+from tools.shared.json_option import give, json_option, text_beside
 
-sys.exit(main(sys.argv[1:]))
+INVALID = 1  # exit code
+
+
+def main(argv: list[str]) -> int:
+    return attempt("report", lambda: run(argv))
+
+
+def run(argv: list[str]) -> int:
+    parser = Options("python -m tools.report", "Score and compare MLPerf Training logs of FLUX.1.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="result files, run folders, or their trees")
+    parser.add_argument("--ruleset", choices=KEYS["mllog.ruleset"].choices, default=MllogConfig.ruleset)
+    parser.add_argument("--points", type=Path, help="reference convergence points in place of the official ones")
+    parser.add_argument("--out", type=Path, help="folder for a page with charts, report.html")
+    json_option(parser)
+    args = parser.parse_args(argv)
+    if args.out:
+        package("matplotlib", "--out")
+        args.out.mkdir(parents=True, exist_ok=True)
+    if args.points:
+        official.require_points(args.points)
+    rules = {
+        "ruleset": args.ruleset,
+        "mlperf_logging": version("mlperf-logging"),
+        "points": str(args.points or "official"),
+    }
+    basis = f"ruleset {args.ruleset}, mlperf-logging {rules['mlperf_logging']}, reference points: {rules['points']}"
+    systems = []
+    with text_beside(args.json):
+        say(basis)
+        for name, files in result_log.find(args.paths):
+            systems.append(score.judge(name, files, args.ruleset, args.points))
+            say(f"\n{words.describe(systems[-1])}")
+        if len(systems) > 1:
+            say("\n".join(["", *words.table([words.overview(system) for system in systems])]))
+        if args.out:
+            from tools.report import page  # brings matplotlib
+
+            write_whole(args.out / "report.html", page.page(systems, basis))
+            say(f"\npage: {printable(args.out / 'report.html')}")
+    give(rules | {"systems": [asdict(system) for system in systems]}, args.json)  # an unknown value is null
+    return INVALID if any(system.reasons for system in systems) else 0
+
+
+def say(text: str) -> None:
+    """Print a text at once. Raises: OSError that names standard output."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

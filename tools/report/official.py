@@ -1,17 +1,17 @@
 """The official checks of a system's logs, by mlperf-logging's own code: compliance, seeds, convergence.
 
-These checkers write to the root logger, to stdout and to warnings, read folders of result_*.txt, and end with a
-traceback at some damage. Here they get copies of the logs in a folder of their own, and their messages become lines.
+The checkers talk through the root logger, read folders of result_*.txt, and end with a traceback at some damage. Here
+they get links to the logs in a folder of their own, and what they say becomes lines.
 """
 
-import contextlib
 import io
 import logging
-import re
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlperf_logging.compliance_checker import mlp_compliance
@@ -31,27 +31,17 @@ SAFE = {"submission_division": ("closed", "open"), "submission_benchmark": (BENC
 
 @dataclass
 class Convergence:
-    """The verdict of the convergence checker; passed is None if there are too few runs.
-
-    factor multiplies the time; means are in samples, None if the checker gives none.
-    """
+    """The verdict of the convergence checker. passed: None if it did not judge; means in samples, None if unknown."""
 
     passed: bool | None
     message: str
-    factor: float = 1.0
+    factor: float = 1.0  # of the time
     reference_mean: float | None = None
     least_mean: float | None = None
 
 
-@dataclass
-class Verdicts:
-    compliance: list[list[str]]  # complaints per log
-    seeds: list[str] = field(default_factory=list)  # complaints
-    convergence: Convergence | None = None  # None: the open division has no such check
-
-
 def require_points(path: Path) -> None:
-    """Raises: Refusal if a file holds no reference convergence points; OSError if it cannot be read."""
+    """Raises: Refusal if a file holds no reference convergence points."""
     points = read_json(path, "reference points").values()
     if not points or not all(isinstance(point, dict) and point.get("Benchmark") == BENCHMARK for point in points):
         raise Refusal(
@@ -60,113 +50,99 @@ def require_points(path: Path) -> None:
         )
 
 
-def check(logs: list[ResultLog], ruleset: str, points: Path | None = None) -> Verdicts:
-    """Judge the logs of one system. points: a file of reference convergence points in place of the official ones."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        paths = [folder / f"result_{i}.txt" for i in range(len(logs))]
-        for path, log in zip(paths, logs):
-            path.write_text("".join(log.lines.values()), encoding="latin-1", newline="")
-        verdicts = Verdicts([_compliance(log, path, ruleset) for log, path in zip(logs, paths)])
+def check(
+    logs: list[ResultLog], ruleset: str, points: Path | None = None
+) -> tuple[list[list[str]], list[str], Convergence | None]:
+    """Judge the logs of one system.
+
+    points: a file of reference convergence points in place of the official ones.
+    Returns: complaints about each log; in the closed division, complaints about the seeds, and the convergence.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        names = {}
+        for i, log in enumerate(logs):
+            link = Path(folder, f"result_{i}.txt")
+            link.symlink_to(log.path.resolve())
+            names[str(link)] = log.name
+        complaints = [_compliance(log, path, ruleset) for log, path in zip(logs, names)]
         if any(log.value("submission_division") == "open" for log in logs):
-            return verdicts
-        if resumed := [log.name for log in logs if log.is_resumed]:
-            verdicts.seeds = [
-                f"{', '.join(resumed)}: a resumed run logs its seed at each start, so seeds are not judged"
-            ]
+            return complaints, [], None
+        if any(log.value(closed.REHEARSED) for log in logs) and not points:
+            convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
         else:
-            complaints = "\n".join(_seeds([str(path) for path in paths], ruleset))
-            for path, log in zip(paths, logs):
-                complaints = complaints.replace(str(path), log.name)
-            verdicts.seeds = list(dict.fromkeys(line[:300] for line in complaints.splitlines()))
-        if points or not any(log.value(closed.REHEARSED) for log in logs):
-            verdicts.convergence = _convergence(folder, len(logs), ruleset, points)
-        else:
-            verdicts.convergence = Convergence(None, "the official points are not for a rehearsal; give --points")
-        return verdicts
+            convergence = _convergence(folder, len(logs), ruleset, points)
+        return complaints, _seeds(names, ruleset), convergence
 
 
-def _compliance(log: ResultLog, path: Path, ruleset: str) -> list[str]:
+def _compliance(log: ResultLog, path: str, ruleset: str) -> list[str]:
     for key, allowed in SAFE.items():
         for event in log.all(key):
             if event.value not in allowed:
                 return [f"{key} is {str(event.value)[:60]!r}, not {' or '.join(allowed)}; not checked further"]
     checker = mlp_compliance.make_checker("training", ruleset, quiet=True, werror=False)
     mlp_compliance.enqueued_configs.clear()  # a check that stopped half way leaves configs behind
-    with _captured():
-        try:
-            checker.check_file(str(path), f"training_{ruleset}/common.yaml")
-        except Exception as error:  # the checker is not made for damaged logs
-            return [_stopped("compliance", error)]
-    return [_one_line(message, log) for message in (*checker.overwritable.values(), *checker.not_overwritable)]
+    with _asking("compliance") as told:
+        checker.check_file(path, f"training_{ruleset}/common.yaml")
+    complaints = [*_lines(told, logging.CRITICAL), *checker.overwritable.values(), *checker.not_overwritable]
+    return [textwrap.shorten(text.partition("\ncurrent ")[0], 300) for text in complaints]
 
 
-def _one_line(message: str, log: ResultLog) -> str:
-    """The first line of a complaint, the test that failed, and the value it failed for."""
-    head = message.split("\n")[0].rstrip(" :")
-    if head.startswith(("Failed checks for eval_accuracy", "Failed checks for averaged_validation_loss")):
-        return "no evaluation reached the target: " + head.partition(" : ")[2]
-    test = re.search(r"^failed test: (.*)$", message, re.M)
-    at = re.fullmatch(r"CHECK for '(.*)' failed in line (\d+)", head)
-    if not at or not test:
-        return head + (f": {test[1].strip()}" if test else "")
-    line = list(log.lines)[int(at[2])]
-    value = next((event.value for event in log.events if event.line == line), None)
-    return f"{at[1]}={str(value)[:40]} in line {line} fails the test {test[1].strip()}"
+def _seeds(names: dict[str, str], ruleset: str) -> list[str]:
+    """names: of the logs by their paths."""
+    with _asking("seed") as told:
+        SeedChecker(ruleset).check_seeds(list(names))
+    text = "\n".join(line.rpartition("errors: ")[2] for line in _lines(told, logging.ERROR))
+    for path, name in names.items():
+        text = text.replace(path, name)
+    return [line[:300] for line in text.splitlines()]
 
 
-def _seeds(paths: list[str], ruleset: str) -> list[str]:
-    with _captured() as records:
-        try:
-            passed = SeedChecker(ruleset).check_seeds(paths)
-        except Exception as error:
-            return [_stopped("seed", error)]
-    if passed:
-        return []
-    text = "\n".join(record.getMessage() for record in records if record.levelno >= logging.ERROR)
-    lines = text.partition("errors: ")[2].split("\n")
-    found = [line for line in lines if line.startswith(("Result file", "Error found"))]
-    return found or ["the official seed checker refuses the seeds and gives no reason"]
+def _convergence(folder: str, runs: int, ruleset: str, points: Path | None) -> Convergence:
+    file = io.StringIO(points.read_text()) if points else None
+    answer = None
+    with _asking("convergence") as told:
+        answer = rcp_checker.check_directory(
+            # with set_scaling=False the checker would remove scaling.json of the folder "", which is /
+            folder,
+            "training",
+            ruleset,
+            False,
+            False,
+            rcp_file=file,
+            rcp_pass="pruned_rcps",
+            set_scaling=True,
+        )
+    if answer is None:
+        return Convergence(False, " ".join(_lines(told, logging.WARNING)))
+    passed, message, factor = answer
+    if runs < LEAST_RUNS:
+        passed, message = None, f"needs {LEAST_RUNS} runs"
+    point = next((record.args for record in told if record.msg == " RCP Record: %s"), {})
+    return Convergence(
+        passed, message, float(factor), *(number(point.get(name)) for name in ("RCP Mean", "Min Epochs"))
+    )
 
 
-def _convergence(folder: Path, runs: int, ruleset: str, points: Path | None) -> Convergence:
-    own_points = points.open(encoding="utf-8") if points else contextlib.nullcontext()
-    with _captured() as records, own_points as file:
-        try:  # with set_scaling=False the checker would remove scaling.json of the folder "", which is /
-            passed, message, factor = rcp_checker.check_directory(
-                str(folder), "training", ruleset, False, False, rcp_file=file, rcp_pass="pruned_rcps", set_scaling=True
-            )
-        except Exception as error:
-            warned = [record.getMessage().strip() for record in records if record.levelno >= logging.WARNING]
-            return Convergence(False, " ".join(warned) or _stopped("convergence", error))
-    point = next((record.args for record in records if record.msg == " RCP Record: %s"), {})
-    passed, message = (bool(passed), message) if runs >= LEAST_RUNS else (None, f"needs {LEAST_RUNS} runs")
-    mean = point.get("RCP Mean")
-    least = point.get("Min Epochs")
-    return Convergence(passed, message, float(factor), number(mean and float(mean)), number(least and float(least)))
+def _lines(told: list[logging.LogRecord], least: int) -> list[str]:
+    return [record.getMessage().strip() for record in told if record.levelno >= least]
 
 
-@contextlib.contextmanager
-def _captured() -> Iterator[list[logging.LogRecord]]:
-    """Collects what is logged in the block, and swallows what it prints and warns of."""
-    records: list[logging.LogRecord] = []
+@contextmanager
+def _asking(checker: str) -> Iterator[list[logging.LogRecord]]:
+    """Collects what a checker logs in the block. An error ends the block and becomes a critical record."""
+    told: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append
+    handler.emit = told.append
     root = logging.getLogger()
-    kept = root.handlers[:]
-    level = root.level
-    root.handlers[:] = [handler]
+    before = root.handlers, root.level
+    root.handlers = [handler]
     root.setLevel(logging.INFO)
-    sink = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-            warnings.simplefilter("ignore")
-            yield records
+        with warnings.catch_warnings(action="ignore"):
+            yield told
+    except Exception as error:  # the checkers are not made for damaged logs
+        why = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+        root.critical(f"the official {checker} checker stopped: {why}")
     finally:
-        root.handlers[:] = kept
-        root.setLevel(level)
-
-
-def _stopped(checker: str, error: Exception) -> str:
-    why = str(error).splitlines()[0][:120] if str(error) else "no reason given"
-    return f"the official {checker} checker stopped: {type(error).__name__}: {why}"
+        root.handlers = before[0]
+        root.setLevel(before[1])
