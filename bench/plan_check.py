@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 from bench.common import commit
 from flux_ref import config, config_file
-from flux_ref.benchmark import VAL_SAMPLES
+from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options

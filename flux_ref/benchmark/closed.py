@@ -4,7 +4,7 @@
 warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation before the first step.
 """
 
-from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import CHECKER, KEYS, Config, flat
 from flux_ref.formats.outside import shown
 from flux_ref.speed import policy

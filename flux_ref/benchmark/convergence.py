@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flux_ref.benchmark import TARGET
+from flux_ref.benchmark.facts import TARGET
 from flux_ref.config import Config, ModelConfig
 
 PUBLIC = Path(__file__).with_name("public_curves.csv")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bench import plan_check
-from flux_ref.benchmark import EVAL_EVERY_SAMPLES
+from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES
 from tools.shared import hardware, public_systems
 
 OUTLIERS = ("Oracle/512xMI300X_Xeon_8480", "Nebius/2x8xH100")

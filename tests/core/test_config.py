@@ -11,7 +11,7 @@ import conftest
 from conftest import MICRO, ROOT
 
 from flux_ref import config, config_file
-from flux_ref.benchmark import EVAL_EVERY_SAMPLES, TARGET
+from flux_ref.benchmark.facts import EVAL_EVERY_SAMPLES, TARGET
 from flux_ref.config import KEYS, LARGEST, Config
 from flux_ref.errors import Refusal
 

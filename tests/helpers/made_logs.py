@@ -5,7 +5,8 @@ import random
 import time
 from pathlib import Path
 
-from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES, header
+from flux_ref.benchmark import header
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 

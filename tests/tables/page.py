@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from flux_ref import config_file
-from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import KEYS, Config
 from flux_ref.formats import diffusers_names

@@ -3,7 +3,7 @@
 import numpy as np
 
 from flux_ref import rng
-from flux_ref.benchmark import TRAIN_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES
 from flux_ref.config import Config
 from tools.golden import places
 

@@ -5,7 +5,8 @@ from math import ceil, gcd
 from types import SimpleNamespace
 
 from flux_ref import config, config_file, schedule
-from flux_ref.benchmark import TARGET, TRAIN_SAMPLES, VAL_SAMPLES, closed
+from flux_ref.benchmark import closed
+from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.optim import bytes_per_parameter

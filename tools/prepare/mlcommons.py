@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref.benchmark import TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path, write_empty

@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from flux_ref.benchmark import TARGET, convergence
+from flux_ref.benchmark import convergence
+from flux_ref.benchmark.facts import TARGET
 from flux_ref.formats.outside import printable
 from flux_ref.run.loss_chart import span
 from tools.report import words
