@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 
 from flux_ref import config_file, ranks
+from flux_ref.alive import Timer
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
@@ -33,7 +34,6 @@ from flux_ref.formats import checkpoint_files, jsonl, outside
 from flux_ref.optim import EMA
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
-from flux_ref.run.alive import HangWatch
 from flux_ref.run.options import STEP, Options
 from flux_ref.sampling import drawing
 from flux_ref.schedule import TIMESTEPS
@@ -86,15 +86,15 @@ def main(argv: list[str]) -> int:
             f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.REMEDY}"
         )
     cfg = config_file.override(weight_files.config_of(first, options.config), options.overrides)
-    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    # Training may save and delete checkpoints while ranks look.
-    paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
     with contextlib.ExitStack() as stack:
+        timer = stack.enter_context(Timer("eval.py", cfg.run.hang_s))
+        world = ranks.start(cfg.parallel)
+        # Training may save and delete checkpoints while ranks look.
+        paths = [Path(path) for path in ranks.gather_objects([*map(str, paths)])[0]]
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
-        watch = HangWatch("eval.py", world, ranks.groups(world), cfg.run.hang_s)
-        stack.enter_context(contextlib.closing(watch))
-        records = evaluate(cfg, world, watch, paths, options)
+        records = evaluate(cfg, world, timer, paths, options)
+    ranks.stop()
     if world.rank > 0:
         return 0
     chart = ""
@@ -121,7 +121,7 @@ def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) ->
     return path
 
 
-def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], options: argparse.Namespace) -> list[dict]:
+def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options: argparse.Namespace) -> list[dict]:
     """One record per set of weights. Collective."""
 
     def say(line: str) -> None:
@@ -138,7 +138,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             val_set = ValSet(cfg, world.rank, world.size, world.pin)
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count
-    pictures = drawing.Drawing(cfg, world, options, val_set, watch.at) if draws else None
+    pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark) if draws else None
     steps = StepRunner(State.build(cfg, world, seed=None, trains=False), cfg, world)
     records = []
 
@@ -158,11 +158,11 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
             which = f"; the average of the weights, with a half-life of {record[EMA]:,} samples"
         say(outside.printable(f"{path}: {whose}after {count} training samples{which}"))
         if not options.draw_only:
-            result = validation_loss(steps, val_set, samples, at=watch.at)
+            result = validation_loss(steps, val_set, samples, at=timer.mark)
             say(table(result))
             record |= reporter.validation_record(result)
             if cfg.eval.permuted_captions:
-                permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=watch.at)
+                permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=timer.mark)
                 record["captions_permuted"] = permuted.loss
                 words = "with captions permuted among the samples"
                 say(f"{words}: {permuted.loss:.4f}; higher if the model uses captions")
@@ -171,7 +171,7 @@ def evaluate(cfg: Config, world: World, watch: HangWatch, paths: list[Path], opt
         if pictures:
             folder = options.path / "samples" if (options.path / "config.toml").is_file() else Path.cwd()
             stem = f"eval_{path.stem}{options.mark}"
-            record["pictures"] = pictures.draw(steps.state.net, folder, stem, watch.at)
+            record["pictures"] = pictures.draw(steps.state.net, folder, stem, timer.mark)
             say(f"pictures: {record['pictures']}")
         records.append(record)
     return records

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner
+from flux_ref.alive import Alive
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, ValSet
@@ -25,7 +26,6 @@ from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
-from flux_ref.run.alive import Alive
 from flux_ref.run.reporter import Reporter
 from flux_ref.sampling.drawing import Gallery
 from flux_ref.step import State
@@ -36,22 +36,22 @@ from flux_ref.toy import make
 def main(argv: list[str]) -> int:
     """The order of a run."""
     cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
-    world = ranks.start(cfg.parallel, timeout_s=2 * cfg.run.hang_s)  # twice: the hang watch reports first
-    config_file.validate_world(cfg, world.size)
-    with ranks.agreed():
-        mode = step_runner.mode(cfg, world.device)
-    ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
-    train_set, val_set = data_sets(cfg, world)
-    sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
-    result = config.run_dir(cfg) / folder.LOG if world.rank == 0 else None
     with contextlib.ExitStack() as stack:
+        alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
+        world = ranks.start(cfg.parallel)
+        config_file.validate_world(cfg, world.size)
+        with ranks.agreed():
+            mode = step_runner.mode(cfg, world.device)
+        ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
+        train_set, val_set = data_sets(cfg, world)
+        sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
+        result = config.run_dir(cfg) / folder.LOG if world.rank == 0 else None
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
         claim = stack.enter_context(folder.claimed(cfg, world))
         log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(claim.identity, *sizes.values())
-        alive = stack.enter_context(contextlib.closing(Alive("train.py", cfg, world)))
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
             gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
@@ -89,8 +89,9 @@ def main(argv: list[str]) -> int:
             report.say("validation loss lies above training loss, since an eighth of it is at t = 0, the hardest time")
         steps.close(agreed=True)  # the pictures need the memory of the graphs
         if gallery:
-            gallery.paint(state, alive.watch.at)
+            gallery.paint(state, alive.mark)
         report.conclude(state, reached)
+    ranks.stop()
     return 0
 
 
@@ -154,7 +155,6 @@ class Run:
         log_every = cfg.train.log_every_samples
         most = cfg.train.max_samples
         steps.health.restart(state.step)
-        self.alive.watch.captured = bool(steps.graphs)
         report.begin(state.samples, steps.warm_s)
         try:
             while True:

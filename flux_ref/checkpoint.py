@@ -113,7 +113,7 @@ class Saver:
         self.facts = facts
         self.say = say
         self.run = config.run_dir(cfg)
-        self.group = ranks.host_group(ranks.SAVING)
+        self.group = ranks.host_group("save")
         self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
         parameters = sum(map(prod, parameter_table(cfg.model).values()))
         self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint

@@ -61,7 +61,7 @@ class RunConfig:
     )
     hang_s: float = key(
         600.0,
-        "end the job after so many seconds without progress; 0: no watch, only the backend's timeout",
+        "end the job after so many seconds without progress; 0: never",
         most=10**6,
         resume=True,
     )

@@ -1,13 +1,33 @@
-"""The ways in which a run ends early, and the exit code of each.
+"""How a command ends: an error becomes one line on stderr and an exit code. Needs no torch.
 
-alone: only this rank has the error, so this rank prints it. Otherwise all ranks raise it and rank 0 prints it.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it, 128 + the number of a signal.
 """
 
-from signal import Signals
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+LINGER_S = 5.0  # torchrun ends all ranks when one ends; the rank that knows the reason must print it before
+MOST_SHOWN = 200  # characters of a foreign value in a message
 
 
 class Stop(Exception):
-    """A run ends early. The subclasses say how, and give the exit code."""
+    """A command ends early. The subclasses say how.
+
+    alone: only this rank has the error, so this rank prints it. Otherwise all ranks raise it and rank 0 prints it.
+    """
+
+    exit_code = 3
 
     def __init__(self, message: str, alone: bool = False):
         super().__init__(message)
@@ -15,21 +35,148 @@ class Stop(Exception):
 
 
 class Refusal(Stop):
-    """The request cannot be honoured. Nothing has been trained. The process exits with 2."""
+    """The request cannot be honoured. Nothing has been trained."""
 
     exit_code = 2
 
 
 class Fault(Stop):
-    """Something broke while the run was under way. The process exits with 3."""
-
-    exit_code = 3
+    """Something broke while the command was under way."""
 
 
 class Interrupted(Stop):
-    """A signal has stopped the run. The process exits with 128 + the signal's number, as shells do."""
+    """A signal has stopped the command."""
 
-    def __init__(self, signal: int):
-        super().__init__(f"stopped by {Signals(signal).name}")
-        self.signal = signal
-        self.exit_code = 128 + signal
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def run(name: str, task: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a command and return its exit code. name: of the command, for its message."""
+    with lasting_terminal():
+        try:
+            return task(argv)
+        except (Exception, KeyboardInterrupt) as error:
+            stop = in_words(error)
+            if stop is None:
+                traceback.print_exc()  # a defect of flux_ref
+                return Fault.exit_code
+            complain(name, stop)
+            return stop.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: static destructors of a backend's threads can abort a finished run, and after a fault
+    other ranks may wait in a collective.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def in_words(error: BaseException) -> Stop | None:
+    """What an error means to a user; None for a defect of flux_ref."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, Stop):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(signal.SIGINT)
+    if isinstance(error, OSError):
+        return (Fault if error.errno in BROKEN_DISK else Refusal)(told(error), alone=True)
+    if isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)):
+        remedy = "free memory, or lower train.micro_batch, eval.batch or sample.count"
+        return Fault(f"out of memory: {text}; {remedy}", alone=True)
+    if re.search(r"Too many open files|Resource temporarily unavailable|can't start new thread", str(error)):
+        return Fault(f"{text[-200:]}; the limits of files, threads or memory are too low (`ulimit -a`)", alone=True)
+    if isinstance(error, RuntimeError) and re.search(r"peer|Connection|[Tt]imed out", str(error)):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(LINGER_S)  # another rank broke and prints the reason; meanwhile torchrun ends this rank
+        return Fault(f"lost another rank: {text}", alone=True)
+    return None
+
+
+def complain(name: str, stop: Stop) -> None:
+    """Print the one line with which a command ends, on the rank that has to say it."""
+    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK")
+    torch_distributed = sys.modules.get("torch.distributed")
+    is_apart = torch_distributed is None or not torch_distributed.is_initialized()
+    # Before the process group exists, one rank of each node prints.
+    if not stop.alone and rank not in (None, "0") and not (is_apart and local_rank == "0"):
+        if stop.exit_code != 128 + signal.SIGINT:  # for Ctrl-C torchrun waits until all ranks have ended
+            time.sleep(LINGER_S)
+        return
+    who = f"rank {rank}: " if stop.alone and rank else ""
+    line = one_line(f"{name}: {who}{stop}")
+    print(line, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its own report
+        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": cause}))
+
+
+class Terminal:
+    """A stream whose reader may go away, as `| tee` does at Ctrl-C. What follows is then written nowhere."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._patiently(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._patiently(self.stream.flush)
+
+    def _patiently(self, do: Callable[..., object], *args: str) -> None:
+        try:
+            do(*args)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise OSError(error.errno, error.strerror, self.stream.name) from None  # <stdout>, on a full disk
+
+
+@contextmanager
+def lasting_terminal() -> Iterator[None]:
+    """In this block nothing ends because the program that reads stdout or stderr ends, or cannot show a letter."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = map(Terminal, before)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def told(error: OSError) -> str:
+    """An error of the system in words: the file, what is wrong and what to do."""
+    if error.filename is None:
+        return str(error)
+    remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
+    return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
+
+
+def printable(text: object) -> str:
+    """Foreign text for a terminal, a page or a picture; control characters and lone surrogates as in \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def one_line(text: object, most: int = 2000) -> str:
+    """Text with foreign parts as one printable line of at most `most` characters."""
+    line = printable(" ".join(str(text).splitlines()))
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def shown(value: object) -> str:
+    """A foreign value as in a source text, cut to MOST_SHOWN characters."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats.outside import host_of_environment, of_environment, told
+from flux_ref.formats.outside import told
 from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
@@ -36,10 +36,9 @@ DRIVERS = {
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MOST = 2**20  # ranks
 MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
-SAVING = "save"  # name of the group in which checkpoints are agreed on
 RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
+PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Timer ends what hangs
 
 
 @dataclass(frozen=True)
@@ -63,55 +62,45 @@ class World:
         return self.device.type != "cpu"
 
 
-def start(cfg: ParallelConfig, timeout_s: float = 0.0, few_threads: bool = True) -> World:
+def start(cfg: ParallelConfig, few_threads: bool = True) -> World:
     """Join the process group that torchrun describes. Without torchrun the world is this process alone.
 
-    timeout_s: the limit of one collective; 0 for the backend's default.
     few_threads: compute in as many CPU threads as `threads` says; False: in torch's own number of them.
     Raises: Refusal when the group cannot be formed.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and (given := next((name for name in TORCHRUN[:2] if name in os.environ), None)):
         raise Refusal(f"{given} is set but {', '.join(missing)} is not; start with torchrun, which sets them")
-    address = host_of_environment("MASTER_ADDR")
-    port = of_environment("MASTER_PORT", 0, 65535, 0)
-    if not missing:
-        _require_known(address)
-    size = of_environment("WORLD_SIZE", 1, MOST, 1)
-    rank = of_environment("RANK", 0, size - 1, 0)
-    device = _device(of_environment("LOCAL_RANK", 0, size - 1, 0))
+    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in zip(TORCHRUN, "010"))
+    device = _device(local_rank)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError):  # macOS has limits of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo opens two files for each rank; 1024 is usual
     if few_threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(size, device))
-    timeout = timedelta(seconds=timeout_s) if timeout_s else None
     try:
-        store = dist.HashStore() if "RANK" not in os.environ else _fresh_store(rank, size, timeout)
-        join(device, store, rank, size, timeout)
+        join(device, dist.HashStore() if missing else _fresh_store(rank, size), rank, size)
     except (RuntimeError, ValueError) as error:
-        place = f"{address}:{port}: {str(error).splitlines()[0]}"
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
         raise Refusal(f"cannot form the process group at {place}; is the port in use?") from None
     # torchrun numbers its nodes; names can be the same on all, in containers.
     nodes = gather_objects(f"{os.uname().nodename}#{os.environ.get('GROUP_RANK', 0)}")
     mesh = make_mesh(device.type, size, replica_count(cfg.replicate, nodes))
-    if timeout:  # groups of a mesh would have the backend's own
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        for group in mesh.get_all_groups():
-            set_timeout(timeout, group)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in mesh.get_all_groups():  # they would have the backend's own limit
+        set_timeout(PATIENCE, group)
     return World(rank, size, device, mesh, nodes)
 
 
-def join(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
-    """Join the process group of so many ranks. timeout: of one collective; None for the backend's default.
-
-    Raises: RuntimeError, ValueError.
-    """
+def join(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+    """Join the process group of so many ranks. Raises: RuntimeError, ValueError."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     # torch 2.15 would take its new backend nccl2. Captures and `last_collective` were written for the older one.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Timer tells one from the other.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     guard_expandable()
-    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
 def threads(size: int, device: torch.device) -> int:
@@ -122,13 +111,14 @@ def threads(size: int, device: torch.device) -> int:
     """
     if size > 1 or device.type != "cpu":
         return 1
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_THREADS, cores)
 
 
 def _require_known(address: str) -> None:
     """Raises: Refusal for a host that no name server knows; torch would ask for it for many minutes."""
     try:
-        socket.getaddrinfo(address, None)
+        socket.getaddrinfo(address.strip("[]"), None)  # torchrun takes an address of IPv6 in brackets
     except (OSError, UnicodeError):  # a name such as "." has no encoding
         raise Refusal(f"MASTER_ADDR={address!r} is no known host; mend it") from None
 
@@ -162,13 +152,14 @@ def make_mesh(kind: str, size: int, replicate: int) -> DeviceMesh:
     return init_device_mesh(kind, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
 
 
-def _fresh_store(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
+def _fresh_store(rank: int, size: int) -> dist.Store:
     """A part of torchrun's store that only the ranks of this attempt write to.
 
     torchrun keeps one store for all its restarts. It is full of the addresses of dead ranks (github.com/pytorch/pytorch
     issue 167288). So rank 0 draws a name. Another rank takes the name once it finds its own token in rank 0's list.
     """
-    store, *_ = next(dist.rendezvous("env://", rank, size, **({"timeout": timeout} if timeout else {})))
+    _require_known(os.environ["MASTER_ADDR"])
+    store, *_ = next(dist.rendezvous("env://", rank, size))
     own = secrets.token_hex(8)
     if rank == 0:
         store.set("attempt", own)
@@ -277,30 +268,14 @@ def require_same(text: str, what: str) -> None:
             raise Refusal(f"{what} differs between ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
 
 
-def store_clone() -> dist.Store:
-    """A connection of its own to the store of the process group, for a thread."""
-    return dist.distributed_c10d._get_default_store().clone()
-
-
-def groups(world: World) -> list[dist.ProcessGroup]:
-    """The groups that a training step communicates in."""
-    return list({id(group): group for group in (dist.group.WORLD, *world.mesh.get_all_groups())}.values())
-
-
-def collectives(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun in a group."""
-    return group._get_sequence_number_for_group()
-
-
 def last_collective() -> str:
-    """The last collective that this rank began, from torch's flight recorder. Saves do not count. "" if none."""
+    """The last collective that this rank began, from torch's flight recorder. "" if none. Replays record none."""
     dumps = (_distributed_c10d._dump_nccl_trace_json(), _distributed_c10d._dump_fr_trace_json())
     entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", ())]
-    entries = [entry for entry in entries if entry["process_group"][1] != SAVING]
     if not entries:
         return ""
     last = max(entries, key=lambda entry: entry["time_created_ns"])
-    return f"{last['profiling_name']} of {last['input_sizes']}"
+    return f"number {last['collective_seq_id']} of group {last['process_group'][1]}: {last['profiling_name']}"
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
@@ -343,13 +318,9 @@ class _Copied:
         self.event.synchronize()
 
 
-def host_group(name: str, timeout_s: float = 0.0) -> dist.ProcessGroup:
-    """One more group of all ranks, for host tensors and for use in a thread of its own. Collective.
-
-    timeout_s: the limit of one collective; 0 for the backend's default.
-    """
-    timeout = timedelta(seconds=timeout_s) if timeout_s else None
-    return dist.new_group(backend=BACKENDS["cpu"], timeout=timeout, group_desc=name)
+def host_group(name: str) -> dist.ProcessGroup:
+    """One more group of all ranks, for host tensors and for use in a thread of its own. Collective."""
+    return dist.new_group(backend=BACKENDS["cpu"], timeout=PATIENCE, group_desc=name)
 
 
 def record_copy_event(device: torch.device) -> _Copied | None:

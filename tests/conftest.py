@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux_ref import config, config_file
+from flux_ref import config, config_file, errors, ranks
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.formats.checkpoint_reader import Checkpoint
-from flux_ref.run import cli
 from flux_ref.toy import make
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
@@ -147,7 +146,9 @@ def micro_run(data: Path, run: Path, *overrides: object) -> list[str]:
 
 def called(name: str, *argv: object) -> int:
     """The exit code of train.py or eval.py, run inside this process to save the start of torch."""
-    return cli.run(name, "", importlib.import_module(name.removesuffix(".py")).main, [str(arg) for arg in argv])
+    code = errors.run(name, importlib.import_module(name.removesuffix(".py")).main, [str(arg) for arg in argv])
+    ranks.stop()  # a refusal leaves the group to the end of the process
+    return code
 
 
 def the_line(stderr: str, name: str = "train.py") -> str:

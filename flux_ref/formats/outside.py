@@ -3,24 +3,22 @@
 Nothing is allocated or looped over before its size is known to be sound. Errors are one line: what, where, what to do.
 """
 
-import errno
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, one_line, printable, shown, told
+
+__all__ = ["one_line", "printable", "shown", "told"]
 
 TEXT_BYTES = 64 * 2**20  # no config, index or list of people is longer
 OWN_BYTES = 2**31  # of a list that flux_ref itself writes: a line for each step, file or picture
 MOST_DEPTH = 100  # levels of nesting; deeper values cannot be printed or compared without recursion
-MOST_SHOWN = 200  # characters of a foreign value in a message
-BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
@@ -102,34 +100,6 @@ def decimal(text: str, least: float, most: float) -> float | None:
     return number if least <= number <= most else None
 
 
-def of_environment(name: str, least: int, most: int, default: int) -> int:
-    """The number in an environment variable. Raises: Refusal."""
-    value = os.environ.get(name)
-    if value is None:
-        return default
-    if (number := whole_number(value, least, most)) is None:
-        raise Refusal(
-            f"environment variable {name}={value!r} is no whole number from {least} to {most}; mend or unset it"
-        )
-    return number
-
-
-def host_of_environment(name: str) -> str:
-    """The name or number of a host in an environment variable; "" if there is none. Raises: Refusal."""
-    value = os.environ.get(name, "")
-    if not re.fullmatch(r"[\w.:%-]*", value, re.ASCII):
-        raise Refusal(f"environment variable {name}={shown(value)} is no name or number of a host; mend or unset it")
-    return value
-
-
-def told(error: OSError) -> str:
-    """An error of the system in words: the file, what is wrong and what to do."""
-    if error.filename is None:
-        return str(error)
-    remedy = "free its disk" if error.errno in BROKEN_DISK else "make it readable and writable"
-    return f"{error.filename}: {error.strerror}; {remedy}, or give another path"
-
-
 @contextmanager
 def refusing() -> Iterator[None]:
     """Raises: Refusal in place of an OSError of the block, such as that of a name that is too long."""
@@ -137,23 +107,3 @@ def refusing() -> Iterator[None]:
         yield
     except OSError as error:
         raise Refusal(told(error)) from None
-
-
-def printable(text: object) -> str:
-    """Foreign text for a terminal, a page or a picture; control characters and lone surrogates as in \\x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def one_line(text: object, most: int = 2000) -> str:
-    """Text with foreign parts as one printable line of at most `most` characters."""
-    line = printable(" ".join(str(text).splitlines()))
-    return line if len(line) <= most else f"{line[: most - 4]} ..."
-
-
-def shown(value: object) -> str:
-    """A foreign value as in a source text, cut to MOST_SHOWN characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer with more than 4,300 digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

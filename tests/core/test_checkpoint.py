@@ -23,6 +23,7 @@ from run_files import column, saved_steps
 from safetensors import safe_open
 
 from flux_ref import checkpoint, config, config_file, optim, ranks
+from flux_ref.alive import Alive
 from flux_ref.checkpoint import Saver
 from flux_ref.config import Config
 from flux_ref.errors import Fault
@@ -32,7 +33,6 @@ from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import resuming
-from flux_ref.run.alive import Alive
 from flux_ref.step import State
 
 HSDP = pytest.param(4, marks=pytest.mark.slow)  # ranks: 2 replicas x 2 shards

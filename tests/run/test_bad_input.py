@@ -1,5 +1,6 @@
 """What a user gets who asks for the impossible or whose data is damaged: one line, an exit code, never a traceback."""
 
+import errno
 import json
 import os
 import re
@@ -15,13 +16,11 @@ from shard_damage import put_nan
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
-from flux_ref import config, config_file, data, rng
+from flux_ref import config, config_file, data, errors, rng
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
-from flux_ref.run import alive, cli
-from flux_ref.run.attempt import attempt as run_attempt
+from flux_ref.run import cli
 from flux_ref.step_runner import StepRunner
-from tools.prepare import commands as prepare
 
 CFG = config_file.load(MICRO)
 LAYOUT = shards.layout(CFG.model)
@@ -89,7 +88,6 @@ def test_help_is_the_usage_and_every_key_with_its_default_and_comment(capsys):
     assert re.findall(r"^[* ] --(\w+\.\w+)=", out, re.M) == list(config.KEYS)
     assert "\n* --eval.target=0.586\n      stop once the validation loss is at most this; 0: never; from 0 to" in out
     assert "\n  --train.seed=0\n      seed of every random number in training and validation;" in out
-    assert cli.run("stage", "another usage", train.main, ["-h"]) == 0 and capsys.readouterr().out == "another usage\n"
 
 
 # Damaged data; test_shards_damage.py and test_checkpoint_files.py have every kind of damage
@@ -190,7 +188,7 @@ def test_eval_meets_a_damaged_sample(attempt, finished, dataset):
     assert code == 3 and has_words(line, "val_00000020", "NaN"), line
 
 
-def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_path, capsys):
+def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_path):
     """Names that are too long and places below a file: the line has no number of an error."""
     (tmp_path / "file").touch()
     told = []
@@ -198,7 +196,6 @@ def test_a_place_that_cannot_be_is_refused_in_words(attempt, shapes_dir, tmp_pat
         for argv in (micro_run(shapes_dir, place), micro_run(place, tmp_path / "run")):
             told.append(attempt(*argv)[::2])
         told.append(attempt(place, name="eval.py")[::2])
-        told.append((prepare.main(["stage", str(shapes_dir), str(place)]), capsys.readouterr().err))
     assert [pair for pair in told if pair[0] != 2 or "Errno" in pair[1] or str(tmp_path) not in pair[1]] == []
     assert not (tmp_path / "run").exists()
 
@@ -221,25 +218,53 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line_and_leaves_noth
     assert (code, line) == (130, "stopped by SIGINT") and not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_in_a_command_is_one_line(capsys):
-    def work(*_: object) -> int:
-        raise KeyboardInterrupt
+def test_each_kind_of_error_is_one_line_and_a_code_and_a_defect_is_a_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(errors, "LINGER_S", 0.0)
+    cases = (
+        (KeyboardInterrupt(), 130, "x: stopped by SIGINT"),
+        (Refusal("two\nlines\x1b"), 2, "x: two lines\\x1b"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), 2, "x: a/b: No such file; make it readable"),
+        (OSError(errno.ENOSPC, "No space left", "a/b"), 3, "x: a/b: No space left; free its disk"),
+        (RuntimeError("CUDA out of memory. Tried\n..."), 3, "x: out of memory: CUDA out of memory. Tried; free"),
+        (RuntimeError("Connection closed by peer"), 3, "x: lost another rank: Connection closed by peer"),
+        (RuntimeError("can't start new thread"), 3, "x: can't start new thread; the limits of files"),
+        (RuntimeError("a defect"), 3, "Traceback"),
+    )
+    for error, code, line in cases:
 
-    assert cli.run("eval.py", "", work, []) == run_attempt("plan", work) == 130
-    assert capsys.readouterr().err == "eval.py: stopped by SIGINT\nplan: stopped by SIGINT\n"
+        def work(_: list[str], error: BaseException = error) -> int:
+            raise error
+
+        assert errors.run("x", work, []) == code
+        said = capsys.readouterr().err
+        assert said.startswith(line) and (said.count("\n") == 1 or line == "Traceback"), said
 
 
 def test_torchrun_is_told_the_line_by_the_rank_that_prints_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "LINGER_S", 0.0)
+    monkeypatch.setattr(errors, "LINGER_S", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     for rank, alone, want in ((0, False, "train.py: bad key"), (1, True, "train.py: rank 1: bad key"), (1, False, "")):
         path = tmp_path / f"{rank} {alone}"
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-        assert cli._complain("train.py", Refusal("bad key", alone)) == 2
+        errors.complain("train.py", Refusal("bad key", alone))
         failure = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(path))
         report = ChildFailedError("train.py", {rank: failure}).format_msg()
         assert (f"\n  traceback : {want}\n====" in report) == bool(want) and path.exists() == bool(want)
+
+
+def test_a_terminal_that_goes_away_ends_nothing_and_a_full_disk_is_named(capfd):
+    """As in `train.py 2>&1 | tee log`, where Ctrl-C ends tee first, and in `report RUN > /dev/full`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        terminal = errors.Terminal(stream)
+        print("lost", file=terminal, flush=True)
+        print("lost, too", file=terminal, flush=True)
+        assert terminal.fileno() == writer
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full, pytest.raises(OSError, match="'/dev/full'"):
+            print("lost", file=errors.Terminal(full), flush=True)
 
 
 # Two ranks
@@ -249,23 +274,6 @@ def met_by(rank: int, step: int = 1) -> int:
     """A training sample that a rank of two meets first in a step, and that opening does not meet."""
     order = rng.order(CFG.train.seed, 0, CFG.data.train_count)
     return next(int(order[p]) for p in data.rank_slice(CFG, step, rank, 2) if 0 < order[p] < 49)
-
-
-def test_a_rank_that_torchrun_has_told_to_end_does_not_complain_of_a_lost_rank(monkeypatch, capsys):
-    """The signal may come before the connection breaks. Then the run has caught the signal, and goes on."""
-    watcher = object.__new__(alive.Alive)
-    watcher.signal, watcher.speaks = 0, False
-
-    def work(argv: list[str]) -> int:
-        signal.signal(signal.SIGTERM, watcher._take)
-        if argv:
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise RuntimeError("Connection reset by peer")
-
-    monkeypatch.setattr(cli, "LINGER_S", 0.0)
-    assert cli._attempt("train.py", work, []) == 3 and "lost another rank" in capsys.readouterr().err
-    assert cli._attempt("train.py", work, ["signal"]) == 143 and capsys.readouterr().err == ""
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and alive.received() == 0
 
 
 ON_TWO_RANKS = {

@@ -23,9 +23,9 @@ from run_files import column, event, events, newest, require_equal_runs, saved_s
 from shard_damage import position
 
 from flux_ref import config_file, rng
+from flux_ref.alive import Alive
 from flux_ref.formats import files, shards
 from flux_ref.run import loss_chart, reporter
-from flux_ref.run.alive import Alive
 from flux_ref.sampling import grid
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second

@@ -10,9 +10,9 @@ from conftest import called, micro_run, require_identical, script, trained
 from PIL import Image
 from run_files import lines
 
+from flux_ref.alive import Alive
 from flux_ref.errors import Interrupted
 from flux_ref.formats import checkpoint_files
-from flux_ref.run.alive import Alive
 from flux_ref.sampling import grid
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> int:
     model = job.config(args.config).model
-    world = ranks.start(ParallelConfig(replicate=1), timeout_s=WAIT_S, few_threads=False)  # encoders are large
+    world = ranks.start(ParallelConfig(replicate=1), few_threads=False)  # encoders are large
     args.vae = args.vae or args.model
     args.t5, args.clip = (getattr(args, name) or args.model / kind[-1] for name, kind in encoders.KINDS.items())
     finals = [args.output / split for split in ([args.split] if args.split else ["val", "train"])]

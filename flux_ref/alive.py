@@ -1,0 +1,141 @@
+"""What keeps a run from hanging: a timer on every rank, signals, and the end of the launcher.
+
+The timer counts the time in which this process ran, so a pause (Ctrl-Z, docker pause) is no hang. Without progress for
+run.hang_s seconds the rank prints where it is and ends. torchrun then ends the other ranks, and with --max-restarts it
+starts the job again from its last checkpoint.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from flux_ref import ranks
+from flux_ref.errors import Fault, Interrupted
+from flux_ref.formats.safetensors_io import Moved
+
+# They save a checkpoint and end the run: torchrun, Slurm ahead of a time limit, a closed terminal, Ctrl-\.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
+ONE_PRESS_S = 0.5  # some launchers pass on a Ctrl-C that the terminal has sent to their children, too
+NOTICE = b"\nCtrl-C: the run ends after one more step; a second Ctrl-C ends it at once\n"
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "triton/compiler/")
+
+
+class Timer:
+    """Ends this rank if it makes no progress for limit_s seconds (0: never), or if torchrun has died."""
+
+    def __init__(self, name: str, limit_s: float):
+        """name: of the script, for messages."""
+        self.name = name
+        self.limit_s = limit_s
+        self.place = "the start"
+        self.marks = 0
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def mark(self, place: str) -> None:
+        """Note the place of this rank. Each call counts as progress, as do bytes of weights that move."""
+        self.place = place
+        self.marks += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.set()
+
+    def _run(self) -> None:
+        period = min(1.0, self.limit_s / 20 or 1.0)
+        idle_s, now, seen = 0.0, time.monotonic(), None
+        while not self.closed.wait(period):
+            before, now = now, time.monotonic()
+            idle_s += min(now - before, 2 * period)  # this thread was late by more: the process was stopped
+            if seen != (self.marks, Moved.total):
+                seen, idle_s = (self.marks, Moved.total), 0.0
+            if self.launcher not in (None, os.getppid()):  # this rank would hold memory, devices and the run's folder
+                self._end("torchrun has died")
+            if self.limit_s and idle_s > self.limit_s:
+                self._end(self.stuck())
+
+    def stuck(self) -> str:
+        """Where this rank stands, in words."""
+        stacks = {thread: traceback.extract_stack(frame) for thread, frame in sys._current_frames().items()}
+        stack = stacks.get(threading.main_thread().ident or 0, [])
+        places = [f"{os.path.relpath(file, HOME)}:{line}" for file, line, *_ in stack]
+        own = [place for place in places if place.startswith(("train.py", "eval.py", "flux_ref/"))]
+        text = f"no progress for {self.limit_s:g} s since {self.place}, now at {own[-1] if own else 'an unknown line'}"
+        if any(name in frame.filename for stack in stacks.values() for frame in stack for name in COMPILERS):
+            return f"{text}: torch compiles; a greater run.hang_s gives it more time"
+        if last := ranks.last_collective():
+            text += f"; the last recorded collective is {last}"
+        return f"{text}; if other ranks wait in a later collective, this rank hangs, else the network or a device"
+
+    def _end(self, reason: str) -> None:
+        where = f"rank {os.environ.get('RANK', 0)} on {os.uname().nodename}"
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{self.name}: {where}: {reason}\n".encode())
+        os._exit(Fault.exit_code)
+
+
+class Alive(Timer):
+    """The timer of a run that also acts on signals, from the first `at` on. Before it there is nothing to save."""
+
+    def __init__(self, name: str, limit_s: float):
+        super().__init__(name, limit_s)
+        self.signal = 0
+        self.pressed = 0.0
+        self.group: dist.ProcessGroup | None = None
+        self.sent: tuple[torch.Tensor, dist.Work] | None = None
+        self.before: dict[signal.Signals, Any] = {}  # the handlers that it replaces
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.signal != signal.SIGINT:
+            self.signal = number
+            self.pressed = time.monotonic()
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                with contextlib.suppress(OSError):  # the same Ctrl-C has ended `tee`
+                    os.write(2, NOTICE)  # print() might interrupt itself
+        elif number == signal.SIGTERM or ("TORCHELASTIC_RUN_ID" not in os.environ and number == signal.SIGINT):
+            if time.monotonic() - self.pressed > ONE_PRESS_S:
+                os._exit(128 + signal.SIGINT)  # torchrun repeats the first Ctrl-C, and makes SIGTERM of a second one
+
+    def at(self, place: str) -> None:
+        """Note the place of this rank after each step and each validation batch. Collective.
+
+        The ranks exchange their signals at one call and read the result at the next call, so that no rank waits.
+        Raises: Interrupted, on every rank at the same call, if any rank has received a signal.
+        """
+        self.mark(place)
+        if self.sent is not None:
+            largest, work = self.sent
+            work.wait()
+            if largest.item():
+                raise Interrupted(int(largest.item()))
+        else:
+            self.group = ranks.host_group("stop")
+            self.before = {number: signal.getsignal(number) for number in SIGNALS}
+            for number, handler in self.before.items():
+                if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, a job in the background Ctrl-C
+                    signal.signal(number, self._take)
+        largest = torch.tensor([self.signal])
+        self.sent = largest, dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def let_go(self) -> None:
+        """All is saved, so Ctrl-C may end this rank at once from now on."""
+        if signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, self.before[signal.SIGINT])
