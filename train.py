@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         with ranks.agreed():
             mode = step_runner.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
+        alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
         result = config.run_dir(cfg) / folder.LOG if world.rank == 0 else None
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
             report.say("this system cannot drop the data set from its page cache, so the log has no cache_clear")
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
+        alive.mark("building the model")
         state = initial_state(cfg, world, claim.checkpoint)
         facts = {"run": claim.identity} | sizes
         resumed = resuming.load_weights(claim.checkpoint, state, cfg, facts) if claim.checkpoint else None
@@ -71,12 +73,14 @@ def main(argv: list[str]) -> int:
         saved_step = resumed and resumed.info["step"]
         saver = checkpoint.Saver(cfg, world, state, facts, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
+        alive.mark("the first step of the warm-up")
         steps.warm_up()
         if resumed:
             resuming.load_progress(resumed, state)
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
+        alive.mark("capturing the steps")
         draws_beside = gallery and cfg.sample.every_samples
         steps.capture(beside=partial(gallery.artist.rehearse, state.net) if draws_beside else None)
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)

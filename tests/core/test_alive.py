@@ -138,27 +138,27 @@ def test_ranks_whose_launcher_was_killed_end_by_themselves(endless, steps):
     """Also before they have found each other."""
     job = endless("--run.hang_s=20", steps=steps)
     job.process.kill()
-    assert job.gone(timeout=25), "they would hold memory, devices and the run's folder"
+    assert job.gone(timeout=60), "they would hold memory, devices and the run's folder"
 
 
 @pytest.mark.slow
 def test_a_rank_that_freezes_ends_the_job_and_the_other_one_says_where_it_waits(endless):
     """torchrun gives a rank 30 s to end before it kills it, and a frozen one uses them."""
-    job = endless("--run.hang_s=5")
+    job = endless("--run.hang_s=8")
     killing.send(job.ranks()[1], signal.SIGSTOP)
     assert job.wait(timeout=90) != 0 and job.gone(timeout=5)
     (line,) = re.findall(r"train\.py: rank 0 on \S+: (no progress [^\r\n]*)", job.said)
-    assert re.match(r"no progress for 5 s since .*, now at \S+\.py:\d+; the last recorded collective is number", line)
+    assert re.match(r"no progress for 8 s since .*, now at \S+\.py:\d+; the last recorded collective is number", line)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pause_of_the_whole_job_is_no_hang(endless, tmp_path, ranks):
-    job = endless("--run.hang_s=3", ranks=ranks)
+    job = endless("--run.hang_s=8", ranks=ranks)
     everyone = job.alive()
     for pid in everyone:
         killing.send(pid, signal.SIGSTOP)
-    time.sleep(8)
+    time.sleep(20)
     steps = count(tmp_path / "run" / "metrics.jsonl")
     for pid in everyone:
         killing.send(pid, signal.SIGCONT)
@@ -228,10 +228,10 @@ def press(log, run, argv: list[str], ranks: int, save_s: float) -> Job:
 def test_an_evaluation_has_the_timer_too(shapes_dir, tmp_path):
     run = tmp_path / "run"
     assert called("train.py", *micro_run(shapes_dir, run, "--train.max_samples=12")) == 0
-    endless = ("--run.hang_s=5", "--prompt=a small red circle", "--sample.steps=1000000")
+    endless = ("--run.hang_s=8", "--prompt=a small red circle", "--sample.steps=1000000")
     with Job(tmp_path / "log", "eval.py", run, *endless) as job:
         assert job.until(lambda: "mean" in job.said), job.said
         time.sleep(2)
         killing.send(job.ranks()[1], signal.SIGSTOP)
         assert job.wait(timeout=90) != 0
-    assert re.search(r"eval\.py: rank 0 on \S+: no progress for 5 s since sampling step \d+", job.said), job.said
+    assert re.search(r"eval\.py: rank 0 on \S+: no progress for 8 s since sampling step \d+", job.said), job.said
