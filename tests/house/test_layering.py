@@ -37,7 +37,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def own_imports(tree: ast.AST) -> set[str]:
     """The modules of flux_ref and tools among them."""
     names = {name.removeprefix("flux_ref.") for name in imported(tree) if name.startswith(("flux_ref.", "tools."))}
-    return {name if name in FILES else name.rpartition(".")[0] for name in names}
+    return {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys()
 
 
 def reached(tree: ast.AST) -> set[str]:
