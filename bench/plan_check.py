@@ -23,10 +23,9 @@ from statistics import mean, median
 from types import SimpleNamespace
 
 from bench.common import commit
-from flux_ref import config, config_file
+from flux_ref import config, config_file, errors
 from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from flux_ref.speed import fp8_product
 from tools.plan import footprint, step_time
@@ -140,8 +139,8 @@ def table(found: list[Case]) -> str:
         "error of the unfitted but OUT": [case.error() for case in usual if not case.public.fitted],
         "unseen of all but OUT": [error for case, error in zip(found, unseen) if case in usual],
     }
-    for name, errors in groups.items():
-        sizes = [abs(error) for error in errors]
+    for name, those in groups.items():
+        sizes = [abs(error) for error in those]
         lines.append(f"{name}: mean {mean(sizes):.0%}, largest {max(sizes):.0%}, of {len(sizes)} systems")
     held = sum(abs(math.log(case.error() + 1)) <= math.log(1 + case.assumed.range) for case in usual)
     fitted = (f"{arch} {precision} {share:g}" for (arch, precision), share in shares.items())
@@ -199,4 +198,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(attempt("bench.plan_check", lambda: main(sys.argv[1:])))
+    sys.exit(errors.run("bench.plan_check", main, sys.argv[1:]))

@@ -14,10 +14,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from flux_ref import config, config_file
+from flux_ref import config, config_file, errors
 from flux_ref.errors import Refusal
 from flux_ref.formats.jsonl import records
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, package
 
 HEAD = f"{'samples':>12} {'A':>9} {'B':>9} {'B - A':>10} {'+-':>9} {'p':>8}"
@@ -77,4 +76,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(attempt("compare", lambda: main(sys.argv[1:])))
+    sys.exit(errors.run("compare", main, sys.argv[1:]))

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from flux_ref import errors
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names, files
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import STEP, Options
 from flux_ref.run.progress import progress
 from flux_ref.run.weight_files import COUNTS, TRAINER, Source
@@ -78,4 +78,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(attempt("export", lambda: main(sys.argv[1:])))
+    sys.exit(errors.run("export", main, sys.argv[1:]))

@@ -8,7 +8,6 @@ import pytest
 
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
-from flux_ref.run.attempt import attempt
 from tools.shared import json_option
 
 FIGURES = {"loss": 0.5, "none": float("nan"), "list": [float("inf"), 1, "nan"]}
@@ -92,7 +91,7 @@ def test_an_outcome_is_one_of_two(tmp_path):
 def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, capsys):
     folder = tmp_path / "figures.json"
     folder.mkdir()
-    assert attempt("plan", lambda: json_option.give(FIGURES, folder)) == 2
+    assert errors.run("plan", lambda _: json_option.give(FIGURES, folder), []) == 2
     err = capsys.readouterr().err
     assert err.startswith("plan: ") and err.count("\n") == 1 and str(folder) in err
     assert list(tmp_path.iterdir()) == [folder]

@@ -1,7 +1,6 @@
 """Preflight: what it says of tables of nodes, of damaged trees of /sys, and of processes that play nodes."""
 
 import argparse
-import functools
 import socket
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 from conftest import ROOT, refusal
 
 from flux_ref.errors import Fault, Refusal
-from flux_ref.run.attempt import attempt
 from tools.preflight import commands
 from tools.preflight import nodes as preflight
 from tools.preflight.verdict import NodeReport, Verdict, judge
@@ -218,7 +216,7 @@ def test_a_first_node_that_does_not_answer_is_named_and_an_address_that_makes_no
         for node, address, text in cases:
             args = commands.parse(["--nodes=n0,n1", f"--node={node}", f"--address={address}"])
             args.wait = 0.2
-            code = attempt("preflight", functools.partial(commands.check, args))
+            code = errors.run("preflight", lambda _, args=args: commands.check(args), [])
             lines = capsys.readouterr().err.splitlines()
             assert lines[0].startswith(f"preflight: {text}") and lines[1:] == ["preflight: bad nodes: n0"] * node
             assert code == (Fault if node else Refusal).exit_code

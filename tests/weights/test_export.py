@@ -16,7 +16,6 @@ from flux_ref.config import ModelConfig
 from flux_ref.formats import diffusers_names
 from flux_ref.model import Flux, parameter_table
 from flux_ref.run import weight_files
-from flux_ref.run.attempt import attempt
 from tools import export
 
 MODEL = config_file.load(MICRO).model
@@ -108,5 +107,5 @@ def test_what_breaks_off_leaves_nothing(lively, tmp_path, monkeypatch):
     before = {*tmp_path.iterdir()}
     for layout in ("bfl", "diffusers"):
         argv = [str(tmp_path / "saved.safetensors"), str(tmp_path / "out"), f"--format={layout}", f"--config={MICRO}"]
-        assert attempt("export", lambda argv=argv: export.main(argv)) == 3
+        assert errors.run("export", export.main, argv) == 3
         assert {*tmp_path.iterdir()} == before

@@ -21,13 +21,12 @@ from peer_net import to_diffusers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flux_ref import config, config_file, sharding
+from flux_ref import config, config_file, errors, sharding
 from flux_ref.config import ModelConfig
 from flux_ref.formats import diffusers_names
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
-from flux_ref.run.attempt import attempt
 
 CFG = config_file.load(MICRO)
 NARROW = config_file.replace(CFG, **rank_runs.NARROW)
@@ -107,7 +106,7 @@ def read_all(path: Path, given: str | None = str(MICRO)) -> int:
             source.read(name, 0, shape[0])
         return 0
 
-    return attempt("weights", read)
+    return errors.run("weights", lambda _: read(), [])
 
 
 def require_filled(net: nn.Module, path: Path, cfg: config.Config, want: dict[str, Tensor]) -> None:

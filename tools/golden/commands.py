@@ -16,9 +16,8 @@ from argparse import Namespace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flux_ref import config_file
+from flux_ref import config_file, errors
 from flux_ref.errors import Refusal
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from tools.golden import places
 from tools.golden.compare import report
@@ -54,7 +53,7 @@ def check(args: Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return attempt("golden", lambda: run(argv))
+    return errors.run("golden", run, argv)
 
 
 def run(argv: list[str]) -> int:

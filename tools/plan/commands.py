@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-from flux_ref import config_file
+from flux_ref import config_file, errors
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import printable
-from flux_ref.run.attempt import attempt
 from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
 from flux_ref.run.progress import progress
@@ -180,4 +179,4 @@ def sources(plan: SimpleNamespace) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    return attempt("plan", lambda: run(argv))
+    return errors.run("plan", run, argv)

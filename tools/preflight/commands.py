@@ -18,9 +18,9 @@ import socket
 
 import torch
 
+from flux_ref import errors
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats.outside import printable
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, between, listed
 from tools.preflight import nodes
 from tools.preflight.verdict import Verdict, judge
@@ -79,4 +79,4 @@ def check(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return attempt("preflight", lambda: check(parse(argv)))
+    return errors.run("preflight", lambda argv: check(parse(argv)), argv)

@@ -2,7 +2,7 @@
 
 import importlib
 
-from flux_ref.run.attempt import attempt
+from flux_ref import errors
 from flux_ref.run.options import Options
 
 COMMANDS = {  # the file of each is imported when it is called, as the packages that it needs may be missing
@@ -16,7 +16,7 @@ COMMANDS = {  # the file of each is imported when it is called, as the packages 
 
 
 def main(argv: list[str]) -> int:
-    return attempt("prepare", lambda: run(argv))
+    return errors.run("prepare", run, argv)
 
 
 def run(argv: list[str]) -> int:

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from flux_ref import errors
 from flux_ref.config import KEYS, MllogConfig
 from flux_ref.formats.files import write_whole
 from flux_ref.formats.outside import printable
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options, package
 from tools.report import official, result_log, score, words
 from tools.shared.json_option import give, json_option, text_beside
@@ -24,7 +24,7 @@ INVALID = 1  # exit code
 
 
 def main(argv: list[str]) -> int:
-    return attempt("report", lambda: run(argv))
+    return errors.run("report", run, argv)
 
 
 def run(argv: list[str]) -> int:
