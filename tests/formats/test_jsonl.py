@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flux_ref import errors
 from flux_ref.errors import Refusal
 from flux_ref.formats import jsonl
 from tools.shared import json_option

@@ -8,6 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, refusal
 
+from flux_ref import errors
 from flux_ref.errors import Fault, Refusal
 from tools.preflight import commands
 from tools.preflight import nodes as preflight

@@ -11,7 +11,7 @@ from peer_net import diffusers_forward, random_inputs, relative_error, to_diffus
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flux_ref import config_file
+from flux_ref import config_file, errors
 from flux_ref.config import ModelConfig
 from flux_ref.formats import diffusers_names
 from flux_ref.model import Flux, parameter_table
