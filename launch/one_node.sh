@@ -23,6 +23,9 @@ if [[ ! -f $config ]]; then
 fi
 shift
 results=${RESULTS:-results/$(basename "$config" .toml)}
+for program in python torchrun; do
+  command -v "$program" >/dev/null || die "$program is not in PATH; activate the environment that has requirements.txt"
+done
 gpus=${GPUS_PER_NODE:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
 mkdir -p "$results/logs"
 [[ ! -e /dev/kfd ]] || export HSA_NO_SCRATCH_RECLAIM=1 # some versions of RCCL refuse to start without it
@@ -43,7 +46,7 @@ if [[ ${PREFLIGHT:-} != off ]]; then
 fi
 if [[ -n ${STAGE:-} ]]; then
   # shellcheck disable=SC2086 # two folders
-  python -m tools.prepare stage $STAGE || die "staging failed"
+  launch/stage.sh $STAGE || die "staging failed"
 fi
 if [[ -n ${VERIFY:-} ]]; then
   python -m tools.prepare verify "$VERIFY" --fast --config "$config" || die "the data set does not pass; the lines above say why"

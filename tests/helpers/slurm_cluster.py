@@ -3,7 +3,8 @@
     with Cluster(folder, ["n1", "n2"]) as cluster: ...
 
 munged, slurmctld and one slurmd per node run from files in one folder, on ports of their own, and leave nothing
-behind. A node's processes know it by SLURMD_NODENAME; all nodes share the file system and the processors.
+behind. A node's processes know it by SLURMD_NODENAME. All nodes share the processors and the file system, but for the
+folder `disk`, which is another one on each node.
 """
 
 import contextlib
@@ -79,6 +80,7 @@ class Cluster:
     def __init__(self, folder: Path, nodes: list[str], missed_after_s: int = 10):
         """missed_after_s: Slurm takes a node for dead that has been silent for so long."""
         self.folder, self.nodes, self.missed_after_s = folder, nodes, missed_after_s
+        self.disk = folder / "disk"
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TIME_FORMAT": "%s"}
         self.daemons: dict[str, subprocess.Popen] = {}
 
@@ -123,7 +125,11 @@ class Cluster:
             )
 
     def start_node(self, node: str) -> None:
-        self._start("slurmd", "-D", "-N", node, node=node)
+        own = self.folder / f"disk_{node}"
+        own.mkdir(exist_ok=True)
+        self.disk.mkdir(exist_ok=True)
+        mounted = f'mount --bind {own} {self.disk}; exec "$@"'
+        self._start("unshare", "-m", "bash", "-c", mounted, "-", daemon("slurmd"), "-D", "-N", node, node=node)
 
     def __exit__(self, *_) -> None:
         """End everything: the jobs, the daemons and what they have started."""

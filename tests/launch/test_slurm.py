@@ -127,22 +127,15 @@ def test_three_runs_one_after_another_with_seeds_of_their_own(submit):
 
 
 @pytest.mark.nightly
-def test_data_is_staged_and_verified_on_every_node_first(submit, tmp_path, shapes_dir):
-    """On node n2, python and torchrun see another disk under the same path."""
-    disk, other, stand_ins = tmp_path / "disk", tmp_path / "other", tmp_path / "bin"
-    for folder in (disk, other, stand_ins):
-        folder.mkdir()
-    for name, real in {"python": sys.executable, "torchrun": Path(sys.executable).parent / "torchrun"}.items():
-        mounted = f'exec unshare -m bash -c \'mount --bind {other} {disk}; exec "$@"\' - {real} "$@"'
-        lines = ("#!/bin/bash", f"[[ $SLURMD_NODENAME != n2 ]] || {mounted}", f'exec {real} "$@"')
-        (stand_ins / name).write_text("\n".join(lines) + "\n")
-        (stand_ins / name).chmod(0o755)
-    env = {"STAGE": f"{shapes_dir} {disk / 'set'}", "VERIFY": str(disk / "set"), "SEED": "41"}
-    env["PATH"] = f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = submit(*SHORT, *data_overrides(disk / "set"), **env)
+def test_data_is_staged_and_verified_on_every_node_first(submit, cluster, shapes_dir):
+    place = cluster.disk / "set"
+    job = submit(*SHORT, *data_overrides(place), STAGE=f"{shapes_dir} {place}", VERIFY=str(place), SEED="41")
     job.wait()
-    assert (disk / "set" / "manifest.sha256").read_text() == (other / "set" / "manifest.sha256").read_text()
-    assert (job.results / "seeds.txt").read_text() == "41\n"
+    want = {path.name: path.read_bytes() for path in shapes_dir.rglob("*.tar")}
+    for node in ("n1", "n2"):
+        own = cluster.folder / f"disk_{node}" / "set"
+        assert {path.name: path.read_bytes() for path in own.rglob("*.tar")} == want
+    assert not place.exists() and (job.results / "seeds.txt").read_text() == "41\n"
     job.require_whole(3)
 
 

@@ -1,19 +1,15 @@
 """Making the shapes data set, as `python -m tools.prepare shapes` does."""
 
 import resource
-import time
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from conftest import MICRO
-from tqdm import tqdm
 
 from flux_ref import config_file
 from flux_ref.formats import shards
 from flux_ref.toy import shapes
 from tools.prepare import commands as prepare
-from tools.prepare import pool
 
 ARGS = ["shapes", "--config", str(MICRO)]
 TRAIN, VAL = 50, 45  # samples of MICRO
@@ -81,23 +77,3 @@ def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path,
         wrong += [said] * (code != 2 or words not in said)
     assert wrong == [] and not (tmp_path / "set").exists()
     assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-
-
-# Threads
-
-
-def test_ctrl_c_while_tasks_are_handed_out_ends_those_at_work():
-    begin = time.monotonic()
-
-    def items() -> Iterator[int]:
-        yield 1
-        raise KeyboardInterrupt
-
-    def task(_: int, advance: pool.Advance) -> None:
-        while time.monotonic() < begin + 10:
-            advance(1)
-            time.sleep(0.01)
-
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(task, items(), 1, tqdm(disable=True))
-    assert time.monotonic() < begin + 5

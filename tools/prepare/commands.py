@@ -11,7 +11,6 @@ COMMANDS = {  # the file of each is imported when it is called, as the packages 
     "encoders": "random encoders and captioned drawings, to try images without a download",
     "images": "pictures and captions to shards, through the real encoders",
     "verify": "check a data set before a job relies on it",
-    "stage": "copy a data set to every node's own disk",
 }
 
 
