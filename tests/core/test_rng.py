@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from flux_ref import rng, schedule
-from tools.golden import commands as golden
+from tools.golden.files import FOLDER, Golden
 
 SHAPE = (2, 4, 6)
 MASK = 2**64 - 1
@@ -244,7 +244,7 @@ WORDS = [  # seed, stream, sample, epoch, first word
 
 def test_golden_draws_follow_the_page():
     """What ports are given to compare themselves with, from the second implementation alone."""
-    read = golden.Golden(golden.FOLDER).file.read
+    read = Golden(FOLDER).arrays.__getitem__
     same = np.testing.assert_array_equal
     for i, (seed, stream, sample, epoch, start) in enumerate(WORDS):
         same(read(f"draws.words.{i}"), words_of(seed, stream, sample, epoch, 8, start))

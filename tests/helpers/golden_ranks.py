@@ -19,12 +19,12 @@ def main(golden: str, out: str) -> int:
     places = {"data__train": f"{folder / DATA}/train", "data__val": f"{folder / DATA}/val"}
     cfg = config_file.replace(config_file.load(folder / CONFIG), **training.PARTS, **places)
     world = ranks.start(cfg.parallel)
-    state = training.initial_state(cfg, world, Golden(folder).given())
+    state = training.start(cfg, world, Golden(folder).given())
     own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
-    own["loss"], norm = step.train_step(state, batch, Health(world.device), cfg)
-    rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()})
+    loss, norm = step.train_step(state, batch, Health(world.device), cfg)
+    rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})
     if world.rank == 0:
-        values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in own}
+        values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in rows[0]}
         values["ranks.mean_loss"] = np.array(values["ranks.loss"].mean())
         values["ranks.grad_norm"] = norm.numpy()
         save_file(values, out)

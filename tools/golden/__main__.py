@@ -1,5 +1,5 @@
 import sys
 
-from tools.golden.commands import main
+from tools.golden.check import main
 
 sys.exit(main(sys.argv[1:]))

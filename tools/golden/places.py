@@ -1,6 +1,6 @@
 """What the golden values mean, how far a port may be off, and what is known to go wrong at each place.
 
-places.toml holds the table. A value differs where |yours - golden| > atol + rtol * |golden|.
+places.toml holds the tables.
 """
 
 import re
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-LONG = "full.init.norms"  # takes minutes; computed with --long only
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,21 @@ class Place:
 
     meaning: str
     kind: Kind
-    mistakes: tuple[str, ...]  # each may begin with signs: "SIGN, SIGN > words"
+    hints: tuple[str, ...]
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("places.toml").read_text(encoding="utf-8"))
-PLACES = {  # by pattern; the first pattern that matches a name counts
-    pattern: Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(mistakes))
-    for pattern, (kind, meaning, *mistakes) in TABLES["places"].items()
-}
+
+
+def made(kind: str, meaning: str, *hints: str) -> Place:
+    """A place from its row in the table. A hint may be the name of shared ones."""
+    shared = TABLES["hints"]
+    words = [text for hint in hints for text in shared.get(hint, [hint])]
+    return Place(meaning, Kind(*TABLES["kinds"][kind]), tuple(words))
+
+
+# By pattern; the first pattern that matches a name counts.
+PLACES = {pattern: made(*row) for pattern, row in TABLES["places"].items()}
 
 
 def place(name: str) -> Place:
@@ -53,22 +58,12 @@ def place(name: str) -> Place:
     raise KeyError(name)
 
 
-def mistakes(name: str, seen: str) -> list[str]:
-    """The mistakes that are known for a value, the likeliest first. seen: what `check` has said of yours.
-
-    Mistakes with a sign that was seen come first. Those whose signs were not seen come last.
-    """
+def hints(name: str) -> tuple[str, ...]:
+    """The mistakes that are known at a value; none for the values of another version."""
     try:
-        lines = place(name).mistakes
-    except KeyError:  # another version's golden values
-        return []
-    ranks = {}
-    for line in lines:
-        for mistake in TABLES["mistakes"].get(line, [line]):
-            signs, _, words = mistake.rpartition(" > ")
-            is_seen = any(sign in seen for sign in signs.split(" | "))
-            ranks.setdefault(words, 1 if not signs else 0 if is_seen else 2)
-    return sorted(ranks, key=ranks.get)
+        return place(name).hints
+    except KeyError:
+        return ()
 
 
 def inputs_of(name: str) -> dict:

@@ -1,74 +1,62 @@
-"""The golden values: what a small run computes, place by place, recorded from the code that trains.
+"""What this code computes at every place, compared with tests/golden or written there.
 
-`record` runs the product's own code on the CPU: shards, draws, batches, FSDP over one process, train_step, validation,
-FP8. There is no second forward pass here: hooks on modules and wrappers around a few functions note the values. The
-values come in order of computation.
+    python -m tools.golden.record [--write]
+
+The product's own functions run on the CPU: shards, draws, batches, FSDP over one process, train_step, validation, FP8.
+A new value gets its bits when it is written. A value that agrees with the old one keeps the old bits: another kind of
+CPU rounds otherwise.
 """
 
-import tempfile
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import save
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from flux_ref import config_file, ranks
-from flux_ref.config import Config
+from flux_ref.formats.files import whole, write_whole
 from flux_ref.ranks import World
-from tools.golden.draws import draws, full_draws
+from flux_ref.run.attempt import attempt
+from tools.golden import places
+from tools.golden.check import is_off, options, report
+from tools.golden.draws import draws, full_draws, full_net
+from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.formats import formats, presets
-from tools.golden.full_size import blocks, piece, rope
-from tools.golden.inputs import write_data
-from tools.golden.precision import bf16, fp8_edges, fp8_linear, fp8_order, operations
-from tools.golden.training import CPU, init, on_two_ranks, schedules, training, validation
+from tools.golden.precision import bf16, fp8_edges, fp8_history, fp8_linear, fp8_order, operations
+from tools.golden.training import CPU, clipping, init, on_two_ranks, training, validation
+
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
 
-class Recorded(NamedTuple):
-    """A value. dtype: the one that it was computed in: fp32, bf16 (the array is float32 then), int64, ..."""
-
-    dtype: str
-    array: np.ndarray
-
-
-def record(cfg: Config, given: dict[str, np.ndarray]) -> dict[str, Recorded]:
-    """All values but those of full_size.initial_norms, in order of computation. given: what `inputs` returns."""
-    values: dict[str, np.ndarray | Tensor] = {}
-    with tempfile.TemporaryDirectory() as folder, one_process() as world:
-        write_data(Path(folder), given)
-        cfg = config_file.replace(cfg, data__train=f"{folder}/train", data__val=f"{folder}/val")
-        draws(values, cfg)
-        full_draws(values, given)
-        schedules(values, cfg, world, given)
-        values |= given
-        init(values, cfg, world)
-        training(values, cfg, world, given)
-        on_two_ranks(values, cfg, world, given)
-        validation(values, cfg, world, given)
-        operations(values, cfg, given)
-        bf16(values, cfg, world, given)
-        fp8_edges(values, given)
-        fp8_linear(values, given)
-        fp8_order(values, given)
-        rope(values)
-        piece(values)
-        blocks(values)
-        formats(values, given)
-        presets(values, given)
-    return {name: plain(value) for name, value in values.items()}
+def record(folder: Path, given: Values) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype and array of all values in order of computation. folder: holds the config and the data set."""
+    places_of_data = {f"data__{split}": f"{folder / DATA}/{split}" for split in ("train", "val")}
+    cfg = config_file.replace(config_file.load(folder / CONFIG), **places_of_data)
+    with one_process() as world:
+        yield from plain(draws(cfg), full_draws(given), clipping(cfg, world, given), given, init(cfg, world))
+        trained = training(cfg, world, given)
+        yield from plain(trained, on_two_ranks(cfg, world, given), validation(cfg, world, given))
+        batch = {name.removeprefix("batch."): trained[name] for name in trained if name.startswith("batch.")}
+        yield from plain(operations(cfg, given), bf16(cfg, world, given, batch))
+        yield from plain(fp8_edges(given), fp8_linear(given), fp8_history(given), fp8_order(given))
+    yield from plain(full_net(), formats(given), presets(given))
 
 
-def plain(value: Tensor | np.ndarray) -> Recorded:
-    """A value as a file holds it: bf16 becomes fp32, which is exact."""
-    tensor = torch.as_tensor(value).detach()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    array = (tensor.float() if dtype == "bfloat16" else tensor).numpy()
-    contiguous = np.array(array, order="C")  # safetensors writes the memory as it lies
-    return Recorded({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}.get(dtype, dtype), contiguous)
+def plain(*sections: dict[str, Tensor | np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype and array of each value. The array of a value in bf16 is fp32, which is exact."""
+    for name, value in ((name, value) for section in sections for name, value in section.items()):
+        tensor = torch.as_tensor(value).detach()
+        dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        yield name, dtype, np.array(array, order="C")  # safetensors writes the memory as it lies
 
 
 @contextmanager
@@ -82,3 +70,49 @@ def one_process() -> Iterator[World]:
     finally:
         if alone:
             ranks.stop()
+
+
+def write(folder: Path) -> None:
+    """Record all values but the given ones, which stay as they are. Raises: Refusal."""
+    golden = Golden(folder)
+    given = golden.given()
+    rate = config_file.load(folder / CONFIG).optim.lr
+    arrays = {}
+    entries = []
+    for name, dtype, array in record(folder, given):
+        place = places.place(name)
+        atol, rtol = place.kind.tolerances(array, rate)
+        old = golden.arrays.get(name)
+        if old is not None and (old.shape, old.dtype) == (array.shape, array.dtype):
+            array = array if is_off(array, old, atol, rtol).any() else old
+        arrays[name] = array
+        atol, rtol = place.kind.tolerances(array, rate)
+        about = place.meaning, atol, rtol, place.kind.why, places.inputs_of(name)
+        entries.append(json.dumps(asdict(Value(name, list(array.shape), dtype, name in given, *about))))
+    with whole(folder / VALUES) as partial:
+        partial.write_bytes(save(arrays))
+    head = json.dumps({"sha256": checksum(folder / VALUES), "parameters": golden.parameters})
+    lines = ",\n".join(entries)
+    write_whole(folder / INDEX, f'{head[:-1]}, "values": [\n{lines}\n]}}\n')
+    print(f"{folder}: {len(entries)} values")
+
+
+def run(argv: list[str]) -> int:
+    """Returns the exit code. Raises: Refusal."""
+    parser = options("python -m tools.golden.record")
+    parser.add_argument("--write", action="store_true", help="write the files anew")
+    args = parser.parse_args(argv)
+    if args.write:
+        write(args.golden)
+        return 0
+    golden = Golden(args.golden)
+    recorded = {name: array for name, _, array in record(args.golden, golden.given())}
+    return int(any(report(golden, recorded, args.only)))
+
+
+def main(argv: list[str]) -> int:
+    return attempt("golden", lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

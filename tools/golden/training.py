@@ -1,239 +1,196 @@
-"""The golden values of training and validation: initial weights, steps, micro-batches, ranks."""
+"""The golden values of training and validation: rates, initial weights, steps, two ranks, evaluation."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config_file, data, evaluate, flow, schedule, sharding, step, step_runner
+from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sharding, step, step_runner
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
-from flux_ref.run import weight_files
 from flux_ref.step import Health, State
 from tools.golden import places
-from tools.golden.hooks import recording, wrapped
+from tools.golden.files import Values
+from tools.golden.forward import WHOLE, Tensors, norms, passed, plain
 
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
 ROWS = 4  # of an initial weight
-INITIAL = places.TABLES["parameters"]["initial"]
-WHOLE = places.TABLES["parameters"]["whole"]
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
 RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
-OF_RANK_1 = ("img_in.weight", "vector_in.in_layer.weight")  # one parameter of each kind of draw
-
-Values = dict[str, np.ndarray | Tensor]
 
 
-def schedules(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
-    """Learning rates and clip coefficients on both sides of their corners."""
-    of_rate = places.inputs_of("schedule.lr")
-    rates = [schedule.lr(number, of_rate["peak"], of_rate["warmup_steps"]) for number in of_rate["steps"]]
-    values["schedule.lr"] = np.array(rates, np.float32)
-    state = initial_state(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
-    opt = state.opt
-    set_gradients(state, local(state.net).values())
-    opt.step()
-    moments = dict(zip(opt.names, opt.moments()["exp_avg"]))
-    values["clip.clipped"] = moments["single_blocks.1.norm.query_norm.scale"].clone()
-    coefficients = []
-    for norm in given["clip.norms"].tolist():
-        grads = [torch.zeros_like(shard) for shard in opt.shards]
-        grads[0].view(-1)[0] = norm
-        set_gradients(state, grads)
-        opt.step()
-        coefficients.append(1 / opt.adamw.grad_scale)
-    values["clip.coefficient"] = torch.stack(coefficients)
+def weights_of(given: Values) -> Tensors:
+    """The weights to start from."""
+    prefix = "weights."
+    return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
 
 
-def init(values: Values, cfg: Config, world: World) -> None:
-    """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
-    initial = local(sharding.build(cfg, world, cfg.train.seed))
-    for name in INITIAL:
-        values[f"init.{name}"] = initial[name][:ROWS]
-    values["init.norms"] = norms(initial)
-
-
-def initial_state(cfg: Config, world: World, given: dict[str, np.ndarray]) -> State:
+def start(cfg: Config, world: World, given: Values) -> State:
     """The state of a run that starts from the given weights."""
-
-    def read(name: str, first: int, count: int) -> Tensor:
-        return torch.from_numpy(given[f"weights.{name}"][first : first + count])
-
     net = sharding.build(cfg, world, None)
-    weight_files.load(net, SimpleNamespace(read=read))
+    weights = weights_of(given)
+    with torch.no_grad():
+        for name, parameter in sharding.named_parameters(net).items():
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.copy_(distribute_tensor(weights[name].to(mesh.device_type), mesh, placements, src_data_rank=None))
     return State.of(net, cfg, world)
 
 
-def local(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters, which share memory with the net."""
+def local(net: nn.Module) -> Tensors:
+    """This rank's shards of the weights, which share memory with the net."""
     return {name: parameter.detach().to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
-def norms(tensors: dict[str, Tensor]) -> Tensor:
-    """The Euclidean norm of each, in order."""
-    return torch.stack([tensor.norm() for tensor in tensors.values()])
+def set_gradients(state: State, grads: Tensors) -> None:
+    """Give the optimizer these gradients."""
+    for name, parameter in sharding.named_parameters(state.net).items():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().copy_(grads[name])
 
 
-def gradients(net: nn.Module) -> dict[str, Tensor]:
-    """The gradients. A parameter that takes no part gets zeros, in the net too."""
-    found = {}
-    for name, parameter in sharding.named_parameters(net).items():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        found[name] = parameter.grad.to_local()
-    return found
+def clipping(cfg: Config, world: World, given: Values) -> Tensors:
+    """Clipped gradients, and clip coefficients on both sides of the corner."""
+    state = start(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
+    set_gradients(state, local(state.net))
+    state.opt.step()
+    name = "single_blocks.1.norm.query_norm.scale"
+    values = {"clip.clipped": moments(state)["exp_avg"][name]}
+    # With beta1 = 0 the first moment is the clipped gradient.
+    state = start(config_file.replace(cfg, optim__clip_norm=1.0, optim__beta1=0.0), world, given)
+    coefficients = []
+    for norm in given["clip.norms"].tolist():
+        grads = {name: torch.zeros_like(weight) for name, weight in local(state.net).items()}
+        grads["img_in.bias"][0] = norm
+        set_gradients(state, grads)
+        state.opt.step()
+        coefficients.append(moments(state)["exp_avg"]["img_in.bias"][0] / norm if norm else torch.ones(()))
+    return values | {"clip.coefficient": torch.stack(coefficients)}
 
 
-def set_gradients(state: State, grads: Iterable[Tensor]) -> None:
-    """Give the optimizer these gradients, in the order of its parameters."""
-    for own, grad in zip(gradients(state.net).values(), grads):
-        own.copy_(grad)
+def moments(state: State) -> dict[str, Tensors]:
+    """The moments by kind and name."""
+    return {kind: dict(zip(state.opt.names, tensors)) for kind, tensors in state.opt.moments().items()}
 
 
-class Taken(NamedTuple):
-    """What a step gave. losses: of each row. gradients: as the optimizer was given them."""
-
-    loss: Tensor
-    norm: Tensor
-    losses: Tensor
-    gradients: dict[str, Tensor]
-
-
-def take_step(state: State, batch: data.Batch, cfg: Config) -> Taken:
-    """A step of training by the product's own code."""
-    losses = []
-    grads = {}
-
-    def note_losses(result: Tensor, *_: object) -> None:
-        losses.append(result.detach().flatten())
-
-    def note_gradients(*_: object) -> None:
-        grads.update({name: grad.clone() for name, grad in gradients(state.net).items()})
-
-    # A step asks for the magnitudes after its last backward, before the optimizer clears the gradients.
-    with wrapped(flow, "losses", note_losses), wrapped(state.precision, "remember_magnitudes", note_gradients):
-        loss, norm = step.train_step(state, batch, Health(CPU), cfg)
-    return Taken(loss, norm, torch.cat(losses), grads)
+def init(cfg: Config, world: World) -> Tensors:
+    """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
+    initial = local(sharding.build(cfg, world, cfg.train.seed))
+    values = {f"init.{name}": initial[name][:ROWS] for name in places.TABLES["parameters"]["initial"]}
+    return values | {"init.norms": norms(initial)}
 
 
 def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, data.Batch]]:
-    """What a rank takes in the steps from `first` on: positions, epochs, samples, drops and times; and the batch.
+    """What a rank takes in the steps from `first` on: epoch, sample, drop and time of each row; and the batch.
 
     Steps count from 0. The batch is filled anew for each step.
     """
+    train = cfg.train
     train_set = data.TrainSet(cfg, rank, size, pin=False)
     train_set.open()
-    batch = data.allocate(cfg.model, cfg.train.global_batch // size)
-    with closing(train_set.feed(first * cfg.train.global_batch)) as feed:
+    batch = data.allocate(cfg.model, train.global_batch // size)
+    with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
             feed.copy_into(batch)
-            pairs = next(train_set._plan(number))
-            drops = [train_set.draw(*pair).drop_caption for pair in pairs]
-            epochs, samples = np.array(pairs, np.int64).T
-            positions = np.array(data.rank_slice(cfg, number, rank, size))
-            rows = {"position": positions, "epoch": epochs, "sample": samples, "drop": np.array(drops)}
-            yield rows | {"t": batch["t"].clone()}, batch
+            rows = []
+            for position in data.rank_slice(cfg, number, rank, size):
+                epoch, i = divmod(position, cfg.data.train_count)
+                sample = int(rng.order(train.seed, epoch, cfg.data.train_count)[i])
+                draw = rng.train_draw(train.seed, epoch, sample, (2,), train.caption_drop)
+                rows.append((epoch, sample, draw.drop_caption))
+            columns = dict(zip(("epoch", "sample", "drop"), map(np.array, zip(*rows))))
+            yield columns | {"t": batch["t"].numpy().copy()}, batch
 
 
-def training(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
+    """The loss of each row, without gradients."""
+    with torch.no_grad():
+        return flow.losses(plain(cfg.model, weights), batch, torch.float32)
+
+
+def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
     """Some optimizer steps. All values of the first one are recorded."""
-    state = initial_state(cfg, world, given)
-    start = {name: tensor.clone() for name, tensor in local(state.net).items()}
+    values = {}
+    state = start(cfg, world, given)
+    initial = weights_of(given)
     for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
-        is_first = number == 1
-        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
-        values |= {f"step{number}.{name}": row for name, row in rows.items()}
-        if is_first:
-            values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
-        with recording(values, state.net) if is_first else nullcontext():
-            taken = take_step(state, batch, cfg)
-        if is_first:
-            values["loss"] = taken.losses.mean()
-            values |= {f"grad.{name}": taken.gradients[name] for name in reversed(WHOLE)}
-            values["grad.norms"] = norms(taken.gradients)
-        else:
-            values[f"step{number}.losses"] = taken.losses
-        after_step(values, number, state, taken, start)
-
-
-def after_step(values: Values, number: int, state: State, taken: Taken, start: dict[str, Tensor]) -> None:
-    """What the optimizer made. Moments and weights are recorded of the first and of the last step only."""
-    place = f"step{number}"
-    values[f"{place}.loss"] = taken.loss.clone()
-    values[f"{place}.grad_norm"] = taken.norm.clone()
-    values[f"{place}.clip_coefficient"] = 1 / state.opt.adamw.grad_scale
-    values[f"{place}.lr"] = state.opt.lr.clone()
-    if number not in (1, STEPS):
-        return
-    for moment, tensors in state.opt.moments().items():
-        by_name = dict(zip(start, tensors))
+        place = f"step{number}"
+        values |= {f"{place}.{name}": row for name, row in rows.items()}
         if number == 1:
-            values |= {f"{place}.{moment}.{name}": by_name[name].clone() for name in WHOLE}
-        values[f"{place}.{moment}.norms"] = norms(by_name)
+            values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+            values |= passed(plain(cfg.model, initial), batch, torch.float32)
+        else:
+            values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
+        state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
+        loss, norm = step.train_step(state, batch, Health(CPU), cfg)
+        coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
+        scalars = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
+        values |= {f"{place}.{name}": value for name, value in scalars.items()}
+        if number in (1, STEPS):
+            values |= {f"{place}.{name}": value for name, value in after_step(state, initial, number == 1).items()}
+    return values
+
+
+def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
+    """Norms of the moments, weights, and how far the weights have moved. with_moments: some moments, too."""
+    values = {}
+    for kind, tensors in moments(state).items():
+        if with_moments:
+            values |= {f"{kind}.{name}": tensors[name].clone() for name in WHOLE}
+        values[f"{kind}.norms"] = norms(tensors)
     weights = local(state.net)
-    values |= {f"{place}.weights.{name}": weights[name].clone() for name in WHOLE}
-    values[f"{place}.update_norms"] = norms({name: weights[name] - start[name] for name in start})
+    values |= {f"weights.{name}": weights[name].clone() for name in WHOLE}
+    values["update_norms"] = norms({name: weights[name] - initial[name] for name in initial})
+    return values
 
 
-def on_two_ranks(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+def on_two_ranks(cfg: Config, world: World, given: Values) -> Values | Tensors:
     """One step on two ranks with two micro-batches each, from the given weights.
 
-    One process plays both ranks, one after the other. Each has its own batch, its own accumulation and its own
-    gradients, by the product's own code. The mean over the ranks, which FSDP2 takes, is taken here.
-    tests/golden/test_golden.py compares two real ranks with these values. ranks.init.* are the first rows of rank 1's
-    shard; tests/core/test_sharding.py proves that a shard is filled as the whole is.
+    One process plays both ranks in turn. Each takes its own train_step; losses of rows and the gradient of the mean
+    are computed beside. tests/golden/test_golden.py compares two real ranks with these values.
     """
     cfg = config_file.replace(cfg, **PARTS)
-    initial = local(sharding.build(cfg, world, cfg.train.seed))
-    for name in OF_RANK_1:
-        first = -(-len(initial[name]) // RANKS)
-        values[f"ranks.init.{name}"] = initial[name][first : first + ROWS]
-    rows = []
-    taken = []
+    each = []
+    net = plain(cfg.model, weights_of(given))
     for rank in range(RANKS):
-        of_rank, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
-        rows.append(of_rank)
-        state = initial_state(cfg, world, given)
-        taken.append(take_step(state, batch, cfg))
-    for name in rows[0]:
-        values[f"ranks.{name}"] = np.stack([row[name] for row in rows])
-    values["ranks.losses"] = torch.stack([one.losses for one in taken])
-    values["ranks.loss"] = torch.stack([one.loss for one in taken])
-    values["ranks.grad_norm_of_rank"] = torch.stack([norms(one.gradients).norm() for one in taken])
+        rows, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
+        losses = flow.losses(net, batch, torch.float32)
+        (losses.mean() / RANKS).backward()  # gradients add up over ranks
+        loss, norm = step.train_step(start(cfg, world, given), batch, Health(CPU), cfg)
+        numbers = {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm}
+        each.append(rows | {name: number.numpy() for name, number in numbers.items()})
+    values = {f"ranks.{name}": np.stack([row[name] for row in each]) for name in each[0]}
     values["ranks.mean_loss"] = values["ranks.loss"].mean()
-    mean = {name: sum(one.gradients[name] for one in taken) / RANKS for name in taken[0].gradients}
-    values["ranks.grad.norms"] = norms(mean)
-    set_gradients(state, mean.values())
-    values["ranks.grad_norm"] = state.opt.step()
+    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    values["ranks.grad.norms"] = norms(grads)
+    values["ranks.grad_norm"] = values["ranks.grad.norms"].norm()
+    return values
 
 
-def validation(values: Values, cfg: Config, world: World, given: dict[str, np.ndarray]) -> None:
+def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
     """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
-    parts = {"t": [], "latent_eps": [], "noise": [], "losses": []}
-    counts = []
-    state = initial_state(cfg, world, given)
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
-
-    def note_losses(losses: Tensor, net: nn.Module, batch: data.Batch, dtype: torch.dtype) -> None:
-        for name, noted in parts.items():
-            noted.append((batch | {"losses": losses})[name].clone())
-
-    def note_counts(result: evaluate.Validation, sums: list[list[float]], samples: int) -> None:
-        counts.extend(sums[0])
-
-    with wrapped(flow, "losses", note_losses), wrapped(evaluate, "summarise", note_counts):
-        result = evaluate.validation_loss(step_runner.StepRunner(state, cfg, world), val_set, samples=0)
-    for name, noted in parts.items():
-        values[f"val.{name}"] = torch.cat(noted)[: cfg.data.val_count]
-    values["val.count"] = np.float32(counts)
+    batch = data.allocate(cfg.model, cfg.eval.batch)
+    rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
+    with val_set.feed(0) as feed:
+        for _ in range(val_set.batches):
+            feed.copy_into(batch)
+            found = batch | {"losses": losses_of(cfg, weights_of(given), batch)}
+            for name, kept in rows.items():
+                kept.append(found[name][batch["weight"] > 0])
+    values = {f"val.{name}": torch.cat(kept) for name, kept in rows.items()}
+    runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
+    result = evaluate.validation_loss(runner, val_set, samples=0)
+    timesteps = given["data.val.timestep"]
+    values["val.count"] = np.bincount(timesteps, minlength=schedule.TIMESTEPS).astype(np.float32)
     values["val.loss_per_timestep"] = np.float32(result.losses)
-    values["val.loss"] = np.array(result.loss, np.float32)
+    values["val.loss"] = np.float32(result.loss)
+    return values

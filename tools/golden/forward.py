@@ -1,0 +1,112 @@
+"""The golden values of one forward and backward pass, read by hooks on the modules of a plain net."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flux_ref import flow, latents, model
+from flux_ref.config import ModelConfig
+from flux_ref.data import Batch
+from tools.golden import places
+
+# B batch  S tokens of a sequence, text first  H heads  K head dim  D hidden
+Tensors = dict[str, Tensor]
+WHOLE = places.TABLES["parameters"]["whole"]  # the parameters whose gradients, moments and weights are recorded whole
+STREAMS = ("img", "txt")
+
+
+def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32) -> model.Flux:
+    """A net in this process with given weights, which computes in a dtype. RoPE stays fp32."""
+    net = model.Flux(cfg)
+    net.load_state_dict(weights)
+    net.to(dtype)
+    net.rope = net.make_rope()
+    return net
+
+
+def norms(tensors: Tensors) -> Tensor:
+    """The Euclidean norm of each, in order, fp32."""
+    return torch.stack([tensor.float().norm() for tensor in tensors.values()])
+
+
+class Seen:
+    """The first input and the output of every module of a net, by the module's name, after a pass."""
+
+    def __init__(self, net: nn.Module):
+        self.inputs: Tensors = {}
+        self.outputs: dict = {}  # a tensor, or a tuple of two
+        for name, module in net.named_modules():
+            module.register_forward_hook(partial(self.note, name))
+
+    def note(self, name: str, module: nn.Module, args: tuple[Tensor, ...], result: Tensor | tuple) -> None:
+        self.inputs[name] = args[0]
+        self.outputs[name] = result
+
+    def of(self, *names: str) -> Tensors:
+        """What some modules put out. NAME.input: what a module got. A norm of queries or keys: as (B, H, S, K)."""
+        found = {}
+        for name in names:
+            if name.endswith(".input"):
+                found[name] = self.inputs[name.removesuffix(".input")]
+            else:
+                found[name] = self.outputs[name].transpose(1, 2) if name.endswith("_norm") else self.outputs[name]
+        return found
+
+
+def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
+    """What one pass over a batch computes, in order, and the gradients of the mean loss. The net keeps the hooks."""
+    seen = Seen(net)
+    losses = flow.losses(net, batch, dtype)
+    losses.mean().backward()
+    latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
+    values = {"rope": net.rope, "latent": latent, "x_t": flow.interpolate(latent, batch["noise"], batch["t"])}
+    values |= {"target": latents.pack(batch["noise"] - latent), "img": seen.inputs["img_in"]}
+    values |= seen.of("img_in", "txt_in") | {"time_waves": model.time_waves(batch["t"])}
+    values |= seen.of("time_in.in_layer", "time_in", "vector_in.in_layer", "vector_in")
+    values["vec"] = seen.inputs["double_blocks.0.img_mod"]
+    values |= double_block(seen, "double_blocks.0", net.cfg)
+    for i in range(net.cfg.double_blocks):
+        values |= dict(zip((f"double_blocks.{i}.img", f"double_blocks.{i}.txt"), seen.outputs[f"double_blocks.{i}"]))
+    values |= single_block(seen, "single_blocks.0", net.cfg)
+    values |= seen.of(*(f"single_blocks.{i}" for i in range(net.cfg.single_blocks)))
+    values |= seen.of("final_layer.adaLN_modulation.1", "final_layer.linear.input")
+    values |= {"prediction": seen.outputs["final_layer.linear"], "losses": losses, "loss": losses.mean()}
+    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    values |= {f"grad.{name}": grads[name] for name in reversed(WHOLE)}
+    values["grad.norms"] = norms(grads)
+    return values
+
+
+def double_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
+    """A double block from inside. In attention the streams are joined, text first."""
+    values = seen.of(f"{name}.img_mod.lin", f"{name}.txt_mod.lin")
+    for stream in STREAMS:
+        at = f"{name}.{stream}_attn"
+        values |= seen.of(f"{at}.qkv.input", f"{at}.qkv", f"{at}.norm.query_norm", f"{at}.norm.key_norm")
+    operands = []
+    for stream in reversed(STREAMS):
+        at = f"{name}.{stream}_attn"
+        _, _, v_BSHK = model.split_heads(seen.outputs[f"{at}.qkv"], cfg.heads)
+        operands.append((*seen.outputs[f"{at}.norm"], v_BSHK, seen.inputs[f"{at}.proj"]))
+    values |= attention(name, *(torch.cat(pair, dim=1) for pair in zip(*operands)))
+    for stream in STREAMS:
+        mlp = f"{name}.{stream}_mlp"
+        values |= seen.of(f"{name}.{stream}_attn.proj", f"{mlp}.0.input", f"{mlp}.0", f"{mlp}.1", f"{mlp}.2")
+    return values
+
+
+def single_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
+    """A single block from inside."""
+    values = seen.of(f"{name}.modulation.lin", f"{name}.linear1.input", f"{name}.linear1")
+    values |= seen.of(f"{name}.norm.query_norm", f"{name}.norm.key_norm")
+    _, _, v_BSHK = model.split_heads(seen.outputs[f"{name}.linear1"][..., : 3 * cfg.hidden], cfg.heads)
+    values |= attention(name, *seen.outputs[f"{name}.norm"], v_BSHK, seen.inputs[f"{name}.linear2"][..., : cfg.hidden])
+    return values | seen.of(f"{name}.linear2.input", f"{name}.linear2")
+
+
+def attention(name: str, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, result_BSD: Tensor) -> Tensors:
+    """The operands of attention, (B, H, S, K) each, and its result."""
+    parts = {"v": v_BSHK, "q": q_BSHK, "k": k_BSHK}
+    operands = {f"{name}.attention.{part}": tensor.transpose(1, 2) for part, tensor in parts.items()}
+    return operands | {f"{name}.attention": result_BSD}
