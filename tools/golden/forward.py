@@ -87,7 +87,8 @@ def double_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
     operands = []
     for stream in reversed(STREAMS):
         at = f"{name}.{stream}_attn"
-        _, _, v_BSHK = model.split_heads(seen.outputs[f"{at}.qkv"], cfg.heads)
+        _, _, v_BSD = seen.outputs[f"{at}.qkv"].chunk(3, dim=-1)
+        v_BSHK = model.split_heads(v_BSD, cfg.heads)
         operands.append((*seen.outputs[f"{at}.norm"], v_BSHK, seen.inputs[f"{at}.proj"]))
     values |= attention(name, *(torch.cat(pair, dim=1) for pair in zip(*operands)))
     for stream in STREAMS:
@@ -100,7 +101,8 @@ def single_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
     """A single block from inside."""
     values = seen.of(f"{name}.modulation.lin", f"{name}.linear1.input", f"{name}.linear1")
     values |= seen.of(f"{name}.norm.query_norm", f"{name}.norm.key_norm")
-    _, _, v_BSHK = model.split_heads(seen.outputs[f"{name}.linear1"][..., : 3 * cfg.hidden], cfg.heads)
+    v_BSD = seen.outputs[f"{name}.linear1"][..., 2 * cfg.hidden : 3 * cfg.hidden]
+    v_BSHK = model.split_heads(v_BSD, cfg.heads)
     values |= attention(name, *seen.outputs[f"{name}.norm"], v_BSHK, seen.inputs[f"{name}.linear2"][..., : cfg.hidden])
     return values | seen.of(f"{name}.linear2.input", f"{name}.linear2")
 
