@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flux_ref import errors
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside
-from flux_ref.run.attempt import attempt
 from flux_ref.run.options import Options
 from tools.golden import places
 from tools.golden.files import FOLDER, Golden, Value, read_tensors
@@ -150,4 +150,4 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return attempt("golden", lambda: run(argv))
+    return errors.run("golden", run, argv)

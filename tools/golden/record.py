@@ -21,10 +21,9 @@ from safetensors.numpy import save
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flux_ref import config_file, ranks
+from flux_ref import config_file, errors, ranks
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.ranks import World
-from flux_ref.run.attempt import attempt
 from tools.golden import places
 from tools.golden.check import is_off, options, report
 from tools.golden.draws import draws, full_draws, full_net
@@ -111,7 +110,7 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return attempt("golden", lambda: run(argv))
+    return errors.run("golden", run, argv)
 
 
 if __name__ == "__main__":
