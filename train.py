@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
         claim = stack.enter_context(folder.claimed(cfg, world))
-        log = stack.enter_context(contextlib.closing(BenchmarkLog(result)))
+        log = BenchmarkLog(result)
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
         report.introduce(claim.identity, *sizes.values())
         gallery = None

@@ -84,5 +84,4 @@ def ours(
         log.eval_start(samples)
         log.eval_stop(samples, loss)
     log.run_stop(samples, success, "target reached")
-    log.close()
     return log.flaw

@@ -215,7 +215,6 @@ def events(ruleset: str) -> list[dict]:
         written.eval_start(interval)
         written.eval_stop(interval, cfg.eval.target)
         written.run_stop(interval, True, "target reached")
-        written.close()
         return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
 
 
