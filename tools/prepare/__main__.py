@@ -1,5 +1,6 @@
 import sys
 
+from flux_ref.errors import leave
 from tools.prepare.commands import main
 
-sys.exit(main(sys.argv[1:]))
+leave(main(sys.argv[1:]))

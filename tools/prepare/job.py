@@ -57,6 +57,8 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
             files.write_whole(note, wanted)
         if note.read_text() != wanted:
             raise Refusal(f"{folder} was begun from another input or with other options; remove it to begin again")
+        for path in folder.rglob(f".*{files.PARTIAL}"):  # of a killed process
+            files.remove(path)
         (folder / "set").mkdir(exist_ok=True)
         yield folder
         files.sync(folder / "set")

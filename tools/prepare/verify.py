@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, printable
 from flux_ref.formats import shards
-from flux_ref.formats.outside import printable
 from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Meta, Shard
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS

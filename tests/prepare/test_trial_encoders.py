@@ -5,7 +5,7 @@ from conftest import MICRO
 
 from flux_ref import config_file
 from flux_ref.sampling.encoders import Encoders
-from tools.prepare import commands, raw_images
+from tools.prepare import commands, pictures
 
 MODEL = config_file.load(MICRO).model
 
@@ -14,9 +14,10 @@ def test_random_encoders_fit_the_model_and_tell_captions_apart(tmp_path, capsys)
     folder = tmp_path / "toy"
     argv = ["encoders", "--out", str(folder), "--config", str(MICRO)]
     assert commands.main(argv) == 0 and "180 captioned drawings" in capsys.readouterr().out
-    source = raw_images.source(str(folder / "pictures"), "")
-    first, *_, last = [candidate for part in source.parts(source.files()) for candidate in part()]
-    samples = [candidate.load(32, 48) for candidate in (first, last)]
+    root = folder / "pictures"
+    (part,) = pictures.parts_of(root, pictures.find(root), "text", 1000)
+    first, *_, last = part()
+    samples = [picture.load(32, 48) for picture in (first, last)]
     captions = [sample.caption for sample in samples]
     assert captions == ["a small red circle at the top left", "a large black triangle at the bottom right"]
     nets = Encoders(
