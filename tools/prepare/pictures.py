@@ -25,7 +25,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
-from flux_ref.errors import Refusal
+from flux_ref.errors import Refusal, shown
 from flux_ref.formats import outside
 from flux_ref.formats.files import decode_text
 from flux_ref.schedule import TIMESTEPS
@@ -252,7 +252,7 @@ def _rows(path: Path, column: str) -> list[dict]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for absent in (FILE_NAME, column):
         if absent not in columns:
-            names = ", ".join(map(outside.shown, columns[:20])) or "none"
+            names = ", ".join(map(shown, columns[:20])) or "none"
             raise Refusal(f"{path} has no column {absent!r}, only {names}; add it or give --caption-column NAME")
     return rows
 
