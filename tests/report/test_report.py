@@ -54,24 +54,23 @@ def test_a_valid_system_scores_as_mlperf_logging_says(results, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(root, "level", logging.ERROR)
     monkeypatch.setattr(mlp_compliance, "enqueued_configs", ["left behind by another check"])
-    before, files = [*root.handlers], sorted(tmp_path.rglob("*"))
+    before = [*root.handlers], root.level, sorted(tmp_path.rglob("*"))
     system = judged(results, ruleset)
-    assert (root.handlers, root.level, sorted(tmp_path.rglob("*"))) == (before, logging.ERROR, files)
+    assert ([*root.handlers], root.level, sorted(tmp_path.rglob("*"))) == before
     assert (system.verdict, system.reasons, [run.faults for run in system.runs]) == (score.VALID, [], [[]] * 10)
-    track, _, official_score, _, _ = _compute_strong_score_standalone(
+    track, _, minutes, _, _ = _compute_strong_score_standalone(
         "flux1", "any", False, str(results), "training", ruleset, return_full_scores=True
     )
     assert {run.file: run.minutes for run in system.runs} == track
-    minutes = sorted(run.minutes for run in system.runs)
-    assert system.olympic_mean_minutes == pytest.approx(official_score) == pytest.approx(sum(minutes[1:-1]) / 8)
     _, samples, _ = rcp_checker.get_submission_epochs([run.file for run in system.runs], ruleset, False)
     assert [run.samples for run in system.runs] == samples
-    assert system.samples_to_converge == sum(sorted(samples)[1:-1]) / 8
-    verdict = rcp_checker.check_directory(
+    means = system.olympic_mean_minutes, system.samples_to_converge
+    assert means == pytest.approx((minutes, sum(sorted(samples)[1:-1]) / 8))
+    passed, message, factor = rcp_checker.check_directory(
         str(results), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
     )
     check = system.convergence
-    assert (check.passed, check.message, check.factor) == verdict
+    assert (check.passed, check.message, check.factor) == (passed, message, factor)
 
 
 def test_rates_by_closed_form_from_one_rank_and_the_timed_part(tmp_path):
@@ -174,8 +173,7 @@ def test_reference_points_decide(tmp_path):
     points.write_text(json.dumps({"mine": point}))
     system = judged(folder, points=points)
     assert system.reasons == ["convergence: RCP found; 8,126,464 samples to the target, accepted from 20,000,000"]
-    system = judged(made_logs.system(tmp_path / "open", 3, submission_division="open"))
-    assert system.convergence is None and system.seeds == []
+    assert judged(made_logs.system(tmp_path / "open", 3, submission_division="open")).convergence is None
 
 
 def test_no_rule_file_named_by_a_log_is_run(tmp_path, monkeypatch):
@@ -202,31 +200,28 @@ def own_run(folder, seed, **changes):
 
 def test_which_files_are_a_system(tmp_path):
     """Foreign ones share a folder. Our runs lie side by side and are equal but for the seed. A copy counts once."""
-    one, two = (tmp_path / f"A/results/{name}/flux1" for name in ("one", "two"))
+    folder = tmp_path / "A/results/one/flux1"
     for i in (10, 9, 2):
-        made_logs.write(one / f"result_{i}.txt", made_logs.lines(i, evaluations=1))
-    shutil.copytree(one, two)
-    change(two / "result_2.txt", "SOME", "OTHER")
-    described = {"number_of_nodes": "18", "accelerators_per_node": 4, "accelerator_model_name": "GB200"}
+        made_logs.write(folder / f"result_{i}.txt", made_logs.lines(i, evaluations=1))
     (tmp_path / "A/systems").mkdir()
+    described = {"number_of_nodes": "18", "accelerators_per_node": 4, "accelerator_model_name": "GB200"}
     (tmp_path / "A/systems/one.json").write_text(json.dumps(described))
     for i in range(2):
         own_run(tmp_path / f"runs/run_{i}", i)
         shutil.copy(tmp_path / f"runs/run_{i}/result_0.txt", tmp_path / f"runs/result_{i}.txt")
     own_run(tmp_path / "runs/other", 0, train__global_batch=24)
-    systems = result_log.find([tmp_path, tmp_path / "A", one / "result_9.txt"])
+    systems = result_log.find([tmp_path, tmp_path / "A", folder / "result_9.txt"])
     found = {name: [str(path.relative_to(tmp_path)) for path in paths] for name, paths in systems}
     assert found == {
         "A/results/one/flux1": [f"A/results/one/flux1/result_{i}.txt" for i in (2, 9, 10)],
-        "A/results/two/flux1": ["A/results/two/flux1/result_2.txt"],
-        "runs": [f"runs/run_{i}/result_0.txt" for i in range(2)],
+        "runs": ["runs/run_0/result_0.txt", "runs/run_1/result_0.txt"],
         "runs/other": ["runs/other/result_0.txt"],
     }
-    assert [result_log.machine(paths[0]) for _, paths in systems[:2]] == [(72, "GB200"), (None, "device")]
-    assert [log.name for log in result_log.read(dict(systems)["runs"], "6.1.0")] == [
-        f"run_{i}/result_0.txt" for i in range(2)
-    ]
-    assert result_log.machine(dict(systems)["runs"][0]) == (2, "cpu")
+    paths = dict(systems)["runs"]
+    assert [result_log.machine(path) for path in (systems[0][1][0], paths[0])] == [(72, "GB200"), (2, "cpu")]
+    names = [log.name for log in result_log.read(paths, MllogConfig.ruleset)]
+    assert names == ["run_0/result_0.txt", "run_1/result_0.txt"]
+    assert result_log.machine(made_logs.write(tmp_path / "result_0.txt", [])) == (None, "device")
 
 
 def test_refusals(capsys, tmp_path, results, monkeypatch):
@@ -256,14 +251,6 @@ def test_refusals(capsys, tmp_path, results, monkeypatch):
         error = capsys.readouterr().err
         assert code == 2 and says in error and error.count("\n") == 1, (says, error)
         assert not [*tmp_path.glob("*/report.html")], says
-
-
-def test_a_full_standard_output_is_named(results, capsys, monkeypatch):
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        assert report.main([str(results)]) in (2, 3)
-        full.buffer.raw.close()
-    assert "standard output: No space left on device" in capsys.readouterr().err
 
 
 def test_the_page_and_the_figures(capsys, tmp_path):

@@ -48,27 +48,19 @@ def run(argv: list[str]) -> int:
     basis = f"ruleset {args.ruleset}, mlperf-logging {rules['mlperf_logging']}, reference points: {rules['points']}"
     systems = []
     with text_beside(args.json):
-        say(basis)
+        print(basis)
         for name, files in result_log.find(args.paths):
             systems.append(score.judge(name, files, args.ruleset, args.points))
-            say(f"\n{words.describe(systems[-1])}")
+            print(f"\n{words.describe(systems[-1])}", flush=True)
         if len(systems) > 1:
-            say("\n".join(["", *words.table([words.overview(system) for system in systems])]))
+            print("", *words.table([words.overview(system) for system in systems]), sep="\n")
         if args.out:
             from tools.report import page  # brings matplotlib
 
             write_whole(args.out / "report.html", page.page(systems, basis))
-            say(f"\npage: {printable(args.out / 'report.html')}")
+            print(f"\npage: {printable(args.out / 'report.html')}")
     give(rules | {"systems": [asdict(system) for system in systems]}, args.json)  # an unknown value is null
     return INVALID if any(system.reasons for system in systems) else 0
-
-
-def say(text: str) -> None:
-    """Print a text at once. Raises: OSError that names standard output."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 if __name__ == "__main__":
