@@ -6,7 +6,7 @@ writes with Python's tarfile, too; webdataset's TarWriter would sort them by nam
 
 import json
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -37,7 +37,7 @@ class ShardWriter:
 
     file: BinaryIO
 
-    def add(self, key: str, blobs: dict[str, Buffer], timestep: int | None, caption: str = "") -> None:
+    def add(self, key: str, blobs: Mapping[str, Buffer], timestep: int | None, caption: str = "") -> None:
         """Append a sample. blobs: the .npy file of every member. Captions are cut to what a tar block holds."""
         self._add(f"{key}.json", description(key, timestep, caption))
         for name in MEMBERS:

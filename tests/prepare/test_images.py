@@ -149,7 +149,7 @@ def test_samples_hold_what_the_encoders_say(made, nets):
 
 
 @contextlib.contextmanager
-def failing(owner: type, name: str, at_call: int, error: BaseException) -> Iterator[None]:
+def failing(owner: object, name: str, at_call: int, error: BaseException) -> Iterator[None]:
     """A method raises the error at its call of this number."""
     method, calls = getattr(owner, name), []
 
@@ -194,7 +194,7 @@ def test_validation_that_lacks_samples_or_a_timestep_is_refused(nets, tmp_path, 
     assert [meta.timestep for meta, _ in stored(tmp_path / "val" / "val")] == [*range(8)] * 2
     lay_out(tmp_path / "three", timestep=3)
     line = refused(command(nets, tmp_path / "three", tmp_path / "out", 1), capsys)
-    assert "no picture of validation has timestep 0; mend the .json files" in line and not (tmp_path / "out").exists()
+    assert "no validation sample has timestep 0; mend the .json files" in line and not (tmp_path / "out").exists()
     with failing(Encoders, "__init__", 1, AssertionError("pictures are counted first")):
         line = refused(command(nets, tmp_path / "all", tmp_path / "few", 0.0001), capsys)
     assert "gives 18 pictures, of which validation gets" in line or "of the 8 samples that validation needs" in line

@@ -30,14 +30,14 @@ from flux_ref import ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, one_line
 from flux_ref.formats import files, shard_writer, shards
-from flux_ref.formats.shard_writer import key_of, new_shard, npy_blob, shard_path
+from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from flux_ref.run.options import between
 from flux_ref.run.progress import progress
 from flux_ref.sampling import encoders
 from flux_ref.sampling.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job, pictures
-from tools.prepare.pictures import Part, Sample
+from tools.prepare.pictures import Part, Rejection, Sample
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,11 @@ class Maker:
         longer = 0
         rejected = []
         with ExitStack() as opened:
-            writers: dict[str, shard_writer.ShardWriter] = {}
+            writers: dict[str, ShardWriter] = {}
             counts = Counter[str]()
             for batch in self._batches(part):
-                rejected += [f"{one_line(sample.name)}\t{sample.rejected}\n" for sample in batch if sample.rejected]
-                good = [sample for sample in batch if not sample.rejected]
-                if not good:
+                rejected += [f"{one_line(one.name)}\t{one.reason}\n" for one in batch if isinstance(one, Rejection)]
+                if not (good := [one for one in batch if isinstance(one, Sample)]):
                     continue
                 captions = [sample.caption for sample in good]
                 longer += self.nets.t5.longer(captions)
@@ -69,21 +68,20 @@ class Maker:
                 for i, sample in enumerate(good):
                     split = _split(sample.name, self.args.val_share)
                     if split not in writers:
-                        writers[split] = opened.enter_context(new_shard(shard_path(_parts(self.folder, split), number)))
-                    key = key_of(f"{split}_{number:06d}", counts[split])
+                        writers[split] = opened.enter_context(new_shard(shard_path(_made(self.folder, split), number)))
                     blobs = {name: npy_blob(bits[i]) for name, bits in members.items()}
+                    key = key_of(f"{split}_{number:06d}", counts[split])
                     writers[split].add(key, blobs, sample.timestep if split == "val" else None, sample.caption)
                     counts[split] += 1
         files.write_whole(_done(self.folder, number), "".join(rejected))
         return longer
 
-    def _batches(self, part: Part) -> Iterator[list[Sample]]:
+    def _batches(self, part: Part) -> Iterator[list[Sample | Rejection]]:
         """The samples of a part, in order. Threads load some of the next samples meanwhile."""
         height = 8 * self.model.latent_height
         width = 8 * self.model.latent_width
         found = part()
-        ahead = max(self.args.batch, self.args.workers)
-        while block := list(islice(found, 4 * ahead)):
+        while block := list(islice(found, 4 * max(self.args.batch, self.args.workers))):
             loaded = self.pool.map(lambda picture: picture.load(height, width), block)
             while batch := list(islice(loaded, self.args.batch)):
                 yield batch
@@ -96,8 +94,8 @@ def _split(name: str, val_share: float) -> str:
     return "val" if int.from_bytes(word) < val_share * 2**32 else "train"
 
 
-def _parts(folder: Path, split: str) -> Path:
-    """Where the shards of all parts are gathered: of training those of the set, of validation others."""
+def _made(folder: Path, split: str) -> Path:
+    """Where the parts' shards are: of training in the set, of validation beside it."""
     return folder / "set" / "train" if split == "train" else folder / "val"
 
 
@@ -105,59 +103,59 @@ def _done(folder: Path, number: int) -> Path:
     return folder / f"rejected_{number:06d}.tsv"
 
 
+def _missing(train: int, val: int, val_share: float) -> str:
+    """What there is too little of, in words."""
+    if val_share > 0 and val < TIMESTEPS:
+        return f"{val} of the {TIMESTEPS} samples that validation needs"
+    return "no training sample" if val_share < 1 and not train else ""
+
+
 def _require_enough(parts: list[Part], val_share: float) -> None:
     """A look at the first pictures, as T5-XXL loads for minutes. Raises: Refusal."""
     found = Counter[str]()
     for picture in chain.from_iterable(part() for part in parts):
         found[_split(picture.name, val_share)] += not picture.rejected
-        if not (missing := _missing(found, val_share)):
+        if not _missing(found["train"], found["val"], val_share):
             return
+    missing = _missing(found["train"], found["val"], val_share)
     raise Refusal(f"--input holds {found.total()} pictures, which give {missing}; add pictures or change --val-share")
 
 
-def _missing(found: Counter[str], val_share: float) -> str:
-    """What there is too little of, in words."""
-    if val_share > 0 and found["val"] < TIMESTEPS:
-        return f"{found['val']} of the {TIMESTEPS} samples that validation needs"
-    return "no training sample" if val_share < 1 and not found["train"] else ""
-
-
 def _finish(folder: Path, args: argparse.Namespace, layout: shards.Layout) -> str:
-    """Make the set of the finished parts. Returns what there is, in words. Raises: Refusal."""
+    """Look at all parts, number their shards and join their lists. Returns what there is, in words. Raises: Refusal."""
     root = folder / "set"
     rows = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("rejected_*.tsv")))
     files.write_whole(root / "rejected.tsv", f"picture\treason\n{rows}")
     reasons = Counter(row.rpartition("\t")[2] for row in rows.splitlines())
     listed = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common()) or "none"
-    train, val = (_stored(_parts(folder, split), layout) for split in ("train", "val"))
+    train, val = (_stored(_made(folder, split), layout) for split in ("train", "val"))
     summary = f"{len(train):,} training and {len(val):,} validation samples; {reasons.total():,} rejected ({listed})"
-    if missing := _missing(Counter(train=len(train), val=len(val)), args.val_share):
+    if missing := _missing(len(train), len(val), args.val_share):
         raise Refusal(f"{args.input} gives {missing}: {summary}, see {root}/rejected.tsv; then remove {folder}")
-    for number, path in enumerate(sorted((root / "train").glob("*.tar"))):
-        path.rename(shard_path(root / "train", number))  # a part without a sample leaves no gap
+    for number, path in enumerate(train.paths):
+        path.rename(shard_path(path.parent, number))  # a part without a sample leaves no gap
     files.remove(root / "val")
-    if len(val):
-        shard_writer.write(root / "val", _validation(val, folder), "val", args.per_shard)
+    if val.paths:
+        shard_writer.write(root / "val", _in_turns(val, folder), "val", args.per_shard)
     return summary
 
 
 def _stored(folder: Path, layout: shards.Layout) -> shards.ShardSet:
-    """The samples of all parts."""
-    return shards.ShardSet(folder if any(folder.glob("*.tar")) else "", layout, "val")
+    return shards.ShardSet(folder if any(folder.iterdir()) else "", layout, "val")
 
 
-def _validation(stored: shards.ShardSet, folder: Path) -> Iterator[shard_writer.Sample]:
+def _in_turns(val: shards.ShardSet, folder: Path) -> Iterator[shard_writer.Sample]:
     """The samples with the timesteps that are given, else in turns. Raises: Refusal if one of the eight is absent."""
     found = set()
-    stored.open()
-    for index in range(len(stored)):
-        rows = stored.layout.rows()
-        meta = stored.read(index, rows)
+    val.open()
+    for index in range(len(val)):
+        rows = val.layout.rows()
+        meta = val.read(index, rows)
         timestep = index % TIMESTEPS if meta.timestep is None else meta.timestep
         found.add(timestep)
         yield shard_writer.Sample(rows, timestep, meta.caption)
-    if absent := sorted({*range(TIMESTEPS)} - found):
-        raise Refusal(f"no picture of validation has timestep {absent[0]}; mend the .json files and remove {folder}")
+    if absent := {*range(TIMESTEPS)} - found:
+        raise Refusal(f"no validation sample has timestep {min(absent)}; mend the .json files and remove {folder}")
 
 
 def _made_from(args: argparse.Namespace, model: ModelConfig, listed: list[str]) -> dict:
@@ -200,7 +198,7 @@ def _make(args: argparse.Namespace) -> int:
             if world.rank == 0:  # for all
                 held.enter_context(job.growing(args.output, _made_from(args, model, listed)))
                 for split in ("train", "val"):
-                    _parts(folder, split).mkdir(exist_ok=True)
+                    _made(folder, split).mkdir(exist_ok=True)
         bar = progress(desc=f"encoding, rank 0 of {world.size}", unit=" pictures", disable=world.rank > 0)
         maker = Maker(args, folder, model, nets, pool, held.enter_context(bar))
         longer = 0
@@ -211,7 +209,7 @@ def _make(args: argparse.Namespace) -> int:
         with ranks.agreed():
             if world.rank == 0:
                 files.remove(folder / "set" / "empty_encodings")
-                shard_writer.write_empty(folder / "set" / "empty_encodings", nets.empty)
+                write_empty(folder / "set" / "empty_encodings", nets.empty)
                 print(f"{args.output}: {_finish(folder, args, shards.layout(model))}, see rejected.tsv")
     if world.rank == 0 and longer:
         print(f"{longer} of the captions encoded now are cut after {model.text_tokens} tokens, model.text_tokens")

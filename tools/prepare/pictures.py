@@ -12,7 +12,7 @@ import os
 import tarfile
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,15 +48,20 @@ class Rejected(Exception):
     """A picture cannot be used. The message is one of a few reasons, so that pictures can be counted by reason."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """pixels: (3, H, W) uint8. rejected: why it cannot be used; it then has only a name."""
+class Sample(NamedTuple):
+    """pixels: (3, H, W) uint8."""
 
     name: str
-    rejected: str = ""
-    pixels: Tensor | None = None
-    caption: str = ""
-    timestep: int | None = None
+    pixels: Tensor
+    caption: str
+    timestep: int | None
+
+
+class Rejection(NamedTuple):
+    """Why a picture is no sample."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -69,17 +74,17 @@ class Picture:
     name: str
     rejected: str = ""
     content: bytes | Path = b""
-    texts: dict[str, bytes | Path] = field(default_factory=dict)
+    texts: Mapping[str, bytes | Path] = field(default_factory=dict)
 
-    def load(self, height: int, width: int) -> Sample:
+    def load(self, height: int, width: int) -> Sample | Rejection:
         """Read and decode it; for the sizes see `pixels`."""
         try:
             if self.rejected:
                 raise Rejected(self.rejected)
             caption, timestep = described({suffix: _bytes(text, "caption") for suffix, text in self.texts.items()})
-            return Sample(self.name, "", pixels(_bytes(self.content, "file"), height, width), caption, timestep)
+            return Sample(self.name, pixels(_bytes(self.content, "file"), height, width), caption, timestep)
         except Rejected as error:
-            return Sample(self.name, str(error))
+            return Rejection(self.name, str(error))
 
 
 Part = Callable[[], Iterator[Picture]]  # some consecutive pictures; every call gives the same ones
@@ -96,7 +101,8 @@ def _bytes(content: bytes | Path, what: str) -> bytes:
 def described(texts: dict[str, bytes]) -> tuple[str, int | None]:
     """(caption, timestep) from a .txt and a .json; the "caption" of the .json comes second. Raises: Rejected."""
     try:
-        content = outside.parse_json(decode_text(texts.get(".json", b"{}")))
+        if not isinstance(content := outside.parse_json(decode_text(texts.get(".json", b"{}"))), dict):
+            raise Rejected("unreadable caption")
         caption = (decode_text(texts[".txt"]) if ".txt" in texts else content.get("caption") or "").strip()
         caption.encode()  # half of a surrogate pair, as JSON may hold it, is a ValueError
         timestep = content.get("timestep")
@@ -150,7 +156,7 @@ def srgb(image: Image.Image, bits: int) -> Image.Image:
     with contextlib.suppress(ImageCms.PyCMSError, OSError):  # a damaged profile is left aside
         own = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
         if (space := own.profile.xcolor_space) in spaces:  # else it is of another kind of picture
-            return ImageCms.profileToProfile(image.convert(MODES[space]), own, SRGB, outputMode="RGB")
+            image = ImageCms.profileToProfile(image.convert(MODES[space]), own, SRGB, outputMode="RGB") or image
     return image.convert("RGB")
 
 
@@ -328,7 +334,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[bytes, 
 def _grouped(tar: str, key: str | None, group: list[Member]) -> Iterator[Picture]:
     """Each picture of a group. A group without one gives its key, to be rejected."""
     last = {member.extension: member for member in group}  # the later member of a name counts, as for tar
-    texts: dict[str, bytes | Path] = {suffix: last[suffix].content for suffix in TEXTS if suffix in last}
+    texts = {suffix: last[suffix].content for suffix in TEXTS if suffix in last}
     pictures = [member for member in group if not _unsupported(member.name)]
     for member in pictures:
         reason = member.rejected
