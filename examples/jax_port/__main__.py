@@ -150,7 +150,6 @@ def all_values(cfg, golden, about, weights):
     values |= named("full", full_size(golden, about))
     values |= named("init", initial(seed, weights))
     values |= schedules(about, weights)
-    values["clip.coefficient"] = training.clip_coefficient(golden["clip.norms"], 1)
 
     loss_of = functools.partial(network.objective, cfg["model"], np.float32)
     gradient_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True))

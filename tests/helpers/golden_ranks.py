@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from flux_ref import config_file, ranks, step
-from flux_ref.run import cli
+from flux_ref import config_file, errors, ranks, step
 from flux_ref.step import Health
 from tools.golden import training
 from tools.golden.files import CONFIG, DATA, Golden
@@ -32,4 +31,4 @@ def main(golden: str, out: str) -> int:
 
 
 if __name__ == "__main__":  # under torchrun, on devices
-    cli.leave(main(*sys.argv[1:]))
+    errors.leave(main(*sys.argv[1:]))

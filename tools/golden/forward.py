@@ -25,6 +25,11 @@ def plain(cfg: ModelConfig, weights: Tensors, dtype: torch.dtype = torch.float32
     return net
 
 
+def named(prefix: str, values: dict) -> dict:
+    """The values under names with a prefix."""
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
 def norms(tensors: Tensors) -> Tensor:
     """The Euclidean norm of each, in order, fp32."""
     return torch.stack([tensor.float().norm() for tensor in tensors.values()])
@@ -67,13 +72,14 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     values["vec"] = seen.inputs["double_blocks.0.img_mod"]
     values |= double_block(seen, "double_blocks.0", net.cfg)
     for i in range(net.cfg.double_blocks):
-        values |= dict(zip((f"double_blocks.{i}.img", f"double_blocks.{i}.txt"), seen.outputs[f"double_blocks.{i}"]))
+        img, txt = seen.outputs[f"double_blocks.{i}"]
+        values |= named(f"double_blocks.{i}", {"img": img, "txt": txt})
     values |= single_block(seen, "single_blocks.0", net.cfg)
     values |= seen.of(*(f"single_blocks.{i}" for i in range(net.cfg.single_blocks)))
     values |= seen.of("final_layer.adaLN_modulation.1", "final_layer.linear.input")
     values |= {"prediction": seen.outputs["final_layer.linear"], "losses": losses, "loss": losses.mean()}
     grads = {name: parameter.grad for name, parameter in net.named_parameters()}
-    values |= {f"grad.{name}": grads[name] for name in reversed(WHOLE)}
+    values |= named("grad", {name: grads[name] for name in reversed(WHOLE)})
     values["grad.norms"] = norms(grads)
     return values
 
@@ -109,6 +115,5 @@ def single_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
 
 def attention(name: str, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, result_BSD: Tensor) -> Tensors:
     """The operands of attention, (B, H, S, K) each, and its result."""
-    parts = {"v": v_BSHK, "q": q_BSHK, "k": k_BSHK}
-    operands = {f"{name}.attention.{part}": tensor.transpose(1, 2) for part, tensor in parts.items()}
-    return operands | {f"{name}.attention": result_BSD}
+    operands = {"v": v_BSHK.transpose(1, 2), "q": q_BSHK.transpose(1, 2), "k": k_BSHK.transpose(1, 2)}
+    return named(f"{name}.attention", operands) | {f"{name}.attention": result_BSD}

@@ -58,14 +58,6 @@ def place(name: str) -> Place:
     raise KeyError(name)
 
 
-def hints(name: str) -> tuple[str, ...]:
-    """The mistakes that are known at a value; none for the values of another version."""
-    try:
-        return place(name).hints
-    except KeyError:
-        return ()
-
-
 def inputs_of(name: str) -> dict:
     """What a value is computed from, where the table says so."""
     for pattern, row in TABLES["inputs"].items():

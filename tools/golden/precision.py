@@ -6,17 +6,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config_file, flow, latents, model
+from flux_ref import flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.ranks import World
 from flux_ref.speed import fp8_product
 from flux_ref.speed.fp8_product import cast, magnitudes, scale_of_magnitude, scales_of
 from flux_ref.speed.linear import PolicyLinear
 from flux_ref.speed.precision import Precision
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import Tensors, passed, plain
-from tools.golden.training import CPU, local, moments, set_gradients, start, weights_of
+from tools.golden.forward import Tensors, named, passed, plain
+from tools.golden.training import CPU, weights_of
 
 LAYER = "single.0.linear1"  # as a policy names a linear; any will do
 KEPT = re.compile(
@@ -24,12 +23,7 @@ KEPT = re.compile(
     r"|x_t|prediction|loss.*|grad\.norms"
 )
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8 = {
-    "e4m3fn": E4M3,
-    "e5m2": E5M2,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-    "e5m2fnuz": torch.float8_e5m2fnuz,
-}
+MI300X = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
 def tensors(given: Values, prefix: str) -> Tensors:
@@ -37,20 +31,10 @@ def tensors(given: Values, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): torch.from_numpy(given[name]) for name in given if name.startswith(prefix)}
 
 
-def bf16(cfg: Config, world: World, given: Values, batch: Tensors) -> Tensors:
-    """The first batch in bf16; step1.*: a step of two micro-batches, whose losses are t * (sum of weights^2) / 2."""
-    found = passed(plain(cfg.model, weights_of(given), torch.bfloat16), batch, torch.bfloat16)
-    values = {name: value for name, value in found.items() if KEPT.fullmatch(name)}
-    state = start(config_file.replace(cfg, parallel__dtype="bf16"), world, given)
-    first, second = batch["t"]
-    grads = {name: first * weight / 2 + second * weight / 2 for name, weight in local(state.net).items()}
-    set_gradients(state, grads)
-    state.opt.lr.fill_(cfg.optim.lr)
-    state.opt.step()
-    name = "img_in.weight"
-    updated = {"grad": grads} | moments(state) | {"weights": local(state.net)}
-    values |= {f"step1.{kind}.{name}": by_name[name] for kind, by_name in updated.items()}
-    return {f"bf16.{name}": value for name, value in values.items()}
+def bf16(cfg: Config, given: Values, batch: Tensors) -> Tensors:
+    """The first batch in bf16."""
+    values = passed(plain(cfg.model, weights_of(given), torch.bfloat16), batch, torch.bfloat16)
+    return named("bf16", {name: value for name, value in values.items() if KEPT.fullmatch(name)})
 
 
 @torch.no_grad()
@@ -77,7 +61,7 @@ def operations(cfg: Config, given: Values) -> Tensors:
         "gelu": model.mlp(cfg.model)[1](x["gelu.x"]),
         "losses": flow.losses(lambda *_: x["loss.prediction"], batch, torch.bfloat16),
     }
-    return {f"bf16.only.{name}": value for name, value in results.items()}
+    return named("bf16.only", results)
 
 
 def own_cast(x: Tensor, dtype: torch.dtype) -> Tensors:
@@ -102,29 +86,31 @@ def fp8_linear(given: Values) -> Tensors:
         "x": own_cast(x, E4M3),
         "weight": own_cast(linear.weight.detach(), E4M3),
         "grad": own_cast(grad, E5M2),
-        "fnuz.x": own_cast(x, FP8["e4m3fnuz"]),
-        "fnuz.grad": own_cast(grad, FP8["e5m2fnuz"]),
+        "fnuz.x": own_cast(x, MI300X[0]),
+        "fnuz.grad": own_cast(grad, MI300X[1]),
         "negative": own_cast(-x.abs(), E4M3),
     }
-    values = {f"fp8.{name}.{part}": tensor for name, parts in casts.items() for part, tensor in parts.items()}
+    values = {}
+    for name, parts in casts.items():
+        values |= named(f"fp8.{name}", parts)
     in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
     x.requires_grad_()
     y = in_fp8(x)
     y.backward(grad)
     results = {"y": y, "grad_x": x.grad, "grad_weight": in_fp8.weight.grad, "grad_bias": in_fp8.bias.grad}
-    return values | {f"fp8.{name}": value for name, value in results.items()}
+    return values | named("fp8", results)
 
 
 def fp8_edges(given: Values) -> Tensors:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
     fed = tensors(given, "fp8.")
     values = {}
-    for kind, dtype in FP8.items():
-        bits = cast(fed[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
-        values[f"fp8.edge.{kind}.bits"] = bits.view(torch.uint8)
-        values[f"fp8.edge.{kind}.decoded"] = bits.float()
-        values[f"fp8.scales.{kind}"] = scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max)
-    return values
+    for dtype in (E4M3, E5M2, *MI300X):
+        kind = str(dtype).removeprefix("torch.float8_")
+        codes = cast(fed[f"edge.{kind}.x"], torch.tensor(1.0), dtype)
+        values |= {f"edge.{kind}.bits": codes.view(torch.uint8), f"edge.{kind}.decoded": codes.float()}
+        values[f"scales.{kind}"] = scale_of_magnitude(fed["scales.amax"], torch.finfo(dtype).max)
+    return named("fp8", values)
 
 
 def delayed(linear: nn.Linear, **keys: int) -> tuple[PolicyLinear, Precision]:

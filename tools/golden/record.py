@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from flux_ref import config_file, errors, ranks
 from flux_ref.formats.files import whole, write_whole
 from flux_ref.ranks import World
+from flux_ref.run.options import Options
 from tools.golden import places
-from tools.golden.check import is_off, options, report
+from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
-from tools.golden.files import CONFIG, DATA, INDEX, VALUES, Golden, Value, Values, checksum
+from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.formats import formats, presets
 from tools.golden.precision import bf16, fp8_edges, fp8_history, fp8_linear, fp8_order, operations
 from tools.golden.training import CPU, clipping, init, on_two_ranks, training, validation
@@ -35,16 +36,16 @@ from tools.golden.training import CPU, clipping, init, on_two_ranks, training, v
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
 
-def record(folder: Path, given: Values) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and array of all values in order of computation. folder: holds the config and the data set."""
-    places_of_data = {f"data__{split}": f"{folder / DATA}/{split}" for split in ("train", "val")}
-    cfg = config_file.replace(config_file.load(folder / CONFIG), **places_of_data)
+def record(given: Values) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype and array of all values in order of computation, from the config and the data set in FOLDER."""
+    cfg = config_file.load(FOLDER / CONFIG)
+    cfg = config_file.replace(cfg, data__train=f"{FOLDER / DATA}/train", data__val=f"{FOLDER / DATA}/val")
     with one_process() as world:
         yield from plain(draws(cfg), full_draws(given), clipping(cfg, world, given), given, init(cfg, world))
         trained = training(cfg, world, given)
         yield from plain(trained, on_two_ranks(cfg, world, given), validation(cfg, world, given))
         batch = {name.removeprefix("batch."): trained[name] for name in trained if name.startswith("batch.")}
-        yield from plain(operations(cfg, given), bf16(cfg, world, given, batch))
+        yield from plain(operations(cfg, given), bf16(cfg, given, batch))
         yield from plain(fp8_edges(given), fp8_linear(given), fp8_history(given), fp8_order(given))
     yield from plain(full_net(), formats(given), presets(given))
 
@@ -72,13 +73,13 @@ def one_process() -> Iterator[World]:
 
 
 def write(folder: Path) -> None:
-    """Record all values but the given ones, which stay as they are. Raises: Refusal."""
-    golden = Golden(folder)
+    """Record all values but the given ones, which stay as they are, into a folder. Raises: Refusal."""
+    golden = Golden(FOLDER)
     given = golden.given()
-    rate = config_file.load(folder / CONFIG).optim.lr
+    rate = config_file.load(FOLDER / CONFIG).optim.lr
     arrays = {}
     entries = []
-    for name, dtype, array in record(folder, given):
+    for name, dtype, array in record(given):
         place = places.place(name)
         atol, rtol = place.kind.tolerances(array, rate)
         old = golden.arrays.get(name)
@@ -87,7 +88,8 @@ def write(folder: Path) -> None:
         arrays[name] = array
         atol, rtol = place.kind.tolerances(array, rate)
         about = place.meaning, atol, rtol, place.kind.why, places.inputs_of(name)
-        entries.append(json.dumps(asdict(Value(name, list(array.shape), dtype, name in given, *about))))
+        value = Value(name, list(array.shape), dtype, name in given, *about)
+        entries.append(json.dumps(asdict(value)))
     with whole(folder / VALUES) as partial:
         partial.write_bytes(save(arrays))
     head = json.dumps({"sha256": checksum(folder / VALUES), "parameters": golden.parameters})
@@ -98,15 +100,14 @@ def write(folder: Path) -> None:
 
 def run(argv: list[str]) -> int:
     """Returns the exit code. Raises: Refusal."""
-    parser = options("python -m tools.golden.record")
+    parser = Options("python -m tools.golden.record", __doc__)
     parser.add_argument("--write", action="store_true", help="write the files anew")
-    args = parser.parse_args(argv)
-    if args.write:
-        write(args.golden)
+    if parser.parse_args(argv).write:
+        write(FOLDER)
         return 0
-    golden = Golden(args.golden)
-    recorded = {name: array for name, _, array in record(args.golden, golden.given())}
-    return int(any(report(golden, recorded, args.only)))
+    golden = Golden(FOLDER)
+    recorded = {name: array for name, _, array in record(golden.given())}
+    return int(any(report(golden, recorded)))
 
 
 def main(argv: list[str]) -> int:

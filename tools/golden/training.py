@@ -1,4 +1,4 @@
-"""The golden values of training and validation: rates, initial weights, steps, two ranks, evaluation."""
+"""The golden values of training and validation: initial weights, clipping, steps, two ranks, evaluation."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +16,7 @@ from flux_ref.ranks import World
 from flux_ref.step import Health, State
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import WHOLE, Tensors, norms, passed, plain
+from tools.golden.forward import WHOLE, Tensors, named, norms, passed, plain
 
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
@@ -48,30 +48,13 @@ def local(net: nn.Module) -> Tensors:
     return {name: parameter.detach().to_local() for name, parameter in sharding.named_parameters(net).items()}
 
 
-def set_gradients(state: State, grads: Tensors) -> None:
-    """Give the optimizer these gradients."""
-    for name, parameter in sharding.named_parameters(state.net).items():
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().copy_(grads[name])
-
-
 def clipping(cfg: Config, world: World, given: Values) -> Tensors:
-    """Clipped gradients, and clip coefficients on both sides of the corner."""
+    """The first moment of a clipped gradient. Here the weights serve as gradients."""
     state = start(config_file.replace(cfg, optim__clip_norm=1.0), world, given)
-    set_gradients(state, local(state.net))
+    for parameter in sharding.named_parameters(state.net).values():
+        parameter.grad = parameter.detach().clone()
     state.opt.step()
-    name = "single_blocks.1.norm.query_norm.scale"
-    values = {"clip.clipped": moments(state)["exp_avg"][name]}
-    # With beta1 = 0 the first moment is the clipped gradient.
-    state = start(config_file.replace(cfg, optim__clip_norm=1.0, optim__beta1=0.0), world, given)
-    coefficients = []
-    for norm in given["clip.norms"].tolist():
-        grads = {name: torch.zeros_like(weight) for name, weight in local(state.net).items()}
-        grads["img_in.bias"][0] = norm
-        set_gradients(state, grads)
-        state.opt.step()
-        coefficients.append(moments(state)["exp_avg"]["img_in.bias"][0] / norm if norm else torch.ones(()))
-    return values | {"clip.coefficient": torch.stack(coefficients)}
+    return {"clip.clipped": moments(state)["exp_avg"]["single_blocks.1.norm.query_norm.scale"]}
 
 
 def moments(state: State) -> dict[str, Tensors]:
@@ -82,8 +65,8 @@ def moments(state: State) -> dict[str, Tensors]:
 def init(cfg: Config, world: World) -> Tensors:
     """The weights from which a real run of this config starts. With them, most values and gradients would be 0."""
     initial = local(sharding.build(cfg, world, cfg.train.seed))
-    values = {f"init.{name}": initial[name][:ROWS] for name in places.TABLES["parameters"]["initial"]}
-    return values | {"init.norms": norms(initial)}
+    values = {name: initial[name][:ROWS] for name in places.TABLES["parameters"]["initial"]}
+    return named("init", values | {"norms": norms(initial)})
 
 
 def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Values, data.Batch]]:
@@ -98,13 +81,14 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
             feed.copy_into(batch)
-            rows = []
+            rows: dict[str, list] = {"epoch": [], "sample": [], "drop": []}
             for position in data.rank_slice(cfg, number, rank, size):
                 epoch, i = divmod(position, cfg.data.train_count)
                 sample = int(rng.order(train.seed, epoch, cfg.data.train_count)[i])
                 draw = rng.train_draw(train.seed, epoch, sample, (2,), train.caption_drop)
-                rows.append((epoch, sample, draw.drop_caption))
-            columns = dict(zip(("epoch", "sample", "drop"), map(np.array, zip(*rows))))
+                for name, value in zip(rows, (epoch, sample, draw.drop_caption)):
+                    rows[name].append(value)
+            columns = {name: np.array(values) for name, values in rows.items()}
             yield columns | {"t": batch["t"].numpy().copy()}, batch
 
 
@@ -121,9 +105,9 @@ def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
     initial = weights_of(given)
     for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
         place = f"step{number}"
-        values |= {f"{place}.{name}": row for name, row in rows.items()}
+        values |= named(place, rows)
         if number == 1:
-            values |= {f"batch.{name}": batch[name].clone() for name in BATCH}
+            values |= named("batch", {name: batch[name].clone() for name in BATCH})
             values |= passed(plain(cfg.model, initial), batch, torch.float32)
         else:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
@@ -131,9 +115,9 @@ def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
         loss, norm = step.train_step(state, batch, Health(CPU), cfg)
         coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
         scalars = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
-        values |= {f"{place}.{name}": value for name, value in scalars.items()}
+        values |= named(place, scalars)
         if number in (1, STEPS):
-            values |= {f"{place}.{name}": value for name, value in after_step(state, initial, number == 1).items()}
+            values |= named(place, after_step(state, initial, with_moments=number == 1))
     return values
 
 
@@ -142,10 +126,10 @@ def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
     values = {}
     for kind, tensors in moments(state).items():
         if with_moments:
-            values |= {f"{kind}.{name}": tensors[name].clone() for name in WHOLE}
+            values |= named(kind, {name: tensors[name].clone() for name in WHOLE})
         values[f"{kind}.norms"] = norms(tensors)
     weights = local(state.net)
-    values |= {f"weights.{name}": weights[name].clone() for name in WHOLE}
+    values |= named("weights", {name: weights[name].clone() for name in WHOLE})
     values["update_norms"] = norms({name: weights[name] - initial[name] for name in initial})
     return values
 
@@ -164,14 +148,12 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Values | Tensors:
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
         loss, norm = step.train_step(start(cfg, world, given), batch, Health(CPU), cfg)
-        numbers = {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm}
-        each.append(rows | {name: number.numpy() for name, number in numbers.items()})
-    values = {f"ranks.{name}": np.stack([row[name] for row in each]) for name in each[0]}
-    values["ranks.mean_loss"] = values["ranks.loss"].mean()
-    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
-    values["ranks.grad.norms"] = norms(grads)
-    values["ranks.grad_norm"] = values["ranks.grad.norms"].norm()
-    return values
+        each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
+    values = {name: np.stack([row[name] for row in each]) for name in each[0]}
+    values["mean_loss"] = values["loss"].mean()
+    values["grad.norms"] = norms({name: parameter.grad for name, parameter in net.named_parameters()})
+    values["grad_norm"] = values["grad.norms"].norm()
+    return named("ranks", values)
 
 
 def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
@@ -186,11 +168,10 @@ def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
             found = batch | {"losses": losses_of(cfg, weights_of(given), batch)}
             for name, kept in rows.items():
                 kept.append(found[name][batch["weight"] > 0])
-    values = {f"val.{name}": torch.cat(kept) for name, kept in rows.items()}
+    values = {name: torch.cat(kept) for name, kept in rows.items()}
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)
-    timesteps = given["data.val.timestep"]
-    values["val.count"] = np.bincount(timesteps, minlength=schedule.TIMESTEPS).astype(np.float32)
-    values["val.loss_per_timestep"] = np.float32(result.losses)
-    values["val.loss"] = np.float32(result.loss)
-    return values
+    values["count"] = torch.from_numpy(np.bincount(given["data.val.timestep"], minlength=schedule.TIMESTEPS)).float()
+    values["loss_per_timestep"] = torch.tensor(result.losses)
+    values["loss"] = torch.tensor(result.loss)
+    return named("val", values)
