@@ -18,7 +18,8 @@ from pathlib import Path
 
 from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner
 from flux_ref.alive import Alive
-from flux_ref.benchmark.mllog import BenchmarkLog
+from flux_ref.benchmark import closed, convergence
+from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, ValSet
 from flux_ref.errors import Interrupted
@@ -51,8 +52,10 @@ def main(argv: list[str]) -> int:
             compiler_folder.choose(cfg, world, stack)
         claim = stack.enter_context(folder.claimed(cfg, world))
         log = BenchmarkLog(result)
-        report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log)))
+        report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
         report.introduce(claim.identity, *sizes.values())
+        for line in closed.warnings(cfg, *sizes.values()):
+            report.say(line)
         gallery = None
         if cfg.sample.count:  # before the clock starts, since a wrong autoencoder is refused
             gallery = Gallery(cfg, world, report, val_set if cfg.data.val else train_set, train_set)
@@ -80,6 +83,7 @@ def main(argv: list[str]) -> int:
             train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
+            log.disqualify(f"{RESUMED} {state.step}")
         alive.mark("capturing the steps")
         draws_beside = gallery and cfg.sample.every_samples
         steps.capture(beside=partial(gallery.artist.rehearse, state.net) if draws_beside else None)
@@ -94,7 +98,7 @@ def main(argv: list[str]) -> int:
         steps.close(agreed=True)  # the pictures need the memory of the graphs
         if gallery:
             gallery.paint(state, alive.mark)
-        report.conclude(state, reached)
+        report.conclude(state, reached, log.flaw)
     ranks.stop()
     return 0
 
@@ -146,6 +150,10 @@ class Run:
             with contextlib.suppress(OSError):  # the disk may be the reason
                 self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
+        if self.cfg.mllog.submission_division == "closed" and self.train_set.skipped_everywhere():
+            self.log.disqualify(
+                "damaged training samples were skipped"
+            )  # rules: "each datum still appears exactly once"
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
 
@@ -199,6 +207,8 @@ class Run:
         result = self.evaluate()
         self.log.eval_stop(samples, result.loss)
         self.report.evaluation(samples, result, time.perf_counter() - begin)
+        if warning := convergence.warning(self.cfg, self.report.val_curve):
+            self.report.say(warning)
         return result.loss
 
     def evaluate(self, permute_captions: bool = False) -> Validation:

@@ -14,8 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, step_runner
-from flux_ref.benchmark import closed, convergence
-from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import Feed, TrainSet, rank_slice
 from flux_ref.errors import Fault
@@ -48,10 +46,10 @@ class Mark:
 class Reporter:
     """Terminal, metrics.jsonl, eval.jsonl, loss.png and outcome.json of one run."""
 
-    def __init__(self, cfg: Config, world: World, log: BenchmarkLog):
+    def __init__(self, cfg: Config, world: World, write: Callable[[str], None]):
         self.cfg = cfg
         self.world = world
-        self.log = log
+        self.write = write  # a line into the result file
         self.folder = config.run_dir(cfg)
         self.speaks = world.rank == 0
         self.train_curve: list[tuple[int, float]] = []
@@ -65,7 +63,7 @@ class Reporter:
             line = "\n".join(map(printable, line.split("\n")))
             (tqdm.write if sys.stderr.isatty() else print)(line, file=sys.stdout)
             sys.stdout.flush()
-            self.log.text(line)
+            self.write(line)
 
     @contextmanager
     def spare(self, what: str) -> Iterator[None]:
@@ -117,7 +115,7 @@ class Reporter:
         self.say("\n".join(lines))
         for path in sorted(self.folder.glob(f"{checkpoint_files.OVERWRITTEN}*")):
             sides.append(f"  {path} holds the run that was overwritten, until this run has a checkpoint")
-        for line in (*sides, *closed.warnings(cfg, train_count, val_count)):
+        for line in sides:
             self.say(line)
         write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
@@ -140,7 +138,6 @@ class Reporter:
         self.val_curve = ranks.gather_objects(self.val_curve)[0]
         for name in strangers:
             self.say(f"  {self.folder}/{name} lacks records of this run or holds another run's; the run goes on")
-        self.log.disqualify(f"{RESUMED} {step}")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:
@@ -201,10 +198,6 @@ class Reporter:
         if len(skipped) > allowed:
             found = "; ".join(skipped.values())
             raise Fault(f"{len(skipped)} bad training samples, data.skip_bad={allowed} allows no more: {found}")
-        if skipped and self.cfg.mllog.submission_division == "closed":
-            self.log.disqualify(
-                "damaged training samples were skipped"
-            )  # rules: "each datum still appears exactly once"
         elapsed = time.perf_counter() - self.since.time
         record = {
             "step": step,
@@ -247,8 +240,6 @@ class Reporter:
         error = f" +- {result.stderr:.4f}" if is_number(result.stderr) else ""  # NaN: one sample of a timestep
         loss = f"validation loss {result.loss:.4f}{error} over {result.count:,} samples"
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
-        if warning := convergence.warning(self.cfg, self.val_curve):
-            self.say(warning)
         self._chart()
         self.pause(seconds + time.perf_counter() - begin)
 
@@ -261,8 +252,11 @@ class Reporter:
         """Leave the seconds of an evaluation or of pictures out of the rate of training."""
         self.since.time += seconds
 
-    def conclude(self, state: State, reached: bool) -> None:
-        """Print how the run ended and where its files are. outcome.json marks the run as finished."""
+    def conclude(self, state: State, reached: bool, flaw: str) -> None:
+        """Print how the run ended and where its files are. outcome.json marks the run as finished.
+
+        flaw: why it is no benchmark result, in words; empty if it is one.
+        """
         outcome = REACHED if reached else ENDED
         val_loss = self.val_curve[-1][1] if self.val_curve else None
         if val_loss is None:  # no evaluation has drawn it
@@ -276,7 +270,7 @@ class Reporter:
         self.say("\n".join(lines))
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
-            record |= {"val_loss": val_loss, "not_a_timed_result": self.log.flaw}
+            record |= {"val_loss": val_loss, "not_a_timed_result": flaw}
             write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
             checkpoint_files.remove_overwritten(self.folder)
 

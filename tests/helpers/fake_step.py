@@ -240,7 +240,7 @@ def watched(gpus: int, cfg: Config) -> dict:
             steps.capture()
             gc.unfreeze()
             log = BenchmarkLog(None)
-            report = Reporter(cfg, world, log)
+            report = Reporter(cfg, world, log.text)
             report.speaks = False
             found = {"before the loop": WATCH.told(), "captures": steps.recorder.captures}
             WATCH.collectives.clear()

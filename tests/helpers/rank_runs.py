@@ -217,7 +217,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
     cfg = config_file.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
-    reporter = Reporter(cfg, world, BenchmarkLog(folder / "result_0.txt" if world.rank == 0 else None))
+    reporter = Reporter(cfg, world, BenchmarkLog(None).text)
     reporter.begin(0, warm_s=0.0)
     net = lively_net(cfg, world)
     state = State.of(net, cfg, world)

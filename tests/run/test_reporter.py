@@ -77,7 +77,7 @@ def trained(micro, tmp_path, monkeypatch):
         found = Validation(0.5, 0.0, [0.5] * 8, [0.0] * 8, 45)
         monkeypatch.setattr(train, "validation_loss", lambda *_: events.append(f"evaluate {state.step}") or found)
         log = BenchmarkLog(None)
-        report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log)
+        report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log.text)
         try:
             alive = SimpleNamespace(at=note, watch=SimpleNamespace())
             train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train(feed)
