@@ -76,8 +76,8 @@ def output(tmp_path) -> Path:
     return tmp_path / "output"
 
 
-def words(source: Path, output: Path, split: str = "train", expect: int = 0, per_shard=PER_SHARD, workers=1) -> list:
-    given = {"input": source, "output": output, "split": split, "expect-samples": expect, "per-shard": per_shard}
+def words(source: Path, output: Path, split: str = "train", per_shard=PER_SHARD, workers=1) -> list:
+    given = {"input": source, "output": output, "split": split, "per-shard": per_shard}
     given |= {"workers": workers, "config": MICRO}
     return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
 
@@ -116,10 +116,10 @@ def test_both_splits_arrive_byte_for_byte_and_the_source_is_left_alone(train, va
     before = contents(train.parent)
     for workers in (1, 3):
         folder = output / str(workers)
-        convert(train, folder, expect=COUNT, workers=workers)
+        convert(train, folder, workers=workers)
         out, err = capsys.readouterr()
         assert f"{folder}/train: {COUNT} samples" in out and f"{COUNT}/{COUNT}" in err and "samples/s" in err
-        convert(val, folder, "val", expect=16, workers=workers)
+        convert(val, folder, "val", workers=workers)
         require_converted(folder, rows())
         require_converted(folder, rows(16, "val"), "val")
         assert sorted(path.name for path in folder.iterdir()) == ["empty_encodings", "train", "val"]
@@ -141,7 +141,7 @@ def test_sets_of_other_forms_are_taken_also_what_datasets_saves(train, output):
     for number, write in enumerate(forms):
         shutil.rmtree(source, ignore_errors=True)
         write()
-        convert(source, output / str(number), expect=COUNT)
+        convert(source, output / str(number))
         require_converted(output / str(number), want)
 
 
@@ -232,8 +232,8 @@ def test_sources_that_are_damaged_or_of_another_model_are_refused_before_anythin
         (partial(columns, schema(without=("clip_encodings",))), "want one column clip_encodings of binary"),
         (partial(columns, schema().append(pa.field("mean", pa.binary()))), "want one column mean of binary"),
         (lambda: write_arrow(train / FIRST, [rows()[0] | step]), "row 0: timestep 3, want none; is this the train"),
-        ((train / FIRST).unlink, "1 arrow files such as data-00001-of-00002.arrow; download all"),
-        (lambda: [path.unlink() for path in train.iterdir()], "holds no data-"),
+        ((train / FIRST).unlink, "holds 1 files data-.*; download all"),
+        (lambda: [path.unlink() for path in train.iterdir()], "holds 0 files data-"),
     ]
     shutil.copytree(train, train.with_name("whole"))
     wrong = []
@@ -257,11 +257,6 @@ def test_what_is_wrong_behind_the_first_row_ends_the_conversion(train, val, outp
         shutil.rmtree(output / "1" / "val.partial")
 
 
-def test_the_benchmarks_numbers_and_sizes_are_the_defaults(train, val, output, capsys):
-    for split, folder, count in (("train", train, 1_099_776), ("val", val, 29_696)):
-        args = ["mlcommons", "--input", str(folder), "--output", str(output), "--split", split]
-        assert prepare.main(args) == 2 and "no .npy file of uint16 (256, 4096)" in capsys.readouterr().err
-        assert prepare.main([*args, f"--config={MICRO}"]) == 2
-        assert f"the {split} split should have {count}" in capsys.readouterr().err
-    assert "holds 23 samples, the train split should have 24" in refusal(train, output, expect=24)
-    assert not output.exists()
+def test_the_benchmarks_sizes_are_the_default(train, output, capsys):
+    assert prepare.main(["mlcommons", f"--input={train}", f"--output={output}", "--split=train"]) == 2
+    assert "no .npy file of uint16 (256, 4096)" in capsys.readouterr().err and not output.exists()

@@ -15,18 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.formats.shard_writer import PER_SHARD, key_of, new_shard, shard_path, write_empty
 from flux_ref.formats.shards import NPY_HEADER, Layout
-from flux_ref.run.options import between, package
+from flux_ref.run.options import package
 from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 
 COLUMNS = {"t5": "t5_encodings", "clip": "clip_encodings", "mean": "mean", "logvar": "logvar"}  # of each member
-BENCHMARK = {"train": TRAIN_SAMPLES, "val": VAL_SAMPLES}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -34,10 +32,8 @@ def arrow_files(source: Path) -> list[Path]:
     """The files of a folder, in order. Raises: Refusal if one is missing."""
     paths = sorted(source.glob("data-*.arrow"))
     names = [f"data-{number:05d}-of-{len(paths):05d}.arrow" for number in range(len(paths))]
-    if not paths:
-        raise Refusal(f"{source} holds no data-*.arrow; give the folder in which they are")
-    if [path.name for path in paths] != names:
-        raise Refusal(f"{source} holds {len(paths)} arrow files such as {paths[0].name}; download all of one set")
+    if not paths or [path.name for path in paths] != names:
+        raise Refusal(f"{source} holds {len(paths)} files data-*.arrow, which are not all of one set; download all")
     return paths
 
 
@@ -83,23 +79,12 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> tuple[d
     return blobs, timestep
 
 
-def count_rows(source: Path, split: str, layout: Layout) -> dict[Path, int]:
-    """The number of rows of each file, after a look at its columns and its first row. Raises: Refusal."""
-    rows = {}
-    for path in progress(arrow_files(source), desc=f"counting {source.name}", unit=" files", leave=False):
-        table = read_table(path)
-        rows[path] = len(table)
-        if len(table):
-            read_row(table, 0, split, layout, path)
-    return rows
-
-
 def read_rows(
-    rows: dict[Path, int], wanted: range, split: str, layout: Layout
+    counts: dict[Path, int], wanted: range, split: str, layout: Layout
 ) -> Iterator[tuple[dict[str, memoryview], int | None]]:
-    """`read_row` of each wanted sample, across files. rows: of each file. Raises: Refusal."""
+    """`read_row` of each wanted sample, across files. counts: the rows of each file. Raises: Refusal."""
     first = 0
-    for path, count in rows.items():
+    for path, count in counts.items():
         here = range(max(wanted.start, first), min(wanted.stop, first + count))
         table = read_table(path) if here else None
         for index in here:
@@ -124,9 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", type=Path, required=True, help="folder of data-*.arrow, beside empty_encodings")
     add("--output", type=Path, required=True, help="folder in which to make SPLIT and empty_encodings")
-    add("--split", choices=list(BENCHMARK), required=True)
-    text = "refuse another number; 0: none (the benchmark's)"
-    add("--expect-samples", type=between(0, 10**9), metavar="N", help=text)
+    add("--split", choices=("train", "val"), required=True)
     add("--per-shard", type=job.number, default=PER_SHARD, metavar="N", help="samples (%(default)s)")
     add("--workers", type=job.number, default=2, metavar="N", help="threads (%(default)s)")
     add("--config", metavar="FILE", help="expect the sizes of this config's model (FLUX.1-schnell's)")
@@ -134,38 +117,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code. Raises: Refusal; OSError."""
-    split = args.split
+    split, per_shard = args.split, args.per_shard
     final = args.output / split
     layout = shards.layout(job.config(args.config).model)
     job.require_new(final)  # before all rows are counted
-    rows = count_rows(args.input, split, layout)
-    count = sum(rows.values())
-    expect = BENCHMARK[split] if args.expect_samples is None else args.expect_samples
-    if count == 0 or expect not in (0, count):
-        raise Refusal(
-            f"{args.input} holds {count} samples, the {split} split should have {expect or 'some'}; download what is"
-            f" missing" + (f", or give --expect-samples {count}" if count else "")
-        )
+    counts = {}
+    for path in progress(arrow_files(args.input), desc=f"counting {args.input.name}", unit=" files", leave=False):
+        table = read_table(path)
+        counts[path] = len(table)
+        if len(table):  # tells another model's samples before anything is written
+            read_row(table, 0, split, layout, path)
+    count = sum(counts.values())
     empty = read_empty(args, layout)
-    listed = [[path.name, path.stat().st_size, rows[path]] for path in rows]
-    made_from = {"split": split, "per_shard": args.per_shard, "shapes": layout.shapes, "files": listed}
+    listed = [[path.name, path.stat().st_size, counts[path]] for path in counts]
+    made_from = {"split": split, "per_shard": per_shard, "shapes": layout.shapes, "files": listed}
     with job.growing(final, made_from) as folder:
-        if empty and not (args.output / "empty_encodings").exists():
+        if empty:
             write_empty(args.output / "empty_encodings", empty)
-        parts = {}  # the samples of each shard that is missing
-        for number, start in enumerate(range(0, count, args.per_shard)):
-            path = shard_path(folder / "set", number)
-            if not path.exists():
-                parts[path] = range(start, min(start + args.per_shard, count))
-        done = count - sum(map(len, parts.values()))
+        starts = {shard_path(folder / "set", number): start for number, start in enumerate(range(0, count, per_shard))}
+        missing = [path for path in starts if not path.exists()]
+        done = min(count, per_shard * (len(starts) - len(missing)))
         with progress(total=count, initial=done, desc=f"converting {split}", unit=" samples") as bar:
 
             def write_shard(path: Path, advance: job.Advance) -> None:
+                wanted = range(starts[path], min(starts[path] + per_shard, count))
                 with new_shard(path) as shard:
-                    for index, (blobs, timestep) in zip(parts[path], read_rows(rows, parts[path], split, layout)):
+                    for index, (blobs, timestep) in zip(wanted, read_rows(counts, wanted, split, layout)):
                         shard.add(key_of(split, index), blobs, timestep)
                         advance(1)
 
-            job.each(write_shard, list(parts), args.workers, bar)
-    print(f"{final}: {count} samples")
+            job.each(write_shard, missing, args.workers, bar)
+    print(f"{final}: {count:,} samples")
     return 0

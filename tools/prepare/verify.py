@@ -26,7 +26,6 @@ from flux_ref.run.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 
-SPLITS = ("train", "val")
 SHOWN = 20  # problems
 # Far beyond real data, yet random bf16 are sure to leave these ranges. T5's outputs lie in -7 .. 3 (black-forest-labs/
 # flux issue 472), CLIP's in the tens; a latent's standard deviation is 1 / latents.SCALE = 2.8. Diffusers clamps logvar
@@ -36,7 +35,7 @@ PLAUSIBLE = {"t5": (-1e3, 1e3), "clip": (-1e3, 1e3), "mean": (-1e3, 1e3), "logva
 
 @dataclass
 class Report:
-    """What a shard holds. seen: each sample that was read, and its place. problems: lines."""
+    """What shards hold. seen: each sample that was read, and its place. problems: lines."""
 
     samples: int = 0
     seen: list[tuple[Meta, str]] = field(default_factory=list)
@@ -49,18 +48,14 @@ def look(path: Path, advance: job.Advance, fast: bool, layout: Layout) -> Report
     try:
         shard = Shard(path, layout)
         shard.open()
-    except (Refusal, OSError) as error:
-        report.problems.append(str(error))
-        return report
-    report.samples = shard.count
-    with contextlib.closing(shard):
-        for position in sorted({0, shard.count - 1}) if fast else range(shard.count):
-            _look_at_sample(report, shard, position)
-            advance(layout.stride)
-        try:
+        report.samples = shard.count
+        with contextlib.closing(shard):
+            for position in sorted({0, shard.count - 1}) if fast else range(shard.count):
+                _look_at_sample(report, shard, position)
+                advance(layout.stride)
             shard.require_end()
-        except BadSample as error:
-            report.problems.append(str(error))
+    except (Refusal, BadSample, OSError) as error:
+        report.problems.append(str(error))
     return report
 
 
@@ -73,9 +68,7 @@ def _look_at_sample(report: Report, shard: Shard, position: int) -> None:
         return
     where = f"{shard.where(position)}, key {meta.key}"
     report.seen.append((meta, where))
-    for name in MEMBERS:
-        if what := implausible(name, rows[name]):
-            report.problems.append(f"{where}: {what}")
+    report.problems += [f"{where}: {what}" for name in MEMBERS if (what := implausible(name, rows[name]))]
 
 
 def implausible(name: str, bits: np.ndarray) -> str:
@@ -101,11 +94,8 @@ def find_shards(folder: Path, problems: list[str]) -> list[Path]:
     return paths
 
 
-def sum_up(split: str, folder: Path, reports: list[Report], expect: int, fast: bool, problems: list[str]) -> str:
-    """The line about a split, after a look at its keys, timesteps and number of samples."""
-    samples = sum(report.samples for report in reports)
-    if expect not in (0, samples):
-        problems.append(f"{folder} holds {samples:,} samples, want {expect:,}")
+def look_at_all(split: str, folder: Path, reports: list[Report], problems: list[str]) -> str:
+    """The line about a split, after a look at its keys and timesteps."""
     places: dict[str, str] = {}
     counts = Counter[int | None]()
     for report in reports:
@@ -114,13 +104,14 @@ def sum_up(split: str, folder: Path, reports: list[Report], expect: int, fast: b
             counts[meta.timestep] += 1
             if (other := places.setdefault(meta.key, where)) != where:
                 problems.append(f"{where}: so is the key of {other}")
+    samples = sum(report.samples for report in reports)
     line = f"{split}: {samples:,} samples in {len(reports)} shards"
-    if split == "train":
+    if split == "train" or len(places) < samples:
         return line
-    of_each = [counts[k] for k in range(TIMESTEPS)]
-    if counts.total() > sum(of_each) or (max(of_each) > min(of_each) + 1 and not fast):
+    turns = [counts[k] for k in range(TIMESTEPS)]
+    if sum(turns) < samples or max(turns) > min(turns) + 1:
         problems.append(f"{folder}: want timesteps 0 to {TIMESTEPS - 1} equally often, found {dict(counts)}")
-    return f"{line}; timesteps 0 to {TIMESTEPS - 1}: {of_each}"
+    return f"{line}; timesteps 0 to {TIMESTEPS - 1}: {turns}"
 
 
 def check_empty(root: Path, layout: Layout, problems: list[str]) -> None:
@@ -151,24 +142,27 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(f"{args.dir} is no folder")
     cfg = job.config(args.config)
     layout = shards.layout(cfg.model)
-    folders = {name: args.dir / name for name in SPLITS if (args.dir / name).is_dir()}
+    wanted = {"train": cfg.data.train_count, "val": cfg.data.val_count}
+    folders = {name: args.dir / name for name in wanted if (args.dir / name).is_dir()}
     folders = folders or {"val" if args.dir.resolve().name == "val" else "train": args.dir}
     problems: list[str] = []
     paths = {split: find_shards(folder, problems) for split, folder in folders.items()}
     total = sum(path.stat().st_size for path in chain(*paths.values()))
+    task = functools.partial(look, fast=args.fast, layout=layout)
     lines = []
     with progress(total=total, desc="verifying", unit="B", unit_scale=True, leave=False, disable=args.fast) as bar:
         for split, folder in folders.items():
-            task = functools.partial(look, fast=args.fast, layout=layout)
             reports = job.each(task, paths[split], args.workers, bar)
-            expect = cfg.data.val_count if split == "val" else cfg.data.train_count
-            lines.append(sum_up(split, folder, reports, expect, args.fast, problems))
+            lines.append(look_at_all(split, folder, reports, problems))
+            count = sum(report.samples for report in reports)
+            if wanted[split] not in (0, count):
+                problems.append(f"{folder} holds {count:,} samples, want {wanted[split]:,}")
     check_empty(args.dir, layout, problems)
-    seconds = time.monotonic() - began
-    speed = "first and last samples" if args.fast else f"{total / seconds / 1e6:,.0f} MB/s"
     shown = [printable(problem) for problem in problems[:SHOWN]]
     if len(problems) > SHOWN:
         shown.append(f"... and {len(problems) - SHOWN:,} more")
-    end = f"{f'FAIL, {len(problems):,} problems' if problems else 'PASS'} in {seconds:.1f} s, {speed}"
-    print("\n".join([*shown, *lines, end]))
+    seconds = time.monotonic() - began
+    speed = "first and last samples" if args.fast else f"{total / seconds / 1e6:,.0f} MB/s"
+    result = f"FAIL, {len(problems):,} problems" if problems else "PASS"
+    print("\n".join([*shown, *lines, f"{result} in {seconds:.1f} s, {speed}"]))
     return int(bool(problems))
