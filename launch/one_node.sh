@@ -42,7 +42,7 @@ mapfile -t seeds <"$results/seeds.txt"
 
 if [[ ${PREFLIGHT:-} != off ]]; then
   # shellcheck disable=SC2086 # several arguments
-  python -m tools.preflight --gpus "$gpus" ${PREFLIGHT:-} || die "this machine is unfit"
+  torchrun --standalone --nproc-per-node "$gpus" -m tools.preflight ${PREFLIGHT:-} || die "this machine is unfit"
 fi
 if [[ -n ${STAGE:-} ]]; then
   # shellcheck disable=SC2086 # two folders
