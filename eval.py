@@ -32,10 +32,10 @@ from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import checkpoint_files, jsonl, outside
 from flux_ref.optim import EMA
+from flux_ref.pictures import drawing
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
 from flux_ref.run.options import STEP, Options
-from flux_ref.sampling import drawing
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
@@ -94,7 +94,6 @@ def main(argv: list[str]) -> int:
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
         records = evaluate(cfg, world, timer, paths, options)
-    ranks.stop()
     if world.rank > 0:
         return 0
     chart = ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner
+from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner, toy
 from flux_ref.alive import Alive
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
@@ -25,13 +25,12 @@ from flux_ref.data import Feed, TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import shards
+from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
 from flux_ref.run.reporter import Reporter
-from flux_ref.sampling.drawing import Gallery
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
-from flux_ref.toy import make
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +98,6 @@ def main(argv: list[str]) -> int:
         if gallery:
             gallery.paint(state, alive.mark)
         report.conclude(state, reached, log.flaw)
-    ranks.stop()
     return 0
 
 
@@ -107,7 +105,7 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
     """Both data sets, still closed. Makes the drawings of data.kind=shapes on first use. Collective."""
     with ranks.agreed():
         if cfg.data.kind == "shapes" and world.rank == 0:
-            make.ensure(cfg)
+            toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 

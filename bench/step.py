@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from flux_ref import config_file, ranks, sharding
+from flux_ref import config_file, ranks, sharding, toy
 from flux_ref.config import Config
 from flux_ref.data import Batch, Feed, TrainSet
 from flux_ref.errors import Fault
@@ -34,7 +34,6 @@ from flux_ref.run.environment import peak_memory_gb
 from flux_ref.speed import policy
 from flux_ref.step import NEVER, Health, State, train_step
 from flux_ref.step_runner import StepRunner
-from flux_ref.toy import make
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
@@ -123,7 +122,7 @@ def data_set(cfg: Config, world: World) -> TrainSet:
     """The config's training set; rank 0 makes that of tiny if it is missing. Collective."""
     with ranks.agreed():
         if world.rank == 0:
-            make.ensure(cfg)
+            toy.ensure(cfg)
     with ranks.agreed():
         return TrainSet(cfg, world.rank, world.size, world.pin)
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux_ref import config, config_file, errors, ranks
+from flux_ref import config, config_file, errors, ranks, toy
 from flux_ref.errors import Refusal
 from flux_ref.formats import checkpoint_files
 from flux_ref.formats.checkpoint_reader import Checkpoint
-from flux_ref.toy import make
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +60,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 def shapes_dir(shared) -> Path:
     """A folder of train/, val/ and empty_encodings/ for the micro model."""
     cfg = config_file.load(MICRO)
-    return shared("shapes", lambda path: make.make_shapes(path, cfg.model, cfg.data.train_count, cfg.data.val_count))
+    return shared("shapes", lambda path: toy.make_shapes(path, cfg.model, cfg.data.train_count, cfg.data.val_count))
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names, files
 from flux_ref.model import parameter_table
+from flux_ref.progress import progress
 from flux_ref.run import weight_files
 from flux_ref.run.options import STEP, Options
-from flux_ref.run.progress import progress
 from flux_ref.run.weight_files import COUNTS, TRAINER, Source
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from itertools import pairwise
 
-from flux_ref import config, config_file, errors
+from flux_ref import config, config_file, errors, ranks
 from flux_ref.errors import Refusal, leave
 
 __all__ = ["config_and_overrides", "key_list", "leave", "run"]
@@ -16,7 +16,10 @@ def run(name: str, usage: str, task: Callable[[list[str]], int], argv: list[str]
     if "-h" in argv or "--help" in argv:
         print(usage + key_list() if "flux_ref/config.py" in usage else usage)  # its options are keys
         return 0
-    return errors.run(name, task, argv)
+    code = errors.run(name, task, argv)
+    if code == 0 or ranks.is_single():  # after a fault, other ranks may wait in a collective
+        ranks.stop()
+    return code
 
 
 def key_list() -> str:

@@ -24,11 +24,11 @@ from flux_ref.formats.jsonl import ENDED, REACHED, is_number, records, rewrite
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
+from flux_ref.progress import progress
 from flux_ref.ranks import World
 from flux_ref.run import folder, loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.forecast import forecast
-from flux_ref.run.progress import progress
 from flux_ref.speed import fp8_product, native, policy
 from flux_ref.speed.attention import attention_kernel
 from flux_ref.step import NEVER, Health, State

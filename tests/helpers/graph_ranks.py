@@ -19,9 +19,9 @@ from flux_ref import config_file, ranks
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
+from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
 from flux_ref.run import cli
-from flux_ref.sampling.euler import Artist
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 

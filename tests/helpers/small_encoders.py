@@ -4,15 +4,12 @@ import re
 from pathlib import Path
 
 import torch
-from peer_vae import lively_net
+from peer_vae import SMALL, bfl_tensors, lively_net
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from flux_ref.sampling.vae import Sizes
-
 WORDS = re.findall(r"\w+", "a red green blue small large cat dog sits stands on in the grass water at night photo of")
-SMALL = Sizes(base=32)
 
 
 def save_tokenizer(folder: Path, start: str | None, end: str, pad: str) -> dict[str, int]:
@@ -47,13 +44,13 @@ def save_clip(folder: Path, features: int = 14, seed: int = 1) -> Path:
     return folder / "text_encoder"
 
 
-def save_ae(path: Path, sizes: Sizes) -> Path:
-    save_file({name: tensor.bfloat16() for name, tensor in lively_net(sizes).state_dict().items()}, path)
+def save_ae(path: Path, config: dict = SMALL) -> Path:
+    save_file({name: tensor.bfloat16() for name, tensor in bfl_tensors(lively_net(config)).items()}, path)
     return path
 
 
 def save_all(folder: Path) -> list[str]:
     """All three, as options of `prepare images`."""
     paths = {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
-    paths |= {"vae": save_ae(folder / "ae.safetensors", SMALL)}
+    paths |= {"vae": save_ae(folder / "ae.safetensors")}
     return [f"--{name}={path}" for name, path in paths.items()]

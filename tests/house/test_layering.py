@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from conftest import ROOT
 
-APART = ("run", "sampling", "toy", "pictures")  # folders of flux_ref that the core does not import
+APART = ("run", "pictures")  # folders of flux_ref that the core does not import
 SHARED = "tools.shared"  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = ("cuda", "nccl", "gloo")

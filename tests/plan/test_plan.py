@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flux_ref import config, config_file, ranks, sharding
 from flux_ref.data import allocate
 from flux_ref.model import Flux
-from flux_ref.sampling import euler
+from flux_ref.pictures import artist
 from flux_ref.step import Health, State, train_step
 from tools.plan import commands, footprint, making, memory, step_time
 from tools.plan.footprint import Footprint, Product, Work
@@ -176,10 +176,10 @@ def test_memory_of_a_drawing_without_peers(name, monkeypatch):
     cfg = wide(train__global_batch=8 * ROWS, sample__steps=2, **CASES[name][2], **DRAWN)
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with fake_world(8) as world, profiling as profiler:
-        net, artist = sharding.build(cfg, world, seed=None), euler.Artist(cfg, world)
+        net, drawer = sharding.build(cfg, world, seed=None), artist.Artist(cfg, world)
         for _ in range(2):
             with record_function(step_memory.STEP):
-                artist.rehearse(net)
+                drawer.rehearse(net)
     parts = fullest(cfg, captured=True).parts
     assert -0.02 < (parts["weights"] + parts["drawing"]) / step_memory.peaks(profiler)[1] - 1 < 0.06
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MICRO, script, the_line
-from peer_vae import relative_error
+from peer_vae import SMALL, relative_error
 from run_files import contents
 from shard_damage import LAYOUT, opened
-from small_encoders import SMALL, save_ae, save_clip, save_t5
+from small_encoders import save_ae, save_clip, save_t5
 from test_pictures import drawn, pixels, saved, write_tar
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 
 from flux_ref import config_file
 from flux_ref.formats import shard_writer, shards
-from flux_ref.sampling import vae
-from flux_ref.sampling.encoders import Encoders
-from flux_ref.sampling.vae import FLUX
+from flux_ref.pictures import autoencoder
+from flux_ref.pictures.encoders import Encoders
+from flux_ref.pictures.autoencoder import FLUX
 from tools.prepare import commands as prepare
 from tools.prepare.pictures import Picture
 
@@ -33,7 +33,7 @@ TOKENS = config_file.load(MICRO).model.text_tokens
 def small_autoencoder() -> Iterator[None]:
     """FLUX's autoencoder would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+        patch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
         yield
 
 
@@ -43,7 +43,7 @@ def nets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("nets")
     save_t5(folder / "t5")
     save_clip(folder / "clip")
-    save_ae(folder / "ae.safetensors", SMALL)
+    save_ae(folder / "ae.safetensors")
     return folder
 
 
@@ -132,7 +132,7 @@ def theirs(nets: Path, caption: str) -> dict[str, torch.Tensor]:
 
 def test_samples_hold_what_the_encoders_say(made, nets):
     source, output = made
-    autoencoder = vae.load(nets / "ae.safetensors", torch.device("cpu"))
+    net = autoencoder.load(nets / "ae.safetensors", torch.device("cpu"))
     for number, (meta, rows) in enumerate(stored(output / "train")):
         content = (source / f"{number:02}.png").read_bytes()
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_inputs_that_are_none_are_refused(nets, tmp_path, capsys):
 @pytest.mark.slow
 def test_two_ranks_make_the_same_bytes_as_one(nets, tmp_path, monkeypatch):
     flux = f"--vae={save_ae(tmp_path / 'flux.safetensors', FLUX)}"  # no patch reaches the ranks
-    monkeypatch.setattr(vae, "load", vae.load.func)
+    monkeypatch.setattr(autoencoder, "load", autoencoder.load.func)
     lay_out(tmp_path / "in", count=24)
     alone, both = (command(nets, tmp_path / "in", tmp_path / out, 0.5, flux) for out in ("alone", "both"))
     assert prepare.main(alone) == 0

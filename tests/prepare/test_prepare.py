@@ -6,9 +6,8 @@ from collections import Counter
 import pytest
 from conftest import MICRO
 
-from flux_ref import config_file
+from flux_ref import config_file, toy
 from flux_ref.formats import shards
-from flux_ref.toy import shapes
 from tools.prepare import commands as prepare
 
 ARGS = ["shapes", "--config", str(MICRO)]
@@ -34,7 +33,7 @@ def test_counts_keys_and_timesteps_and_training_never_shows_what_validation_asks
     assert [meta.key for meta in train] == [f"train_{i:08d}" for i in range(TRAIN)]
     assert {meta.timestep for meta in train} == {None}
     assert Counter(meta.timestep for meta in val) == Counter(k % 8 for k in range(VAL))
-    held_out = {drawing.caption for drawing in shapes.held_out()}
+    held_out = {drawing.caption for drawing in toy.held_out()}
     assert {meta.caption for meta in val} <= held_out and not {meta.caption for meta in train} & held_out
 
 

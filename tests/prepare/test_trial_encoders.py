@@ -4,7 +4,7 @@ import torch
 from conftest import MICRO
 
 from flux_ref import config_file
-from flux_ref.sampling.encoders import Encoders
+from flux_ref.pictures.encoders import Encoders
 from tools.prepare import commands, pictures
 
 MODEL = config_file.load(MICRO).model

@@ -11,8 +11,8 @@ from compliance import RULESETS, check
 from conftest import ROOT, micro_run, rank_exit_code, script
 from run_files import column, event
 
+from flux_ref import toy
 from flux_ref.benchmark import closed
-from flux_ref.toy import shapes
 
 
 def grid_tiles(path, columns=6, side=160, tile=(196, 160), padding=6):
@@ -66,13 +66,13 @@ def test_first_command_learns_to_draw(tmp_path):
     assert losses[-1] <= losses[0] / 7.8  # 8.1 where it was measured; processors round differently
     assert permuted > 2 * losses[-1]
     grid = sheets(tmp_path)[-1]
-    assert sum(matches(tile, want) for tile, want in zip(grid_tiles(grid), shapes.held_out())) >= 17
+    assert sum(matches(tile, want) for tile, want in zip(grid_tiles(grid), toy.held_out())) >= 17
 
 
 def matches(tile, want):
     """Whether, of all drawings there are, the wanted one is the nearest to the picture."""
     small = tile.reshape(3, 32, 5, 32, 5).mean(axis=(2, 4))
-    distance = {d: np.square(shapes.render(d, 32, 32) - small).mean() for d in shapes.all_drawings()}
+    distance = {d: np.square(toy.render(d, 32, 32) - small).mean() for d in toy.all_drawings()}
     return min(distance, key=distance.get) == want
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import MICRO, called, data_overrides, micro_run, refusal, script
+from peer_vae import SMALL
 from PIL import Image
 from run_files import lines
 from safetensors.torch import load_file, save_file
+from small_encoders import save_ae
 
 import eval as eval_script
 from flux_ref.formats import checkpoint_files
+from flux_ref.pictures import artist, autoencoder, sheet
 from flux_ref.run import loss_chart
-from flux_ref.sampling import euler, grid, vae
 from tools import export
 
 STEPS = (2, 4, 5)  # of the checkpoints
@@ -213,17 +215,15 @@ def embeddings(run: Path) -> list[str]:
 
 
 def test_with_an_autoencoder_latents_are_decoded(run, evaluate, tmp_path, monkeypatch):
-    path, small = tmp_path / "ae.safetensors", vae.Sizes(base=32)
-    torch.manual_seed(0)
-    save_file({name: tensor.bfloat16() for name, tensor in vae.Autoencoder(small).state_dict().items()}, path)
-    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=small))
-    grids, latents, draw = [], [], euler.generate_latents
-    monkeypatch.setattr(grid, "save", lambda drawn, captions, path: grids.append(drawn))
-    monkeypatch.setattr(euler, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
+    path = save_ae(tmp_path / "ae.safetensors")
+    monkeypatch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
+    grids, latents, draw = [], [], artist.generate_latents
+    monkeypatch.setattr(sheet, "save", lambda drawn, captions, path: grids.append(drawn))
+    monkeypatch.setattr(artist, "generate_latents", lambda *a: latents.append(draw(*a)) or latents[-1])
     text = evaluate(*embeddings(run), f"--vae={path}")
     assert text.splitlines()[-1] == f"pictures: {run}/samples/eval_step_000000005_1.png"
     with torch.no_grad():
-        want = vae.load(path).decode(latents[0])
+        want = autoencoder.load(path).decode(latents[0])
     np.testing.assert_allclose(np.stack(grids[0]), want, rtol=1e-4, atol=1e-4)
     assert want.std() > 0.01
 
@@ -250,7 +250,7 @@ def test_each_drawing_is_a_new_file_in_its_run_or_here(run, exported, evaluate, 
 
 def test_a_prompt_draws_as_its_stored_caption_and_guidance_takes_the_empty_one(run, evaluate, monkeypatch):
     drawn = []
-    monkeypatch.setattr(grid, "save", lambda pictures, captions, path: drawn.append((captions, pictures)))
+    monkeypatch.setattr(sheet, "save", lambda pictures, captions, path: drawn.append((captions, pictures)))
     for guidance in ("1", "30"):
         evaluate(run, "--sample.count=3", "--steps=2", f"--guidance={guidance}")
         evaluate(run, *(f"--prompt={caption}" for caption in drawn[-1][0]), "--steps=2", f"--guidance={guidance}")
@@ -275,11 +275,11 @@ REFUSED = [
     (["--checkpoint=last"], ["--checkpoint", "'last'", "give a whole number"]),
     (["--all", "--checkpoint=4"], ["--all and --checkpoint exclude each other"]),
     (["--config=none.toml"], ["config none.toml: No such file"]),
-    (["--vae=ae.safetensors", "--sample.count=1"], ["sample.vae=ae.safetensors", "data.kind=shapes"]),
     (["--data.kind=embeddings", "--sample.count=1", "--vae=none.safetensors", "--json"], ["autoencoder none"]),
     (["--data.kind=embeddings", "--sample.count=1"], ["need an autoencoder", "--sample.vae=ae.safetensors"]),
     (["--data.kind=embeddings", "--prompt=x"], ["need an autoencoder", "hf download"]),
     (["--prompt=x", "--t5=nets"], ["--t5", "data.kind=shapes has its own"]),
+    (["--prompt=caf\udce9"], ["--prompt", "is not UTF-8"]),
     (["--prompts=none.txt"], ["list of prompts none.txt: No such file"]),
     (["--data.val=", "--eval.permuted_captions=false"], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
     (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),

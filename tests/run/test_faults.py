@@ -25,8 +25,8 @@ from shard_damage import position
 from flux_ref import config_file, rng
 from flux_ref.alive import Alive
 from flux_ref.formats import files, shards
+from flux_ref.pictures import sheet
 from flux_ref.run import loss_chart, reporter
-from flux_ref.sampling import grid
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
@@ -123,7 +123,7 @@ def test_a_file_that_counts_and_cannot_be_written_ends_the_run_which_goes_on_lat
 
 
 def test_a_picture_that_cannot_be_written_ends_no_run(trains, calm, tmp_path, monkeypatch):
-    for module in (loss_chart, grid):
+    for module in (loss_chart, sheet):
         stand_in = refuse("loss.png" if module is loss_chart else "000000072.png", files.whole, times=9)
         monkeypatch.setattr(module, "whole", stand_in)
     code, out, _ = trains(tmp_path / "run")

@@ -13,14 +13,13 @@ from conftest import MICRO, ROOT, called, data_overrides, micro_run, require_ide
 from PIL import Image
 from run_files import column, event, events, lines, require_equal_runs
 
-from flux_ref import config, config_file, schedule
+from flux_ref import config, config_file, schedule, toy
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.formats.files import partial_of
 from flux_ref.model import parameter_table
+from flux_ref.pictures import artist
 from flux_ref.run.forecast import forecast
-from flux_ref.sampling import euler
-from flux_ref.toy import make, shapes
 
 FILES = [
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
@@ -204,9 +203,9 @@ def test_no_data_is_opened_before_run_start(run, shapes_dir, tmp_path):
 
 def test_an_interrupted_making_of_data_is_not_taken_for_whole(run, tmp_path, shapes_dir, monkeypatch):
     data, partial = tmp_path / "data", partial_of(tmp_path / "data")
-    monkeypatch.setattr(shapes, "encode", lambda picture: 1 / 0)
+    monkeypatch.setattr(toy, "encode", lambda picture: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        make.make_shapes(data, config_file.load(MICRO).model, 50, 45)
+        toy.make_shapes(data, config_file.load(MICRO).model, 50, 45)
     monkeypatch.undo()
     assert not data.exists()
     (partial / "train").mkdir(parents=True, exist_ok=True)  # as a killed process leaves it
@@ -235,7 +234,7 @@ def test_what_fails_after_training_does_not_take_the_run_with_it(tmp_path, shape
     def refuse(*_):
         raise Refusal("the empty encodings are gone")
 
-    monkeypatch.setattr(euler.Artist, "paint", refuse)
+    monkeypatch.setattr(artist.Artist, "paint", refuse)
     folder = tmp_path / "run"
     assert called("train.py", *micro_run(shapes_dir, folder, "--sample.count=1")) != 0
     assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "outcome.json"]

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from flux_ref import config_file, errors
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import printable
+from flux_ref.progress import progress
 from flux_ref.run.forecast import duration
 from flux_ref.run.options import Options, between
-from flux_ref.run.progress import progress
 from tools.plan import making
 from tools.shared import hardware, json_option, public_systems
 

@@ -31,7 +31,7 @@ from flux_ref import flow, ranks
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
-from flux_ref.sampling import vae
+from flux_ref.pictures import autoencoder
 from flux_ref.sharding import DTYPES
 from flux_ref.speed import fp8_product, linear, policy, regions
 from tools.shared import communication
@@ -111,11 +111,11 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
 def decoding(model: ModelConfig) -> float:
     """Bytes of the autoencoder, and of what it needs to decode one latent. It is on the card only meanwhile."""
     with FakeTensorMode(), torch.no_grad():
-        autoencoder = vae.Autoencoder(vae.FLUX)
+        net = autoencoder.Autoencoder().to_empty(device="cpu")
         z_1CYX = torch.zeros(1, *model.latent_shape)
         with Live() as live:
-            _, _, most, _ = live.above(lambda: autoencoder.decode(z_1CYX))
-        return _nbytes(list(autoencoder.parameters())) + most
+            _, _, most, _ = live.above(lambda: net.decode(z_1CYX))
+        return _nbytes(list(net.parameters())) + most
 
 
 def layout(cfg: Config, gpus: int, node: int) -> Layout:

@@ -1,6 +1,6 @@
 """Random encoders and a folder of captioned drawings, for a trial of own pictures without a download.
 
-The files are those of FLUX.1-schnell: ae.safetensors, text_encoder/ (CLIP), text_encoder_2/ (T5) and both tokenizers.
+The files are those of FLUX.1-schnell: vae/, text_encoder/ (CLIP), text_encoder_2/ (T5) and both tokenizers.
 The autoencoder has FLUX's size. T5 and CLIP have two thin layers; a token is a byte of the caption. All weights are
 random, so a run with these encoders shows that the chain works, and its drawings show noise or blotches.
 """
@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
+from flux_ref import toy
 from flux_ref.errors import Refusal
 from flux_ref.formats import files
+from flux_ref.pictures.autoencoder import Autoencoder
 from flux_ref.run.options import package
-from flux_ref.sampling.vae import Autoencoder
-from flux_ref.toy import shapes
 from tools.prepare import job
 
 PIXELS = 64  # rows and columns of a drawing
@@ -32,8 +31,7 @@ def save_encoders(folder: Path, t5_dim: int, clip_dim: int) -> None:
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     clip = transformers.CLIPTextConfig(hidden_size=clip_dim, **layers, **TOKENS)
     torch.manual_seed(0)
-    tensors = Autoencoder().state_dict()
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "ae.safetensors")
+    Autoencoder(device="cpu").net.save_pretrained(folder / "vae")
     transformers.T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
     transformers.CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     for name in ("tokenizer", "tokenizer_2"):
@@ -46,8 +44,8 @@ def save_pictures(folder: Path) -> int:
 
     folder.mkdir()
     lines = []
-    for number, drawing in enumerate(shapes.all_drawings()):
-        pixels = (shapes.render(drawing, PIXELS, PIXELS) + 1) * 127.5
+    for number, drawing in enumerate(toy.all_drawings()):
+        pixels = (toy.render(drawing, PIXELS, PIXELS) + 1) * 127.5
         name = f"{number:03}.png"
         Image.fromarray(np.rint(pixels).astype(np.uint8).transpose(1, 2, 0)).save(folder / name)
         lines.append(json.dumps({"file_name": name, "text": drawing.caption}) + "\n")

@@ -32,9 +32,9 @@ from flux_ref.errors import Refusal, one_line
 from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from flux_ref.run.options import between
-from flux_ref.run.progress import progress
-from flux_ref.sampling import encoders
-from flux_ref.sampling.encoders import Encoders
+from flux_ref.progress import progress
+from flux_ref.pictures import encoders
+from flux_ref.pictures.encoders import Encoders
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job, pictures
 from tools.prepare.pictures import Part, Rejection, Sample

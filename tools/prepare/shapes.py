@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flux_ref import config_file
 from flux_ref.errors import Refusal
-from flux_ref.toy.make import make_shapes
+from flux_ref.toy import make_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

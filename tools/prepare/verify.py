@@ -22,7 +22,7 @@ import numpy as np
 from flux_ref.errors import Refusal, printable
 from flux_ref.formats import shards
 from flux_ref.formats.shards import MEMBERS, BadSample, Layout, Meta, Shard
-from flux_ref.run.progress import progress
+from flux_ref.progress import progress
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job
 

@@ -13,7 +13,7 @@ from run_files import lines
 from flux_ref.alive import Alive
 from flux_ref.errors import Interrupted
 from flux_ref.formats import checkpoint_files
-from flux_ref.sampling import grid
+from flux_ref.pictures import sheet
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
 OFTEN = ["--checkpoint.every_samples=24", "--checkpoint.keep=9"]
@@ -40,11 +40,11 @@ def require_same(run: Path, other: Path) -> None:
 def require_strip(folder: Path, sheets: list[str]) -> None:
     """strip.png holds the pictures of these sheets, one row of pictures each, and the captions of the last."""
     rows = [np.asarray(Image.open(folder / name)) for name in sheets]
-    strip = np.asarray(Image.open(folder / "strip.png"))[:, grid.STRIP_LEFT :]
-    step = grid.HEIGHT + grid.GAP
-    assert len(strip) == len(sheets) * step + grid.CAPTION_HEIGHT + grid.GAP
+    strip = np.asarray(Image.open(folder / "strip.png"))[:, sheet.STRIP_LEFT :]
+    step = sheet.HEIGHT + sheet.GAP
+    assert len(strip) == len(sheets) * step + sheet.CAPTION_HEIGHT + sheet.GAP
     for number, row in enumerate(rows):
-        end = step + (grid.CAPTION_HEIGHT if number == len(rows) - 1 else 0)
+        end = step + (sheet.CAPTION_HEIGHT if number == len(rows) - 1 else 0)
         assert (strip[number * step :][:end] == row[:end]).all()
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from conftest import MICRO, refusal
 from payload import Payload
-from peer_vae import relative_error
+from peer_vae import SMALL, relative_error
 from safetensors.torch import load_file, save_file
-from small_encoders import SMALL, WORDS, save_ae, save_clip, save_t5
+from small_encoders import WORDS, save_ae, save_clip, save_t5
 
 from flux_ref import config_file
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import shards
-from flux_ref.sampling import vae
-from flux_ref.sampling.encoders import Encoders
+from flux_ref.pictures import autoencoder
+from flux_ref.pictures.encoders import Encoders
 
 MODEL = config_file.load(MICRO).model
 
@@ -28,7 +28,7 @@ MODEL = config_file.load(MICRO).model
 def small_autoencoder():
     """FLUX's autoencoder would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+        patch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
         yield
 
 
@@ -38,7 +38,7 @@ def nets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("nets")
     save_t5(folder / "t5")
     save_clip(folder / "clip")
-    save_ae(folder / "ae.safetensors", SMALL)
+    save_ae(folder / "ae.safetensors")
     return folder
 
 

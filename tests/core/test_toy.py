@@ -6,34 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from flux_ref import latents
-from flux_ref.toy import shapes
+from flux_ref import latents, toy
 
 
 def test_codec_keeps_16_different_frequencies_the_lowest_of_each_colour_axis():
-    assert len(set(shapes.KEPT)) == len(shapes.KEPT) == shapes.CHANNELS
+    assert len(set(toy.KEPT)) == len(toy.KEPT) == toy.CHANNELS
     for axis, count in enumerate((8, 4, 4)):
-        kept = {(u, v) for c, u, v in shapes.KEPT if c == axis}
+        kept = {(u, v) for c, u, v in toy.KEPT if c == axis}
         assert len(kept) == count and max(map(sum, kept)) <= min(map(sum, set(np.ndindex(8, 8)) - kept))
 
 
 def test_encode_inverts_decode_and_keeps_what_it_has_kept_and_flat_colours():
-    grey, _ = shapes.encode(np.zeros((3, 32, 48), np.float32))
+    grey, _ = toy.encode(np.zeros((3, 32, 48), np.float32))
     mean = grey + 0.5 * np.random.default_rng(0).standard_normal(grey.shape).astype(np.float32)
-    picture = shapes.decode(mean)
+    picture = toy.decode(mean)
     assert 0.1 < abs(picture).max() < 1, "this latent must not clip"
-    np.testing.assert_allclose(shapes.encode(picture)[0], mean, atol=1e-5)
-    picture = 0.5 * shapes.render(shapes.held_out()[0], 64, 64)
-    once = shapes.decode(shapes.encode(picture)[0])
+    np.testing.assert_allclose(toy.encode(picture)[0], mean, atol=1e-5)
+    picture = 0.5 * toy.render(toy.held_out()[0], 64, 64)
+    once = toy.decode(toy.encode(picture)[0])
     assert abs(once).max() < 1 and abs(once - picture).max() > 0.01
-    for colour in shapes.COLOURS.values():
+    for colour in toy.COLOURS.values():
         flat = np.broadcast_to(2 * np.array(colour)[:, None, None] - 1, (3, 16, 8))
-        np.testing.assert_allclose(shapes.decode(shapes.encode(flat)[0]), flat, atol=1e-5)
+        np.testing.assert_allclose(toy.decode(toy.encode(flat)[0]), flat, atol=1e-5)
 
 
 def test_latents_have_about_zero_mean_and_unit_variance():
     """Under FLUX.1's own shift and scale, over all drawings."""
-    means, logvars = zip(*(shapes.encode(shapes.render(drawing, 64, 64)) for drawing in shapes.all_drawings()))
+    means, logvars = zip(*(toy.encode(toy.render(drawing, 64, 64)) for drawing in toy.all_drawings()))
     mean, logvar = torch.from_numpy(np.stack(means)), torch.from_numpy(np.stack(logvars))
     assert mean.shape[1:] == (16, 8, 8)
     latent = latents.sample(mean, logvar, torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
@@ -42,9 +41,9 @@ def test_latents_have_about_zero_mean_and_unit_variance():
 
 
 def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
-    held_out, everything = shapes.held_out(), shapes.all_drawings()
+    held_out, everything = toy.held_out(), toy.all_drawings()
     pairs = {(drawing.colour, drawing.shape) for drawing in held_out}
-    assert pairs == {(colour, shape) for colour in shapes.COLOURS for shape in shapes.SHAPES}
+    assert pairs == {(colour, shape) for colour in toy.COLOURS for shape in toy.SHAPES}
     assert len(held_out) == len(set(held_out)) == 18
     assert len(everything) == len({drawing.caption for drawing in everything}) == 180
     shown = set(everything) - set(held_out)
@@ -57,35 +56,35 @@ def test_held_out_has_each_colour_and_shape_once_and_training_has_the_rest():
 
 def test_drawings_are_where_and_what_their_captions_say():
     """The colour is at the named place, the background in the corner. The size of the ink is about right."""
-    for drawing in shapes.held_out():
-        picture = (shapes.render(drawing, 64, 80) + 1) / 2
+    for drawing in toy.held_out():
+        picture = (toy.render(drawing, 64, 80) + 1) / 2
         assert picture.shape == (3, 64, 80) and picture.dtype == np.float32
-        x, y = shapes.PLACES[drawing.place]
-        np.testing.assert_allclose(picture[:, int(y * 64), int(x * 80)], shapes.COLOURS[drawing.colour], atol=1e-6)
-        np.testing.assert_allclose(picture[:, 0, 0], shapes.BACKGROUND, atol=1e-6)
-        ink = (abs(picture - shapes.BACKGROUND).max(axis=0) > 0.05).mean()
-        area = {"circle": math.pi, "square": 1.8**2, "triangle": 2.0}[drawing.shape] * shapes.SIZES[drawing.size] ** 2
+        x, y = toy.PLACES[drawing.place]
+        np.testing.assert_allclose(picture[:, int(y * 64), int(x * 80)], toy.COLOURS[drawing.colour], atol=1e-6)
+        np.testing.assert_allclose(picture[:, 0, 0], toy.BACKGROUND, atol=1e-6)
+        ink = (abs(picture - toy.BACKGROUND).max(axis=0) > 0.05).mean()
+        area = {"circle": math.pi, "square": 1.8**2, "triangle": 2.0}[drawing.shape] * toy.SIZES[drawing.size] ** 2
         assert ink == pytest.approx(area, rel=0.3), drawing.caption
-        moved = shapes.render(drawing, 64, 80, dx=10 / 80, dy=4 / 64)
-        still = shapes.render(drawing, 64, 80)
+        moved = toy.render(drawing, 64, 80, dx=10 / 80, dy=4 / 64)
+        still = toy.render(drawing, 64, 80)
         np.testing.assert_array_equal(moved[:, 4:, 10:], still[:, :-4, :-10])
 
 
 def test_caption_encodings_are_the_same_in_every_process():
     """One vector a word, whatever the case; pinned, because a data set on disk was made with them."""
-    t5, clip = shapes.encode_caption("a Red circle", 5, 6, 4)
+    t5, clip = toy.encode_caption("a Red circle", 5, 6, 4)
     assert t5.shape == (5, 6) and clip.shape == (4,) and t5.dtype == clip.dtype == np.float32
     np.testing.assert_allclose(t5[1, :3], [-0.11212102, -0.37770814, 0.19347517], rtol=1e-5)
     np.testing.assert_allclose(t5[4, :3], [0.38186851, -0.00030607, -0.81482333], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(clip, [0.09850877, 0.4119615, 0.8492412, -0.34046832], rtol=1e-5)
 
-    (empty,) = {row.tobytes() for row in shapes.encode_caption("", 5, 6, 4)[0]}
+    (empty,) = {row.tobytes() for row in toy.encode_caption("", 5, 6, 4)[0]}
     assert t5[3].tobytes() == t5[4].tobytes() == empty
-    assert np.array_equal(shapes.encode_caption("a red circle", 2, 6, 4)[0], t5[:2])
+    assert np.array_equal(toy.encode_caption("a red circle", 2, 6, 4)[0], t5[:2])
 
 
 def test_different_words_have_different_encodings():
-    words = {word for drawing in shapes.all_drawings() for word in drawing.caption.split()}
-    states, pooled = zip(*(shapes.encode_caption(word, 1, 28, 14) for word in words))
+    words = {word for drawing in toy.all_drawings() for word in drawing.caption.split()}
+    states, pooled = zip(*(toy.encode_caption(word, 1, 28, 14) for word in words))
     assert len({state.tobytes() for state in states}) == len({vector.tobytes() for vector in pooled}) == len(words)
     assert abs(np.mean(states)) < 0.1 and np.std(states) == pytest.approx(1, abs=0.1)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flux_ref import latents, ranks, rng, sharding
+from flux_ref import latents, ranks, rng, sharding, toy
 from flux_ref.config import Config
 from flux_ref.data import Rows
 from flux_ref.errors import Refusal
 from flux_ref.formats import shards
+from flux_ref.pictures import autoencoder
 from flux_ref.ranks import World
-from flux_ref.sampling import vae
 from flux_ref.speed import regions
-from flux_ref.toy import shapes
 
 Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
 
+LOOKED_AT = 16  # samples for each different caption that is wanted
 # Attention kernels for the autoencoder. The kernels of the net may not support fp32.
 IN_FP32 = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -41,9 +41,9 @@ class Artist:
         with ranks.agreed():
             if world.rank == 0 and cfg.data.kind != "shapes":
                 if not cfg.sample.vae:
-                    give = "give --sample.vae=ae.safetensors"
-                    raise Refusal(f"pictures of data.kind={cfg.data.kind} need an autoencoder: {give}; {vae.FETCH}")
-                self.autoencoder = vae.load(cfg.sample.vae)
+                    rule = f"pictures of data.kind={cfg.data.kind} need an autoencoder"
+                    raise Refusal(f"{rule}: give --sample.vae=ae.safetensors; {autoencoder.FETCH}")
+                self.autoencoder = autoencoder.load(cfg.sample.vae)
 
     def paint(
         self, net: nn.Module, texts: list[Text], empty: Rows | None, report_place: Callable[[str], None]
@@ -73,7 +73,7 @@ class Artist:
     def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
         """The autoencoder is on the device of the latents only meanwhile."""
         if not self.autoencoder:
-            return [shapes.decode(z) for z in z_BCYX.cpu().numpy()]
+            return [toy.decode(z) for z in z_BCYX.cpu().numpy()]
         with torch.no_grad(), sdpa_kernel(IN_FP32):
             self.autoencoder.to(z_BCYX.device)
             pictures = [self.autoencoder.decode(z_CYX[None])[0].cpu().numpy() for z_CYX in z_BCYX]
@@ -129,9 +129,12 @@ def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t:
 
 
 def stored_captions(samples: shards.ShardSet, count: int) -> list[Text]:
-    """The first `count` different captions of an open data set, damaged samples left out."""
+    """The first `count` different captions of an open data set, damaged samples left out.
+
+    At most LOOKED_AT * count samples are looked at, so there may be fewer.
+    """
     encodings: dict[str, Rows] = {}
-    for sample in range(len(samples)):
+    for sample in range(min(len(samples), LOOKED_AT * count)):
         if len(encodings) == count:
             break
         rows = samples.layout.rows()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from flux_ref import config_file, latents, rng
 from flux_ref.config import Config
-from flux_ref.sampling import drawing, euler, grid
+from flux_ref.pictures import artist, drawing, sheet
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a small red circle at the middle", "a large blue square at the top left")
@@ -46,7 +47,7 @@ def start_noise(cfg: Config) -> Tensor:
 def generated(net: Velocity, cfg: Config) -> Tensor:
     """The latents of CAPTIONS, at unit variance."""
     *texts, empty = [drawing.toy_encodings(caption, cfg.model) for caption in (*CAPTIONS, "")]
-    z = euler.generate_latents(net, texts, empty, cfg, CPU)
+    z = artist.generate_latents(net, texts, empty, cfg, CPU)
     assert z.dtype == torch.float32 and not z.requires_grad
     return (z - latents.SHIFT) * latents.SCALE
 
@@ -82,15 +83,40 @@ def test_guidance_extrapolates_from_the_empty_caption():
         torch.testing.assert_close(generated(net, cfg), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_list_of_prompts_has_one_on_each_line_whatever_python_takes_for_the_end_of_a_line(tmp_path):
+    lines = ["a\u2028b", "c\x0bd\x0c", "e\x85f\x1c", "", "g"]
+    (tmp_path / "list").write_bytes("\r\n".join(lines).encode())
+    assert drawing._listed(str(tmp_path / "list")) == ["a\u2028b", "c\x0bd", "e\x85f", "g"]
+
+
+def test_few_samples_are_looked_at_for_captions():
+    looked = []
+
+    class Samples:
+        layout = SimpleNamespace(rows=dict)
+
+        def __len__(self) -> int:
+            return 10_000
+
+        def read(self, sample: int, rows: dict) -> SimpleNamespace:
+            looked.append(sample)
+            return SimpleNamespace(caption=f"caption {sample // 5}", key=str(sample))
+
+    assert [caption for caption, _ in artist.stored_captions(Samples(), 3)] == ["caption 0", "caption 1", "caption 2"]
+    assert looked == [*range(11)]
+    Samples.read = lambda self, sample, rows: looked.append(sample) or SimpleNamespace(caption="one", key="")
+    assert len(artist.stored_captions(Samples(), 8)) == 1 and len(looked) == 11 + 8 * artist.LOOKED_AT
+
+
 def test_the_grid_holds_each_picture_above_its_caption(tmp_path):
-    values = (-1.5, 0.0, 1.0, 0.5)
+    values = (-1.5, 0.0, 1.0, 0.5, 0.0, 0.0, 0.5)
     pictures = [np.full((3, 64, 64), value, np.float32) for value in values]
-    grid.save(pictures, ["a caption of many words, " * 5] * 3 + [""], tmp_path / "samples" / "grid.png", columns=3)
-    with Image.open(tmp_path / "samples" / "grid.png") as image:
+    sheet.save(pictures, ["a caption of many words, " * 5] * 6 + [""], tmp_path / "samples" / "sheet.png")
+    with Image.open(tmp_path / "samples" / "sheet.png") as image:
         pixels = np.array(image)
-    assert pixels.shape == (2 * (160 + 36) + 3 * 6, 3 * 160 + 4 * 6, 3)
+    assert pixels.shape == (2 * (160 + 36) + 3 * 6, 6 * 160 + 7 * 6, 3)
     for top, left, value in ((6, 6, 0), (6, 172, 128), (6, 338, 255), (208, 6, 191)):
         assert (pixels[top : top + 160, left : left + 160] == value).all()
     for top in (166, 368):
         assert (pixels[top : top + 36, 6:166] < 100).any(), "captions are below, also for the empty one"
-    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["grid.png"]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["sheet.png"]

@@ -12,14 +12,14 @@ import torch
 from conftest import MICRO, ROOT, the_line
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from peer_net import diffusers_twin, random_net
-from peer_vae import diffusers_net, lively_net, to_diffusers
+from peer_vae import SMALL, bfl_tensors, lively_net
 from PIL import Image
 from safetensors.torch import save_file
-from small_encoders import SMALL, save_clip, save_t5
+from small_encoders import save_clip, save_t5
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from flux_ref import config_file, latents, rng
-from flux_ref.sampling import euler, grid, vae
+from flux_ref.pictures import artist, autoencoder, sheet
 from tools import export
 from tools.prepare import commands as prepare
 
@@ -29,12 +29,10 @@ PROMPTS = ["a small red cat sits on the grass", "", "photo of two dogs"]
 
 def save_repository(folder: Path) -> Path:
     """Random small weights in the layout of FLUX.1-schnell's repository."""
-    t5, clip, net = save_t5(folder / "t5"), save_clip(folder / "clip"), lively_net(SMALL)
-    autoencoder = diffusers_net(SMALL, scaling_factor=latents.SCALE, shift_factor=latents.SHIFT)
-    autoencoder.load_state_dict(to_diffusers(net.state_dict(), SMALL), strict=True, assign=True)
+    t5, clip, net = save_t5(folder / "t5"), save_clip(folder / "clip"), lively_net()
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
-        vae=autoencoder,
+        vae=net,
         text_encoder=CLIPTextModel.from_pretrained(clip),
         tokenizer=AutoTokenizer.from_pretrained(folder / "clip" / "tokenizer", model_max_length=77),
         text_encoder_2=T5EncoderModel.from_pretrained(t5),
@@ -42,7 +40,7 @@ def save_repository(folder: Path) -> Path:
         transformer=diffusers_twin(random_net(MODEL))[0],
     )
     pipeline.save_pretrained(folder / "public")
-    save_file(net.state_dict(), folder / "public" / "ae.safetensors")
+    save_file(bfl_tensors(net), folder / "public" / "ae.safetensors")
     return folder / "public"
 
 
@@ -56,7 +54,7 @@ def draw(monkeypatch, tmp_path, attempt):
     """draw(*argv) runs eval.py --draw-only in an empty folder; returns its --json record, or the refusal."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+    monkeypatch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
 
     def call(*argv: object, code: int = 0):
         options = (f"--config={MICRO}", "--data.kind=embeddings", "--draw-only", "--steps=4", "--json")
@@ -68,11 +66,11 @@ def draw(monkeypatch, tmp_path, attempt):
 
 
 def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public, draw, monkeypatch):
-    made, generate = [], euler.generate_latents
-    monkeypatch.setattr(euler, "generate_latents", lambda *a: made.append(generate(*a)) or made[-1])
+    made, generate = [], artist.generate_latents
+    monkeypatch.setattr(artist, "generate_latents", lambda *a: made.append(generate(*a)) or made[-1])
     record = draw(public, *(f"--prompt={prompt}" for prompt in PROMPTS), "--seed=7")
     with Image.open(record["pictures"]) as image:
-        sheet = np.asarray(image.convert("RGB")).astype(int)
+        drawn = np.asarray(image.convert("RGB")).astype(int)
     pipeline = FluxPipeline.from_pretrained(public)
     pipeline.set_progress_bar_config(disable=True)
     shape, sides = MODEL.latent_shape, (8 * MODEL.latent_height, 8 * MODEL.latent_width)
@@ -84,11 +82,11 @@ def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public
     print((ours - theirs).abs().max(), theirs.std(), theirs.abs().max())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     pictures = pipeline(PROMPTS, output_type="np", **options).images
-    size = (round(sides[1] * grid.HEIGHT / sides[0]), grid.HEIGHT)
+    size = (round(sides[1] * sheet.HEIGHT / sides[0]), sheet.HEIGHT)
     for number, picture in enumerate(pictures):
-        left, top = grid.GAP + number * (size[0] + grid.GAP), grid.GAP
+        left, top = sheet.GAP + number * (size[0] + sheet.GAP), sheet.GAP
         want = Image.fromarray((picture * 255).round().astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
-        cut = sheet[top : top + size[1], left : left + size[0]]
+        cut = drawn[top : top + size[1], left : left + size[0]]
         assert abs(cut - np.asarray(want).astype(int)).max() <= 1
         assert cut.std() > 20
 
@@ -160,7 +158,7 @@ SMALLER = {  # in the page's program, for the small model on a CPU
 def test_the_page_on_own_pictures_leads_from_a_folder_to_a_drawing_by_diffusers(public, tmp_path, monkeypatch, capsys):
     """Its commands, with small encoders. A folder that lacks an encoder is refused with what to fetch."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(vae, "load", partial(vae.load, sizes=SMALL))
+    monkeypatch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
     Path("FLUX.1-schnell").symlink_to(public)
     Path("pictures").mkdir()
     rows = [{"file_name": f"{i}.png", "text": "a red cat"} for i in range(40)]

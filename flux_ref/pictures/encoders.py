@@ -17,9 +17,9 @@ from torch import Tensor
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats import outside
+from flux_ref.pictures import autoencoder
+from flux_ref.pictures.autoencoder import FETCH
 from flux_ref.run.options import package
-from flux_ref.sampling import vae
-from flux_ref.sampling.vae import FETCH
 
 # B batch  H, W pixel rows and columns  C, Y, X latent  T text tokens (256)  E T5 features (4096)  V CLIP features (768)
 CLIP_TOKENS = 77  # all that CLIP has positions for
@@ -91,10 +91,10 @@ class Encoders:
         self, vae_file: Path | None, t5: Path, clip: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
     ):
         """vae_file: None for captions only. Raises: Refusal for files that do not fit the model or are no encoders."""
-        if model.latent_channels != vae.FLUX.latent_channels:
+        if model.latent_channels != autoencoder.FLUX["latent_channels"]:
             raise Refusal(f"model.latent_channels={model.latent_channels}; FLUX's autoencoder has 16")
         self.device = device
-        self.autoencoder = vae_file and vae.load(vae_file, device)
+        self.autoencoder = vae_file and autoencoder.load(vae_file, device)
         self.t5 = TextEncoder("t5", t5, model.text_tokens, device, dtype)
         self.clip = TextEncoder("clip", clip, CLIP_TOKENS, device, dtype)
         self.empty = {name: bits[0] for name, bits in self.encode_text([""]).items()}

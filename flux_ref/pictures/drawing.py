@@ -9,19 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config, config_file, ranks
+from flux_ref import config, config_file, ranks, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Rows, TrainSet, ValSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside, shards
+from flux_ref.pictures import sheet
+from flux_ref.pictures.artist import Artist, stored_captions
+from flux_ref.pictures.autoencoder import FETCH
+from flux_ref.pictures.encoders import KINDS, Encoders
 from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
-from flux_ref.sampling import grid
-from flux_ref.sampling.encoders import KINDS, Encoders
-from flux_ref.sampling.euler import Artist, stored_captions
-from flux_ref.sampling.vae import FETCH
 from flux_ref.step import State
-from flux_ref.toy import shapes
 
 SHORT = ("vae", "steps", "guidance", "seed")  # --NAME is --sample.NAME
 
@@ -59,9 +58,9 @@ class Gallery:
         names = [caption for caption, _ in texts]
         with self.report.spare(path.name):
             if pictures:
-                grid.save(pictures, names, path)
+                sheet.save(pictures, names, path)
                 if cfg.every_samples:
-                    grid.strip(path.parent, pictures[0].shape[1], samples)
+                    sheet.strip(path.parent, pictures[0].shape[1], samples)
             seconds = time.perf_counter() - begin
             self.report.say(f"samples {samples:>10,}  {len(names)} pictures in {seconds:.1f} s: {path}")
         self.report.pause(time.perf_counter() - begin)
@@ -72,7 +71,7 @@ class Gallery:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Prompts go to options.prompts, short forms of the config's keys to options.overrides."""
-    parser.add_argument("--prompt", action="append", dest="prompts", default=[], metavar="TEXT")
+    parser.add_argument("--prompt", action="append", type=_utf8, dest="prompts", default=[], metavar="TEXT")
     parser.add_argument("--prompts", action="extend", type=_listed, default=[], metavar="FILE")
     parser.add_argument("--draw-only", action="store_true")
     for name in ("t5", "clip"):
@@ -82,9 +81,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
 
 
+def _utf8(prompt: str) -> str:
+    """A prompt as it was typed. A terminal in another encoding gives bytes that are no UTF-8."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts") from None
+    return prompt
+
+
 def _listed(path: str) -> list[str]:
     """The lines of a file that hold text. Raises: Refusal."""
-    lines = [line.strip() for line in outside.read_text(Path(path), "list of prompts").splitlines() if line.strip()]
+    text = outside.read_text(Path(path), "list of prompts")
+    lines = [line.strip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise Refusal(f"--prompts={path} holds no prompt; write one on each line")
     return lines
@@ -120,7 +129,7 @@ class Drawing:
         if not pictures:
             return ""
         captions = [caption for caption, _ in self.texts]
-        return str(grid.save_new(pictures, captions, folder, stem))
+        return str(sheet.save_new(pictures, captions, folder, stem))
 
 
 def _nearby(names: tuple[str, ...], cfg: Config, options: argparse.Namespace) -> Path | None:
@@ -176,7 +185,7 @@ def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> 
 
 
 def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
-    if unknown := set(caption.lower().split()) - shapes.words():
+    if unknown := set(caption.lower().split()) - toy.words():
         words = outside.printable(", ".join(sorted(unknown)))
         said = f"prompt {caption!r} is drawn, but captions of data.kind=shapes never have the words {words}"
         print(said, file=sys.stderr)
@@ -185,5 +194,5 @@ def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:
     """What the stand-in encoders of data.kind=shapes make of a caption, rounded to bf16 as in the data set."""
-    values = shapes.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
+    values = toy.encode_caption(caption, model.text_tokens, model.t5_dim, model.clip_dim)
     return {name: torch.from_numpy(part).bfloat16().float() for name, part in zip(("t5", "clip"), values)}
