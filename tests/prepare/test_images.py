@@ -20,8 +20,8 @@ from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 from flux_ref import config_file
 from flux_ref.formats import shard_writer, shards
 from flux_ref.pictures import autoencoder
-from flux_ref.pictures.encoders import Encoders
 from flux_ref.pictures.autoencoder import FLUX
+from flux_ref.pictures.encoders import Encoders
 from tools.prepare import commands as prepare
 from tools.prepare.pictures import Picture
 
