@@ -136,7 +136,7 @@ def test_samples_hold_what_the_encoders_say(made, nets):
     for number, (meta, rows) in enumerate(stored(output / "train")):
         content = (source / f"{number:02}.png").read_bytes()
         with torch.no_grad():
-            mean, logvar = autoencoder.encode(pixels(content, HEIGHT, WIDTH)[None] / 255 * 2 - 1)
+            mean, logvar = net.encode(pixels(content, HEIGHT, WIDTH)[None] / 255 * 2 - 1)
         want = {"mean": mean[0], "logvar": logvar[0]} | theirs(nets, CAPTIONS[number].strip())
         for name, values in want.items():
             assert relative_error(rows[name], values.bfloat16().float()) < 1e-3, (name, meta.caption)

@@ -24,7 +24,6 @@ from itertools import chain, islice
 from pathlib import Path
 
 import torch
-from flux_ref.progress import progress
 from tqdm import tqdm
 
 from flux_ref import ranks, sharding
@@ -32,13 +31,9 @@ from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, one_line
 from flux_ref.formats import files, shard_writer, shards
 from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
-<<<<<<< HEAD
-from flux_ref.run.options import between
-from flux_ref.progress import progress
-=======
->>>>>>> c1210df (Names of the folder of pictures)
 from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders
+from flux_ref.progress import progress
 from flux_ref.run.options import between
 from flux_ref.schedule import TIMESTEPS
 from tools.prepare import job, pictures
