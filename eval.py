@@ -160,11 +160,6 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
             result = validation_loss(steps, val_set, samples, at=timer.mark)
             say(table(result))
             record |= reporter.validation_record(result)
-            if cfg.eval.permuted_captions:
-                permuted = validation_loss(steps, val_set, samples, permute_captions=True, at=timer.mark)
-                record["captions_permuted"] = permuted.loss
-                words = "with captions permuted among the samples"
-                say(f"{words}: {permuted.loss:.4f}; higher if the model uses captions")
             if cfg.eval.noise == "fresh" and not is_clocked:
                 say("noise of evaluation 0: these weights state no samples; compare files with --eval.noise=fixed")
         if pictures:

@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it, 1 a stuck rank was ended; s
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from flux_ref.alive import Alive
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.data import Feed, TrainSet, ValSet
+from flux_ref.data import HostBatch, TrainSet, ValSet
 from flux_ref.errors import Interrupted
 from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import shards
@@ -79,7 +80,6 @@ def main(argv: list[str]) -> int:
         steps.warm_up()
         if resumed:
             resuming.load_progress(resumed, state)
-            train_set.restore_skipped(resumed.info["skipped"])
         if not claim.is_new:
             report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
             log.disqualify(f"{RESUMED} {state.step}")
@@ -90,10 +90,6 @@ def main(argv: list[str]) -> int:
         reached = run.train_on_the_clock()
         run.save(finish=True)
         alive.let_go()
-        if cfg.eval.permuted_captions:
-            loss = run.evaluate(permute_captions=True).loss
-            report.say(f"with captions permuted among the samples: {loss:.4f}; higher if the model uses captions")
-            report.say("validation loss lies above training loss, since an eighth of it is at t = 0, the hardest time")
         steps.close(agreed=True)  # the pictures need the memory of the graphs
         if gallery:
             gallery.paint(state, alive.mark)
@@ -142,7 +138,7 @@ class Run:
             with ranks.agreed():
                 self.train_set.open()
                 self.val_set.open()
-            with self.train_set.feed(self.state.samples) as feed:
+            with contextlib.closing(self.train_set.feed(self.state.samples)) as feed:
                 reached = self.train(feed)
         except BaseException as error:
             with contextlib.suppress(OSError):  # the disk may be the reason
@@ -155,7 +151,7 @@ class Run:
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
 
-    def train(self, feed: Feed) -> bool:
+    def train(self, feed: Iterator[HostBatch]) -> bool:
         """Train until the target or train.max_samples. Returns whether the target was reached."""
         cfg = self.cfg
         state = self.state
@@ -181,7 +177,7 @@ class Run:
                 report.tick()
                 is_last = state.samples >= most  # the last step has a record even if no evaluation follows
                 if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
-                    report.step(state, loss, grad_norm, steps.health, feed, self.train_set)
+                    report.step(state, loss, grad_norm, steps.health, steps.data_wait_s)
                 if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
                     report.require_healthy(steps.health)
                     self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it
@@ -209,14 +205,14 @@ class Run:
             self.report.say(warning)
         return result.loss
 
-    def evaluate(self, permute_captions: bool = False) -> Validation:
+    def evaluate(self) -> Validation:
         """The validation loss now. Collective."""
-        return validation_loss(self.steps, self.val_set, self.state.samples, permute_captions, self.alive.at)
+        return validation_loss(self.steps, self.val_set, self.state.samples, self.alive.at)
 
     def save(self, finish: bool = False) -> None:
         """Begin to save a checkpoint. finish: wait until it is saved. Collective."""
         if self.saver:
-            self.saver.save(self.state, self.train_set.skipped_everywhere())
+            self.saver.save(self.state)
             if finish:
                 self.saver.finish()
 

@@ -11,8 +11,8 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -24,7 +24,7 @@ from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import config_file, ranks, sharding, toy
 from flux_ref.config import Config
-from flux_ref.data import Batch, Feed, TrainSet
+from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.model import Flux
 from flux_ref.optim import Optimizer
@@ -141,30 +141,20 @@ def build(cfg: Config, world: World, synthetic: bool) -> Flux:
     return net
 
 
-@dataclass
-class MarkedFeed:
-    """Marks when a step begins to take its batch and when it has it. Without a feed the batch stays as it is.
+def run_steps(steps: StepRunner, feed: Iterator[HostBatch] | None, clock: Clock, count: int) -> float:
+    """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite.
 
     On an accelerator the span "data" begins when the device has finished the step before and ends when the batch
-    is on it. The span is the device's wait, not the time that the host, running ahead, waits for a free buffer.
+    is on it. The span is the device's wait, not the time that the host waits. Without a feed the batch stays as it is.
     """
-
-    feed: Feed | None
-    clock: Clock
-
-    def copy_into(self, batch: Batch) -> None:
-        self.clock.mark("data")
-        if self.feed:
-            self.feed.copy_into(batch)
-        self.clock.mark("step")
-
-
-def run_steps(steps: StepRunner, feed: Feed | None, clock: Clock, count: int) -> float:
-    """The steps of train.py's loop, marked; returns this rank's last loss. Raises: Fault if a value is not finite."""
-    marked, loss = MarkedFeed(feed, clock), torch.zeros(())
+    loss = torch.zeros(())
     steps.health.restart(steps.state.step)
     for _ in range(count):
-        loss, _ = steps.train_on(marked)
+        clock.mark("data")
+        if feed:
+            copy_next(feed, steps.train_batch)
+        clock.mark("step")
+        loss, _ = steps.step()
         clock.mark(END)
     if (steps.health.first_bad != NEVER).any():
         remedy = "lower optim.lr or take another parallel.attention"

@@ -144,11 +144,8 @@ class Saver:
             if self.world.rank == 0:
                 shutil.rmtree(trial, ignore_errors=True)
 
-    def save(self, state: State, skipped: dict[int, str]) -> None:
-        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective.
-
-        skipped: the damaged samples that any rank has left out, with the reasons.
-        """
+    def save(self, state: State) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
         self.wait()
         if self.step == state.step and self.failure is None:
             return
@@ -157,7 +154,6 @@ class Saver:
         info = {
             "step": state.step,
             "samples": state.samples,
-            "skipped": {str(sample): reason for sample, reason in skipped.items()},
             **self.facts,
             "name": self.cfg.name,
             "config": config.flat(self.cfg),

@@ -190,9 +190,6 @@ class EvalConfig:
         closed=REFERENCE,
     )
     band: bool = key(True, "warn if the loss lies above those of the public runs of this batch", resume=True)
-    permuted_captions: bool = key(
-        False, "at the end and in eval.py: also the loss with captions exchanged", resume=True
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +209,6 @@ class DataConfig:
     )
     train_count: int = key(0, "embeddings: required number of samples, 0: any; shapes: number of samples to make")
     val_count: int = key(0, "the same of validation samples")
-    skip_bad: int = key(0, "damaged training samples that may be skipped before the run stops", resume=True)
     workers: int = key(4, "reading threads per rank", least=1, most=256, resume=True)
     prefetch: int = key(2, "batches read ahead per rank", least=1, most=256, resume=True)
     evict: bool = key(

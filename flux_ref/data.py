@@ -6,13 +6,12 @@ decides which rank sees which sample. A resumed run starts at position `samples`
 Threads read samples and draw their random numbers into pinned host buffers, beside the training thread.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from flux_ref.formats import shards
 
 Batch = dict[str, Tensor]
 Rows = dict[str, np.ndarray]
+PADDING = -1  # timestep of a row without a sample
 
 
 def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -38,8 +38,7 @@ def fields(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]
         "latent_eps": (latent, torch.float32),
         "noise": (latent, torch.float32),
         "t": ((), torch.float32),  # time of the flow, in [0, 1)
-        "weight": ((), torch.float32),  # 1, or 0 for padding and skipped samples
-        "timestep": ((), torch.int64),  # validation: t = timestep / TIMESTEPS
+        "timestep": ((), torch.int64),  # validation: t = timestep / TIMESTEPS, or PADDING
     }
 
 
@@ -60,87 +59,64 @@ class HostBatch:
             name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
             for name, tensor in self.tensors.items()
         }
-        self.copied = None  # the end of an asynchronous copy from the buffer, which `synchronize` waits for
+        self.work: list[Future] = []  # of the threads that fill it
+        self.copied: Any = None  # the end of an asynchronous copy from the buffer, which `synchronize` waits for
 
 
-class Feed:
-    """Fills host batches in the order of a plan, ahead of their use, and gives them out one by one.
+def read_ahead(
+    plan: Iterator[Sequence], fill: Callable[[Rows, int, Any], None], buffers: list[HostBatch], workers: int
+) -> Iterator[HostBatch]:
+    """The batches of a plan in its order. Threads fill all buffers but the one that was given out last.
 
-    plan: per batch, one item per row.
-    fill: fill(rows, i, item) puts an item into row i.
+    plan: per batch, one item per row. fill: fill(rows, i, item) puts an item into row i.
+    Closing the generator ends the reading and waits for nobody: after an error a thread may wait for a device that
+    waits for a lost rank. Raises: the error of a reading thread.
     """
 
-    def __init__(
-        self,
-        plan: Iterator[Sequence],
-        fill: Callable[[Rows, int, object], None],
-        buffers: list[HostBatch],
-        workers: int,
-    ):
-        self.plan = plan
-        self.fill = fill
-        self.buffers = buffers
-        self.wait_s = 0.0  # seconds that `take` has waited for data while the device was idle
-        self._pool = ThreadPoolExecutor(workers)
-        self._begun: deque[tuple[HostBatch, list[Future]]] = deque()  # batches in their order, and the work on each
+    def fill_row(batch: HostBatch, i: int, item: Any) -> None:
+        if batch.copied is not None:
+            batch.copied.synchronize()
+        fill(batch.rows, i, item)
 
-    def start(self) -> None:
-        """Begin to fill all buffers."""
-        for buffer in self.buffers:
-            self.give_back(buffer)
+    pool = ThreadPoolExecutor(workers)
+    free = deque(buffers)
+    ahead: deque[HostBatch] = deque()
+    try:
+        while True:
+            while free and (items := next(plan, None)) is not None:
+                batch = free.popleft()
+                wait([part for part in batch.work if not part.cancelled()])  # a feed that was closed may still fill it
+                batch.work = [pool.submit(fill_row, batch, i, item) for i, item in enumerate(items)]
+                ahead.append(batch)
+            if not ahead:
+                return
+            batch = ahead.popleft()
+            for part in batch.work:
+                part.result()
+            yield batch
+            free.append(batch)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
-    def copy_into(self, static: Batch) -> None:
-        """Copy the next batch into static buffers. On an accelerator the copy is enqueued and the host goes on."""
-        device = static["t"].device
-        if device.type == "cpu":
-            host = self.take()
-        else:
-            work = torch.Event(device.type)
-            work.record()  # while the device still computes earlier steps, waiting for data costs nothing
-            host = self.take(idle=work.query)
-        for name, tensor in static.items():
-            tensor.copy_(host.tensors[name], non_blocking=True)
-        host.copied = ranks.record_copy_event(device)
-        self.give_back(host)
 
-    def take(self, idle: Callable[[], bool] = lambda: True) -> HostBatch:
-        """The next batch. Give it back once its content is copied or the copy is enqueued.
+def copy_next(feed: Iterator[HostBatch], static: Batch) -> float:
+    """Copy the next batch into static buffers. On an accelerator the copy is enqueued and the host goes on.
 
-        idle:   whether the device has no work left. `wait_s` grows only while this is so.
-        Raises: the error of a reading thread.
-        """
-        batch, work = self._begun.popleft()
-        while not idle() and wait(work, timeout=2e-4).not_done:
-            pass
-        begin = time.perf_counter()
-        for part in work:
-            part.result()
-        self.wait_s += time.perf_counter() - begin
-        return batch
-
-    def give_back(self, buffer: HostBatch) -> None:
-        """Begin to fill a buffer with the next batch of the plan, if there is one."""
-        items = next(self.plan, None)
-        if items is None:
-            return
-        work = [self._pool.submit(self._fill_row, buffer, i, item) for i, item in enumerate(items)]
-        self._begun.append((buffer, work))
-
-    def close(self) -> None:
-        """Stop reading. Returns when no thread touches the buffers any more."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Feed":
-        return self
-
-    def __exit__(self, error: type | None, *_: object) -> None:
-        """Stop reading. After an error a thread may wait for a device that waits for a lost rank: nobody waits then."""
-        self._pool.shutdown(wait=error is None, cancel_futures=True)
-
-    def _fill_row(self, buffer: HostBatch, i: int, item: object) -> None:
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
-        self.fill(buffer.rows, i, item)
+    Returns the seconds that the device waited for data: 0 if it still had work when the batch was there.
+    """
+    device = static["t"].device
+    earlier = None if device.type == "cpu" else torch.Event(device.type)
+    if earlier is not None:
+        earlier.record()
+    begin = time.perf_counter()
+    host = next(feed)
+    waited = time.perf_counter() - begin
+    if earlier is not None and not earlier.query():
+        waited = 0.0
+    for name, tensor in static.items():
+        tensor.copy_(host.tensors[name], non_blocking=True)
+    host.copied = ranks.record_copy_event(device)
+    return waited
 
 
 def rank_slice(cfg: Config, step: int, rank: int, size: int) -> range:
@@ -156,19 +132,27 @@ class SampleSet:
     def __init__(self, cfg: Config, split: str, rows: int, rank: int, size: int, pin: bool):
         """rows: of a batch. Raises: Refusal."""
         self.cfg = cfg
+        self.split = split
         self.rank = rank
         self.size = size
         self.shards = open_set(cfg, split)
-        self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch)]
+        # One is in use while data.prefetch are filled.
+        self.buffers = [HostBatch(cfg.model, rows, pin) for _ in range(cfg.data.prefetch + 1)]
 
     def open(self) -> None:
         """Read the first bytes. Raises: Refusal."""
         self.shards.open(self.rank, self.size)
 
-    def _start(self, plan: Iterator[Sequence], fill: Callable[[Rows, int, object], None]) -> Feed:
-        feed = Feed(plan, fill, self.buffers, self.cfg.data.workers)
-        feed.start()
-        return feed
+    def _read(self, sample: int, rows: Rows, i: int) -> shards.Meta:
+        """Read a sample into row i. Raises: Fault."""
+        try:
+            return self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
+        except shards.BadSample as error:
+            remedy = "remove the shard and give the command of tools.prepare again that made it"
+            if self.cfg.data.kind == "shapes":
+                remedy = f"remove {self.shards.paths[0].parent.parent} and start again"
+            what = f"bad {self.split} sample: {error}; {remedy}, which writes as many samples anew"
+            raise Fault(what, alone=True) from None
 
 
 class TrainSet(SampleSet):
@@ -176,29 +160,20 @@ class TrainSet(SampleSet):
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         super().__init__(cfg, "train", rank_batch(cfg, size), rank, size, pin)
-        self.skipped: dict[int, str] = {}  # damaged samples that this rank left out, with the reason
-        self.may_skip = cfg.data.skip_bad > 0  # the same on every rank
-        self._lock = threading.Lock()
+        train = cfg.train
+        self.times = rng.TimeDistribution(
+            train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift
+        )
 
     def open(self) -> None:
         """Read the first bytes, those of the empty caption included. Raises: Refusal."""
         super().open()
         self.empty = shards.read_empty(empty_dir(self.cfg), self.shards.layout)
 
-    def restore_skipped(self, skipped: dict[str, str]) -> None:
-        """Remember the damaged samples that an interrupted run left out. Rank 0 remembers them for all ranks."""
-        self.may_skip |= bool(skipped)
-        if self.rank == 0:
-            self.skipped = {int(sample): reason for sample, reason in skipped.items()}
-
-    def skipped_everywhere(self) -> dict[int, str]:
-        """The damaged samples that any rank has left out so far, with the reasons. Collective."""
-        every_rank = ranks.gather_objects(self.skipped) if self.may_skip else []  # the host waits only if it must
-        return {int(sample): reason for skipped in every_rank for sample, reason in skipped.items()}
-
-    def feed(self, samples: int) -> Feed:
+    def feed(self, samples: int) -> Iterator[HostBatch]:
         """Batches from position `samples` of the run on, without end."""
-        return self._start(self._plan(samples // self.cfg.train.global_batch), self._fill)
+        plan = self._plan(samples // self.cfg.train.global_batch)
+        return read_ahead(plan, self._fill, self.buffers, self.cfg.data.workers)
 
     def _plan(self, step: int) -> Iterator[list[tuple[int, int]]]:
         """(epoch, sample) of each row of this rank's batches. The order of an epoch is drawn once."""
@@ -216,16 +191,11 @@ class TrainSet(SampleSet):
     def draw(self, epoch: int, sample: int) -> rng.Draw:
         """The random numbers of a sample in an epoch."""
         train = self.cfg.train
-        times = rng.TimeDistribution(train.timestep, train.timestep_mean, train.timestep_width, train.timestep_shift)
-        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, times)
+        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, self.times)
 
     def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
         epoch, sample = item
-        rows["weight"][i] = 1.0
-        try:
-            self.shards.read(sample, {name: rows[name][i] for name in shards.MEMBERS})
-        except shards.BadSample as error:
-            self._skip(rows, i, sample, error)
+        self._read(sample, rows, i)
         draw = self.draw(epoch, sample)
         if draw.drop_caption:  # spec: T5 and CLIP together
             rows["t5"][i] = self.empty["t5"]
@@ -234,33 +204,41 @@ class TrainSet(SampleSet):
         rows["latent_eps"][i] = draw.latent_eps
         rows["noise"][i] = draw.noise
 
-    def _skip(self, rows: Rows, i: int, sample: int, error: shards.BadSample) -> None:
-        """Give a damaged sample weight 0 if the config allows one more."""
-        most = self.cfg.data.skip_bad
-        with self._lock:
-            if sample not in self.skipped and len(self.skipped) == most:
-                raise Fault(f"bad training sample: {error}; data.skip_bad={most} allows no more", alone=True)
-            self.skipped[sample] = str(error)
-        for name in (*shards.MEMBERS, "weight"):
-            rows[name][i] = 0
-
 
 class ValSet(SampleSet):
-    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows have weight 0."""
+    """The validation samples of one rank. spec: all ranks together see each sample once; padding rows do not count."""
 
     def __init__(self, cfg: Config, rank: int, size: int, pin: bool):
         super().__init__(cfg, "val", cfg.eval.batch, rank, size, pin)
+        if 0 < len(self.shards) < schedule.TIMESTEPS:
+            raise Refusal(
+                f"data.val={cfg.data.val} holds {len(self.shards)} samples; validation needs one of each of the"
+                f" {schedule.TIMESTEPS} timesteps; give more, or --data.val= for a run without validation"
+            )
+
+    def open(self) -> None:
+        """Read the first bytes, and as many timesteps as it takes to see each of them. Raises: Refusal."""
+        super().open()
+        if not len(self.shards) or self.rank > 0:
+            return
+        missing = set(range(schedule.TIMESTEPS))
+        for sample in range(len(self.shards)):
+            missing.discard(self.shards.read_meta(sample).timestep)
+            if not missing:
+                return
+        raise Refusal(
+            f"data.val={self.cfg.data.val} has no sample of timestep {min(missing)}; validation needs each of 0 to"
+            f" {schedule.TIMESTEPS - 1}; prepare the set again, or give --data.val= for a run without validation"
+        )
 
     @property
     def batches(self) -> int:
         """Batches of one evaluation, the same on every rank."""
         return schedule.steps_for(len(self.shards), self.size * self.cfg.eval.batch)
 
-    def feed(self, evaluation: int, permute_captions: bool = False) -> Feed:
+    def feed(self, evaluation: int) -> Iterator[HostBatch]:
         """All batches of one evaluation. evaluation: the number that names the noise, see rng.val_draw."""
-        count = len(self.shards)
-        texts = rng.order(self.cfg.train.seed, 0, count) if permute_captions else range(count)
-        return self._start(self._plan(evaluation), partial(self._fill, texts))
+        return read_ahead(self._plan(evaluation), self._fill, self.buffers, self.cfg.data.workers)
 
     def _plan(self, evaluation: int) -> Iterator[list[tuple[int, int]]]:
         """(evaluation, sample) of each row of this rank's batches. Padding has numbers beyond the last sample."""
@@ -269,29 +247,21 @@ class ValSet(SampleSet):
             first = (k * self.size + self.rank) * rows
             yield [(evaluation, sample) for sample in range(first, first + rows)]
 
-    def _fill(self, texts: Sequence[int], rows: Rows, i: int, item: tuple[int, int]) -> None:
+    def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
         evaluation, sample = item
         if sample >= len(self.shards):
             for values in rows.values():  # all fields: stale values would move the FP8 scale of the batch
                 values[i] = 0
+            rows["timestep"][i] = PADDING
             return
-        text = int(texts[sample])
-        members = {name: rows[name][i] for name in shards.MEMBERS}
-        try:
-            if text != sample:
-                self.shards.read(text, members)
-                members |= {name: np.empty_like(members[name]) for name in ("t5", "clip")}
-            meta = self.shards.read(sample, members)
-        except shards.BadSample as error:
-            raise Fault(f"bad validation sample: {error}", alone=True) from None
+        meta = self._read(sample, rows, i)
         if meta.timestep not in range(schedule.TIMESTEPS):
             raise Fault(
                 f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep};"
-                f" want 0 to {schedule.TIMESTEPS - 1}",
+                f" want 0 to {schedule.TIMESTEPS - 1}; prepare the set again",
                 alone=True,
             )
         latent_eps, noise = rng.val_draw(self.cfg.train.seed, evaluation, sample, self.cfg.model.latent_shape)
-        rows["weight"][i] = 1.0
         rows["timestep"][i] = meta.timestep
         rows["t"][i] = schedule.validation_time(meta.timestep)
         rows["latent_eps"][i] = latent_eps
@@ -319,6 +289,5 @@ def synthetic(model: ModelConfig, rows: int) -> Batch:
     for number, tensor in enumerate(batch.values()):
         tensor.copy_(torch.from_numpy(rng.normals(0, rng.SYNTHETIC, tensor.shape, sample=number, epoch=0)))
     batch["t"].copy_(torch.linspace(0, 1, rows + 1)[:-1])
-    batch["weight"].fill_(1)
     batch["timestep"].copy_(torch.arange(rows) % schedule.TIMESTEPS)
     return batch

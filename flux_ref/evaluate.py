@@ -1,18 +1,19 @@
 """The validation loss: every sample counts once at any world size, and every rank gets the same number.
 
-The last batches may have rows that only fill them. Such rows have weight 0 (data.ValSet), and sums count weights
-(step.validation_step), so they are in no mean. All ranks get rank 0's bits of the sums (ranks.all_reduce). So either
+The last batches may have rows that only fill them. Such rows have no timestep (data.ValSet), so they are in no mean
+(step.validation_step). All ranks get rank 0's bits of the sums (ranks.all_reduce). So either
 all ranks see the target reached, or none does.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
 from flux_ref import ranks, sharding
-from flux_ref.data import ValSet
+from flux_ref.data import ValSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.step_runner import StepRunner
 
@@ -32,21 +33,19 @@ def validation_loss(
     steps: StepRunner,
     val: ValSet,
     samples: int,
-    permute_captions: bool = False,
     at: Callable[[str], None] = lambda place: None,
 ) -> Validation:
     """Evaluate a net on the whole validation set. Collective: every rank runs the same number of batches.
 
-    samples:          training samples so far; they name the noise if cfg.eval.noise is "fresh".
-    permute_captions: exchange the captions among the samples. The loss of a net that reads captions must rise.
-    at:               called after each batch with its name. It may raise, on all ranks alike.
-    Raises:           Fault if a timestep has no sample or the loss is not finite.
+    samples: training samples so far; they name the noise if cfg.eval.noise is "fresh".
+    at:      called after each batch with its name. It may raise, on all ranks alike.
+    Raises:  Fault if a timestep has no sample or the loss is not finite.
     """
     sums = torch.zeros_like(steps.sums)
     try:
-        with val.feed(samples if steps.cfg.eval.noise == "fresh" else 0, permute_captions) as feed:
+        with closing(val.feed(samples if steps.cfg.eval.noise == "fresh" else 0)) as feed:
             for batch in range(val.batches):
-                feed.copy_into(steps.val_batch)
+                copy_next(feed, steps.val_batch)
                 steps.validate(sums)
                 at(f"validation batch {batch} after {samples} samples")
     finally:

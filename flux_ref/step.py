@@ -20,7 +20,7 @@ NEVER = -1.0
 
 @dataclass
 class State:
-    """What outlives a step. A checkpoint holds it, and the skipped samples that data.TrainSet keeps."""
+    """What outlives a step. A checkpoint holds it."""
 
     net: nn.Module
     opt: Optimizer | None  # None in evaluation
@@ -93,7 +93,7 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
         state.net.set_is_last_backward(is_last)
         state.net.set_requires_all_reduce(is_last)
         state.precision.micro_batch(first)
-        part_loss = (flow.losses(state.net, part, dtype) * part["weight"]).sum() / rows
+        part_loss = flow.losses(state.net, part, dtype).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
     norm_factor = state.precision.remember_magnitudes()  # NaN where a magnitude was not finite
@@ -103,11 +103,13 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
 
 
 def validation_step(net: nn.Module, batch: Batch, sums: Tensor, cfg: Config) -> None:
-    """Add a batch to sums, (3, TIMESTEPS) fp64: per timestep the sum of weights, of losses and of squared losses."""
+    """Add a batch to sums, (3, TIMESTEPS) fp64: per timestep rows, their losses and squared losses.
+
+    A row of padding has no timestep, so it counts nowhere.
+    """
     with torch.no_grad():
         losses = flow.losses(net, batch, sharding.DTYPES[cfg.parallel.dtype]).double()
-        weight = batch["weight"].double()
-        rows = torch.stack((weight, weight * losses, weight * losses.square()))
+        rows = torch.stack((torch.ones_like(losses), losses, losses.square()))
         # numerics: a product with a one-hot matrix sums in a fixed order. Scattered adds on a GPU do not.
         one_hot = batch["timestep"][:, None] == torch.arange(schedule.TIMESTEPS, device=sums.device)
         sums += rows @ one_hot.double()

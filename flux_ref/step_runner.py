@@ -10,7 +10,7 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flux_ref import ranks, schedule, sharding
 from flux_ref.config import Config, rank_batch
-from flux_ref.data import Feed, allocate, synthetic
+from flux_ref.data import HostBatch, allocate, copy_next, synthetic
 from flux_ref.errors import Fault, Refusal
 from flux_ref.ranks import World
 from flux_ref.speed import regions
@@ -70,11 +70,16 @@ class StepRunner:
         self.grad_norm = torch.zeros((), device=world.device)
         self.sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64, device=world.device)
         self.warm_s = 0.0  # seconds of a training step and a validation batch, once warmed up
+        self.data_wait_s = 0.0  # seconds that the device has waited for training data
 
-    def train_on(self, feed: Feed) -> tuple[Tensor, Tensor]:
-        """The whole of one training step: next batch, learning rate, `train`, clock. Returns what `train` returns."""
+    def train_on(self, feed: Iterator[HostBatch]) -> tuple[Tensor, Tensor]:
+        """The next batch, then `step` on it. Returns what `train` returns."""
+        self.data_wait_s += copy_next(feed, self.train_batch)
+        return self.step()
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One training step on `train_batch`: learning rate, `train`, clock. Returns what `train` returns."""
         state = self.state
-        feed.copy_into(self.train_batch)
         state.opt.lr.fill_(schedule.lr(state.step, self.cfg.optim.lr, self.cfg.optim.warmup_steps))
         self.train()
         state.advance(self.cfg.train.global_batch)

@@ -46,5 +46,5 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
             "config_filename": f"{cfg.name}.toml",
         }
     values = closed.values(cfg, train_count, val_count)
-    own = {key: values[key] for key in (*closed.OWN, "data.skip_bad")}
+    own = {key: values[key] for key in closed.OWN}
     return official | own | ({closed.REHEARSED: True} if cfg.mllog.rehearsal else {})

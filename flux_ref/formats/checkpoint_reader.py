@@ -22,7 +22,6 @@ INFO = {"step": int, "samples": int, "name": str, "config": dict}  # what each m
 MORE_INFO = {
     "train_samples": int,
     "val_samples": int,
-    "skipped": dict,
     "run": str,
     "records": dict,
     "ema": int,
@@ -31,17 +30,13 @@ MORE_INFO = {
 
 def _require_kinds(info: dict, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
     """Raises: ValueError, KeyError or TypeError if a value is of the wrong kind, or a number is out of range."""
-    skipped = info.get("skipped", {})
     for key, kind in (INFO | MORE_INFO).items():
         if type(info[key] if key in INFO else info.get(key, kind())) is not kind:
             raise ValueError(f"its {key} is {outside.shown(info[key])}")
-    if not all(isinstance(why, str) for why in skipped.values()):
-        raise ValueError(f"its skipped is {outside.shown(skipped)}")
     batch = info["config"].get("train.global_batch")
     if type(batch) is int and info["samples"] != info["step"] * batch:
         raise ValueError(f"step {info['step']} and {info['samples']} samples do not belong together")
     _require_counts("info", [value for value in info.values() if type(value) is int])
-    _require_counts("skipped", map(int, skipped))
     for name, file in files.items():
         _require_counts(name, [file.bytes, *file.crc32])
     for key, tensor in tensors.items():

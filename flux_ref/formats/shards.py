@@ -246,6 +246,14 @@ class ShardSet:
         shard, position = self._find(index)
         return shard.read(position, rows)
 
+    def read_meta(self, index: int) -> Meta:
+        """What the json of sample `index` says. Raises: BadSample."""
+        shard, position = self._find(index)
+        where = shard.where(position)
+        content = os.pread(shard.descriptor, 2 * BLOCK, position * self.layout.stride)
+        member, size = _tar_entry(content, 0, where)
+        return parse_meta(member.removesuffix(".json"), content[BLOCK : BLOCK + size], where)
+
 
 def paths_of(folder: Path, split: str) -> list[Path]:
     """The shards of a folder, in order. Raises: Refusal."""

@@ -19,9 +19,7 @@ def forecast(
     step_s = warm_s * 3 * rows / (3 * rows + cfg.eval.batch)  # a backward takes about as long as two forwards
     val_s = (warm_s - step_s) * schedule.steps_for(val_count, ranks * cfg.eval.batch)
     due = [clock for clock in (*left, left.stop) if schedule.evaluates(clock, cfg)]
-    count = len(due) + cfg.eval.permuted_captions
-    if is_evaluated and samples in due:
-        count -= 1
+    count = len(due) - (is_evaluated and samples in due)
     is_most = cfg.eval.target or is_captured
     about = f"{'at most ' if is_most else ''}about {duration(len(left) * step_s + count * val_s)}"
     parts = f"{len(left):,} steps of {step_s:.2f} s and {count} evaluations of {val_s:.1f} s"

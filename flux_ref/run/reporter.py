@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, step_runner
 from flux_ref.config import Config
-from flux_ref.data import Feed, TrainSet, rank_slice
+from flux_ref.data import rank_slice
 from flux_ref.errors import Fault
 from flux_ref.evaluate import Validation
 from flux_ref.formats import checkpoint_files, jsonl
@@ -166,14 +166,15 @@ class Reporter:
         self.settle()
         self.bar.update(self.cfg.train.global_batch)
 
-    def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, feed: Feed, data: TrainSet) -> None:
+    def step(self, state: State, loss: Tensor, grad_norm: Tensor, health: Health, wait_s: float) -> None:
         """Report one training step. Collective. `settle` reads its values after the next launch, so the device goes on.
 
-        Before an evaluation, and on the CPU, `settle` reads them at once. Raises: Fault, as `settle` does.
+        Before an evaluation, and on the CPU, `settle` reads them at once. wait_s: seconds that the device has waited
+        for data since training began. Raises: Fault, as `settle` does.
         """
         values = torch.cat((health.first_bad, torch.stack((loss, grad_norm, state.opt.lr)).double()))
         read = ranks.gather_later(values)
-        self.pending = partial(self._record, read, state.step, state.samples, feed.wait_s, data.skipped_everywhere())
+        self.pending = partial(self._record, read, state.step, state.samples, wait_s)
         if self.world.device.type == "cpu" or schedule.evaluates(state.samples, self.cfg):
             self.settle()
 
@@ -182,22 +183,16 @@ class Reporter:
 
         sync: the training loop reads the device here, for evaluations and for checkpoints, not in the steps between.
 
-        Raises: Fault, on every rank, if training is not healthy or too many samples were skipped.
+        Raises: Fault, on every rank, if training is not healthy.
         """
         if write := self.pending:
             self.pending = None
             write()
 
-    def _record(
-        self, read: Callable[[], list], step: int, samples: int, wait_s: float, skipped: dict[int, str]
-    ) -> None:
+    def _record(self, read: Callable[[], list], step: int, samples: int, wait_s: float) -> None:
         """Write the record of a logged step. read: waits for its values, those of `step` of every rank."""
         bad_losses, bad_norms, losses, grad_norms, rates = zip(*read())
         self._require_finite(list(zip(bad_losses, bad_norms)))
-        allowed = self.cfg.data.skip_bad
-        if len(skipped) > allowed:
-            found = "; ".join(skipped.values())
-            raise Fault(f"{len(skipped)} bad training samples, data.skip_bad={allowed} allows no more: {found}")
         elapsed = time.perf_counter() - self.since.time
         record = {
             "step": step,
@@ -208,7 +203,6 @@ class Reporter:
             "samples_per_s": (samples - self.since.samples) / elapsed,
             "data_wait": (wait_s - self.since.wait_s) / elapsed,  # share of the time
             "peak_memory_gb": peak_memory_gb(self.world.device),
-            "skipped": len(skipped),
         }
         self._append("metrics.jsonl", record)
         self.train_curve.append((samples, record["loss"]))

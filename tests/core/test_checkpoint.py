@@ -102,7 +102,6 @@ def test_the_manifest_knows_the_run_and_no_rank(measured, writers):
     assert info == {
         "step": STEP,
         "samples": SAMPLES,
-        "skipped": {str(sample): reason for sample, reason in checkpoint_ranks.SKIPPED.items()},
         **FACTS,
         "records": {"metrics.jsonl": [0, 0], "eval.jsonl": [0, 0]},  # there are none
         "name": "micro",
@@ -147,7 +146,7 @@ def test_a_folder_gets_its_name_after_every_byte_is_on_the_disk(measured, writer
 
 
 def save_now(saver: Saver, state: State) -> None:
-    saver.save(state, {})
+    saver.save(state)
     saver.finish()
 
 
@@ -177,7 +176,7 @@ def test_training_may_go_on_as_soon_as_save_returns(world, tmp_path, gate):
     cfg = narrow_config(tmp_path)
     state = checkpoint_ranks.lively_state(cfg, world)
     saver, said = saver_of(cfg, world, state)
-    saver.save(state, {})
+    saver.save(state)
     checkpoint_ranks.take_step(state, 1.0)
     assert checkpoint_files.list_checkpoints(tmp_path) == [] and said == []
     gate.set()
@@ -215,7 +214,7 @@ def test_a_save_waits_for_the_one_before(world, tmp_path, gate):
     for _ in range(4):
         checkpoint_ranks.take_step(state, 1e-4)
         wants[state.step] = checkpoint_ranks.contents(state)
-        saver.save(state, {})
+        saver.save(state)
     assert gate.is_set()
     saver.finish()
     assert gate.overlaps == [] and len(said) == 4

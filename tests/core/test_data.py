@@ -6,6 +6,7 @@ import json
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from conftest import refusal
 
 from flux_ref import config_file, rng
 from flux_ref.config import Config, ModelConfig
-from flux_ref.data import Feed, HostBatch, TrainSet, ValSet
+from flux_ref.data import PADDING, HostBatch, TrainSet, ValSet, allocate, copy_next, read_ahead
 from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
@@ -72,13 +73,11 @@ def opened(cls: type, cfg: Config, rank: int = 0, size: int = 1):
     return data_set
 
 
-def take(feed: Feed, batches: int) -> dict[str, torch.Tensor]:
+def take(feed: Iterator[HostBatch], batches: int) -> dict[str, torch.Tensor]:
     """The rows of the next batches, one after the other."""
     taken = []
-    for _ in range(batches):
-        host = feed.take()
+    for host in itertools.islice(feed, batches):
         taken.append({name: tensor.clone() for name, tensor in host.tensors.items()})
-        feed.give_back(host)
     feed.close()
     return {name: torch.cat([batch[name] for batch in taken]) for name in taken[0]}
 
@@ -92,13 +91,12 @@ def train_rows(cfg: Config, batches: int, samples: int = 0, size: int = 1) -> di
     }
 
 
-def val_rows(cfg: Config, evaluation: int = 0, size: int = 1, permute: bool = False) -> dict[str, torch.Tensor]:
+def val_rows(cfg: Config, evaluation: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
     """The rows of one evaluation that count, from the feeds of all ranks, in the order of the samples."""
     sets = [opened(ValSet, cfg, rank, size) for rank in range(size)]
-    ranks = [take(val.feed(evaluation, permute), val.batches) for val in sets]
+    ranks = [take(val.feed(evaluation), val.batches) for val in sets]
     rows = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in ranks[0]}
-    counted = rows["weight"] == 1
-    assert (rows["weight"][~counted] == 0).all()
+    counted = rows["timestep"] != PADDING
     order = numbers(rows)[counted].argsort(stable=True)
     return {name: tensor[counted][order] for name, tensor in rows.items()}
 
@@ -163,7 +161,7 @@ def test_a_feed_from_far_away_reads_only_what_it_hands_out(cfg, monkeypatch):
     train_set = opened(TrainSet, cfg)
     monkeypatch.setattr(train_set.shards, "read", lambda index, rows: reads.append(index))
     take(train_set.feed(BATCH * 10**9), 1)
-    assert BATCH <= len(reads) <= BATCH * (1 + cfg.data.prefetch)
+    assert len(reads) <= BATCH * (1 + cfg.data.prefetch)
 
 
 # Captions and times of training
@@ -211,19 +209,14 @@ def test_every_validation_sample_comes_once_with_its_own_timestep(cfg):
 
 
 def test_rows_of_padding_hold_zeros_whatever_was_in_the_buffer_before(cfg):
-    """Their weight is 0, but an FP8 scale of the batch would see them."""
+    """They do not count, but an FP8 scale of the batch would see them."""
     val_set = opened(ValSet, config_file.replace(cfg, eval__batch=8))
     for buffer in val_set.buffers:
         for tensor in buffer.tensors.values():
             tensor.fill_(7)
-    feed = val_set.feed(0)
-    for _ in range(val_set.batches):
-        batch = feed.take()
-        last = {name: tensor.clone() for name, tensor in batch.tensors.items()}
-        feed.give_back(batch)
-    feed.close()
-    assert last["weight"].tolist() == [1] * 5 + [0] * 3  # 45 samples
-    assert not any(tensor[5:].any() for tensor in last.values())
+    last = [batch.tensors for batch in val_set.feed(0)][-1]
+    assert last["timestep"].tolist() == VAL_TIMESTEPS[40:] + [PADDING] * 3
+    assert not any(tensor[5:].any() for name, tensor in last.items() if name != "timestep")
 
 
 def test_each_evaluation_has_its_own_noise_and_repeats_it_at_any_number_of_ranks_and_any_caption_drop(cfg):
@@ -232,14 +225,6 @@ def test_each_evaluation_has_its_own_noise_and_repeats_it_at_any_number_of_ranks
     for name in ("noise", "latent_eps"):
         assert len(torch.cat((one[name], other[name])).flatten(1).unique(dim=0)) == 90
     require_equal({**other, "noise": one["noise"], "latent_eps": one["latent_eps"]}, one)
-
-
-def test_permuted_captions_are_a_permutation_and_the_rest_stays(cfg):
-    plain, permuted = val_rows(cfg, 36), val_rows(cfg, 36, permute=True)
-    texts = numbers(permuted, "t5").tolist()
-    assert texts == numbers(permuted, "clip").tolist()
-    assert sorted(texts) == list(range(45)) and sum(i == text for i, text in enumerate(texts)) < 10
-    require_equal({**permuted, "t5": plain["t5"], "clip": plain["clip"]}, plain)
 
 
 def test_a_wrong_number_of_samples_is_refused_before_any_is_read(cfg):
@@ -253,20 +238,32 @@ def test_a_wrong_number_of_samples_is_refused_before_any_is_read(cfg):
     assert f"asks for 51; set it to 50, or remove {Path(cfg.data.train).parent} and it is made again" in text
 
 
+def test_a_validation_set_that_lacks_a_timestep_is_refused_before_training(micro, tmp_path):
+    write_set(tmp_path / "few", micro.model, 1, list(range(7)))
+    assert "holds 7 samples; validation needs one of each" in refusal(
+        ValSet, pointed(micro, tmp_path / "few"), 0, 1, False
+    )
+    write_set(tmp_path / "same", micro.model, 1, [3] * 9)
+    text = refusal(opened, ValSet, pointed(micro, tmp_path / "same"))
+    assert "has no sample of timestep 0; validation needs each of 0 to 7" in text and "--data.val=" in text
+    opened(ValSet, pointed(micro, tmp_path / "same", data__val=""))
+
+
 # Reading ahead
 
 
 class Source:
-    """A plan and a fill for a feed that note what they are asked for. broken: the item that cannot be read."""
+    """A plan and a fill that note what they are asked for. broken: the item that cannot be read."""
 
-    def __init__(self, broken: int = -1, seconds: float = 0.0):
+    def __init__(self, micro: Config, buffers: int = 3, broken: int = -1, seconds: float = 0.0):
         self.broken = broken
         self.seconds = seconds  # that each row takes
-        self.filled = []
+        self.filled: list[int] = []
+        self.buffers = [HostBatch(micro.model, BATCH, False) for _ in range(buffers)]
 
-    def plan(self):
-        for step in itertools.count():
-            yield range(step * BATCH, (step + 1) * BATCH)
+    def feed(self) -> Iterator[HostBatch]:
+        plan = (range(step * BATCH, (step + 1) * BATCH) for step in itertools.count())
+        return read_ahead(plan, self.fill, self.buffers, workers=3)
 
     def fill(self, rows, i, item):
         time.sleep(self.seconds)
@@ -284,98 +281,70 @@ class Source:
         return before
 
 
-def feed_of(source: Source, micro: Config, prefetch: int = 2) -> Feed:
-    buffers = [HostBatch(micro.model, BATCH, False) for _ in range(prefetch)]
-    feed = Feed(source.plan(), source.fill, buffers, workers=3)
-    feed.start()
-    return feed
-
-
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_read_ahead_is_bounded_by_the_buffers_and_reuses_them(micro, prefetch):
-    source = Source()
-    feed = feed_of(source, micro, prefetch)
-    assert source.settled() == prefetch * BATCH
-    held = feed.take()
-    assert source.settled() == prefetch * BATCH, "a buffer was refilled while in use"
-    assert held.tensors["t"].tolist() == list(range(BATCH))
-    feed.give_back(held)
-    assert source.settled() == (prefetch + 1) * BATCH
-    used = {id(held)}
-    for step in range(1, 3 * prefetch):
-        buffer = feed.take()
-        assert buffer.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
-        used.add(id(buffer))
-        feed.give_back(buffer)
-    feed.close()
-    assert len(used) == prefetch
-
-
-def test_a_feed_that_is_closed_or_broken_leaves_no_thread(micro):
-    before = set(threading.enumerate())
-    for held in (0, 1, 2):
-        feed = feed_of(Source(seconds=0.01), micro)
-        for _ in range(held):
-            feed.take()
-        begin = time.perf_counter()
+def test_all_buffers_but_the_one_in_use_are_filled_ahead_in_order(micro):
+    for buffers in (2, 4):
+        source = Source(micro, buffers)
+        feed = source.feed()
+        used = set()
+        for step in range(3 * buffers):
+            batch = next(feed)
+            used.add(id(batch))
+            if step < 2:
+                assert source.settled() == (buffers + step) * BATCH, "a buffer was refilled while in use"
+            assert batch.tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
         feed.close()
-        assert time.perf_counter() - begin < 1.0
-        assert set(threading.enumerate()) <= before
-    feed = feed_of(Source(broken=BATCH + 5), micro)
-    assert feed.take().tensors["t"].tolist() == list(range(BATCH))
+        assert len(used) == buffers
+
+
+def test_an_error_of_a_thread_is_raised_at_its_batch_and_a_closed_feed_leaves_no_thread(micro):
+    before = set(threading.enumerate())
+    feed = Source(micro, broken=BATCH + 5).feed()
+    assert next(feed).tensors["t"].tolist() == list(range(BATCH))
     with pytest.raises(KeyError, match="broken"):
-        feed.take()
+        next(feed)
+    feed = Source(micro, seconds=0.01).feed()
+    next(feed)
     feed.close()
+    time.sleep(0.3)
     assert set(threading.enumerate()) <= before
 
 
-def test_a_buffer_is_filled_only_once_its_copy_has_ended(micro):
-    source = Source()
-    feed = feed_of(source, micro, prefetch=1)
-    held = feed.take()
-    ended = threading.Event()
-    held.copied = SimpleNamespace(synchronize=ended.wait)
-    feed.give_back(held)
-    assert source.settled() == BATCH
-    ended.set()
-    assert feed.take().tensors["t"][0] == BATCH
-    feed.close()
-
-
-def test_an_error_ends_a_feed_whose_threads_wait_for_the_device(micro):
+def test_a_buffer_is_filled_only_once_its_copy_has_ended_and_closing_does_not_wait_for_it(micro):
     """A lost rank may keep the device in a collective for ever."""
-    source = Source()
-    ended = threading.Event()
-    with pytest.raises(KeyError, match="lost"), feed_of(source, micro, prefetch=1) as feed:
-        held = feed.take()
-        held.copied = SimpleNamespace(synchronize=ended.wait)
-        feed.give_back(held)
-        raise KeyError("lost")
-    ended.set()
+    for ends in (True, False):
+        source, ended = Source(micro, buffers=1), threading.Event()
+        feed = source.feed()
+        next(feed).copied = SimpleNamespace(synchronize=ended.wait)
+        if ends:
+            threading.Timer(0.1, ended.set).start()
+            begin = time.perf_counter()
+            assert next(feed).tensors["t"][0] == BATCH and time.perf_counter() - begin > 0.09
+        feed.close()
+        ended.set()
 
 
-def test_waiting_is_timed_and_counts_only_once_the_device_is_idle(micro):
-    """A host that runs ahead of a busy device does not wait for data."""
-    released, asked = threading.Event(), []
+def test_a_feed_waits_for_what_a_closed_one_still_fills(micro):
+    source = Source(micro, buffers=2, seconds=0.02)
+    feed = source.feed()
+    next(feed)
+    feed.close()  # its threads fill the second buffer
+    feed = source.feed()
+    for step in range(2):
+        assert next(feed).tensors["t"].tolist() == list(range(step * BATCH, (step + 1) * BATCH))
 
-    def idle() -> bool:
-        asked.append(True)
-        if len(asked) == 3:
-            released.set()  # the data come while the device is still busy
-        return False
 
-    def fill(rows, i, item) -> None:
-        released.wait(timeout=10)
-
-    feed = Feed(iter([[0]]), fill, [HostBatch(micro.model, 1, pin=False)], workers=1)
-    feed.start()
-    feed.take(idle)
-    feed.close()
-    assert len(asked) >= 3 and feed.wait_s < 0.01
-    feed = feed_of(Source(seconds=0.02), micro)
-    feed.take()
-    feed.close()
-    assert 0.04 < feed.wait_s < 1.0  # four rows for each of three workers
+def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
+    """On the CPU it always is."""
+    static = allocate(micro.model, BATCH)
+    source = Source(micro, seconds=0.02)
+    assert 0.04 < copy_next(source.feed(), static) < 1.0  # four rows for each of three workers
+    assert static["t"].tolist() == list(range(BATCH))
+    busy = {name: SimpleNamespace(device=torch.device("cuda"), copy_=lambda *_, **__: None) for name in static}
+    monkeypatch.setattr("flux_ref.data.ranks.record_copy_event", lambda device: None)
+    for done, most in ((False, 0.0), (True, 1.0)):
+        event = SimpleNamespace(record=lambda: None, query=lambda done=done: done)
+        monkeypatch.setattr(torch, "Event", lambda kind, event=event: event)
+        assert (copy_next(source.feed(), busy) > 0) == done, most
 
 
 # Shards on disk

@@ -9,7 +9,7 @@ import torch
 from lively_nets import lively_net, plain_net
 
 from flux_ref import config, flow, ranks, rng, schedule, sharding
-from flux_ref.data import ValSet, synthetic
+from flux_ref.data import PADDING, ValSet, synthetic
 from flux_ref.errors import Fault
 from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.formats import shards
@@ -77,12 +77,8 @@ def test_loss_and_standard_errors_equal_the_plain_definition(measured, plain, si
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_permuted_captions_and_changed_weights_give_losses_of_their_own(measured, plain, shapes_dir, size):
-    cfg, found = rank_runs.micro_config(shapes_dir), measured[size]["validation"]
-    exchanged = sample_losses(cfg, plain_net(cfg), captions=rng.order(cfg.train.seed, 0, 45))
-    assert found["permuted"]["loss"] == pytest.approx(mean_of_means(exchanged), rel=1e-6)
-    assert found["permuted"]["loss"] != pytest.approx(mean_of_means(plain), rel=1e-5)
-    assert found["permuted"]["count"] == 45
+def test_changed_weights_give_a_loss_of_their_own(measured, size):
+    found = measured[size]["validation"]
     assert found["changed"] == found["changed before use"]
     assert found["changed"]["loss"] != pytest.approx(found["batches of 8"]["loss"], rel=1e-3)
 
@@ -101,11 +97,10 @@ def test_fresh_noise_differs_between_evaluations_and_fixed_noise_does_not(alone,
     assert len({lone_loss(alone, shapes_dir, samples, eval__noise="fixed") for samples in (36, 72)}) == 1
 
 
-def test_rows_of_weight_0_add_nothing(alone, micro):
+def test_rows_of_padding_add_nothing(alone, micro):
     net = lively_net(micro, alone)
     batch = synthetic(micro.model, 4)
-    batch["timestep"][:] = torch.tensor([3, 3, 5, 5])
-    batch["weight"][:] = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    batch["timestep"][:] = torch.tensor([3, PADDING, PADDING, 5])
     sums, want = (torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64) for _ in range(2))
     validation_step(net, batch, sums, micro)
     validation_step(net, {name: tensor[[0, 3]] for name, tensor in batch.items()}, want, micro)

@@ -16,7 +16,7 @@ from precision_ranks import fp8_config
 from run_files import require_equal_runs
 from stand_in import Log, Recorder
 
-from flux_ref import config_file, data, ranks, sharding, step_runner
+from flux_ref import config_file, ranks, sharding, step_runner
 from flux_ref.errors import Fault
 from flux_ref.model import parameter_table
 from flux_ref.speed import graphs, regions
@@ -206,8 +206,8 @@ def eager(shapes_dir, tmp_path_factory):
 def test_a_run_by_graphs_is_the_eager_run(eager, leaving, tmp_path, shapes_dir, monkeypatch, capsys):
     """Batch and rate are in place before each replay. All ranks drop the graphs before they leave the group."""
     log, filled, rates = leaving, [], []
-    copy_into, replay = data.Feed.copy_into, stand_in.Graph.replay
-    monkeypatch.setattr(data.Feed, "copy_into", lambda feed, static: (log.append("fill"), copy_into(feed, static))[1])
+    copy_next, replay = step_runner.copy_next, stand_in.Graph.replay
+    monkeypatch.setattr(step_runner, "copy_next", lambda *args: (log.append("fill"), copy_next(*args))[1])
 
     def looking(captured: stand_in.Graph) -> None:
         if captured.kind == "train":

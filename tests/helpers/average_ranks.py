@@ -55,7 +55,7 @@ def go_on(folder: Path, world: World, start: Path | None, *stops: int) -> None:
         while state.step < stop:
             take_step(state)
             state.advance(cfg.train.global_batch)
-        saver.save(state, {})
+        saver.save(state)
     saver.finish()
 
 

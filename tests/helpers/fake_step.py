@@ -20,6 +20,7 @@ import threading
 import traceback
 import types
 import weakref
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -197,14 +198,12 @@ def planted(health: step.Health, loss: torch.Tensor, norm: torch.Tensor) -> None
 
 def samples(cfg: Config, rows: int, batches: int) -> types.SimpleNamespace:
     """For data.TrainSet and ValSet: real feeds of real host buffers that hold zeros."""
-    buffers = [data.HostBatch(cfg.model, rows, True) for _ in range(2)]
+    buffers = [data.HostBatch(cfg.model, rows, True) for _ in range(3)]
 
-    def feed(*args: object) -> data.Feed:
-        filled = data.Feed(itertools.repeat(range(rows), batches), nothing, buffers, 1)
-        filled.start()
-        return filled
+    def feed(*args: object) -> Iterator[data.HostBatch]:
+        return data.read_ahead(itertools.repeat(range(rows), batches), nothing, buffers, 1)
 
-    return types.SimpleNamespace(feed=feed, batches=batches, skipped_everywhere=dict)
+    return types.SimpleNamespace(feed=feed, batches=batches)
 
 
 def gather_objects(value: object, group: object = None) -> list:

@@ -169,7 +169,7 @@ LATER = {"precision__preset": "bf16", "precision__switch": ((4 * ROWS, "fp8_dela
 def saved_now(state: State, cfg: Config, world: World) -> None:
     """Save a checkpoint and wait for it."""
     saver = checkpoint.Saver(cfg, world, state, FACTS, lambda line: None)
-    saver.save(state, {})
+    saver.save(state)
     saver.finish()
 
 

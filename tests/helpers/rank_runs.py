@@ -24,7 +24,7 @@ from torch.distributed.tensor import distribute_tensor
 from flux_ref import config_file, ranks, schedule, sharding
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.data import TrainSet, ValSet, allocate
+from flux_ref.data import TrainSet, ValSet, allocate, copy_next
 from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
 from flux_ref.formats import checkpoint_files
@@ -131,7 +131,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     feed, health = train_set.feed(0), Health(world.device)
     losses, norms, history = [], [], []
     for _ in range(STEPS):
-        feed.copy_into(batch)
+        copy_next(feed, batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, norm = train_step(state, batch, health, cfg)
         state.advance(cfg.train.global_batch)
@@ -194,15 +194,14 @@ def validation(cfg: Config, world: World) -> dict:
     """Validation of lively weights in several ways, and of others that are put in their place."""
     net = lively_net(cfg, world)
 
-    def measure(net: Flux, permute: bool = False, **values: object) -> dict:
+    def measure(net: Flux, **values: object) -> dict:
         own = config_file.replace(cfg, **values)
         _, val_set = open_sets(own, world)
         steps = StepRunner(State.of(net, own, world, trains=False), own, world)
-        result = validation_loss(steps, val_set, VAL_SAMPLES, permute)
+        result = validation_loss(steps, val_set, VAL_SAMPLES)
         return vars(result) | {"of all ranks": of_all(result.loss)}
 
     found = {f"batches of {rows}": measure(net, eval__batch=rows) for rows in (8, 5)}
-    found["permuted"] = measure(net, permute=True)
     other = lively_net(cfg, world)
     for one in (net, other):
         with torch.no_grad():
@@ -216,7 +215,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     """What the reporter of every rank says when something is wrong on the last rank."""
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
-    cfg = config_file.replace(cfg, run__dir=str(folder), data__skip_bad=world.size - 1)
+    cfg = config_file.replace(cfg, run__dir=str(folder))
     reporter = Reporter(cfg, world, BenchmarkLog(None).text)
     reporter.begin(0, warm_s=0.0)
     net = lively_net(cfg, world)
@@ -224,19 +223,15 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     train_set, _ = open_sets(cfg, world)
     feed, batch = train_set.feed(0), allocate(cfg.model, cfg.train.global_batch // world.size)
 
-    def complaint(health: Health, skipped: dict[int, str] | None = None) -> str:
+    def complaint(health: Health) -> str:
         one = torch.ones(())
         try:
-            train_set.skipped = skipped or {}
-            reporter.step(state, one, one, health, feed, train_set)
+            reporter.step(state, one, one, health, 0.0)
         except Fault as error:
             return str(error)
         return ""
 
     found = {"fine": of_all(complaint(Health(world.device)))}
-    own = {world.rank: f"reason {world.rank}"}
-    found["one bad sample per rank"] = of_all(complaint(Health(world.device), own))
-    found["the same bad sample on every rank"] = of_all(complaint(Health(world.device), {7: "met in other epochs"}))
     health = Health(world.device)
     health.update(torch.ones(()), torch.ones(()))
     health.update(torch.ones(()), torch.tensor(math.inf))
@@ -244,7 +239,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
 
     health = Health(world.device)
     for step in range(STEPS):  # step 1 changes no weight, so later losses are sound again
-        feed.copy_into(batch)
+        copy_next(feed, batch)
         if step == 1 and world.rank == world.size - 1:
             batch["mean"][0] = math.nan
         state.opt.lr.fill_(cfg.optim.lr)

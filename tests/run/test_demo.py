@@ -1,6 +1,5 @@
 """README's first command and the compliance run, as a user types them. Each takes minutes."""
 
-import re
 import shutil
 import time
 from pathlib import Path
@@ -31,10 +30,10 @@ def sheets(folder: Path) -> list[Path]:
     return sorted((folder / "runs/tiny/samples").glob("0*.png"))
 
 
-def first_command(folder: Path, *overrides: str) -> tuple[list[float], float]:
+def first_command(folder: Path, *overrides: str) -> list[float]:
     """README's first command in a folder that holds the code alone, and eval.py after it.
 
-    Returns the validation losses, and the last one with captions permuted.
+    Returns the validation losses.
     """
     for name in ("train.py", "eval.py", "flux_ref", "configs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
@@ -44,27 +43,25 @@ def first_command(folder: Path, *overrides: str) -> tuple[list[float], float]:
     assert rank_exit_code(done) == 0, done.stderr
     assert "1,214,272 parameters" in done.stdout  # what runs is said
     losses = column(folder / "runs/tiny", "val_loss", "eval.jsonl")
-    permuted = float(re.search(r"permuted among the samples: ([0-9.]+)", done.stdout).group(1))
-    print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}, captions permuted {permuted:.4f}")
+    print(f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     assert len(list((folder / "runs/tiny/checkpoints").iterdir())) == len(losses) - 1  # all but the start
     assert (folder / "runs/tiny/samples/strip.png").exists() and sheets(folder)
     evaluated = script("eval.py", "runs/tiny", ranks=0, cwd=folder, timeout=300)
     assert f"{losses[-1]:.4f}" in evaluated.stdout, evaluated.stderr
-    return losses, permuted
+    return losses
 
 
 @pytest.mark.slow
 def test_first_command_begins_to_learn(tmp_path):
-    losses, _ = first_command(tmp_path, "--train.max_samples=3600")
+    losses = first_command(tmp_path, "--train.max_samples=3600")
     assert losses[-1] < 0.6 * losses[0]
 
 
 @pytest.mark.nightly
 def test_first_command_learns_to_draw(tmp_path):
-    """The loss falls to an eighth, captions matter, and 17 of 18 pictures of held-out captions are right."""
-    losses, permuted = first_command(tmp_path)
+    """The loss falls to an eighth, and 17 of 18 pictures of held-out captions are right."""
+    losses = first_command(tmp_path)
     assert losses[-1] <= losses[0] / 7.8  # 8.1 where it was measured; processors round differently
-    assert permuted > 2 * losses[-1]
     grid = sheets(tmp_path)[-1]
     assert sum(matches(tile, want) for tile, want in zip(grid_tiles(grid), toy.held_out())) >= 17
 

@@ -103,14 +103,6 @@ def test_two_ranks_find_what_two_ranks_logged_and_print_one_json_object(shapes_d
     assert all(Path(record["pictures"]).is_file() for record in found["checkpoints"])
 
 
-def test_captions_permuted_are_measured_where_asked_for(run, evaluate):
-    record = evaluate(run, "--json", "--eval.permuted_captions=true")
-    assert figures(record) == logged(run)[-1]
-    assert record["captions_permuted"] != record["val_loss"]
-    text = evaluate(run, "--eval.permuted_captions=true")
-    assert f"with captions permuted among the samples: {record['captions_permuted']:.4f}" in text
-
-
 # What was exported from the run
 
 
@@ -281,7 +273,7 @@ REFUSED = [
     (["--prompt=x", "--t5=nets"], ["--t5", "data.kind=shapes has its own"]),
     (["--prompt=caf\udce9"], ["--prompt", "is not UTF-8"]),
     (["--prompts=none.txt"], ["list of prompts none.txt: No such file"]),
-    (["--data.val=", "--eval.permuted_captions=false"], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
+    (["--data.val="], ["data.val is empty", "--prompt=TEXT with --draw-only"]),
     (["--draw-only", "--sample.count=0"], ["--draw-only has nothing to draw"]),
     (["--eval.batch=0"], ["eval.batch=0"]),
     (["runs/other"], ["'runs/other'", "comes first"]),

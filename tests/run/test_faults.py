@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MICRO, called, data_overrides, micro_run
-from run_files import column, event, events, newest, require_equal_runs, saved_steps
+from run_files import column, event, events, require_equal_runs, saved_steps
 from shard_damage import position
 
 from flux_ref import config_file, rng
@@ -263,9 +263,6 @@ def test_a_sample_that_cannot_be_read_again_ends_the_run_or_is_left_out(trains, 
         assert code == 3 and name in line and words in line, line
         assert trains(run)[0] == 0
         require_equal_runs(run, calm)
-    second_read(fail)
-    assert trains(tmp_path / "skips", "--data.skip_bad=1")[0] == 0
-    assert column(tmp_path / "skips", "skipped")[-1] == 1 and list(newest(tmp_path / "skips").info["skipped"])
     second_read(partial(flip, position("mean", "payload") + 1))
     assert trains(tmp_path / "value")[0] == 0
     assert column(tmp_path / "value", "loss")[:4] == column(calm, "loss")[:4]

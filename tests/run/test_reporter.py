@@ -67,10 +67,14 @@ def trained(micro, tmp_path, monkeypatch):
         zeros = torch.zeros(3).unbind()
         state = SimpleNamespace(step=0, samples=0, opt=SimpleNamespace(lr=zeros[0]))
         state.precision = SimpleNamespace(begin=lambda step: None, stage=lambda step: SimpleNamespace(first=0))
-        own = {"loss": zeros[1], "norm": zeros[2], "warm_s": 0.0, "health": Health(torch.device("cpu"))}
+        own = {
+            "loss": zeros[1],
+            "norm": zeros[2],
+            "warm_s": 0.0,
+            "data_wait_s": 0.0,
+            "health": Health(torch.device("cpu")),
+        }
         steps = MadeUpSteps(state=state, events=events, broken=broken, bad=bad, **own)
-        feed = SimpleNamespace(wait_s=0.0)
-        train_set = SimpleNamespace(skipped_everywhere=dict)
         saver = SimpleNamespace(save=lambda *_: events.append(f"save {state.step}"), finish=lambda: None)
         mark = None if kind == "cpu" else SimpleNamespace(synchronize=lambda: events.append("read"))
         monkeypatch.setattr(ranks, "record_copy_event", lambda device: mark)
@@ -80,7 +84,7 @@ def trained(micro, tmp_path, monkeypatch):
         report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log.text)
         try:
             alive = SimpleNamespace(at=note, watch=SimpleNamespace())
-            train.Run(cfg, state, steps, train_set, None, saver, report, log, alive, None).train(feed)
+            train.Run(cfg, state, steps, None, None, saver, report, log, alive, None).train(iter(()))
         except (Interrupted, Fault, RuntimeError) as error:
             events.append(str(error).partition(" in")[0])
         finally:

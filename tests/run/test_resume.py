@@ -19,9 +19,7 @@ from conftest import micro_run, require_identical, trained
 from killing import trained_on
 from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from run_files import column, event, events, flip, lines, newest, require_equal_runs, what_counts
-from shard_damage import put_nan
 
-from flux_ref import rng
 from flux_ref.benchmark import closed
 from flux_ref.config import MllogConfig
 from flux_ref.formats import checkpoint_files
@@ -258,30 +256,6 @@ def test_a_run_that_is_extended_ends_like_a_longer_one(whole, shapes_dir, tmp_pa
     assert contents(folder) == before, "outcome.json goes only when training begins"
     assert called(folder, shapes_dir, "--train.max_samples=288", "--data.empty=nowhere") == 2
     assert (folder / "outcome.json").exists(), "this is found only when the data are opened"
-
-
-# Damaged samples that were passed over
-
-
-def test_samples_passed_over_before_a_stop_still_count_after_it(shapes_dir, tmp_path, capsys):
-    dataset = Path(shutil.copytree(shapes_dir, tmp_path / "data"))
-    first, second = (rng.order(0, epoch, 50).tolist() for epoch in (0, 1))
-    bad = next(sample for sample in first[:BATCH] if sample not in second[:30])  # not met again in 3 steps
-    put_nan(dataset, "train", bad)
-    short = ("--train.max_samples=36", "--data.skip_bad=1")
-    folder, copy = tmp_path / "run", tmp_path / "copy"
-    assert called(folder, dataset, *short) == 0
-    for run in (folder, shutil.copytree(folder, copy)):
-        (run / "outcome.json").unlink()
-        shutil.rmtree(run / "checkpoints" / "step_000000003")
-    assert list(newest(folder).info["skipped"]) == [str(bad)]
-    assert called(folder, dataset, *short) == 0
-    assert column(folder, "skipped") == [1, 1, 1]
-    capsys.readouterr()
-    put_nan(dataset, "train", first[30])
-    assert called(copy, dataset, *short) == 3
-    complaint = capsys.readouterr().err
-    assert "data.skip_bad=1 allows no more" in complaint and f"train_{first[30]:08d}" in complaint
 
 
 # The benchmark's log

@@ -88,7 +88,6 @@ def test_the_header_tells_how_long_the_run_takes(plain, micro):
     assert told() == told_plainly
     assert told(True) == told(eval__target=0.1) == f"at most {told_plainly}"
     assert "4 steps of 18.00 s and 5 evaluations of" in told(eval__every_samples=12, train__max_samples=50)
-    assert "and 3 evaluations of" in told(eval__permuted_captions=True)
     assert told(is_evaluated=True) == told_plainly  # the end of a run that is extended, between two intervals
     assert "and 4 evaluations of" in told(is_evaluated=True, eval__every_samples=12, train__max_samples=50)
 
@@ -117,7 +116,7 @@ def test_metrics_and_evaluations_hold_what_happened(plain):
     assert column(plain, "lr") == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3])
     for record in lines(plain):
         assert record["samples_per_s"] > 0 and 0 <= record["data_wait"] <= 1 and record["peak_memory_gb"] > 0.05
-        assert record["skipped"] == 0 and 0 < record["grad_norm"] < 10
+        assert 0 < record["grad_norm"] < 10
     assert column(plain, "samples", "eval.jsonl") == [36, 60]
     for record in lines(plain, "eval.jsonl"):
         assert len(record["val_loss_per_timestep"]) == len(record["stderr_per_timestep"]) == schedule.TIMESTEPS

@@ -182,7 +182,8 @@ def log() -> str:
 
 - The lines from block_start to eval_stop repeat.
 - cache_clear is logged only with data.evict=true.
-- No official checker reads the lines from model.hidden to data.skip_bad. A rehearsal adds `rehearsal`.
+- No official checker reads the lines from model.hidden to lowest_numerical_precision_in_eval. A rehearsal adds
+  `rehearsal`.
 - What makes a run no timed result adds `disqualified`, with the reason as value. The run then ends as aborted.
 - In the open division averaged_validation_loss follows eval_accuracy, with the same value and samples_count.
 - From ruleset 6.1.0 on, evaluation_frequency is rounded up to whole steps.

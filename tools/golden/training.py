@@ -80,7 +80,7 @@ def batches(cfg: Config, rank: int, size: int, first: int) -> Iterator[tuple[Val
     batch = data.allocate(cfg.model, train.global_batch // size)
     with closing(train_set.feed(first * train.global_batch)) as feed:
         for number in count(first):
-            feed.copy_into(batch)
+            data.copy_next(feed, batch)
             rows: dict[str, list] = {"epoch": [], "sample": [], "drop": []}
             for position in data.rank_slice(cfg, number, rank, size):
                 epoch, i = divmod(position, cfg.data.train_count)
@@ -164,7 +164,7 @@ def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
     rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
     with val_set.feed(0) as feed:
         for _ in range(val_set.batches):
-            feed.copy_into(batch)
+            data.copy_next(feed, batch)
             found = batch | {"losses": losses_of(cfg, weights_of(given), batch)}
             for name, kept in rows.items():
                 kept.append(found[name][batch["weight"] > 0])
