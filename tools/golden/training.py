@@ -162,12 +162,12 @@ def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
     val_set.open()
     batch = data.allocate(cfg.model, cfg.eval.batch)
     rows: dict[str, list[Tensor]] = {"t": [], "latent_eps": [], "noise": [], "losses": []}
-    with val_set.feed(0) as feed:
+    with closing(val_set.feed(0)) as feed:
         for _ in range(val_set.batches):
             data.copy_next(feed, batch)
             found = batch | {"losses": losses_of(cfg, weights_of(given), batch)}
             for name, kept in rows.items():
-                kept.append(found[name][batch["weight"] > 0])
+                kept.append(found[name][batch["timestep"] >= 0])
     values = {name: torch.cat(kept) for name, kept in rows.items()}
     runner = step_runner.StepRunner(start(cfg, world, given), cfg, world)
     result = evaluate.validation_loss(runner, val_set, samples=0)
