@@ -19,7 +19,7 @@ from flux_ref.formats.checkpoint_files import TensorSlice
 from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.formats.safetensors_io import BLOCK, CheckedFile, FileEntry
 
-INFO = {"step": 7, "samples": 84, "name": "micro", "train_samples": 50, "skipped": {"3": "bad"}}
+INFO = {"step": 7, "samples": 84, "name": "micro", "train_samples": 50}
 INFO |= {"config": {"train.global_batch": 12, "model.rope_axes": [4, 2, 2]}}
 NAME = "rank_00000.safetensors"
 SHAPES = {"model.w": (13, 3, 2), "model.b": (1,), "optimizer.state.w.exp_avg": (7, 5), "model.wide": (2, 300)}
@@ -275,10 +275,9 @@ def test_a_manifest_that_another_program_has_written_is_refused(tmp_path):
     (tmp_path / "x.safetensors").write_bytes((folder / file).read_bytes())
     whole = json.loads((folder / checkpoint_files.MANIFEST).read_text())
     cases = [(place, value, "") for place in WHOLE_NUMBERS for value in (-1, 2**60, 1.5, True, None, "7", [], {})]
-    cases += [(["info", key], value, "") for key in ("config", "name", "skipped") for value in (7, None, ["x"])]
-    cases += [(["info", "skipped"], {"x": "bad"}, ""), (["info", "skipped"], {"3": 5}, "its skipped is {'3': 5}")]
+    cases += [(["info", key], value, "") for key in ("config", "name") for value in (7, None, ["x"])]
     cases += [(["tensors", "info"], whole["tensors"]["model.b"] | {"dtype": 3}, "its dtype of 'info' is 3")]
-    for key in INFO.keys() - {"train_samples", "skipped"}:
+    for key in INFO.keys() - {"train_samples"}:
         cases.append((["info"], {k: v for k, v in INFO.items() if k != key}, f"it lacks '{key}'"))
     cases += [(["info", "samples"], 83, "do not belong together")]
     cases += [(["format"], version, "this flux_ref reads 1") for version in (0, 2, "1", None, "two\nlines")]
