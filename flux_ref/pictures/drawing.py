@@ -59,6 +59,7 @@ class Gallery:
         with self.report.spare(path.name):
             if pictures:
                 sheet.save(pictures, names, path)
+                self.report.picture(path, samples)
                 if cfg.every_samples:
                     sheet.strip(path.parent, pictures[0].shape[1], samples)
             seconds = time.perf_counter() - begin

@@ -27,7 +27,7 @@ ENVIRONMENT = "environment.json"
 # All that train.py and eval.py write into a run's folder, as patterns of names. Nothing else is moved.
 WRITTEN = (
     *("config.toml", ENVIRONMENT, *RECORDS, "loss.png", "eval_all.png", "eval_all_ema.png", "outcome.json"),
-    *("samples/[0-9]*.png", "samples/strip.png", "samples/eval_*.png", "checkpoints/step_*"),
+    *("tensorboard/*", "samples/[0-9]*.png", "samples/strip.png", "samples/eval_*.png", "checkpoints/step_*"),
 )
 CLAIM = ".claim"
 CLAIM_WAIT_S = 10.0  # ranks that have lost their launcher end within a few seconds

@@ -4,16 +4,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, ranks, schedule, step_runner
+from flux_ref.board import Board
 from flux_ref.config import Config
 from flux_ref.data import rank_slice
 from flux_ref.errors import Fault
@@ -55,6 +57,7 @@ class Reporter:
         self.train_curve: list[tuple[int, float]] = []
         self.val_curve: list[tuple[int, float]] = []
         self.bar: tqdm | None = None
+        self.board: Board | None = None
         self.pending: Callable[[], None] | None = None  # writes the record of a step whose values are on their way
 
     def say(self, line: str) -> None:
@@ -147,6 +150,7 @@ class Reporter:
         if self.speaks:
             folder.write_config(self.cfg)
             (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
+            self.board = Board(self.folder, samples)
         if warm_s and self.speaks:
             words = forecast(
                 self.cfg,
@@ -205,6 +209,9 @@ class Reporter:
             "peak_memory_gb": peak_memory_gb(self.world.device),
         }
         self._append("metrics.jsonl", record)
+        if self.board:
+            with self.spare("TensorBoard's curves"):
+                self.board.step(record)
         self.train_curve.append((samples, record["loss"]))
         self.bar.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
         self.since = Mark(time.perf_counter(), samples, wait_s)
@@ -228,7 +235,11 @@ class Reporter:
     def evaluation(self, samples: int, result: Validation, seconds: float) -> None:
         """Record and print the result of an evaluation that took so many seconds."""
         begin = time.perf_counter()
-        self._append("eval.jsonl", {"samples": samples} | validation_record(result) | {"seconds": seconds})
+        record = {"samples": samples} | validation_record(result) | {"seconds": seconds}
+        self._append("eval.jsonl", record)
+        if self.board:
+            with self.spare("TensorBoard's curves"):
+                self.board.evaluation(record)
         self.val_curve.append((samples, result.loss))
         target = f", target {self.cfg.eval.target:g}" if self.cfg.eval.target else ""
         error = f" +- {result.stderr:.4f}" if is_number(result.stderr) else ""  # NaN: one sample of a timestep
@@ -236,6 +247,11 @@ class Reporter:
         self.say(f"samples {samples:>10,}  {loss} in {seconds:.1f} s{target}")
         self._chart()
         self.pause(seconds + time.perf_counter() - begin)
+
+    def picture(self, path: Path, samples: int) -> None:
+        """A sheet of pictures was drawn."""
+        if self.board:
+            self.board.picture(path, samples)
 
     def _chart(self) -> None:
         with self.spare("loss.png"):
@@ -275,6 +291,9 @@ class Reporter:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+        if self.board:
+            with suppress(OSError):
+                self.board.close()
 
 
 def blame(first_bad: list[list[float]], cfg: Config) -> str | None:
