@@ -85,7 +85,7 @@ def measure(log: ResultLog, complaints: list[str]) -> Run:
         samples = number(event.metadata.get("samples_count"))
         loss = number(event.value)
         if event.key == "eval_accuracy" and samples is not None and loss is not None:
-            losses.setdefault(samples, loss)  # several ranks may write it
+            losses[samples] = loss  # several ranks may write it
     run.val_curve = sorted(losses.items())
     if losses:
         run.samples = max(losses)
