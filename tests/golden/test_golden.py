@@ -22,8 +22,8 @@ GIVEN = KEPT.given()
 read = KEPT.arrays.__getitem__
 
 
-def arrays(*sections: dict) -> dict[str, np.ndarray]:
-    return {name: array for name, _, array in record.plain(*sections)}
+def arrays(values: dict) -> dict[str, np.ndarray]:
+    return {name: array for name, (_, array) in record.plainly(values).items()}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def agree(tmp_path, capsys):
 
 def test_replay_agrees_in_every_place(agree):
     """From the data set beside the values, in the order of the index."""
-    ours = {name: array for name, _, array in record.record(GIVEN)}
+    ours = {name: array for name, (_, array) in record.record(GIVEN).items()}
     assert list(ours) == [value.name for value in KEPT.values], "type python -m tools.golden.record --write"
     agree(ours)
 
@@ -148,9 +148,11 @@ def test_write_keeps_bits_that_agree_and_takes_those_that_do_not(tmp_path, monke
     factors = {"step1.loss": np.float32(1 + 1e-6), "step2.loss": np.float32(1.5)}
 
     def recorded(given):
+        found = {}
         for value in KEPT.values:
             array = read(value.name)
-            yield value.name, value.dtype, np.asarray(array * factors.get(value.name, array.dtype.type(1)))
+            found[value.name] = value.dtype, np.asarray(array * factors.get(value.name, array.dtype.type(1)))
+        return found
 
     monkeypatch.setattr(record, "record", recorded)
     record.write(tmp_path)

@@ -65,9 +65,17 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     losses = flow.losses(net, batch, dtype)
     losses.mean().backward()
     latent = latents.sample(batch["mean"], batch["logvar"], batch["latent_eps"])
-    values = {"rope": net.rope, "latent": latent, "x_t": flow.interpolate(latent, batch["noise"], batch["t"])}
-    values |= {"target": latents.pack(batch["noise"] - latent), "img": seen.inputs["img_in"]}
-    values |= seen.of("img_in", "txt_in") | {"time_waves": model.time_waves(batch["t"])}
+    noise = batch["noise"]
+    values = {
+        "rope": net.rope,
+        "latent": latent,
+        "x_t": flow.interpolate(latent, noise, batch["t"]),
+        "target": latents.pack(noise - latent),
+        "img": seen.inputs["img_in"],
+        "img_in": seen.outputs["img_in"],
+        "txt_in": seen.outputs["txt_in"],
+        "time_waves": model.time_waves(batch["t"]),
+    }
     values |= seen.of("time_in.in_layer", "time_in", "vector_in.in_layer", "vector_in")
     values["vec"] = seen.inputs["double_blocks.0.img_mod"]
     values |= double_block(seen, "double_blocks.0", net.cfg)
@@ -77,7 +85,9 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     values |= single_block(seen, "single_blocks.0", net.cfg)
     values |= seen.of(*(f"single_blocks.{i}" for i in range(net.cfg.single_blocks)))
     values |= seen.of("final_layer.adaLN_modulation.1", "final_layer.linear.input")
-    values |= {"prediction": seen.outputs["final_layer.linear"], "losses": losses, "loss": losses.mean()}
+    values["prediction"] = seen.outputs["final_layer.linear"]
+    values["losses"] = losses
+    values["loss"] = losses.mean()
     grads = {name: parameter.grad for name, parameter in net.named_parameters()}
     values |= named("grad", {name: grads[name] for name in reversed(WHOLE)})
     values["grad.norms"] = norms(grads)
@@ -90,13 +100,15 @@ def double_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
     for stream in STREAMS:
         at = f"{name}.{stream}_attn"
         values |= seen.of(f"{at}.qkv.input", f"{at}.qkv", f"{at}.norm.query_norm", f"{at}.norm.key_norm")
-    operands = []
+    operands = []  # of attention, and its result, of each stream
     for stream in reversed(STREAMS):
         at = f"{name}.{stream}_attn"
+        q_BSHK, k_BSHK = seen.outputs[f"{at}.norm"]
         _, _, v_BSD = seen.outputs[f"{at}.qkv"].chunk(3, dim=-1)
         v_BSHK = model.split_heads(v_BSD, cfg.heads)
-        operands.append((*seen.outputs[f"{at}.norm"], v_BSHK, seen.inputs[f"{at}.proj"]))
-    values |= attention(name, *(torch.cat(pair, dim=1) for pair in zip(*operands)))
+        operands.append((q_BSHK, k_BSHK, v_BSHK, seen.inputs[f"{at}.proj"]))
+    joined = [torch.cat(pair, dim=1) for pair in zip(*operands)]
+    values |= attention(name, *joined)
     for stream in STREAMS:
         mlp = f"{name}.{stream}_mlp"
         values |= seen.of(f"{name}.{stream}_attn.proj", f"{mlp}.0.input", f"{mlp}.0", f"{mlp}.1", f"{mlp}.2")
@@ -107,13 +119,19 @@ def single_block(seen: Seen, name: str, cfg: ModelConfig) -> Tensors:
     """A single block from inside."""
     values = seen.of(f"{name}.modulation.lin", f"{name}.linear1.input", f"{name}.linear1")
     values |= seen.of(f"{name}.norm.query_norm", f"{name}.norm.key_norm")
+    q_BSHK, k_BSHK = seen.outputs[f"{name}.norm"]
     v_BSD = seen.outputs[f"{name}.linear1"][..., 2 * cfg.hidden : 3 * cfg.hidden]
     v_BSHK = model.split_heads(v_BSD, cfg.heads)
-    values |= attention(name, *seen.outputs[f"{name}.norm"], v_BSHK, seen.inputs[f"{name}.linear2"][..., : cfg.hidden])
+    result_BSD = seen.inputs[f"{name}.linear2"][..., : cfg.hidden]
+    values |= attention(name, q_BSHK, k_BSHK, v_BSHK, result_BSD)
     return values | seen.of(f"{name}.linear2.input", f"{name}.linear2")
 
 
 def attention(name: str, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, result_BSD: Tensor) -> Tensors:
     """The operands of attention, (B, H, S, K) each, and its result."""
-    operands = {"v": v_BSHK.transpose(1, 2), "q": q_BSHK.transpose(1, 2), "k": k_BSHK.transpose(1, 2)}
-    return named(f"{name}.attention", operands) | {f"{name}.attention": result_BSD}
+    return {
+        f"{name}.attention.v": v_BSHK.transpose(1, 2),
+        f"{name}.attention.q": q_BSHK.transpose(1, 2),
+        f"{name}.attention.k": k_BSHK.transpose(1, 2),
+        f"{name}.attention": result_BSD,
+    }

@@ -31,32 +31,45 @@ from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.formats import formats, presets
 from tools.golden.precision import bf16, fp8_edges, fp8_history, fp8_linear, fp8_order, operations
-from tools.golden.training import CPU, clipping, init, on_two_ranks, training, validation
+from tools.golden.training import BATCH, CPU, clipping, init, on_two_ranks, training, validation
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # others: as torch names them
 
 
-def record(given: Values) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and array of all values in order of computation, from the config and the data set in FOLDER."""
+def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
+    """dtype and array of all values in order of computation, from the config and the data set in FOLDER."""
     cfg = config_file.load(FOLDER / CONFIG)
     cfg = config_file.replace(cfg, data__train=f"{FOLDER / DATA}/train", data__val=f"{FOLDER / DATA}/val")
+    values = draws(cfg) | full_draws(given)
     with one_process() as world:
-        yield from plain(draws(cfg), full_draws(given), clipping(cfg, world, given), given, init(cfg, world))
-        trained = training(cfg, world, given)
-        yield from plain(trained, on_two_ranks(cfg, world, given), validation(cfg, world, given))
-        batch = {name.removeprefix("batch."): trained[name] for name in trained if name.startswith("batch.")}
-        yield from plain(operations(cfg, given), bf16(cfg, given, batch))
-        yield from plain(fp8_edges(given), fp8_linear(given), fp8_history(given), fp8_order(given))
-    yield from plain(full_net(), formats(given), presets(given))
+        values |= clipping(cfg, world, given)
+        values |= given
+        values |= init(cfg, world)
+        values |= training(cfg, world, given)
+        values |= on_two_ranks(cfg, world, given)
+        values |= validation(cfg, world, given)
+        values |= operations(cfg, given)
+        values |= bf16(cfg, given, {name: values[f"batch.{name}"] for name in BATCH})
+        values |= fp8_edges(given)
+        values |= fp8_linear(given)
+        values |= fp8_history(given)
+        values |= fp8_order(given)
+    values |= full_net()
+    values |= formats(given)
+    values |= presets(given)
+    return plainly(values)
 
 
-def plain(*sections: dict[str, Tensor | np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and array of each value. The array of a value in bf16 is fp32, which is exact."""
-    for name, value in ((name, value) for section in sections for name, value in section.items()):
+def plainly(values: dict[str, Tensor | np.ndarray]) -> dict[str, tuple[str, np.ndarray]]:
+    """dtype and array of each value. The array of a value in bf16 is fp32, which is exact."""
+    found = {}
+    for name, value in values.items():
         tensor = torch.as_tensor(value).detach()
         dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        yield name, dtype, np.array(array, order="C")  # safetensors writes the memory as it lies
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        found[name] = dtype, np.array(tensor.numpy(), order="C")  # safetensors writes the memory as it lies
+    return found
 
 
 @contextmanager
@@ -79,7 +92,7 @@ def write(folder: Path) -> None:
     rate = config_file.load(FOLDER / CONFIG).optim.lr
     arrays = {}
     entries = []
-    for name, dtype, array in record(given):
+    for name, (dtype, array) in record(given).items():
         place = places.place(name)
         atol, rtol = place.kind.tolerances(array, rate)
         old = golden.arrays.get(name)
@@ -106,7 +119,7 @@ def run(argv: list[str]) -> int:
         write(FOLDER)
         return 0
     golden = Golden(FOLDER)
-    recorded = {name: array for name, _, array in record(golden.given())}
+    recorded = {name: array for name, (_, array) in record(golden.given()).items()}
     return int(any(report(golden, recorded)))
 
 

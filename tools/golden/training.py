@@ -23,7 +23,8 @@ STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs b
 ROWS = 4  # of an initial weight
 BATCH = (*shards.MEMBERS, "t", "latent_eps", "noise")
 PARTS = {"train__global_batch": 4, "train__micro_batch": 1}  # of the run on two ranks
-RANKS, RANKS_STEP = 2, 1  # step 1 has the positions 4 to 7: the first epoch ends inside of rank 0
+RANKS = 2
+RANKS_STEP = 1  # has the positions 4 to 7: the first epoch ends inside of rank 0
 
 
 def weights_of(given: Values) -> Tensors:
@@ -38,8 +39,9 @@ def start(cfg: Config, world: World, given: Values) -> State:
     weights = weights_of(given)
     with torch.no_grad():
         for name, parameter in sharding.named_parameters(net).items():
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.copy_(distribute_tensor(weights[name].to(mesh.device_type), mesh, placements, src_data_rank=None))
+            mesh = parameter.device_mesh
+            whole = weights[name].to(mesh.device_type)
+            parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
     return State.of(net, cfg, world)
 
 
@@ -113,9 +115,10 @@ def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
         loss, norm = step.train_step(state, batch, Health(CPU), cfg)
-        coefficient = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
-        scalars = {"loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": state.opt.lr.clone()}
-        values |= named(place, scalars)
+        values[f"{place}.loss"] = loss
+        values[f"{place}.grad_norm"] = norm
+        values[f"{place}.clip_coefficient"] = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
+        values[f"{place}.lr"] = state.opt.lr.clone()
         if number in (1, STEPS):
             values |= named(place, after_step(state, initial, with_moments=number == 1))
     return values
