@@ -54,12 +54,14 @@ def drawn(cfg, about):
     values["name_key"] = np.uint64(draws.name_key("img_in.weight"))
     values["order.0"] = draws.order(seed, 0, 50)
     values["order.1"] = draws.order(seed, 1, 50)
-    values["drop"] = np.array([draws.is_dropped(seed, sample, 1, 0.1) for sample in range(50)])
-    values["t"] = np.array([draws.time(seed, sample, 1) for sample in range(50)])
+    samples = range(50)
+    values["drop"] = np.array([draws.is_dropped(seed, sample, 1, 0.1) for sample in samples])
+    values["t"] = np.array([draws.time(seed, sample, 1) for sample in samples])
     for name in ("t.shift", "t.logit_normal", "t.logit_normal_shift"):
         given = about[f"draws.{name}"]
         keys = {key: given[key] for key in ("timestep", "mean", "width", "shift")}
-        values[name] = np.array([draws.time(seed, sample, 1, **keys) for sample in range(50)])
+        times = [draws.time(seed, sample, 1, **keys) for sample in samples]
+        values[name] = np.array(times)
     values["latent_eps"] = draws.normals(seed, draws.LATENT, 3, 1, latent)
     values["noise"] = draws.normals(seed, draws.NOISE, 3, 1, latent)
     values["val_latent_eps"] = draws.normals(seed, draws.VAL_LATENT, 3, 262_144, latent)
@@ -73,7 +75,10 @@ def full_size(golden, about):
     count = about["full.sample"]["count"]
     rows = draws.rows_at(seed, count, 0.1, golden["full.positions"].tolist())
     samples, _, times, dropped = zip(*rows)
-    values = {"sample": np.array(samples), "t": np.array(times), "drop": np.array(dropped)}
+    values = {}
+    values["sample"] = np.array(samples)
+    values["t"] = np.array(times)
+    values["drop"] = np.array(dropped)
     rope = network.rope_table(256, 16, 16, (16, 56, 56))
     values["rope"] = rope[about["full.rope"]["tokens"]]
     values["rope.sums"] = rope.astype(np.float64).sum(0).astype(np.float32)

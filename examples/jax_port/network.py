@@ -56,8 +56,7 @@ def rope_table(text_tokens, height, width, axes, theta=10_000):
         frequencies = theta ** (-np.arange(0, features, 2) / features)
         angles.append(positions[:, [axis]] * frequencies)
     angle = np.concatenate(angles, axis=1)
-    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    return table.astype(np.float32)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
 
 
 def apply_rope(x, rope):
@@ -66,14 +65,14 @@ def apply_rope(x, rope):
     odd = x[..., 1::2]
     cos = rope[..., 0]
     sin = rope[..., 1]
-    turned = jnp.stack([cos * even - sin * odd, sin * even + cos * odd], axis=-1)
-    return turned.reshape(x.shape)
+    first = cos * even - sin * odd
+    second = sin * even + cos * odd
+    return jnp.stack([first, second], axis=-1).reshape(x.shape)
 
 
 def time_waves(t):
     """128 cosines, then 128 sines of 1000 t: (B, 256) in fp32."""
-    exponents = np.arange(128) / 128
-    frequencies = np.exp(-math.log(10_000) * exponents).astype(np.float32)
+    frequencies = np.exp(-math.log(10_000) * np.arange(128) / 128).astype(np.float32)
     angles = 1000 * t.astype(F32)[:, None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
@@ -83,7 +82,8 @@ def layer_norm(x):
     wide = x.astype(F32)
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
-    return (centred * jax.lax.rsqrt(variance + 1e-6)).astype(x.dtype)
+    normed = centred * jax.lax.rsqrt(variance + 1e-6)
+    return normed.astype(x.dtype)
 
 
 def modulate(x, shift, scale):
@@ -94,7 +94,8 @@ def rms_norm(x, scale):
     """fp32 out of any input."""
     wide = x.astype(F32)
     square = jnp.square(wide).mean(-1, keepdims=True)
-    return wide * jax.lax.rsqrt(square + 1e-6) * scale.astype(F32)
+    normed = wide * jax.lax.rsqrt(square + 1e-6)
+    return normed * scale.astype(F32)
 
 
 def gelu(x):
@@ -118,8 +119,10 @@ def heads(norm, qkv, count):
     batch, tokens, _ = qkv.shape
     parts = qkv.reshape(batch, tokens, 3, count, -1)
     q, k, v = parts.transpose(2, 0, 3, 1, 4)
-    q = norm.keep("query_norm", rms_norm(q, norm.weight("query_norm.scale")))
-    k = norm.keep("key_norm", rms_norm(k, norm.weight("key_norm.scale")))
+    q = rms_norm(q, norm.weight("query_norm.scale"))
+    k = rms_norm(k, norm.weight("key_norm.scale"))
+    norm.keep("query_norm", q)
+    norm.keep("key_norm", k)
     return q, k, v
 
 
@@ -128,14 +131,15 @@ def attention(q, k, v):
     scores = jnp.einsum("bhsk,bhtk->bhst", q, k, preferred_element_type=F32)
     shares = jax.nn.softmax(scores / math.sqrt(q.shape[-1]))
     mixed = jnp.einsum("bhst,bhtk->bshk", shares, v.astype(F32))
-    batch, tokens = mixed.shape[:2]
-    return mixed.reshape(batch, tokens, -1).astype(v.dtype)
+    return mixed.reshape(*mixed.shape[:2], -1).astype(v.dtype)
 
 
 def attend(block, q, k, v, rope):
     """Queries and keys are rounded to the dtype of the activations once, after RoPE."""
-    q = block.keep("attention.q", apply_rope(q, rope).astype(v.dtype))
-    k = block.keep("attention.k", apply_rope(k, rope).astype(v.dtype))
+    q = apply_rope(q, rope).astype(v.dtype)
+    k = apply_rope(k, rope).astype(v.dtype)
+    block.keep("attention.q", q)
+    block.keep("attention.k", k)
     block.keep("attention.v", v)
     return block.keep("attention", attention(q, k, v))
 
@@ -150,8 +154,10 @@ def double_block(block, img, txt, vec, rope, count):
     joint = [jnp.concatenate(pair, axis=2) for pair in zip(txt_qkv, img_qkv)]  # text first
     attended = attend(block, *joint, rope)
     txt_attended, img_attended = jnp.split(attended, [txt.shape[1]], axis=1)
-    img = block.keep("img", after_attention(block.at("img_"), img, img_attended, img_parts))
-    txt = block.keep("txt", after_attention(block.at("txt_"), txt, txt_attended, txt_parts))
+    img = after_attention(block.at("img_"), img, img_attended, img_parts)
+    txt = after_attention(block.at("txt_"), txt, txt_attended, txt_parts)
+    block.keep("img", img)
+    block.keep("txt", txt)
     return img, txt
 
 
@@ -189,8 +195,8 @@ def flux(net, model, img, txt, clip, t):
     count = model["heads"]
     rope = net.keep("rope", rope_table(text, height, width, model["rope_axes"]))
     waves = net.keep("time_waves", time_waves(t))
-    vec = embed(net, "time_in", waves.astype(img.dtype)) + embed(net, "vector_in", clip)
-    net.keep("vec", vec)
+    of_time = embed(net, "time_in", waves.astype(img.dtype))
+    vec = net.keep("vec", of_time + embed(net, "vector_in", clip))
     img = net.linear("img_in", img)
     txt = net.linear("txt_in", txt)
     for i in range(model["double_blocks"]):
@@ -223,13 +229,16 @@ def objective(model, dtype, weights, batch):
     deviation = jnp.exp(batch["logvar"].astype(F32) / 2)
     noise = batch["noise"]
     t = batch["t"][:, None, None, None]
-    latent = net.keep("latent", 0.3611 * (mean + deviation * batch["latent_eps"] - 0.1159))
+    sample = mean + deviation * batch["latent_eps"]
+    latent = net.keep("latent", 0.3611 * (sample - 0.1159))
     x_t = net.keep("x_t", (1 - t) * latent + t * noise)  # t = 0 is data, t = 1 is noise
     target = net.keep("target", pack(noise - latent))
     img = net.keep("img", pack(x_t))
-    text = batch["t5"].astype(dtype), batch["clip"].astype(dtype)
-    prediction = flux(net, model, img.astype(dtype), *text, batch["t"])
+    txt = batch["t5"].astype(dtype)
+    clip = batch["clip"].astype(dtype)
+    prediction = flux(net, model, img.astype(dtype), txt, clip, batch["t"])
     error = prediction.astype(F32) - target
-    losses = net.keep("losses", jnp.square(error).mean((1, 2)))
-    loss = net.keep("loss", losses.mean())
-    return loss, net.seen
+    losses = jnp.square(error).mean((1, 2))
+    net.keep("losses", losses)
+    net.keep("loss", losses.mean())
+    return losses.mean(), net.seen

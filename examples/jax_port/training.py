@@ -10,7 +10,8 @@ STORED = ("t5", "clip", "mean", "logvar")  # a data set holds these, in bf16
 
 def make_batch(golden, split, seed, rows):
     """A batch of a data set. rows: (sample, epoch, t, whether the caption is dropped) of each row."""
-    streams = (draws.LATENT, draws.NOISE) if split == "train" else (draws.VAL_LATENT, draws.VAL_NOISE)
+    eps_stream = draws.LATENT if split == "train" else draws.VAL_LATENT
+    noise_stream = draws.NOISE if split == "train" else draws.VAL_NOISE
     filled = []
     for sample, epoch, t, dropped in rows:
         row = {name: golden[f"data.{split}.{name}"][sample] for name in STORED}
@@ -18,9 +19,10 @@ def make_batch(golden, split, seed, rows):
             row["t5"] = golden["data.empty.t5"]
             row["clip"] = golden["data.empty.clip"]
         row = {name: array.astype(ml_dtypes.bfloat16) for name, array in row.items()}
+        shape = row["mean"].shape
         row["t"] = np.float32(t)
-        for name, stream in zip(("latent_eps", "noise"), streams):
-            row[name] = draws.normals(seed, stream, sample, epoch, row["mean"].shape)
+        row["latent_eps"] = draws.normals(seed, eps_stream, sample, epoch, shape)
+        row["noise"] = draws.normals(seed, noise_stream, sample, epoch, shape)
         filled.append(row)
     return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
@@ -30,13 +32,19 @@ def train_batch(cfg, golden, positions):
     seed = cfg["train"]["seed"]
     rows = draws.rows_at(seed, cfg["data"]["train_count"], 0.1, positions)
     samples, epochs, times, dropped = zip(*rows)
-    about = {"sample": np.array(samples), "epoch": np.array(epochs), "drop": np.array(dropped), "t": np.array(times)}
+    about = {
+        "sample": np.array(samples),
+        "epoch": np.array(epochs),
+        "drop": np.array(dropped),
+        "t": np.array(times),
+    }
     return make_batch(golden, "train", seed, rows), about
 
 
 def total_norm(gradients):
     """The norm over all gradients."""
-    return jnp.sqrt(sum(jnp.square(gradient).sum() for gradient in gradients.values()))
+    squares = [jnp.square(gradient).sum() for gradient in gradients.values()]
+    return jnp.sqrt(sum(squares))
 
 
 def clip_coefficient(norm, clip_norm):
@@ -48,12 +56,16 @@ def rate(peak, warmup_steps, step):
     return np.float32(peak * min(1, step / warmup_steps))
 
 
-def adamw(weight, first, second, gradient, lr, step, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1):
+def adamw(weight, first, second, gradient, lr, step):
     """A weight and its two moments after a step, counted from 1. Epsilon is outside of the root; all weights decay."""
+    beta1 = 0.9
+    beta2 = 0.95
     first = beta1 * first + (1 - beta1) * gradient
-    second = beta2 * second + (1 - beta2) * gradient * gradient
-    corrected = jnp.sqrt(second / (1 - beta2**step)) + eps
-    weight = weight * (1 - lr * decay) - lr * first / (1 - beta1**step) / corrected
+    second = beta2 * second + (1 - beta2) * jnp.square(gradient)
+    mean = first / (1 - beta1**step)
+    square = second / (1 - beta2**step)
+    weight = weight * (1 - lr * 0.1)
+    weight = weight - lr * mean / (jnp.sqrt(square) + 1e-8)
     return weight, first, second
 
 
@@ -74,10 +86,16 @@ def train(cfg, golden, gradient_of, weights, steps):
         coefficient = clip_coefficient(norm, optim["clip_norm"])
         lr = rate(optim["lr"], optim["warmup_steps"], step)
         for name in weights:
-            state = weights[name], first[name], second[name]
-            weights[name], first[name], second[name] = adamw(*state, coefficient * gradients[name], lr, step)
-        about |= {"losses": seen["losses"], "loss": loss, "grad_norm": norm, "clip_coefficient": coefficient, "lr": lr}
-        yield about, {"exp_avg": dict(first), "exp_avg_sq": dict(second), "weights": dict(weights)}
+            clipped = coefficient * gradients[name]
+            new = adamw(weights[name], first[name], second[name], clipped, lr, step)
+            weights[name], first[name], second[name] = new
+        about["losses"] = seen["losses"]
+        about["loss"] = loss
+        about["grad_norm"] = norm
+        about["clip_coefficient"] = coefficient
+        about["lr"] = lr
+        state = {"exp_avg": dict(first), "exp_avg_sq": dict(second), "weights": dict(weights)}
+        yield about, state
 
 
 def validation_batch(cfg, golden):
