@@ -1,8 +1,8 @@
 """The data set on disk: tar shards of embedded samples, in the layout of the public MLPerf submissions.
 
-A sample is five tar members in this order: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
-KEY.logvar.bytes. The json holds {"key"}, in validation "timestep": 0..7. Each .bytes is a .npy blob of bf16 bits as
-uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
+A sample is five tar members of one key, one after the other: KEY.json, KEY.t5.bytes, KEY.clip.bytes, KEY.mean.bytes,
+KEY.logvar.bytes, in any order. The json holds {"key"}, in validation "timestep": 0..7. Each .bytes is a .npy blob of
+bf16 bits as uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
 
     json               512 tar header + 512 the text, filled up with zeros
     each of the four   512 tar header + 128 .npy header + payload, filled up to a multiple of 512
@@ -12,30 +12,25 @@ uint16, without a batch axis. The sizes for FLUX.1-schnell, in bytes:
 Every member has a fixed size, so sample i of a shard begins at i * stride, and the file's size gives the count.
 """
 
-import contextlib
 import io
+import json
 import os
-import re
+import tarfile
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from flux_ref.errors import Refusal
-from flux_ref.formats import outside
+from flux_ref.errors import Refusal, one_line, shown
 
 MEMBERS = ("t5", "clip", "mean", "logvar")
 CAN_EVICT = hasattr(os, "posix_fadvise")  # macOS has none
 BLOCK, RECORD = 512, 10_240  # bytes; tar's two units
 NPY_HEADER = 128  # bytes before the numbers of a .npy blob
 END_BYTES = 2 * BLOCK  # an archive ends with two zero blocks
-NPY_MOST = 2**16  # bytes, of any header of a .npy file
-OWN_KEY = re.compile(r"\w+_[0-9]{8}")  # as shard_writer.key_of names samples
-FILE_TYPES = (b"0", b"\0")  # of a tar header: no link, no folder
-TAR_SIZE = re.compile(rb" *([0-7]+)[ \0]*")  # int() would take signs and underscores, too
-ORDER = "each sample needs KEY.json and then KEY.t5, clip, mean and logvar.bytes, in this order"
 
 
 class BadSample(Exception):
@@ -59,14 +54,14 @@ class Layout:
     shapes: dict[str, tuple[int, ...]]
 
     @cached_property
-    def payload_bytes(self) -> dict[str, int]:
-        """Bytes of each member's array, without its .npy header."""
-        return {name: 2 * prod(self.shapes[name]) for name in MEMBERS}
+    def blob_bytes(self) -> dict[str, int]:
+        """Bytes of each member's .npy blob."""
+        return {name: NPY_HEADER + 2 * prod(self.shapes[name]) for name in MEMBERS}
 
     @cached_property
     def stride(self) -> int:
         """Bytes of one sample in a shard, with tar headers and padding."""
-        return 2 * BLOCK + sum(BLOCK + _round_up(NPY_HEADER + size) for size in self.payload_bytes.values())
+        return 2 * BLOCK + sum(BLOCK + _round_up(size) for size in self.blob_bytes.values())
 
     @cached_property
     def npy_headers(self) -> dict[str, bytes]:
@@ -97,37 +92,21 @@ class Shard:
     """One file of samples."""
 
     def __init__(self, path: Path, layout: Layout):
-        """Count the samples by the size of the file. Only a file of a wrong size is opened, to name its shapes.
+        """Count the samples by the size of the file, which is not opened. Raises: Refusal, OSError.
 
         An archive ends after its end marker, or is padded to a multiple of RECORD bytes, as tar does.
-        Raises: Refusal for a truncated or foreign shard, and for one whose padding may hide a sample; OSError.
         """
         self.path = path
         self.layout = layout
-        self.stamp = _stamp(path.stat())
         self.descriptor = -1  # until opened
-        size = self.stamp[0]
-        stride = layout.stride
-        self.count = max(0, size - END_BYTES) // stride
-        end = self.count * stride + END_BYTES
-        padding = size - end
-        if not self.count or (padding and _round_up(end, RECORD) != size):
-            if (found := _first_shapes(path)) not in ({}, layout.shapes):
-                raise Refusal(
-                    f"shard {path} is of another config: its samples have shapes {found}, want {layout.shapes};"
-                    " give the config that it was made for (verify takes --config), or prepare the data again"
-                )
+        size = path.stat().st_size
+        self.count = max(0, size - END_BYTES) // layout.stride
+        end = self.count * layout.stride + END_BYTES
+        if not self.count or size not in (end, _round_up(end, RECORD)):
             raise Refusal(
-                f"shard {path} ({size} bytes) is truncated or foreign: samples of shape {layout.shapes} take"
-                f" {stride} bytes each and end after {self.count} of them at byte {end}; copy it again; {ORDER}"
-            )
-        # What looks like the last samples may be padding, too.
-        fewest = max(1, self.count - (RECORD - 1 - padding) // stride)
-        if padding and fewest < self.count:
-            raise Refusal(
-                f"shard {path} ({size} bytes) is padded to records of {RECORD} bytes, and samples of {stride} bytes are"
-                f" so small that it may hold {fewest} to {self.count} of them; pack it again with tar"
-                " --blocking-factor=1, which does not pad"
+                f"shard {path} ({size} bytes) is truncated, or made for another model: samples of {layout.shapes} take"
+                f" {layout.stride} bytes each and end after {self.count} of them at byte {end}; copy it again, or give"
+                " the config that it was made for"
             )
 
     def open(self) -> None:
@@ -150,46 +129,56 @@ class Shard:
 
         Raises: BadSample; the rows then hold anything.
         """
-        content = self._bytes(position)
         where = self.where(position)
-        member, size = _tar_entry(content, 0, where)
-        if not member.endswith(".json") or size > BLOCK:
-            raise BadSample(f"{where}: found member {member!r} of {size} bytes, want KEY.json of 512 at most; {ORDER}")
-        meta = parse_meta(member.removesuffix(".json"), bytes(content[BLOCK : BLOCK + size]), where)
-        where += f", key {meta.key}"
-        begin = 2 * BLOCK
+        content = memoryview(self._bytes(position))
+        members, begin = {}, 0
+        while begin < len(content):
+            entry = _tar_entry(content[begin : begin + BLOCK], where)
+            begin += BLOCK
+            members[entry.name] = content[begin : begin + entry.size]
+            begin += _round_up(entry.size)
+        key = next(iter(members)).partition(".")[0]
+        wanted = [f"{key}.json", *(f"{key}.{name}.bytes" for name in MEMBERS)]
+        if sorted(members) != sorted(wanted):
+            raise BadSample(f"{where}: it holds {', '.join(members)}, want {', '.join(wanted)}")
+        meta = parse_meta(key, bytes(members[f"{key}.json"]), where)
         for name in MEMBERS:
-            payload_bytes = self.layout.payload_bytes[name]
-            member, size = _tar_entry(content, begin, where)
-            if member != f"{meta.key}.{name}.bytes":
-                raise BadSample(f"{where}: found member {member!r} where {meta.key}.{name}.bytes belongs; {ORDER}")
-            payload = begin + BLOCK + NPY_HEADER
-            header = bytes(content[begin + BLOCK : payload])
-            if header != self.layout.npy_headers[name]:
-                text = header[10:].decode("latin-1").strip(" \n\0")  # after the magic bytes
-                raise BadSample(f"{where}: {name} is {text[:80]!r}, want uint16 {self.layout.shapes[name]}")
-            if size != NPY_HEADER + payload_bytes:
-                raise BadSample(f"{where}: {name} has {size} bytes")
-            rows[name].reshape(-1)[:] = content[payload : payload + payload_bytes].view(np.uint16)
+            blob = members[f"{key}.{name}.bytes"]
+            if blob[:NPY_HEADER] != self.layout.npy_headers[name] or len(blob) != self.layout.blob_bytes[name]:
+                found = bytes(blob[10:NPY_HEADER]).decode("latin-1").strip(" \n\0")  # after the magic bytes
+                raise BadSample(
+                    f"{where}, key {key}: {name} has {len(blob)} bytes of {found!r}, want uint16"
+                    f" {self.layout.shapes[name]}"
+                )
+            rows[name].reshape(-1)[:] = np.frombuffer(blob, np.uint16, offset=NPY_HEADER)
             if _not_finite(rows[name]):
-                raise BadSample(f"{where}: {name} holds NaN or infinite values")
-            begin += BLOCK + _round_up(NPY_HEADER + payload_bytes)
+                raise BadSample(f"{where}, key {key}: {name} holds NaN or infinite values")
         return meta
 
-    def _bytes(self, position: int) -> np.ndarray:
+    def read_meta(self, position: int) -> Meta:
+        """What a sample's json says; no array is read. Raises: BadSample."""
+        where = self.where(position)
+        begin = position * self.layout.stride
+        for _ in range(1 + len(MEMBERS)):
+            block = os.pread(self.descriptor, 2 * BLOCK, begin)
+            entry = _tar_entry(block[:BLOCK], where)
+            key, _, kind = entry.name.partition(".")
+            if kind == "json":
+                return parse_meta(key, block[BLOCK : BLOCK + entry.size], where)
+            begin += BLOCK + _round_up(entry.size)
+        raise BadSample(f"{where}: it holds no KEY.json")
+
+    def _bytes(self, position: int) -> bytes:
         """The bytes of a sample. Raises: BadSample."""
-        content = np.empty(self.layout.stride, np.uint8)
-        filled = 0
-        while filled < len(content):  # network file systems may take more than one call
+        content = b""
+        while (missing := self.layout.stride - len(content)) > 0:  # network file systems may take more than one call
             try:
-                count = os.preadv(self.descriptor, [content[filled:]], position * len(content) + filled)
+                part = os.pread(self.descriptor, missing, position * self.layout.stride + len(content))
             except OSError as error:
                 raise BadSample(f"{self.where(position)}: {error.strerror}") from None
-            if count == 0:
+            if not part:
                 raise BadSample(f"{self.where(position)}: the file ends within the sample")
-            filled += count
-        if _stamp(os.fstat(self.descriptor)) != self.stamp:
-            raise BadSample(f"{self.where(position)}: the file has changed since the start; copy it again")
+            content = content + part if content else part
         return content
 
 
@@ -199,9 +188,9 @@ class ShardSet:
     def __init__(self, folder: str | Path, layout: Layout, split: str = "train"):
         """Look at names and sizes alone: no shard of the right size is opened (spec: not before run_start).
 
-        split: "train" or "val", for a folder that holds both in Energon's way; its list of shards is read.
+        split: "train" or "val", for a folder that holds both, as `energon prepare` leaves it.
         The folder "" of "val" holds no samples.
-        Raises: Refusal for a missing or empty folder and for a shard that is truncated, foreign or padded ambiguously.
+        Raises: Refusal for a missing or empty folder and for a shard whose size does not fit.
         """
         self.layout = layout
         self.paths = paths_of(Path(folder), split) if folder or split == "train" else []
@@ -249,71 +238,41 @@ class ShardSet:
     def read_meta(self, index: int) -> Meta:
         """What the json of sample `index` says. Raises: BadSample."""
         shard, position = self._find(index)
-        where = shard.where(position)
-        content = os.pread(shard.descriptor, 2 * BLOCK, position * self.layout.stride)
-        member, size = _tar_entry(content, 0, where)
-        return parse_meta(member.removesuffix(".json"), content[BLOCK : BLOCK + size], where)
+        return shard.read_meta(position)
 
 
 def paths_of(folder: Path, split: str) -> list[Path]:
     """The shards of a folder, in order. Raises: Refusal."""
+    if (folder / ".nv-meta").is_dir():  # `energon prepare` has been here, and leaves train/ and val/ as they are
+        folder = folder / split
     if not folder.is_dir():
         raise Refusal(f"data folder {folder} does not exist; set data.train, data.val or make it first")
-    if (folder / ".nv-meta").is_dir():
-        from flux_ref.formats import energon  # brings yaml, which few folders need
-
-        return energon.shards_of(folder, split)
     if not (paths := sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))):
         raise Refusal(f"data folder {folder} holds no *.tar shard; it may be the folder above the one you mean")
     return paths
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int]:
-    """What changes when a file is written: its size, and its time in nanoseconds."""
-    return status.st_size, status.st_mtime_ns
-
-
-def _tar_entry(content: np.ndarray | bytes, begin: int, where: str) -> tuple[str, int]:
-    """(name, size) of the member whose tar header begins at a byte. Raises: BadSample."""
-    block = bytes(content[begin : begin + BLOCK])
+def _tar_entry(header: bytes | memoryview, where: str) -> tarfile.TarInfo:
+    """The member that a tar header begins. Raises: BadSample."""
     try:
-        is_file = block[257:262] == b"ustar" and block[156:157] in FILE_TYPES
-        if not is_file or not (size := TAR_SIZE.fullmatch(block, 124, 136)):
-            raise ValueError
-        return block[:100].rstrip(b"\0").decode(), int(size[1], 8)
-    except ValueError:
+        entry = tarfile.TarInfo.frombuf(bytes(header), "utf-8", "strict")
+    except (tarfile.HeaderError, ValueError):
         raise BadSample(f"{where}: no tar header where one belongs") from None
-
-
-def _first_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the first sample of a shard, whatever they are; {} if there is none."""
-    found = {}
-    begin = 2 * BLOCK
-    with contextlib.suppress(Exception), outside.opened(path, "shard") as file:  # numpy's parser raises a dozen kinds
-        for name in MEMBERS:
-            file.seek(begin)
-            _, size = _tar_entry(file.read(BLOCK), 0, str(path))
-            np.lib.format.read_magic(file)
-            found[name] = np.lib.format.read_array_header_1_0(file)[0]
-            begin += BLOCK + _round_up(size)
-    return found if len(found) == len(MEMBERS) else {}
+    if not entry.isreg():
+        raise BadSample(f"{where}: {shown(entry.name)} is no regular file")
+    return entry
 
 
 def parse_meta(key: str, text: bytes, where: str) -> Meta:
     """What the json of a sample says. Raises: BadSample."""
     try:
-        content = outside.parse_json(text)
-        named = content.get("key", key)
-        timestep = content.get("timestep")
-        caption = content.get("caption") or ""
-    except (ValueError, AttributeError):
+        content: Any = json.loads(text)
+        timestep, caption = content.get("timestep"), content.get("caption")
+    except (ValueError, AttributeError, RecursionError):
         raise BadSample(f"{where}: {key}.json is not a JSON object") from None
-    # NVIDIA's converter numbers the members and puts the key of the source into the json.
-    if named != key and OWN_KEY.fullmatch(key) and OWN_KEY.fullmatch(str(named)):
-        raise BadSample(f"{where}: {key}.json is of sample {outside.shown(named)}; copy or make the shard again")
     if timestep is not None and type(timestep) is not int:
-        raise BadSample(f"{where}: timestep {timestep!r} is neither an integer nor null")
-    return Meta(key, timestep, str(caption))
+        raise BadSample(f"{where}: timestep {shown(timestep)} is neither an integer nor null")
+    return Meta(key, timestep, str(caption or ""))
 
 
 def _not_finite(bits: np.ndarray) -> bool:
@@ -344,17 +303,16 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
     for name in ("t5", "clip"):
         path = Path(folder) / f"{name}_empty.npy"
         shape = layout.shapes[name]
-        content = outside.read_bytes(path, "empty encoding", NPY_MOST + 4 * prod(shape))
-        found = "no whole .npy file"
-        with contextlib.suppress(Exception):  # numpy's parser raises a dozen kinds
-            file = io.BytesIO(content)
-            npy = np.load(file)  # refuses pickles
-            if not file.read(1):
-                found = f"{npy.dtype} {npy.shape}"
-        if found not in [f"{kind} {own}" for kind in ("uint16", "float16", "float32") for own in (shape, (1, *shape))]:
-            raise Refusal(f"empty encoding {path}: it is {found}; want uint16, float16 or float32 {shape}")
-        bits = npy if npy.dtype == np.uint16 else to_bf16_bits(npy)
-        encodings[name] = bits.reshape(shape)
-        if _not_finite(bits) or not np.isfinite(npy).all():
+        try:
+            array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
+        except Exception as error:  # numpy's parser raises a dozen kinds
+            raise Refusal(f"empty encoding {path} cannot be read: {one_line(error, 200)}") from None
+        kinds = (np.uint16, np.float16, np.float32)
+        if array.dtype not in kinds or array.shape not in (shape, (1, *shape)):
+            found = f"{array.dtype} {array.shape}"
+            raise Refusal(f"empty encoding {path} is {found}; want uint16, float16 or float32 {shape}")
+        bits = array if array.dtype == np.uint16 else to_bf16_bits(array)
+        encodings[name] = np.array(bits).reshape(shape)
+        if _not_finite(encodings[name]) or not np.isfinite(array).all():
             raise Refusal(f"empty encoding {path} holds NaN or infinite values")
     return encodings

@@ -1,9 +1,6 @@
 """Which sample goes where, what is drawn for it, the shards on disk and reading ahead."""
 
-import io
 import itertools
-import json
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +15,9 @@ from conftest import refusal
 from flux_ref import config_file, rng
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import PADDING, HostBatch, TrainSet, ValSet, allocate, copy_next, read_ahead
-from flux_ref.errors import Refusal
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
-from flux_ref.formats.shards import MEMBERS, Layout, ShardSet
+from flux_ref.formats.shards import MEMBERS, Layout
 
 COUNT, BATCH = 50, 12  # an epoch ends inside the fifth batch
 VAL_TIMESTEPS = [(5 * i + i // 8) % 8 for i in range(45)]  # not by position
@@ -345,86 +341,3 @@ def test_waiting_for_data_counts_while_the_device_is_idle(micro, monkeypatch):
         event = SimpleNamespace(record=lambda: None, query=lambda done=done: done)
         monkeypatch.setattr(torch, "Event", lambda kind, event=event: event)
         assert (copy_next(source.feed(), busy) > 0) == done, most
-
-
-# Shards on disk
-
-
-def blob(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
-
-def test_written_shards_are_what_tarfile_webdataset_and_shard_set_read(micro, tmp_path):
-    import webdataset
-
-    layout = shards.layout(micro.model)
-    samples = numbered(layout, 7, [None, *range(6)])
-    shard_writer.write(tmp_path / "set", samples, "some", per_shard=3)
-    paths = sorted((tmp_path / "set").iterdir())
-    entries = {}
-    for path in paths:
-        with tarfile.open(path) as archive:
-            entries |= {entry.name: archive.extractfile(entry).read() for entry in archive}
-    by_webdataset = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
-    stored = ShardSet(tmp_path / "set", layout)
-    stored.open()
-    assert (len(paths), len(entries), len(by_webdataset), len(stored)) == (3, 5 * 7, 7, 7)
-    for i in (6, 0, 3, 2, 5, 1, 4):
-        key, sample = f"some_{i:08d}", samples[i]
-        description = {"key": key, "timestep": sample.timestep, "caption": sample.caption}
-        if sample.timestep is None:
-            del description["timestep"]  # NVIDIA's reader takes no null
-        assert json.loads(entries[f"{key}.json"]) == json.loads(by_webdataset[i]["json"]) == description
-        rows = {name: np.zeros(shape, np.uint16) for name, shape in layout.shapes.items()}
-        meta = stored.read(i, rows)
-        assert (meta.key, meta.timestep, meta.caption) == (key, sample.timestep, sample.caption)
-        for name in MEMBERS:
-            content = blob(sample.members[name])
-            assert entries[f"{key}.{name}.bytes"] == by_webdataset[i][f"{name}.bytes"] == content
-            assert np.array_equal(rows[name], sample.members[name])
-
-
-# bf16 bits
-
-
-def test_to_bf16_bits_rounds_as_torch_does_and_from_bf16_bits_inverts_it():
-    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    ties = (bits[:1000] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
-    values = np.concatenate((bits, ties)).view(np.float32)
-    values = values[np.isfinite(values)]
-    want = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    assert np.array_equal(shards.to_bf16_bits(values), want)
-    bits = np.arange(2**16, dtype=np.uint16)
-    bits = bits[(bits & 0x7F80) != 0x7F80]
-    assert np.array_equal(shards.to_bf16_bits(shards.from_bf16_bits(bits)), bits)
-
-
-def test_shards_that_tarfile_wrote_are_counted_by_their_size_alone(micro, tmp_path, monkeypatch):
-    """Padding to 10,240 bytes may be longer than a small sample. Then the size leaves the count open."""
-    layout, ambiguous = shards.layout(micro.model), 0
-    assert layout.stride < shards.RECORD
-    zeros = {f"{name}.bytes": blob(np.zeros(shape, np.uint16)) for name, shape in layout.shapes.items()}
-    for count, record in itertools.product(range(1, 25), (shards.BLOCK, shards.RECORD)):
-        path = tmp_path / f"{count}.{record}" / "shard_000000.tar"
-        path.parent.mkdir()
-        monkeypatch.setattr(tarfile, "RECORDSIZE", record)  # tar's --blocking-factor
-        with tarfile.open(path, "w", tarfile.USTAR_FORMAT) as archive:
-            for i in range(count):
-                for kind, content in ({"json": shard_writer.description(f"{i:08d}", 3, "")} | zeros).items():
-                    entry = tarfile.TarInfo(f"{i:08d}.{kind}")
-                    entry.size = len(content)
-                    archive.addfile(entry, io.BytesIO(content))
-        try:
-            stored = ShardSet(path.parent, layout)
-        except Refusal as refused:
-            assert record == shards.RECORD and f"{path} ({path.stat().st_size} bytes)" in str(refused)
-            assert "blocking-factor=1" in str(refused)
-            ambiguous += 1
-            continue
-        if len(stored) == count:
-            stored.open()
-        else:  # the padding has just the length of a sample
-            assert record == shards.RECORD and f"sample {len(stored) - 1}: no tar header" in refusal(stored.open)
-    assert 0 < ambiguous < 24

@@ -1,6 +1,7 @@
 """Small shards, and damage at known places of them."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def position(member: str, part: str = "tar", sample: int = 0) -> int:
     if member != "json":
         offset += 2 * BLOCK
         for name in MEMBERS[: MEMBERS.index(member)]:
-            offset += BLOCK + -(-(NPY_HEADER + LAYOUT.payload_bytes[name]) // BLOCK) * BLOCK
+            offset += BLOCK + -(-LAYOUT.blob_bytes[name] // BLOCK) * BLOCK
     return offset + {"tar": 0, "npy": BLOCK, "payload": BLOCK + (member != "json") * NPY_HEADER}[part]
 
 
@@ -68,10 +69,21 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
+def overwrite_header(path: Path, member: str, sample: int = 1, **values: object) -> None:
+    """Change attributes of a member's tarfile.TarInfo, such as size; the checksum stays sound."""
+    begin = position(member, sample=sample)
+    with path.open("rb") as file:
+        file.seek(begin)
+        entry = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "strict")
+    for name, value in values.items():
+        setattr(entry, name, value)
+    overwrite(path, begin, entry.tobuf(tarfile.USTAR_FORMAT))
+
+
 def overwrite_json(path: Path, text: str, sample: int = 1) -> None:
     """Replace a sample's json, with the size in its tar header."""
     encoded = text.encode("utf-8", "surrogateescape")
-    overwrite(path, position("json", "tar", sample) + 124, f"{len(encoded):011o}\0".encode())
+    overwrite_header(path, "json", sample, size=len(encoded))
     overwrite(path, position("json", "payload", sample), encoded.ljust(BLOCK, b"\0"))
 
 

@@ -13,7 +13,7 @@ from run_files import contents
 from shard_damage import LAYOUT, NAN, overwrite, overwrite_json, overwrite_value, position, samples, write_set
 
 from flux_ref.formats import shard_writer, shards
-from flux_ref.formats.shards import BLOCK, MEMBERS
+from flux_ref.formats.shards import BLOCK, MEMBERS, NPY_HEADER
 from tools.prepare import commands, verify
 
 TRAIN_0, TRAIN_1, TRAIN_2 = (f"train/shard_00000{i}.tar" for i in range(3))
@@ -66,7 +66,7 @@ def value(member: str, bits: int, place: int = 0) -> Callable[[Path], None]:
 
 
 def filled(member: str, content: bytes) -> Callable[[Path], None]:
-    whole = content * (LAYOUT.payload_bytes[member] // len(content))
+    whole = content * ((LAYOUT.blob_bytes[member] - NPY_HEADER) // len(content))
     return lambda root: overwrite(root / TRAIN_0, position(member, "payload", 1), whole)
 
 

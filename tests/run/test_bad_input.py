@@ -63,7 +63,7 @@ REQUESTS = {
     "--data.val=/no/such\nfolder": ["/no/such", "folder", "does not exist"],
     "--data.empty=/no/such/folder": ["/no/such/folder/t5_empty.npy"],
     "--model.t5_dim=30": ["shard_000000.tar", "'shape': (9, 28)", "want uint16 (9, 30)"],
-    "--model.text_tokens=40": ["shard_000000.tar", "is of another config", "'t5': (9, 28)", "'t5': (40, 28)"],
+    "--model.text_tokens=40": ["shard_000000.tar", "made for another model", "'t5': (40, 28)"],
 }
 
 

@@ -71,7 +71,7 @@ def read_row(table, row: int, split: str, layout: Layout, path: Path) -> tuple[d
     for member, column in COLUMNS.items():
         blob = blobs[member] = memoryview(table[column][row].as_buffer() or b"")
         head = blob[:NPY_HEADER].tobytes()
-        if len(blob) != NPY_HEADER + layout.payload_bytes[member] or head != layout.npy_headers[member]:
+        if len(blob) != layout.blob_bytes[member] or head != layout.npy_headers[member]:
             raise Refusal(
                 f"{path}, row {row}: {column} ({len(blob)} bytes, {head.strip()!r}) is no .npy file of uint16"
                 f" {layout.shapes[member]} in C order; download it again, or give the --config of its model"
