@@ -306,7 +306,8 @@ def read_empty(folder: str | Path, layout: Layout) -> dict[str, np.ndarray]:
         try:
             array = np.load(path, mmap_mode="r")  # refuses pickles, and allocates nothing that the file does not hold
         except Exception as error:  # numpy's parser raises a dozen kinds
-            raise Refusal(f"empty encoding {path} cannot be read: {one_line(error, 200)}") from None
+            reason = getattr(error, "strerror", None) or one_line(error, 200)
+            raise Refusal(f"empty encoding {path} cannot be read: {reason}") from None
         kinds = (np.uint16, np.float16, np.float32)
         if array.dtype not in kinds or array.shape not in (shape, (1, *shape)):
             found = f"{array.dtype} {array.shape}"

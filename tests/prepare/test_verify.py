@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from conftest import MICRO
 from run_files import contents
-from shard_damage import LAYOUT, NAN, overwrite, overwrite_json, overwrite_value, position, samples, write_set
+from shard_damage import (
+    LAYOUT,
+    NAN,
+    overwrite,
+    overwrite_header,
+    overwrite_json,
+    overwrite_value,
+    position,
+    samples,
+    write_set,
+)
 
 from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shards import BLOCK, MEMBERS, NPY_HEADER
@@ -77,7 +87,7 @@ def move(old: str, new: str) -> Callable[[Path], None]:
 def swapped(root: Path) -> None:
     """The members t5 and clip of sample 0, by name."""
     for member, other in (("t5", "clip"), ("clip", "t5")):
-        overwrite(root / TRAIN_0, position(member), f"train_00000000.{other}.bytes".ljust(100, "\0").encode())
+        overwrite_header(root / TRAIN_0, member, 0, name=f"train_00000000.{other}.bytes")
 
 
 def save_empty(name: str, array: np.ndarray) -> Callable[[Path], None]:
@@ -89,13 +99,13 @@ FAST = [  # what a look at names, sizes, first and last samples finds
     (lambda r: (r / TRAIN_0).write_bytes((r / TRAIN_0).read_bytes()[:-1]), f"{TRAIN_0} ("),
     (lambda r: (r / TRAIN_0).write_bytes(b""), f"{TRAIN_0} (0 bytes) is truncated"),
     (lambda r: overwrite(r / TRAIN_0, 3 * LAYOUT.stride, b"x"), f"{TRAIN_0} has no end marker after 3 samples"),
-    (swapped, f"{TRAIN_0}, sample 0, key train_00000000: found member"),
+    (swapped, f"{TRAIN_0}, sample 0, key train_00000000: t5 has "),
     (move(TRAIN_1, "train/shard_000009.tar"), "train: shard 1 is missing, shard_000002.tar comes in its place"),
     (lambda r: (r / TRAIN_1).unlink(), "train: shard 1 is missing"),
     (lambda r: [path.unlink() for path in r.glob("train/*")], "train holds no *.tar shard"),
     (lambda r: shutil.copy(r / TRAIN_2, r / "train/shard_000003.tar"), "so is the key of"),
-    (lambda r: (r / "empty_encodings/clip_empty.npy").unlink(), "clip_empty.npy: No such file"),
-    (save_empty("t5", np.ones((1, 28, 9), np.float16)), "t5_empty.npy: it is float16 (1, 28, 9)"),
+    (lambda r: (r / "empty_encodings/clip_empty.npy").unlink(), "clip_empty.npy cannot be read: No such file"),
+    (save_empty("t5", np.ones((1, 28, 9), np.float16)), "t5_empty.npy is float16 (1, 28, 9)"),
     (save_empty("t5", np.zeros((9, 28), np.float32)), "t5_empty.npy: t5 is all zeros"),
 ]
 SLOW = [
