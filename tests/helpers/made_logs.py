@@ -79,6 +79,7 @@ def ours(
     samples = 0
     for loss in losses:
         log.block_start(samples)
+        log.block_start(samples + 1)  # as at each step
         time.sleep(0.002)  # the log counts in milliseconds
         samples += 262_656
         log.eval_start(samples)
