@@ -43,34 +43,48 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Row:
     return Row(fmean(a), fmean(b), diff, stderr, p)
 
 
+def curve(run: Path) -> dict[int, float]:
+    """Validation loss by samples. Raises: Refusal."""
+    found = records(run / "eval.jsonl", figures=("val_loss",))
+    return {int(record["samples"]): record["val_loss"] for record in found}
+
+
 def compare(a: list[Path], b: list[Path]) -> dict[int, Row]:
     """By samples; a[i] and b[i] are runs of one seed. Raises: Refusal."""
-    figures = [records(run / "eval.jsonl", figures=("val_loss",)) for run in (*a, *b)]
-    curves = [{int(one["samples"]): one["val_loss"] for one in own} for own in figures]
-    common = sorted(set.intersection(*map(set, curves)))
+    of_a = [curve(run) for run in a]
+    of_b = [curve(run) for run in b]
+    common = set.intersection(*map(set, of_a), *map(set, of_b))
     if not common:
         raise Refusal(f"{a[0]}, {b[0]} and the others share no evaluation; train all with the same eval.every_samples")
-    losses = {at: [curve[at] for curve in curves] for at in common}
-    return {at: paired(all_runs[: len(a)], all_runs[len(a) :]) for at, all_runs in losses.items()}
+    rows = {}
+    for at in sorted(common):
+        rows[at] = paired([losses[at] for losses in of_a], [losses[at] for losses in of_b])
+    return rows
+
+
+def by_seed(runs: list[Path]) -> list[tuple[int, Path]]:
+    """Each run with its train.seed, in their order. Raises: Refusal."""
+    return sorted((config_file.of_run(run).train.seed, run) for run in runs)
 
 
 def main(argv: list[str]) -> int:
     """Raises: Refusal."""
     parser = Options("python -m tools.compare", __doc__)
-    for side in "ab":
-        parser.add_argument(f"--{side}", nargs="+", type=Path, required=True, metavar="RUN")
+    parser.add_argument("--a", nargs="+", type=Path, required=True, metavar="RUN")
+    parser.add_argument("--b", nargs="+", type=Path, required=True, metavar="RUN")
     args = parser.parse_args(argv)
-    a, b = (sorted((config_file.of_run(run).train.seed, run) for run in side) for side in (args.a, args.b))
+    a = by_seed(args.a)
+    b = by_seed(args.b)
     seeds = [seed for seed, _ in a]
     if seeds != [seed for seed, _ in b] or len({*seeds}) < max(2, len(seeds)):
         raise Refusal("--a and --b: give each a run of each seed (train.seed), at least two")
-    of_a, of_b = (config.flat(config_file.of_run(side[0][1])) for side in (a, b))
+    of_a = config.flat(config_file.of_run(a[0][1]))
+    of_b = config.flat(config_file.of_run(b[0][1]))
     for key in of_a:
         if of_a[key] != of_b[key] and key != "run.dir":
             print(f"{key} is {of_a[key]!r} in A, {of_b[key]!r} in B")
-    rows = compare([run for _, run in a], [run for _, run in b])
     print(HEAD)
-    for at, row in rows.items():
+    for at, row in compare([run for _, run in a], [run for _, run in b]).items():
         print(f"{at:>12,} {row.a:>9.5f} {row.b:>9.5f} {row.diff:>+10.5f} {row.stderr:>9.2g} {row.p:>8.2g}")
     return 0
 

@@ -119,7 +119,7 @@ def survey(world: ranks.World, per_node: int, wait_s: float) -> dict[str, dict[i
         own = None
         for members in groups:
             group = dist.new_group(members)
-            if world.rank in members:
+            if isinstance(group, dist.ProcessGroup):  # other ranks get a number
                 measure = (
                     partial(all_reduce, world.device, group) if kind != "product" else partial(multiply, world.device)
                 )

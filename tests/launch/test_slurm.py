@@ -31,13 +31,12 @@ def cluster(tmp_path_factory):
 class Job:
     """A job of launch/slurm.sbatch."""
 
-    def __init__(self, cluster: Cluster, folder: Path, data: Path, *overrides: str, args: tuple = (), **env: str):
-        """args: of sbatch."""
+    def __init__(self, cluster: Cluster, folder: Path, data: Path, *overrides: str, **env: str):
         self.cluster, self.results, self.log = cluster, folder / "results", folder / "job.log"
         own = {"GPUS_PER_NODE": "1", "RESULTS": str(self.results), "PREFLIGHT": "off", "SCORE": "off"}
         own["OMP_NUM_THREADS"] = "1"
         path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", f"--chdir={ROOT}", *args]
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", f"--chdir={ROOT}"]
         config = (str(MICRO), *data_overrides(data), *overrides)
         out = cluster.run(*command, str(ROOT / "launch" / "slurm.sbatch"), *config, **(path | own | env))
         self.number = int(out)

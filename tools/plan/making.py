@@ -14,11 +14,11 @@ from flux_ref.speed import policy
 from flux_ref.speed.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.memory import Instant
+from tools.plan.reference_samples import samples_to_target
 from tools.plan.step_time import Machine
 from tools.shared import flops
 from tools.shared.communication import Layout
 from tools.shared.hardware import Assumed, Gpu
-from tools.shared.reference_samples import samples_to_target
 
 GB = 1e9
 LARGEST = 4096  # micro-batch that is tried
