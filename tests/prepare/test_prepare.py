@@ -1,14 +1,18 @@
 """Making the shapes data set, as `python -m tools.prepare shapes` does."""
 
 import resource
+import time
 from collections import Counter
 
 import pytest
 from conftest import MICRO
+from tqdm import tqdm
 
 from flux_ref import config_file, toy
+from flux_ref.errors import Fault
 from flux_ref.formats import shards
 from tools.prepare import commands as prepare
+from tools.prepare import job
 
 ARGS = ["shapes", "--config", str(MICRO)]
 TRAIN, VAL = 50, 45  # samples of MICRO
@@ -76,3 +80,19 @@ def test_what_cannot_be_made_is_refused_and_leaves_all_as_it_was(made, tmp_path,
         wrong += [said] * (code != 2 or words not in said)
     assert wrong == [] and not (tmp_path / "set").exists()
     assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+
+
+def test_an_error_of_one_thread_ends_the_others():
+    finished = []
+
+    def task(item: int, advance: job.Advance) -> None:
+        if item:
+            raise Fault("broken")
+        for _ in range(500):
+            advance(1)
+            time.sleep(0.01)
+        finished.append(item)
+
+    with pytest.raises(Fault):
+        job.each(task, [0, 1], 2, tqdm(disable=True))
+    assert not finished
