@@ -17,7 +17,7 @@ from tools.golden.precision import tensors
 def formats(given: Values) -> Tensors:
     """What casts, scales of blocks and the Hadamard transform make of given values."""
     fed = tensors(given, "formats.")
-    values = {}
+    values: Tensors = {}
     for name in ("e2m3", "e2m1"):
         values[f"formats.edge.{name}.bits"] = coded(FORMATS[name], fed[f"edge.{name}.x"])
     about = places.inputs_of("formats.scales.floor")
@@ -33,9 +33,9 @@ def formats(given: Values) -> Tensors:
         codes = [coded(form, casts.scaled(whole, form, scaling)[0]) for form in forms]
         values[f"formats.codes.{rule}"] = torch.stack(codes)
     rows = places.inputs_of("formats.two_level.codes")["rows"]
-    part, scales, of_tensor = casts.scaled(whole[:rows], E2M1, Scaling("two-level", 1, 16))
+    part, of_blocks, of_tensor = casts.scaled(whole[:rows], E2M1, Scaling("two-level", 1, 16))
     values["formats.two_level.tensor"] = of_tensor
-    values["formats.two_level.scales"] = coded(E4M3, scales)
+    values["formats.two_level.scales"] = coded(E4M3, of_blocks)
     values["formats.two_level.codes"] = coded(E2M1, part)
     *key, count = places.inputs_of("formats.chances").values()  # seed, step, product, first
     values["formats.chances"] = chances(torch.tensor(key), torch.empty(count))
@@ -54,7 +54,7 @@ def coded(form: Format, x: Tensor, chance: Tensor | None = None) -> Tensor:
 def presets(given: Values) -> Tensors:
     """The three products of one linear under four presets, two of which round stochastically."""
     fed = tensors(given, "formats.linear.")
-    values = {}
+    values: Tensors = {}
     for preset in ("mxfp8", "under80", "mxfp6_fp4", "nvfp4"):
         place = f"formats.linear.{preset}"
         about = places.inputs_of(f"{place}.y")

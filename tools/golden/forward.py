@@ -1,6 +1,7 @@
 """The golden values of one forward and backward pass, read by hooks on the modules of a plain net."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from tools.golden import places
 
 # B batch  S tokens of a sequence, text first  H heads  K head dim  D hidden
 Tensors = dict[str, Tensor]
+Recorded = dict[str, Any]  # tensors, and arrays of numpy
 WHOLE = places.TABLES["parameters"]["whole"]  # the parameters whose gradients, moments and weights are recorded whole
 STREAMS = ("img", "txt")
 
@@ -33,6 +35,11 @@ def named(prefix: str, values: dict) -> dict:
 def norms(tensors: Tensors) -> Tensor:
     """The Euclidean norm of each, in order, fp32."""
     return torch.stack([tensor.float().norm() for tensor in tensors.values()])
+
+
+def gradients(net: nn.Module) -> Tensors:
+    """The gradients of a plain net, by name."""
+    return {name: weight.grad for name, weight in net.named_parameters() if weight.grad is not None}
 
 
 class Seen:
@@ -88,7 +95,7 @@ def passed(net: model.Flux, batch: Batch, dtype: torch.dtype) -> Tensors:
     values["prediction"] = seen.outputs["final_layer.linear"]
     values["losses"] = losses
     values["loss"] = losses.mean()
-    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    grads = gradients(net)
     values |= named("grad", {name: grads[name] for name in reversed(WHOLE)})
     values["grad.norms"] = norms(grads)
     return values

@@ -90,7 +90,7 @@ def fp8_linear(given: Values) -> Tensors:
         "fnuz.grad": own_cast(grad, MI300X[1]),
         "negative": own_cast(-x.abs(), E4M3),
     }
-    values = {}
+    values: Tensors = {}
     for name, parts in casts.items():
         values |= named(f"fp8.{name}", parts)
     in_fp8 = PolicyLinear(linear, LAYER, Config(precision=PrecisionConfig(preset="fp8")), "cpu")
@@ -104,7 +104,7 @@ def fp8_linear(given: Values) -> Tensors:
 def fp8_edges(given: Values) -> Tensors:
     """Casts at the edges of every format, and scales of magnitudes at the edges of fp32."""
     fed = tensors(given, "fp8.")
-    values = {}
+    values: Tensors = {}
     for dtype in (E4M3, E5M2, *MI300X):
         kind = str(dtype).removeprefix("torch.float8_")
         codes = cast(fed[f"edge.{kind}.x"], torch.tensor(1.0), dtype)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.numpy import save
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from flux_ref import config_file, errors, ranks
@@ -30,6 +29,7 @@ from tools.golden.check import is_off, report
 from tools.golden.draws import draws, full_draws, full_net
 from tools.golden.files import CONFIG, DATA, FOLDER, INDEX, VALUES, Golden, Value, Values, checksum
 from tools.golden.formats import formats, presets
+from tools.golden.forward import Recorded
 from tools.golden.precision import bf16, fp8_edges, fp8_history, fp8_linear, fp8_order, operations
 from tools.golden.training import BATCH, CPU, clipping, init, on_two_ranks, training, validation
 
@@ -40,7 +40,7 @@ def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
     """dtype and array of all values in order of computation, from the config and the data set in FOLDER."""
     cfg = config_file.load(FOLDER / CONFIG)
     cfg = config_file.replace(cfg, data__train=f"{FOLDER / DATA}/train", data__val=f"{FOLDER / DATA}/val")
-    values = draws(cfg) | full_draws(given)
+    values: Recorded = draws(cfg) | full_draws(given)
     with one_process() as world:
         values |= clipping(cfg, world, given)
         values |= given
@@ -60,7 +60,7 @@ def record(given: Values) -> dict[str, tuple[str, np.ndarray]]:
     return plainly(values)
 
 
-def plainly(values: dict[str, Tensor | np.ndarray]) -> dict[str, tuple[str, np.ndarray]]:
+def plainly(values: Recorded) -> dict[str, tuple[str, np.ndarray]]:
     """dtype and array of each value. The array of a value in bf16 is fp32, which is exact."""
     found = {}
     for name, value in values.items():

@@ -16,7 +16,7 @@ from flux_ref.ranks import World
 from flux_ref.step import Health, State
 from tools.golden import places
 from tools.golden.files import Values
-from tools.golden.forward import WHOLE, Tensors, named, norms, passed, plain
+from tools.golden.forward import WHOLE, Recorded, Tensors, gradients, named, norms, passed, plain
 
 CPU = torch.device("cpu")
 STEPS = 6  # the learning rate leaves its warm-up after the second, and epochs begin in the third and the sixth
@@ -100,9 +100,9 @@ def losses_of(cfg: Config, weights: Tensors, batch: data.Batch) -> Tensor:
         return flow.losses(plain(cfg.model, weights), batch, torch.float32)
 
 
-def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
+def training(cfg: Config, world: World, given: Values) -> Recorded:
     """Some optimizer steps. All values of the first one are recorded."""
-    values = {}
+    values: Recorded = {}
     state = start(cfg, world, given)
     initial = weights_of(given)
     for number, (rows, batch) in zip(range(1, STEPS + 1), batches(cfg, 0, 1, 0)):
@@ -126,7 +126,7 @@ def training(cfg: Config, world: World, given: Values) -> Values | Tensors:
 
 def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
     """Norms of the moments, weights, and how far the weights have moved. with_moments: some moments, too."""
-    values = {}
+    values: Tensors = {}
     for kind, tensors in moments(state).items():
         if with_moments:
             values |= named(kind, {name: tensors[name].clone() for name in WHOLE})
@@ -137,7 +137,7 @@ def after_step(state: State, initial: Tensors, with_moments: bool) -> Tensors:
     return values
 
 
-def on_two_ranks(cfg: Config, world: World, given: Values) -> Values | Tensors:
+def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
     """One step on two ranks with two micro-batches each, from the given weights.
 
     One process plays both ranks in turn. Each takes its own train_step; losses of rows and the gradient of the mean
@@ -152,14 +152,14 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Values | Tensors:
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
         loss, norm = step.train_step(start(cfg, world, given), batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
-    values = {name: np.stack([row[name] for row in each]) for name in each[0]}
+    values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
     values["mean_loss"] = values["loss"].mean()
-    values["grad.norms"] = norms({name: parameter.grad for name, parameter in net.named_parameters()})
+    values["grad.norms"] = norms(gradients(net))
     values["grad_norm"] = values["grad.norms"].norm()
     return named("ranks", values)
 
 
-def validation(cfg: Config, world: World, given: Values) -> Values | Tensors:
+def validation(cfg: Config, world: World, given: Values) -> Recorded:
     """The validation loss of the given weights. The last batch holds one sample; its other rows are padding."""
     val_set = data.ValSet(cfg, 0, 1, pin=False)
     val_set.open()
