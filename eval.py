@@ -24,13 +24,13 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import config_file, ranks
+from flux_ref import checkpoint, config_file, files, ranks
 from flux_ref.alive import Timer
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
 from flux_ref.evaluate import Validation, validation_loss
-from flux_ref.formats import checkpoint_files, jsonl, outside
+from flux_ref.formats import outside
 from flux_ref.optim import EMA
 from flux_ref.pictures import drawing
 from flux_ref.ranks import World
@@ -48,7 +48,7 @@ def table(result: Validation) -> str:
     names = [f"t = {k}/{TIMESTEPS}" for k in range(TIMESTEPS)]
     rows = []
     for name, loss, stderr in zip((*names, "mean   "), (*result.losses, result.loss), (*result.stderrs, result.stderr)):
-        error = f" +- {stderr:.4f}" if jsonl.is_number(stderr) else ""
+        error = f" +- {stderr:.4f}" if files.is_number(stderr) else ""
         rows.append(f"{name}   {loss:.4f}{error}")
     return "\n".join(rows) + f"  over {result.count:,} samples"
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     first = weight_files.find(options.path, options.step)
     paths = [first]
     if options.all:
-        paths = checkpoint_files.list_checkpoints(options.path)
+        paths = checkpoint.list_checkpoints(options.path)
     if not paths:
         raise Refusal(
             f"{options.path} is not a run, so --all has no checkpoints to walk through; {weight_files.REMEDY}"
@@ -111,7 +111,7 @@ def draw_curve(cfg: Config, records: list[dict], options: argparse.Namespace) ->
     curve = {}
     # Losses of training stand beside losses of the same config only. They are never those of an average.
     if not (options.config or options.ema) and all(word.startswith("--sample.") for word in options.overrides):
-        for record in jsonl.records(options.path / "eval.jsonl", figures=("val_loss",)):
+        for record in files.records(options.path / "eval.jsonl", figures=("val_loss",)):
             curve[record["samples"]] = record["val_loss"]  # also where no checkpoint was saved
     for record in records:
         curve[record["samples"]] = record["val_loss"]

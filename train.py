@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, ranks, schedule, step_runner, toy
+from flux_ref import checkpoint, config, config_file, folder, ranks, schedule, sharding, step_runner, toy
 from flux_ref.alive import Alive
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
@@ -28,8 +28,9 @@ from flux_ref.evaluate import Validation, validation_loss
 from flux_ref.formats import shards
 from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
-from flux_ref.run import cli, compiler_folder, folder, resuming, weight_files
+from flux_ref.run import cli, compiler_folder, weight_files
 from flux_ref.run.reporter import Reporter
+from flux_ref.saver import Saver, load
 from flux_ref.step import State
 from flux_ref.step_runner import StepRunner
 
@@ -47,13 +48,12 @@ def main(argv: list[str]) -> int:
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
         sizes = {"train_samples": len(train_set.shards), "val_samples": len(val_set.shards)}
-        result = config.run_dir(cfg) / folder.LOG if world.rank == 0 else None
         if cfg.parallel.compile:
             compiler_folder.choose(cfg, world, stack)
-        claim = stack.enter_context(folder.claimed(cfg, world))
-        log = BenchmarkLog(result)
+        start = stack.enter_context(folder.held(cfg, world, sizes))
+        log = BenchmarkLog()
         report = stack.enter_context(contextlib.closing(Reporter(cfg, world, log.text)))
-        report.introduce(claim.identity, *sizes.values())
+        report.introduce(*sizes.values(), start.unlocked)
         for line in closed.warnings(cfg, *sizes.values()):
             report.say(line)
         gallery = None
@@ -68,24 +68,28 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         alive.mark("building the model")
-        state = initial_state(cfg, world, claim.checkpoint)
-        facts = {"run": claim.identity} | sizes
-        resumed = resuming.load_weights(claim.checkpoint, state, cfg, facts) if claim.checkpoint else None
+        state = initial_state(cfg, world, is_loaded=start.checkpoint is not None)
         steps = StepRunner(state, cfg, world)
         stack.callback(steps.close)
-        saved_step = resumed and resumed.info["step"]
-        saver = checkpoint.Saver(cfg, world, state, facts, report.say, saved_step) if cfg.checkpoint.save else None
+        saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
+        saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         alive.mark("the first step of the warm-up")
         steps.warm_up()
-        if resumed:
-            resuming.load_progress(resumed, state)
-        if not claim.is_new:
-            report.resume(state.step, state.samples, resumed.info.get("records", {}) if resumed else {})
-            log.disqualify(f"{RESUMED} {state.step}")
+        if start.checkpoint:
+            alive.mark("loading the checkpoint")
+            load(start.checkpoint, state)
         alive.mark("capturing the steps")
         draws_beside = gallery and cfg.sample.every_samples
         steps.capture(beside=partial(gallery.artist.rehearse, state.net) if draws_beside else None)
+        # What can be refused has been refused: from here on the run writes into its folder.
+        told = folder.begin(cfg, world, start)
+        log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else None)
+        report.settle_in(told)
+        if start.resumes:
+            report.resume(state.step, state.samples)
+            log.disqualify(f"{RESUMED} {state.step}")
+
         run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
         reached = run.train_on_the_clock()
         run.save(finish=True)
@@ -106,11 +110,15 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def initial_state(cfg: Config, world: World, saved: Path | None) -> State:
-    """A state with the weights of the seed or of init.weights. saved: a checkpoint, whose weights come later."""
-    seed = None if saved or cfg.init.weights else cfg.train.seed
-    state = State.build(cfg, world, seed)
-    if cfg.init.weights and not saved:
+def initial_state(cfg: Config, world: World, is_loaded: bool) -> State:
+    """A state with the weights of the seed or of init.weights. is_loaded: those of a checkpoint come later.
+
+    The warm-up then takes the weights of no seed: any that are finite serve.
+    """
+    state = State.build(cfg, world, None if is_loaded or cfg.init.weights else cfg.train.seed)
+    if is_loaded:
+        sharding.fill_for_warm_up(state.net)
+    elif cfg.init.weights:
         weight_files.load_everywhere(state.net, Path(cfg.init.weights), cfg.model)
     return state
 
@@ -124,7 +132,7 @@ class Run:
     steps: StepRunner
     train_set: TrainSet
     val_set: ValSet
-    saver: checkpoint.Saver | None
+    saver: Saver | None
     report: Reporter
     log: BenchmarkLog
     alive: Alive

@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from flux_ref.formats import files, jsonl
+from flux_ref import files
 
 BEGUN = "begun"
 FINAL = ("passed", "failed")  # a skipped test may find its package next time
@@ -35,7 +35,7 @@ class Outcomes:
         found = set()
         begun: Counter[str] = Counter()
         for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            line = jsonl.parsed(text) or {"test": "", "outcome": ""}  # a killed process may leave half a line
+            line = files.json_object(text) or {"test": "", "outcome": ""}  # a killed process may leave half a line
             if line["outcome"] == BEGUN:
                 begun[line["test"]] += 1
             else:

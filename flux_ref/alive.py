@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flux_ref import ranks
 from flux_ref.errors import Fault, Interrupted
-from flux_ref.formats.safetensors_io import Moved
+from flux_ref.tensors import Moved
 
 # They save a checkpoint and end the run: torchrun, Slurm ahead of a time limit, a closed terminal, Ctrl-\.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)

@@ -1,241 +1,210 @@
-"""Saving a run: what a checkpoint holds, who writes which rows, and which checkpoints stay. run/resuming.py loads it.
+"""Checkpoints on disk.
 
-A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
-config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
-name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history. With optim.ema
-there is also optimizer.state.NAME.ema, the average of the weights times optim.share_of_newest(all samples).
+    step_000000800/
+        rank_00000_000.safetensors   rows of this rank, in files of about FILE_BYTES
+        manifest.json                counters and config; which file holds which rows; a checksum per file
+
+A folder gets this name only after every byte is on the disk; folders with other names are ignored. Nothing is pickled.
+torch's HuggingFaceStorageReader opens such a folder, too. saver.py says what a checkpoint holds.
 """
 
-import secrets
-import shutil
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from math import prod
+import json
+import re
+import shlex
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from flux_ref import config, ranks, schedule, sharding
-from flux_ref.config import Config
-from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import checkpoint_files, jsonl
-from flux_ref.formats.checkpoint_files import TensorSlice
-from flux_ref.model import parameter_table
-from flux_ref.optim import bytes_per_parameter
-from flux_ref.ranks import World
-from flux_ref.step import State
+from flux_ref import files, tensors
+from flux_ref.errors import Refusal
+from flux_ref.formats import outside
 
-HISTORY = "fp8.history"  # key of the history of delayed scales
-BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
+FORMAT = 2
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2**30  # at most; that of 512 ranks has 70 MB
+NAME = re.compile(r"step_([0-9]{9})")
+FILE_BYTES = 2**28  # writing takes as much host memory; a reader of some rows reads the whole file, for its checksum
 
 
-def rows_of(state: State) -> dict[str, TensorSlice]:
-    """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
-    rows = {}
-    for name, parameter in sharding.named_parameters(state.net).items():
-        first, local = sharding.local_rows(parameter)
-        rows[f"model.{name}"] = TensorSlice(local.detach(), first, parameter.shape)
-    for moment, tensors in state.opt.moments().items():
-        for name, tensor in zip(state.opt.names, tensors):
-            rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
-    history = state.precision.history
-    if history.numel():  # every rank has all rows
-        rows[HISTORY] = TensorSlice(history, 0, history.shape)
-    return rows
+def folder_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / "checkpoints"
 
 
-def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
-    """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
+def list_checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    folder = folder_of(run)
+    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
 
-    The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what interrupted saves and deletions have left."""
+    for path in list_checkpoints(run)[:-keep]:
+        path.rename(path.with_name(f".{path.name}.deleted"))
+    for path in folder_of(run).glob(".step_*"):
+        files.remove(path)
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Rows first, first + 1, ... of a tensor of `shape`, as `local` on this rank."""
+
+    local: Tensor
+    first: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a checkpoint: its shape, and where its rows are, as (file, first row, rows)."""
+
+    shape: list[int]
+    chunks: list[tuple[str, int, int]]
+
+    def require_whole(self, key: str) -> None:
+        """Raises: ValueError unless each row has one place."""
+        row = 0
+        for _, first, rows in sorted(self.chunks, key=lambda chunk: chunk[1]):
+            if first != row or rows < 0:
+                raise ValueError(f"rows of {key} are missing or doubled")
+            row += rows
+        if row != self.shape[0]:
+            raise ValueError(f"rows of {key} are missing")
+
+
+# What one rank has written, for JSON: (bytes, CRC-32) of each file, and (shape, chunks) of each tensor.
+Part = tuple[dict[str, tuple[int, int]], dict[str, tuple[list[int], list]]]
+
+
+def write_rank(folder: Path, rank: int, rows: dict[str, TensorSlice]) -> Part:
+    """Write the rows of one rank, and wait until they are on the disk. Raises: OSError.
+
+    The files' metadata follow the convention of torch's HuggingFaceStorageReader.
     """
-    replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
-    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
-    written = [0] * world.replicas
-    own = {}
-    for key, part in rows.items():
-        writer = written.index(min(written))
-        written[writer] += part.shape.numel()
-        is_whole = key == HISTORY
-        if writer == replica and part.local.numel() and (shard == 0 or not is_whole):
-            own[key] = part
-    return own
+    if not folder.is_dir():
+        raise OSError(f"{folder.parent} is not the folder that rank 0 sees; put run.dir on storage of all nodes")
+    written = {}
+    entries = {}
+    for number, part in enumerate(_in_files(rows)):
+        name = f"rank_{rank:05d}_{number:03d}.safetensors"
+        offsets = {key: {"saved_offsets": [row.first, *(0 for _ in row.shape[1:])]} for key, row in part.items()}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        checksum = tensors.write(folder / name, {key: row.local for key, row in part.items()}, metadata)
+        written[name] = (folder / name).stat().st_size, checksum
+        for key, row in part.items():
+            entries[key] = list(row.shape), [(name, row.first, len(row.local))]
+    return written, entries
 
 
-def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
-    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: Refusal.
+def _in_files(rows: dict[str, TensorSlice]) -> Iterator[dict[str, TensorSlice]]:
+    """The rows file by file. A file is full when FILE_BYTES are reached."""
+    part = {}
+    size = 0
+    for key, row in rows.items():
+        part[key] = row
+        size += row.local.nbytes
+        if size >= FILE_BYTES:
+            yield part
+            part = {}
+            size = 0
+    if part:
+        yield part
 
-    torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
+
+def publish(partial: Path, final: Path, info: dict, parts: list[Part]) -> None:
+    """Make a folder whose files are on the disk visible under its name, in one step.
+
+    info: what a checkpoint says of the training. parts: of all ranks. Raises: OSError; ValueError if rows are missing.
     """
-    left = sum(part.local.numel() for part in rows.values())
-    room = torch.empty(0)
-    copies = {}
-    for key, part in rows.items():
-        count = part.local.numel()
-        if count > len(room):
-            try:
-                room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
-            except (MemoryError, RuntimeError) as error:
-                reason = (str(error) or "MemoryError").splitlines()[0]
-                remedy = "free memory or set checkpoint.save=false"
-                raise Refusal(f"no host memory for the copy of a checkpoint: {reason}; {remedy}") from None
-        copies[key] = replace(part, local=room[:count].view(part.local.shape))
-        room = room[count:]
-        left -= count
-    return copies
+    written = {}
+    entries: dict[str, TensorEntry] = {}
+    for part_files, part_tensors in parts:
+        written |= part_files
+        for key, (shape, chunks) in part_tensors.items():
+            entries.setdefault(key, TensorEntry(shape, [])).chunks.extend(chunks)
+    for key, entry in entries.items():
+        entry.require_whole(key)
+    content = {"format": FORMAT, "info": info, "files": written}
+    content["tensors"] = {key: vars(entry) for key, entry in entries.items()}
+    files.write_whole(partial / MANIFEST, json.dumps(content | {"crc32": _checksum(content)}))
+    files.sync(partial)
+    partial.rename(final)
+    files.sync(final.parent)
 
 
-class Saver:
-    """Writes checkpoints behind the training, one at a time.
+def _checksum(content: dict) -> int:
+    """Of a manifest without its checksum."""
+    return zlib.crc32(json.dumps(content).encode())
 
-    Training waits only for the copy to host memory. The copy takes as much memory as the rows that this rank writes.
+
+class Checkpoint:
+    """A whole checkpoint, open for reading. No rows of a file are read before its checksum was right.
+
+    info:    what it says of the training: {"step", "samples", "config", ...}, as Saver writes it.
+    tensors: {key: TensorEntry}.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        world: World,
-        state: State,
-        facts: dict[str, object],
-        say: Callable[[str], None],
-        saved: int | None = None,
-    ):
-        """Takes the host memory of the copies. Collective.
+    def __init__(self, folder: Path):
+        """Raises: Refusal if the manifest is missing, damaged or of another version, or a file missing or cut short."""
+        self.folder = folder
+        self._right: set[str] = set()  # files whose checksum was right
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise self._damaged(f"{path} is missing")
+        content = files.json_object(outside.read_bytes(path, "checkpoint manifest", MANIFEST_BYTES))
+        if content.pop("crc32", None) != _checksum(content):
+            raise self._damaged(f"{path} is damaged (checksum differs)")
+        if content["format"] != FORMAT:
+            raise Refusal(f"checkpoint {folder} is of another version; use the flux_ref that wrote it")
+        self.info = content["info"]
+        self.files = content["files"]
+        self.tensors = {key: TensorEntry(**entry) for key, entry in content["tensors"].items()}
+        if NAME.fullmatch(folder.name) and step_of(folder) != self.info["step"]:
+            raise self._damaged(f"{folder} holds step {self.info['step']}, so this is not the name that it had")
+        for name, (size, _) in self.files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise self._damaged(f"{file} is missing or has not the {size} bytes of its manifest")
 
-        facts:  {"run", "train_samples", "val_samples"}, for the manifest: the run's identity and its data.
-        saved:  the step of the checkpoint that the run started from, which is not saved again.
-        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it or lacks this memory.
-        """
-        self.cfg = cfg
-        self.world = world
-        self.facts = facts
-        self.say = say
-        self.run = config.run_dir(cfg)
-        self.group = ranks.host_group("save")
-        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
-        parameters = sum(map(prod, parameter_table(cfg.model).values()))
-        self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint
-        self.thread: threading.Thread | None = None
-        self.step = saved  # of the newest save
-        self.failure: str | None = None  # why the newest save failed
-        self._require_place()
-        with ranks.agreed():
-            self.host = allocate_host_buffers(rows_to_write(rows_of(state), world), world.pin)
+    def _damaged(self, what: str) -> Refusal:
+        """What is damaged, and what to do. Nothing takes another checkpoint by itself: a run would train twice."""
+        remedy = "use another checkpoint"
+        if NAME.fullmatch(self.folder.name):
+            aside = shlex.join(("mv", str(self.folder), f"{self.folder}.damaged"))
+            remedy = f"`{aside}` lets the run go on from the checkpoint before it"
+        return Refusal(f"checkpoint file {what}; {remedy}")
 
-    def _require_place(self) -> None:
-        """Try the disk: every rank writes a file to the place of its later files."""
-        folder = checkpoint_files.folder_of(self.run)
-        trial = folder / f".step_trial.{self.nonce}"
-        try:
-            with ranks.agreed():
-                if self.world.rank == 0:
-                    trial.mkdir(parents=True)
-                    checkpoint_files.require_space(folder, self.bytes)
-            with ranks.agreed():
-                (trial / str(self.world.rank)).touch()
-        except Refusal as error:
-            raise Refusal(
-                f"no checkpoint can be saved: {error};"
-                " set run.dir to another disk, which all nodes share, or checkpoint.save=false"
-            ) from None
-        finally:
-            if self.world.rank == 0:
-                shutil.rmtree(trial, ignore_errors=True)
+    def read(self, key: str, first: int = 0, count: int | None = None) -> Tensor:
+        """Rows first .. first + count of a tensor, on the host, in fp32. Raises: Refusal for damage."""
+        entry = self.tensors[key]
+        end = entry.shape[0] if count is None else first + count
+        pieces = [torch.empty(0, *entry.shape[1:])]
+        for name, start, length in sorted(entry.chunks, key=lambda chunk: chunk[1]):
+            low = max(first, start)
+            high = min(end, start + length)
+            if low < high:
+                self._check(name)
+                pieces.append(tensors.read_rows(self.folder / name, key, low - start, high - low, "checkpoint file"))
+        return torch.cat(pieces) if len(pieces) > 2 else pieces[-1]
 
-    def save(self, state: State) -> None:
-        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
-        self.wait()
-        if self.step == state.step and self.failure is None:
+    def verify(self) -> None:
+        """Read everything. Raises: Refusal for damage."""
+        for name in self.files:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        """Raises: Refusal unless the file's checksum is right. It is read once."""
+        if name in self._right:
             return
-        self.step = state.step
-        final = checkpoint_files.folder_of(self.run) / f"step_{state.step:09d}"
-        info = {
-            "step": state.step,
-            "samples": state.samples,
-            **self.facts,
-            "name": self.cfg.name,
-            "config": config.flat(self.cfg),
-            "world_size": self.world.size,
-            "torch": torch.__version__,
-        }
-        try:
-            with ranks.agreed(self.group):
-                if self.world.rank == 0:
-                    info["records"] = jsonl.stamps(self.run)
-        except Refusal as error:
-            self._fail(final, error)
-            return
-        wait_for_copy = self._copy(state)
-        self.thread = threading.Thread(target=self._save, args=(final, info, wait_for_copy), daemon=True)
-        self.thread.start()
-
-    def wait(self) -> None:
-        """Until no save is under way."""
-        while self.thread is not None and self.thread.is_alive():
-            self.thread.join(0.1)  # a signal just before a longer wait is seen only after that wait
-
-    def finish(self) -> None:
-        """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
-        self.wait()
-        if self.failure is not None:
-            raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
-
-    def _copy(self, state: State) -> Callable[[], None]:
-        """Begin to copy the rows that this rank writes to the host. Returns what waits for the end of the copy."""
-        rows = rows_of(state)
-        for key, copy in self.host.items():
-            copy.local.copy_(rows[key].local, non_blocking=True)
-        event = ranks.record_copy_event(self.world.device)
-        return event.synchronize if event else lambda: None
-
-    def _save(self, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
-        """In a thread of its own, on every rank."""
-        begin = time.perf_counter()
-        partial = final.with_name(f".{final.name}.{self.nonce}")
-        try:
-            self._write(partial, final, info, wait_for_copy)
-        except Exception as error:  # on every rank: disks fill up
-            if self.world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            self._fail(final, error)
-            return
-        self.failure = None
-        if self.world.rank > 0:
-            return
-        self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
-        try:
-            self._prune()
-        except OSError as error:
-            self.say(f"older checkpoints are not deleted: {error}; training goes on")
-
-    def _fail(self, final: Path, error: Exception) -> None:
-        self.failure = " ".join(str(error).split())
-        if self.world.rank == 0:
-            self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
-
-    def _write(self, partial: Path, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
-        """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
-        with ranks.agreed(self.group):
-            wait_for_copy()
-            if self.world.rank == 0:
-                partial.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
-                checkpoint_files.require_space(partial.parent, self.bytes)
-                partial.mkdir()
-        with ranks.agreed(self.group):
-            part = checkpoint_files.write_rank(partial, self.world.rank, self.host)
-        parts = ranks.gather_objects(part, self.group)
-        with ranks.agreed(self.group):
-            if self.world.rank == 0:
-                checkpoint_files.publish(partial, final, checkpoint_files.manifest(info, parts))
-
-    def _prune(self) -> None:
-        """Delete replaced runs, and all checkpoints but the last checkpoint.keep and every checkpoint.keep_every-th."""
-        checkpoint_files.remove_overwritten(self.run)
-        cfg = self.cfg
-        interval = schedule.steps_for(cfg.checkpoint.every_samples, cfg.train.global_batch) * cfg.checkpoint.keep_every
-        for path in checkpoint_files.list_checkpoints(self.run)[: -cfg.checkpoint.keep]:
-            step = checkpoint_files.step_of(path)
-            if not (interval and step and step % interval == 0):
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
+        path = self.folder / name
+        if tensors.crc32(path) != self.files[name][1]:
+            raise self._damaged(f"{path} is damaged (checksum differs)")
+        self._right.add(name)

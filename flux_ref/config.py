@@ -51,13 +51,7 @@ def size(default: int, meaning: str, most: int = 2**24) -> Any:
 class RunConfig:
     dir: str = key("", "the run's folder; empty: runs/<config name>", resume=True)
     overwrite: bool = key(
-        False, "replace the run that the folder holds; it is deleted at the new run's first checkpoint", resume=True
-    )
-    resume: str = key(
-        "auto",
-        "auto: continue an unfinished run in the folder; must: refuse if there is none; never",
-        choices=("auto", "must", "never"),
-        resume=True,
+        False, "begin anew: the run that the folder NAME holds is renamed to NAME.1 (.2, ...)", resume=True
     )
     hang_s: float = key(
         600.0,
@@ -158,7 +152,6 @@ class CheckpointConfig:
         0, "save also every so many samples, rounded up to whole steps; 0: only at the moments above", resume=True
     )
     keep: int = key(2, "keep the last so many checkpoints", least=1, resume=True)
-    keep_every: int = key(0, "also keep every n-th checkpoint of every_samples; 0: none", resume=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,6 +95,13 @@ def materialise(net: Flux, world: World, seed: int | None) -> None:
                 _fill_random(local.view(-1), start * local[:1].numel(), name, kind, width, seed)
 
 
+def fill_for_warm_up(net: Flux) -> None:
+    """Small random weights, for a warm-up before a checkpoint is loaded. They are the same on no two ranks."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.to_local().normal_(std=0.02)
+
+
 def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
     """This rank's rows of a parameter, as (number of the first row, rows). FSDP2 splits axis 0 like torch.chunk."""
     assert isinstance(parameter, DTensor), "sharded parameters only"

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flux_ref import rng, schedule
+from flux_ref import files, rng, schedule
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import files, shard_writer, shards
-from flux_ref.formats.claim import hold
+from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import Sample
 from flux_ref.progress import progress
 
@@ -210,7 +209,7 @@ def ensure(cfg: Config) -> None:
     if cfg.data.kind != "shapes" or not is_ours or folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.making")
-    with hold(place, f"{folder} is being made", "wait for it", WAIT_S):
+    place = folder.with_name(f".{folder.name}.lock")
+    with files.lock(place, f"{folder} is being made", "wait for it", WAIT_S):
         if not folder.exists():
             make_shapes(folder, cfg.model, cfg.data.train_count, cfg.data.val_count)

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux_ref import config, config_file, errors, ranks, toy
+from flux_ref import checkpoint, config, config_file, errors, ranks, toy
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
-from flux_ref.formats.checkpoint_reader import Checkpoint
 
 # A job in the background begins with Ctrl-C ignored, and all that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,7 +111,7 @@ def script(name: str, *args: str, ranks: int = 1, cwd: Path = ROOT, timeout: flo
 
 def trained(run: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint, by name."""
-    saved = Checkpoint(checkpoint_files.list_checkpoints(run)[-1])
+    saved = Checkpoint(checkpoint.list_checkpoints(run)[-1])
     return {key.removeprefix(prefix): saved.read(key) for key in saved.tensors if key.startswith(prefix)}
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flux_ref import errors
+from flux_ref import errors, files
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import diffusers_names, files
+from flux_ref.formats import diffusers_names
 from flux_ref.model import parameter_table
 from flux_ref.progress import progress
 from flux_ref.run import weight_files

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mlperf_logging.mllog import constants, mllog
 
+from flux_ref import files
 from flux_ref.benchmark import closed, header
 from flux_ref.config import Config
-from flux_ref.formats import files
 
 RESUMED = "resumed from step"  # how the disqualification of a run in several parts begins
 CLOCK_JUMP_S = 0.5  # seconds by which the wall clock may leave the steady clock
@@ -20,28 +20,40 @@ CLOCK_DRIFT = 5e-4  # and seconds for each second of the run, as NTP slews clock
 
 
 class LogFile(logging.Handler):
-    """Appends lines to a file; none if there is no path. An OSError reaches who logs."""
+    """Keeps lines until it is known where they go, then appends each to its file. An OSError reaches who logs."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self):
         super().__init__()
-        self.path = path
+        self.is_placed = False
+        self.path: Path | None = None
+        self.kept: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.path:
-            files.append(self.path, self.format(record) + "\n")
+        self.kept.append(self.format(record) + "\n")
+        if self.is_placed:
+            text = "".join(self.kept)
+            self.kept.clear()
+            if self.path:
+                files.append(self.path, text)
 
 
 class BenchmarkLog:
-    """Writes result_0.txt on rank 0; on other ranks, whose path is None, nothing is written."""
+    """Writes result_0.txt, once `write_to` tells where it lies."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self):
         self.in_block = False
         self.loss_keys = [constants.EVAL_ACCURACY]
         self.flaws: list[str] = []  # why this is no benchmark result, in words
         self.rehearsal = ""  # why a run that breaks no rule is no benchmark result either: closed.REHEARSAL
         self.logger = logging.Logger("flux_ref", logging.INFO)  # one that no other log shares
-        self.logger.addHandler(LogFile(path))
+        self.file = LogFile()
+        self.logger.addHandler(self.file)
         self.mllogger = mllog.MLLogger(logger=self.logger)
+
+    def write_to(self, path: Path | None) -> None:
+        """Write the lines so far with the next one, and from then on each line as it comes. None: nowhere."""
+        self.file.path = path
+        self.file.is_placed = True
 
     def text(self, line: str) -> None:
         """Add a line of the run's output. spec: result files hold the whole framework log."""

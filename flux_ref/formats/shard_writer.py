@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flux_ref.formats import files
+from flux_ref import files
 from flux_ref.formats.shards import BLOCK, END_BYTES, MEMBERS, npy_header
 
 PER_SHARD = 10_000  # samples, as in the public conversions: 21.7 GB

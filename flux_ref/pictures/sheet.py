@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torchvision.utils import make_grid
 
 from flux_ref.errors import printable
-from flux_ref.formats.files import whole
+from flux_ref.files import whole
 
 INK = (40, 40, 40)
 GAP, CAPTION_HEIGHT, HEIGHT = 6, 36, 160  # pixels; pictures of fewer rows than HEIGHT are enlarged

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from flux_ref.formats.files import whole
+from flux_ref.files import whole
 
 INK = (40, 40, 40)
 PALE = (215, 215, 215)

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, ranks, schedule, step_runner
+from flux_ref import config, folder, ranks, schedule, step_runner
 from flux_ref.board import Board
 from flux_ref.config import Config
 from flux_ref.data import rank_slice
-from flux_ref.errors import Fault
+from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import Validation
-from flux_ref.formats import checkpoint_files, jsonl
-from flux_ref.formats.files import append, write_whole
-from flux_ref.formats.jsonl import ENDED, REACHED, is_number, records, rewrite
+from flux_ref.files import append, is_number, records, write_records, write_whole
+from flux_ref.folder import ENDED, REACHED
 from flux_ref.formats.outside import printable
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.progress import progress
 from flux_ref.ranks import World
-from flux_ref.run import folder, loss_chart
+from flux_ref.run import loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.forecast import forecast
 from flux_ref.speed import fp8_product, native, policy
@@ -73,21 +72,21 @@ class Reporter:
         """The run goes on if this block cannot write its file, a picture. A line says so."""
         try:
             yield
-        except OSError as error:
+        except (OSError, Refusal) as error:
             self.say(f"{what} NOT drawn: {error}; the run goes on without")
 
     @ranks.agreed()
-    def introduce(self, identity: str, train_count: int, val_count: int) -> None:
-        """Print what runs, and write environment.json. Collective. Raises: Refusal.
+    def introduce(self, train_count: int, val_count: int, unlocked: str) -> None:
+        """Print what runs. train_count, val_count: samples. unlocked: why the folder has no lock. Collective.
 
-        identity: of the run. train_count, val_count: samples.
+        Raises: Refusal.
         """
         self.val_count = val_count
         if not self.speaks:
             return
         cfg = self.cfg
         world = self.world
-        facts = {"run": identity} | environment(world)
+        self.facts = environment(world)
         parameters = sum(prod(shape) for shape in parameter_table(cfg.model).values())
         shards = world.size // world.replicas
         micro = config.micro_batch(cfg, world.size)
@@ -106,7 +105,7 @@ class Reporter:
         blocks = f"{cfg.model.double_blocks} + {cfg.model.single_blocks} blocks"
         lines = (
             f"flux_ref {cfg.name}: FLUX.1 with {blocks}, {parameters:,} parameters",
-            f"  ranks   {world.size} x {facts['device']} (replicas x shards: {world.replicas} x {shards}),"
+            f"  ranks   {world.size} x {self.facts['device']} (replicas x shards: {world.replicas} x {shards}),"
             f" torch {torch.__version__}",
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
             f"  steps   {step_runner.mode(cfg, world.device)}",
@@ -116,31 +115,30 @@ class Reporter:
             f"  run     {self.folder}{size}",
         )
         self.say("\n".join(lines))
-        for path in sorted(self.folder.glob(f"{checkpoint_files.OVERWRITTEN}*")):
-            sides.append(f"  {path} holds the run that was overwritten, until this run has a checkpoint")
-        for line in sides:
+        for line in (*sides, *filter(None, [unlocked])):
             self.say(line)
-        write_whole(self.folder / "environment.json", json.dumps(facts, indent=2) + "\n")
 
-    def resume(self, step: int, samples: int, stamps: dict[str, list[int]]) -> None:
+    def settle_in(self, told: str) -> None:
+        """Write environment.json into the folder, which is there now. told: what became of an older run."""
+        if self.speaks:
+            if told:
+                self.say(f"  {told}")
+            write_whole(self.folder / folder.ENVIRONMENT, json.dumps(self.facts, indent=2) + "\n")
+
+    def resume(self, step: int, samples: int) -> None:
         """Read the records of the run up to its checkpoint, and cut off later ones. Collective. Raises: Refusal.
 
         The run repeats what came after the checkpoint, with the same results.
-        stamps: of the records, as the checkpoint has them.
         """
-        strangers = []
         with ranks.agreed():
             if self.speaks:
-                strangers = jsonl.strangers(self.folder, stamps)
                 trained = records(self.folder / "metrics.jsonl", samples, ("loss",))
                 evaluated = records(self.folder / "eval.jsonl", samples, ("val_loss",))
-                rewrite(self.folder / "metrics.jsonl", trained)
-                rewrite(self.folder / "eval.jsonl", evaluated)
+                write_records(self.folder / "metrics.jsonl", trained)
+                write_records(self.folder / "eval.jsonl", evaluated)
                 self.train_curve = [(record["samples"], record["loss"]) for record in trained]
                 self.val_curve = [(record["samples"], record["val_loss"]) for record in evaluated]
         self.val_curve = ranks.gather_objects(self.val_curve)[0]
-        for name in strangers:
-            self.say(f"  {self.folder}/{name} lacks records of this run or holds another run's; the run goes on")
         self.say(f"  resume  the run in this folder, from step {step:,} ({samples:,} samples); not a timed result")
 
     def begin(self, samples: int, warm_s: float) -> None:
@@ -148,8 +146,6 @@ class Reporter:
         batch = self.cfg.train.global_batch
         total = schedule.steps_for(self.cfg.train.max_samples, batch) * batch
         if self.speaks:
-            folder.write_config(self.cfg)
-            (self.folder / "outcome.json").unlink(missing_ok=True)  # of a run that is extended
             self.board = Board(self.folder, samples)
         if warm_s and self.speaks:
             words = forecast(
@@ -281,8 +277,7 @@ class Reporter:
         if self.speaks:
             record = {"outcome": outcome, "step": state.step, "samples": state.samples}
             record |= {"val_loss": val_loss, "not_a_timed_result": flaw}
-            write_whole(self.folder / "outcome.json", json.dumps(record) + "\n")
-            checkpoint_files.remove_overwritten(self.folder)
+            write_whole(self.folder / folder.OUTCOME, json.dumps(record) + "\n")
 
     def _append(self, name: str, record: dict) -> None:
         if self.speaks:

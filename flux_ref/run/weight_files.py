@@ -1,19 +1,16 @@
 """Reading a model's weights from the forms in which people keep them, a few rows at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flux_ref import config_file, ranks
+from flux_ref import checkpoint, config_file, ranks, tensors
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files, diffusers_names, fit, outside, safetensors_io
-from flux_ref.formats.checkpoint_reader import Checkpoint
+from flux_ref.formats import diffusers_names, fit, outside
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
 from flux_ref.optim import EMA, share_of_newest
@@ -36,7 +33,7 @@ class Tensors:
         self.shapes = {}
         self.metadata = {}
         for path in files:
-            with _opened(path) as file:
+            with tensors.opened(path, "weights") as file:
                 self.metadata |= file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118
                     self._add(name, path, file.get_slice(name))
@@ -46,29 +43,14 @@ class Tensors:
         if name in self.files:
             raise Refusal(f"weights {path}: {name} is in {self.files[name].name}, too; keep one of them")
         dtype = part.get_dtype()
-        if dtype not in safetensors_io.DTYPES:
-            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(safetensors_io.DTYPES)}")
+        if dtype not in tensors.DTYPES:
+            raise Refusal(f"weights {path}: {name} is {dtype}, want {', '.join(tensors.DTYPES)}")
         self.files[name] = path
         self.shapes[name] = tuple(part.get_shape())
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a tensor, in the file's dtype. Raises: Refusal."""
-        with _opened(self.files[name]) as file:  # a mapping that stays open would fill memory
-            rows = file.get_slice(name)[first : first + count]
-        safetensors_io.Moved.total += rows.nbytes
-        return rows
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
-    if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise Refusal(f"weights {path} is not a regular file; {REMEDY}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
-        reason = " ".join(str(error).split())
-        raise Refusal(f"weights {path} cannot be read as safetensors: {reason}; {REMEDY}") from None
+        return tensors.read_rows(self.files[name], name, first, count, "weights")
 
 
 @dataclass(frozen=True)
@@ -114,9 +96,7 @@ def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "", suffix: str
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or has the name of one."""
-    return (path / checkpoint_files.MANIFEST).is_file() or (
-        path.is_dir() and bool(checkpoint_files.NAME.fullmatch(path.name))
-    )
+    return (path / checkpoint.MANIFEST).is_file() or (path.is_dir() and bool(checkpoint.NAME.fullmatch(path.name)))
 
 
 @outside.refusing()
@@ -125,8 +105,8 @@ def find(path: Path, step: int | None = None) -> Path:
 
     step: the checkpoint of this step of a run. None: the run's newest.
     """
-    if (path / "config.toml").is_file() or checkpoint_files.folder_of(path).is_dir():  # a run
-        checkpoints = {checkpoint_files.step_of(folder): folder for folder in checkpoint_files.list_checkpoints(path)}
+    if (path / "config.toml").is_file() or checkpoint.folder_of(path).is_dir():  # a run
+        checkpoints = {checkpoint.step_of(folder): folder for folder in checkpoint.list_checkpoints(path)}
         wanted = max(checkpoints, default=None) if step is None else step
         if wanted in checkpoints:
             return checkpoints[wanted]
@@ -172,45 +152,45 @@ def open_source(path: Path, model: ModelConfig, averaged: bool = False) -> Sourc
     if averaged:
         rule = "--ema needs a checkpoint of a run with optim.ema above 0"
         raise Refusal(f"weights {path} hold no average of the weights beside them; {rule}, or leave it out")
-    tensors = Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
-    if dev := next((name for name in tensors.shapes if "guidance_" in name), None):
+    found = Tensors([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    if dev := next((name for name in found.shapes if "guidance_" in name), None):
         raise Refusal(f"weights {path} hold {dev} of FLUX.1-dev, which is not supported; use FLUX.1-schnell's")
-    info = tensors.metadata if tensors.metadata.get("trained_by") == TRAINER else {}  # others write anything there
+    info = found.metadata if found.metadata.get("trained_by") == TRAINER else {}  # others write anything there
     for key in COUNTS:
         if outside.whole_number(info.get(key, "0"), 0, 2**53) is None:
             raise Refusal(f"weights {path}: its metadata say {key}={info[key]!r}, which is no count; export them again")
-    if any("transformer_blocks." in name for name in tensors.shapes):  # each of diffusers' files has some
+    if any("transformer_blocks." in name for name in found.shapes):  # each of diffusers' files has some
         diffusers_names.require_diffusers(model)
         want = diffusers_names.diffusers_config(model)
         folder = path if path.is_dir() else path.parent
         if path.is_dir() or (folder / "config.json").exists():  # a file may be moved without its config
             diffusers_names.require_config(folder / "config.json", want, "give the right --config")
-        fit.require_fit(tensors.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
-        return Source("diffusers", path, tensors, diffusers_names.diffusers_parts(model), info)
-    fit.require_fit(tensors.shapes, table, f"weights {path}")
-    return Source("BFL", path, tensors, whole_parts(table), info)
+        fit.require_fit(found.shapes, diffusers_names.diffusers_table(model), f"weights {path}")
+        return Source("diffusers", path, found, diffusers_names.diffusers_parts(model), info)
+    fit.require_fit(found.shapes, table, f"weights {path}")
+    return Source("BFL", path, found, whole_parts(table), info)
 
 
-def _of_checkpoint(checkpoint: Checkpoint, table: dict[str, tuple[int, ...]], averaged: bool) -> Source:
+def _of_checkpoint(saved: Checkpoint, table: dict[str, tuple[int, ...]], averaged: bool) -> Source:
     """See open_source. table: the shape of each parameter."""
     prefix, suffix = ("optimizer.state.", f".{EMA}") if averaged else ("model.", "")
-    info = checkpoint.info
+    info = saved.info
     divisor = 1.0
     if averaged:
         half_life = config_file.from_flat(info["name"], info["config"]).optim.ema
         if not (half_life and info["samples"]):
             why = "is of step 0" if half_life else "has optim.ema=0"
             rule = "--ema needs a later checkpoint of a run with optim.ema above 0"
-            raise Refusal(f"checkpoint {checkpoint.folder} {why}, so it holds no average; {rule}, or leave it out")
+            raise Refusal(f"checkpoint {saved.folder} {why}, so it holds no average; {rule}, or leave it out")
         divisor = share_of_newest(info["samples"], half_life)
         info = info | {EMA: half_life}
     shapes = {}
-    for key, entry in checkpoint.tensors.items():
+    for key, entry in saved.tensors.items():
         if key.startswith(prefix) and key.endswith(suffix):
             shapes[key] = tuple(entry.shape)
     want = {f"{prefix}{name}{suffix}": shape for name, shape in table.items()}
-    fit.require_fit(shapes, want, f"checkpoint {checkpoint.folder}")
-    return Source("checkpoint", checkpoint.folder, checkpoint, whole_parts(table, prefix, suffix), info, divisor)
+    fit.require_fit(shapes, want, f"checkpoint {saved.folder}")
+    return Source("checkpoint", saved.folder, saved, whole_parts(table, prefix, suffix), info, divisor)
 
 
 def load(net: nn.Module, source: Source) -> None:

@@ -1,46 +1,42 @@
-"""Files, folders and lines appear whole or not at all."""
+"""Files, folders and lines appear whole or not at all; a lock ends with its process; records are told from damage."""
 
+import errno
+import fcntl
 import os
 import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from flux_ref import files
 from flux_ref.errors import Refusal
-from flux_ref.formats.files import append, partial_of, whole, write_whole
+from flux_ref.files import append, lock, records, whole, write_whole
 
 
-def test_a_file_appears_whole_and_replaces_an_older_one(tmp_path):
-    path = tmp_path / "a.txt"
+def test_a_file_or_folder_appears_whole_and_of_two_writers_the_last_wins(tmp_path):
+    path, made = tmp_path / "a.txt", tmp_path / "set"
     write_whole(path, "old")
     with pytest.raises(ValueError), whole(path) as partial:
         partial.write_text("half")
         raise ValueError
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    write_whole(path, "new")
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_of_two_writers_one_is_whole_and_the_other_is_told(tmp_path):
-    path = tmp_path / "a.txt"
+    assert path.read_text() == "old"
     with whole(path) as partial:
-        partial.write_text("first")
-        with pytest.raises(Refusal, match="is being written by another job"):
-            write_whole(path, "second")
-    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_appears_whole_and_replaces_nothing(tmp_path):
-    path = tmp_path / "set"
-    partial_of(path).mkdir()
-    (partial_of(path) / "left by a killed process").touch()
-    with whole(path) as partial:
-        partial.mkdir()
-        (partial / "shard").touch()
-        assert not path.exists()
-    assert [child.name for child in path.iterdir()] == ["shard"]
-    with pytest.raises(Refusal, match="set exists; remove it"), whole(path, is_new=True):
-        pass
-    assert list(tmp_path.iterdir()) == [path]
+        partial.write_text("slow")
+        write_whole(path, "fast")
+    assert path.read_text() == "slow"
+    with whole(made, is_new=True) as partial:
+        (partial / "below").mkdir(parents=True)
+        assert not made.exists()
+    for writes in (False, True):  # there before, and made meanwhile
+        place = made if not writes else tmp_path / "other"
+        with pytest.raises(Refusal, match=f"{place.name} exists; remove it"), whole(place, is_new=True) as partial:
+            partial.touch()
+            place.write_text("of another process")
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a.txt", "other", "set"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part_of_itself_and_names_the_file(tmp_path):
@@ -60,3 +56,59 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself_and_names_the_file(tm
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="No such device"):  # a pipe without a reader would wait for ever
         append(tmp_path / "fifo", "line\n")
+
+
+def test_a_lock_has_one_holder_and_ends_with_its_process(tmp_path):
+    path = tmp_path / ".run.lock"
+    path.write_text("what somebody left")
+    code = "import sys, time\nfrom flux_ref import files\nfrom pathlib import Path\n"
+    code += "with files.lock(Path(sys.argv[1]), 'it', 'wait'):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(Refusal, match=r"it is done by another job; wait"), lock(path, "it is done", "wait"):
+            pass
+        other.kill()
+    with lock(path, "it is done", "wait", wait_s=5) as reason:
+        assert reason == ""
+    assert not path.exists()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: count(path, tmp_path / "count"), range(50)))
+    assert (tmp_path / "count").read_text() == "50"
+
+
+def count(path: Path, place: Path) -> None:
+    """Add one to the number in a file."""
+    with lock(path, "", "", wait_s=60):
+        number = int(place.read_text()) if place.exists() else 0
+        time.sleep(0.001)
+        place.write_text(str(number + 1))
+
+
+def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch):
+    def missing(*_: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    for place in (tmp_path / "absent" / "lock", tmp_path):  # no folder, and a folder in its place
+        with lock(place, "it is done", "wait") as reason:
+            assert reason.startswith(f"{place} cannot be locked (")
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with lock(tmp_path / "lock", "it is done", "wait") as reason:
+        assert reason.startswith(f"{tmp_path}/lock cannot be locked (Function not implemented), so another job")
+
+
+DAMAGED = (b'{"samples": 1, "loss"', b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}", b'{"loss": 1}', b'{"samples": true}')
+DAMAGED += tuple(b'{"samples": 1, "loss": %s}' % bad for bad in (b"null", b'"0.5"', b"NaN", b"-Infinity", b"1" * 400))
+
+
+def test_a_damaged_record_is_refused_unless_it_is_the_half_line_of_a_killed_run(tmp_path):
+    path, want = tmp_path / "metrics.jsonl", [{"samples": 8, "loss": 0.5}, {"samples": 16, "loss": 0.25}]
+    assert records(path) == []
+    files.write_records(path, want)
+    assert records(path, samples=8) == want[:1]
+    before = path.read_bytes()
+    for line in DAMAGED:
+        path.write_bytes(before + line)
+        assert records(path, figures=("loss",)) == want, line[:40]
+        path.write_bytes(before + line + b"\n" + before)
+        with pytest.raises(Refusal, match=r"metrics\.jsonl line 3 is damaged"):
+            records(path, figures=("loss",))

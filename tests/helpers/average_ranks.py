@@ -12,12 +12,11 @@ import torch
 from checkpoint_ranks import FACTS
 from torch import Tensor
 
-from flux_ref import sharding
-from flux_ref.checkpoint import Saver
-from flux_ref.formats import checkpoint_files
+from flux_ref import checkpoint, sharding
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import weight_files
+from flux_ref.saver import Saver
 from flux_ref.step import State
 
 MIDDLE, END = 100, 200  # steps
@@ -42,7 +41,7 @@ def error(path: Path) -> float:
     errors = []
     for name, shape in parameter_table(model).items():
         found = source.read(name, 0, shape[0]).double()
-        errors.append(float((found - wanted(name, shape, checkpoint_files.step_of(path))).abs().max()))
+        errors.append(float((found - wanted(name, shape, checkpoint.step_of(path))).abs().max()))
     return max(errors)
 
 
@@ -50,6 +49,7 @@ def go_on(folder: Path, world: World, start: Path | None, *stops: int) -> None:
     """Take steps from a checkpoint on, or from the first, and save at `stops`. AdamW's rate is 0: it moves nothing."""
     cfg = checkpoint_ranks.narrow_config(folder, parallel__replicate=world.replicas)
     state = checkpoint_ranks.restored(cfg, world, start) if start else checkpoint_ranks.other_state(cfg, world)
+    Path(cfg.run.dir).mkdir(exist_ok=True)
     saver = Saver(cfg, world, state, FACTS, print)
     for stop in stops:
         while state.step < stop:
@@ -76,4 +76,4 @@ def measure(world: World, folder: Path) -> None:
     for size in rank_runs.SIZES:
         if size < world.size:
             begun = folder.parent / f"{size}_ranks" / f"average_{size}"
-            go_on(folder / f"average_{size}", world, checkpoint_files.list_checkpoints(begun)[0], END)
+            go_on(folder / f"average_{size}", world, checkpoint.list_checkpoints(begun)[0], END)

@@ -12,35 +12,28 @@ from unittest import mock
 import rank_runs
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from conftest import MICRO
 from lively_nets import lively
 from rank_runs import of_all
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import checkpoint, config_file, ranks, sharding
-from flux_ref.checkpoint import Saver
+from flux_ref import checkpoint, config_file, ranks, saver, sharding, tensors
+from flux_ref.checkpoint import Checkpoint, TensorSlice
 from flux_ref.config import Config
 from flux_ref.errors import Fault
-from flux_ref.formats import checkpoint_files, safetensors_io
-from flux_ref.formats.checkpoint_files import TensorSlice
-from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
-from flux_ref.run import resuming
+from flux_ref.saver import Saver
 from flux_ref.step import State
 
-FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
+FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written
 BREAKS = {  # what fails, and on which rank; -1: the last
-    "the folder": (checkpoint_files, "require_space", 0),
-    "opening a file": (safetensors_io.CheckedFile, "__init__", -1),
-    "writing": (safetensors_io.CheckedFile, "write_tensor", 0),
-    "syncing": (safetensors_io.CheckedFile, "close", -1),
-    "the manifest": (checkpoint_files, "publish", 0),
+    "the folder": (saver, "require_space", 0),
+    "writing": (tensors, "write", -1),
+    "the manifest": (checkpoint, "publish", 0),
 }
-IN_A_FILE = ("opening a file", "writing", "syncing")  # the message names the file
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -65,18 +58,6 @@ def keys(cfg: Config) -> dict[str, tuple[int, ...]]:
     return {f"model.{name}": shape for name, shape in table.items()} | moments
 
 
-def dtensors(state: State) -> dict[str, DTensor]:
-    """The weights and moments of a state by those keys; shares memory with it."""
-    parameters = sharding.named_parameters(state.net)
-    found = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    for moment, local in state.opt.moments().items():
-        for (name, p), tensor in zip(parameters.items(), local):
-            found[f"optimizer.state.{name}.{moment}"] = DTensor.from_local(
-                tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-    return found
-
-
 def other_state(cfg: Config, world: World) -> State:
     """A state that holds other values."""
     net = sharding.build(cfg, world, seed=1)
@@ -91,7 +72,7 @@ def wanted(key: str, rows: TensorSlice) -> Tensor:
 def lively_state(cfg: Config, world: World) -> State:
     """The state that is written."""
     state = other_state(cfg, world)
-    for key, rows in checkpoint.rows_of(state).items():
+    for key, rows in saver.rows_of(state).items():
         rows.local.copy_(wanted(key, rows))
     state.opt.set_steps(STEP)
     state.step, state.samples = STEP, SAMPLES
@@ -100,13 +81,13 @@ def lively_state(cfg: Config, world: World) -> State:
 
 def contents(state: State) -> dict[str, Tensor]:
     """A copy of the rows of every rank."""
-    rows = {key: rows.local.clone() for key, rows in checkpoint.rows_of(state).items()}
+    rows = {key: rows.local.clone() for key, rows in saver.rows_of(state).items()}
     return {f"{key} of rank {rank}": part for rank, parts in enumerate(of_all(rows)) for key, part in parts.items()}
 
 
 def wrong(state: State) -> list[str]:
     """The keys under which any rank holds something else than the written state."""
-    rows = checkpoint.rows_of(state)
+    rows = saver.rows_of(state)
     own = [key for key in rows if not torch.equal(rows[key].local, wanted(key, rows[key]))]
     return sorted({key for keys in of_all(own) for key in keys})
 
@@ -131,8 +112,7 @@ def after_steps(state: State) -> dict[str, Tensor]:
 def restored(cfg: Config, world: World, folder: Path) -> State:
     """A state that goes on from a checkpoint."""
     state = other_state(cfg, world)
-    saved = resuming.load_weights(folder, state, cfg, FACTS)
-    resuming.load_progress(saved, state)
+    saver.load(folder, state)
     return state
 
 
@@ -156,40 +136,38 @@ def recorded() -> Iterator[list[tuple[float, str, str]]]:
 def writing(cfg: Config, world: World) -> dict:
     """The written state's checkpoint, and in which order it came to the disk."""
     state, said = lively_state(cfg, world), []
-    saver = Saver(cfg, world, state, FACTS, said.append)
+    own = Saver(cfg, world, state, FACTS, said.append)
     with recorded() as events:
         for _ in range(2):  # the second finds it saved
-            saver.save(state)
-        saver.finish()
-    rows = {key: len(row.local) for key, row in checkpoint.rows_of(state).items()}
+            own.save(state)
+        own.finish()
+    rows = {key: len(row.local) for key, row in saver.rows_of(state).items()}
     return {"said": of_all(said), "events": of_all(events), "rows": of_all(rows)}
 
 
 def reading(cfg: Config, world: World, folder: Path) -> dict:
-    """What is read from a checkpoint of any world size, by us and by torch's own reader."""
+    """What is read from a checkpoint of any world size."""
     state = restored(cfg, world, folder)
     found = {"wrong": wrong(state), "clock": (state.step, state.samples)}
     found["AdamW's steps"] = {float(one["step"]) for one in state.opt.adamw.state.values()}
     found["after steps"] = after_steps(state)
-    stock = other_state(cfg, world)
-    dcp.load(dtensors(stock), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    return found | {"wrong by torch's reader": wrong(stock)}
+    return found
 
 
-def attempts(saver: Saver, state: State) -> dict:
+def attempts(own: Saver, state: State) -> dict:
     """A save at a step of its own: whether it failed, on every rank, and what is then there and left."""
     take_step(state, 1e-4)
-    saver.save(state)
-    saver.wait()
-    folder = checkpoint_files.folder_of(saver.run)
+    own.save(state)
+    own.wait()
+    folder = checkpoint.folder_of(own.run)
     dist.barrier()
-    return {"failures": of_all(saver.failure), "left": sorted(path.name for path in folder.iterdir())}
+    return {"failures": of_all(own.failure), "left": sorted(path.name for path in folder.iterdir())}
 
 
-def finishing(saver: Saver) -> list[str]:
+def finishing(own: Saver) -> list[str]:
     """What `finish` raises on every rank."""
     try:
-        saver.finish()
+        own.finish()
     except Fault as error:
         return of_all(str(error))
     return of_all("")
@@ -198,20 +176,20 @@ def finishing(saver: Saver) -> list[str]:
 def breaking(cfg: Config, world: World) -> dict:
     """Saves that fail on one rank, each between two that do not."""
     state, said, found = other_state(cfg, world), [], {}
-    saver = Saver(cfg, world, state, FACTS, said.append)
-    found["before"] = attempts(saver, state)
-    before = Checkpoint(checkpoint_files.list_checkpoints(saver.run)[-1])
+    own = Saver(cfg, world, state, FACTS, said.append)
+    found["before"] = attempts(own, state)
+    before = Checkpoint(checkpoint.list_checkpoints(own.run)[-1])
     for name, (owner, attribute, rank) in BREAKS.items():
         said.clear()
         here = world.rank == rank % world.size
         patch = mock.patch.object(owner, attribute, side_effect=FULL) if here else contextlib.nullcontext()
         with patch:
-            found[name] = attempts(saver, state) | {"faults": finishing(saver), "said": of_all(said)}
+            found[name] = attempts(own, state) | {"faults": finishing(own), "said": of_all(said)}
     before.verify()
     said.clear()
     take_step(state, 1e-4)
-    saver.save(state)
-    found["after"] = {"faults": finishing(saver), "said": of_all(said), "step": state.step}
+    own.save(state)
+    found["after"] = {"faults": finishing(own), "said": of_all(said), "step": state.step}
     found["finite"] = all(tensor.isfinite().all() for tensor in contents(state).values())
     return found
 

@@ -238,7 +238,7 @@ def watched(gpus: int, cfg: Config) -> dict:
             gc.freeze()  # or each capture would search all of torch for garbage
             steps.capture()
             gc.unfreeze()
-            log = BenchmarkLog(None)
+            log = BenchmarkLog()
             report = Reporter(cfg, world, log.text)
             report.speaks = False
             found = {"before the loop": WATCH.told(), "captures": steps.recorder.captures}

@@ -22,9 +22,9 @@ import torch
 from conftest import PYTHONPATH, ROOT, micro_run
 from run_files import lines
 
+from flux_ref import checkpoint
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
-from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.run import cli
 from flux_ref.step_runner import StepRunner
 
@@ -150,10 +150,10 @@ def send(pid: int, number: int) -> bool:
 def verified(run: Path) -> list[int]:
     """Steps of the checkpoints of a run, after reading all of each; one that is deleted meanwhile does not count."""
     steps = []
-    for path in checkpoint_files.list_checkpoints(run):
+    for path in checkpoint.list_checkpoints(run):
         try:
             Checkpoint(path).verify()
-            steps.append(checkpoint_files.step_of(path))
+            steps.append(checkpoint.step_of(path))
         except (Refusal, OSError):
             assert not path.exists(), f"{path} is not whole"
     return steps

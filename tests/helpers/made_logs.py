@@ -70,7 +70,8 @@ def ours(
     success: bool = True,
 ) -> str:
     """The log of a run with these evaluations. Returns what outcome.json would hold. counts: samples of the sets."""
-    log = BenchmarkLog(path)
+    log = BenchmarkLog()
+    log.write_to(path)
     if cfg.data.evict:
         log.cache_clear()
     log.init_start()

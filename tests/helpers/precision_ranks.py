@@ -11,10 +11,11 @@ from conftest import MICRO
 from lively_nets import lively_net, of_all, whole
 from torch import Tensor, nn
 
-from flux_ref import checkpoint, config_file, ranks, schedule
+from flux_ref import config_file, ranks, schedule
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.ranks import World
+from flux_ref.saver import Saver
 from flux_ref.sharding import named_parameters, reshard
 from flux_ref.speed import block_product
 from flux_ref.speed.fp8_product import cast, magnitudes, scales_of
@@ -168,7 +169,8 @@ LATER = {"precision__preset": "bf16", "precision__switch": ((4 * ROWS, "fp8_dela
 
 def saved_now(state: State, cfg: Config, world: World) -> None:
     """Save a checkpoint and wait for it."""
-    saver = checkpoint.Saver(cfg, world, state, FACTS, lambda line: None)
+    Path(cfg.run.dir).mkdir(exist_ok=True)
+    saver = Saver(cfg, world, state, FACTS, lambda line: None)
     saver.save(state)
     saver.finish()
 

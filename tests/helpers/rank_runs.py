@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from flux_ref import config_file, ranks, schedule, sharding
+from flux_ref import checkpoint, config_file, ranks, schedule, sharding
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet, allocate, copy_next
 from flux_ref.errors import Fault, Refusal
 from flux_ref.evaluate import validation_loss
-from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
@@ -80,7 +79,7 @@ class Measured(dict):
 
 
 def checkpoint_of(run: Path) -> Path:
-    (path,) = checkpoint_files.list_checkpoints(run)
+    (path,) = checkpoint.list_checkpoints(run)
     return path
 
 
@@ -216,7 +215,7 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     folder = folder / "reporting"
     folder.mkdir(exist_ok=True)
     cfg = config_file.replace(cfg, run__dir=str(folder))
-    reporter = Reporter(cfg, world, BenchmarkLog(None).text)
+    reporter = Reporter(cfg, world, BenchmarkLog().text)
     reporter.begin(0, warm_s=0.0)
     net = lively_net(cfg, world)
     state = State.of(net, cfg, world)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from conftest import require_identical, trained
 
-from flux_ref.formats import checkpoint_files
-from flux_ref.formats.checkpoint_reader import Checkpoint
+from flux_ref import checkpoint
+from flux_ref.checkpoint import Checkpoint
 
 WALL_CLOCK = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")  # these values depend on the run's speed
 
@@ -38,12 +38,12 @@ def event(folder: Path, key: str) -> dict:
 
 
 def newest(run: Path) -> Checkpoint:
-    return Checkpoint(checkpoint_files.list_checkpoints(run)[-1])
+    return Checkpoint(checkpoint.list_checkpoints(run)[-1])
 
 
 def saved_steps(run: Path) -> list[int]:
     """The steps of a run's checkpoints."""
-    return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(run)]
+    return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run)]
 
 
 def what_counts(run: Path) -> dict[str, list]:

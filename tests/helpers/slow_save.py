@@ -8,14 +8,13 @@ import time
 
 from conftest import ROOT
 
-from flux_ref import errors
+from flux_ref import checkpoint, errors
 from flux_ref.alive import Alive
-from flux_ref.formats import checkpoint_files
 
 sys.path.insert(0, str(ROOT))
 import train
 
-write_rank = checkpoint_files.write_rank
+write_rank = checkpoint.write_rank
 
 
 def slowly(*args: object) -> object:
@@ -28,5 +27,5 @@ def slowly(*args: object) -> object:
 
 
 if __name__ == "__main__":
-    checkpoint_files.write_rank = slowly
+    checkpoint.write_rank = slowly
     errors.leave(errors.run("train.py", train.main, sys.argv[1:]))

@@ -10,9 +10,9 @@ from conftest import called, micro_run, require_identical, script, trained
 from PIL import Image
 from run_files import lines
 
+from flux_ref import checkpoint
 from flux_ref.alive import Alive
 from flux_ref.errors import Interrupted
-from flux_ref.formats import checkpoint_files
 from flux_ref.pictures import sheet
 
 PICTURES = ["--sample.count=4", "--sample.steps=2", "--sample.every_samples=20"]  # 24 in whole steps
@@ -72,8 +72,8 @@ def test_a_resumed_run_continues_its_strip(runs, shapes_dir, tmp_path):
     plain, drawn = runs
     copy = Path(shutil.copytree(drawn, tmp_path / "run"))
     (copy / "outcome.json").unlink()
-    for checkpoint in checkpoint_files.list_checkpoints(copy)[1:]:
-        shutil.rmtree(checkpoint)
+    for path in checkpoint.list_checkpoints(copy)[1:]:
+        shutil.rmtree(path)
     (copy / "samples" / "strip.png").unlink()
     (copy / "samples" / "000000060.png").unlink()
     assert called("train.py", *micro_run(shapes_dir, copy, *PICTURES, *OFTEN)) == 0
@@ -93,7 +93,7 @@ def test_a_signal_in_a_drawing_saves_as_in_training(runs, shapes_dir, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(Alive, "at", interrupted)
         assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", *PICTURES)) == 128 + signal.SIGTERM
-    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path / "run")] == ["step_000000002"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == ["step_000000002"]
     assert called("train.py", *micro_run(shapes_dir, tmp_path / "run", *PICTURES)) == 0
     require_same(runs[0], tmp_path / "run")
     sheets = sorted(path.name for path in (tmp_path / "run" / "samples").glob("0*.png"))

@@ -19,7 +19,7 @@ from conftest import refusal
 from PIL import Image, ImageCms
 from torchvision.transforms import InterpolationMode, v2
 
-from flux_ref.formats.files import decode_text
+from flux_ref.files import decode_text
 from tools.prepare import pictures
 from tools.prepare.pictures import SRGB, TWINS, Rejected
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from small_encoders import save_ae
 
 import eval as eval_script
-from flux_ref.formats import checkpoint_files
+from flux_ref import checkpoint
 from flux_ref.pictures import artist, autoencoder, sheet
 from flux_ref.run import loss_chart
 from tools import export
@@ -82,7 +82,7 @@ def test_each_checkpoint_gives_what_training_logged_then_and_all_give_the_curve(
 def test_the_curve_has_the_evaluations_whose_checkpoints_are_gone(run, evaluate, tmp_path, monkeypatch):
     """Fault F7: a run that keeps one checkpoint showed a curve of one point."""
     copy, curves = Path(shutil.copytree(run, tmp_path / "run")), []
-    for folder in checkpoint_files.list_checkpoints(copy)[:2]:
+    for folder in checkpoint.list_checkpoints(copy)[:2]:
         shutil.rmtree(folder)
     monkeypatch.setattr(loss_chart, "chart", lambda train, val, target, path: curves.append(val))
     evaluate(copy, "--all")

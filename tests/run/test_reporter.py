@@ -80,7 +80,7 @@ def trained(micro, tmp_path, monkeypatch):
         monkeypatch.setattr(ranks, "record_copy_event", lambda device: mark)
         found = Validation(0.5, 0.0, [0.5] * 8, [0.0] * 8, 45)
         monkeypatch.setattr(train, "validation_loss", lambda *_: events.append(f"evaluate {state.step}") or found)
-        log = BenchmarkLog(None)
+        log = BenchmarkLog()
         report = Reporter(cfg, SimpleNamespace(rank=0, device=SimpleNamespace(type=kind), nodes=["one"]), log.text)
         try:
             alive = SimpleNamespace(at=note, watch=SimpleNamespace())

@@ -16,16 +16,16 @@ import torch
 from conftest import called, refusal, require_identical, trained
 from fp8_net import low
 from lively_nets import whole
-from precision_ranks import FACTS, STEPS, fp8_config, fp8_linears, lively_state, steps, validated
+from precision_ranks import STEPS, fp8_config, fp8_linears, lively_state, steps, validated
 from torch import Tensor, nn
 
-from flux_ref import config_file, ranks, sharding
+from flux_ref import checkpoint, config_file, ranks, sharding
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import TrainSet
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
 from flux_ref.model import Flux, SingleBlock, parameter_table
-from flux_ref.run import resuming
+from flux_ref.saver import load
 from flux_ref.speed import fp8_product
 from flux_ref.speed.fp8_product import arithmetic, scaled_mm
 from flux_ref.speed.layers import layers
@@ -248,16 +248,13 @@ def test_ranks_share_one_state_and_any_number_of_them_reads_it(measured, world):
     assert torch.equal(state.precision.history[0::2], found["first history"][0::2])  # of inputs
     losses += steps(state, cfg, world, count=STEPS - 1)
     assert losses == pytest.approx(found["losses"], rel=1e-2), "each rank rounds gradients of its own scale"
-    path = checkpoint_files.list_checkpoints(Path(found["run"]))[0]
-    saved = resuming.open_for(path, state, config_file.replace(cfg, run__dir=found["run"]), FACTS)
+    path = checkpoint.list_checkpoints(Path(found["run"]))[0]
     state.precision.reset()
-    resuming.load_progress(saved, state)
+    load(path, state)
     assert torch.equal(state.precision.history, found["histories"][0])
     assert torch.equal(torch.stack(state.precision.scales), found["scales"][0])
-    history = saved.tensors["fp8.history"]
-    assert (history.shape, len(history.chunks)) == ([2 * 22, 3], 1), "written once"
-    dynamic = config_file.replace(cfg, precision__preset="fp8")
-    assert "precision.preset='fp8', there 'fp8_delayed'" in refusal(resuming.open_for, path, state, dynamic, FACTS)
+    histories = [entry for key, entry in Checkpoint(path).tensors.items() if key.startswith("fp8.history.")]
+    assert [(entry.shape, len(entry.chunks)) for entry in histories] == [([2, 3], 1)] * 22, "written once"
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])  # 4: in 2 replicas

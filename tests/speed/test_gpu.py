@@ -9,14 +9,12 @@ from conftest import MICRO, require_identical
 from fp8_net import Net
 from graph_ranks import everything
 
-from flux_ref import config_file
-from flux_ref.checkpoint import Saver
+from flux_ref import checkpoint, config_file
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
-from flux_ref.formats import checkpoint_files
 from flux_ref.ranks import World
-from flux_ref.run import resuming
+from flux_ref.saver import Saver, load
 from flux_ref.speed import fp8_product
 from flux_ref.speed.precision import Precision
 from flux_ref.step import Health, State, train_step
@@ -119,13 +117,11 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
 
     first, second = (State.build(cfg, world, seed) for seed in (3, 4))
     train(first, 2)
-    facts = {"run": "a run", "train_samples": 0, "val_samples": 0}
-    saver = Saver(cfg, world, first, facts, print)
-    saver.save(first, {})
+    saver = Saver(cfg, world, first, {"train_samples": 0, "val_samples": 0}, print)
+    saver.save(first)
     want = train(first, 3)
     saver.finish()
-    saved = resuming.load_weights(checkpoint_files.list_checkpoints(tmp_path)[-1], second, cfg, facts)
-    resuming.load_progress(saved, second)
+    load(checkpoint.list_checkpoints(tmp_path)[-1], second)
     found = train(second, 3)
     assert second.step == 5
     require_identical(found, want)

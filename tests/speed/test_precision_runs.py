@@ -3,16 +3,15 @@
 from pathlib import Path
 
 import pytest
-from conftest import refusal, require_identical
+from conftest import require_identical
 from lively_nets import whole
-from precision_ranks import FACTS, LATER, ROWS, fp8_config, lively_state, rounding, saved_after_two, saved_now, steps
+from precision_ranks import LATER, ROWS, fp8_config, lively_state, rounding, saved_after_two, saved_now, steps
 from torch import Tensor
 
-from flux_ref import config_file
+from flux_ref import checkpoint, config_file
 from flux_ref.config import Config
-from flux_ref.formats import checkpoint_files
 from flux_ref.ranks import World
-from flux_ref.run import resuming
+from flux_ref.saver import load
 from flux_ref.step import State
 
 
@@ -50,14 +49,13 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
             saved_now(state, cfg, world)
     plain = ("plain", False)  # the last block under NVFP4, and all blocks at the end
     assert ways == [{("blocks", False), plain}] * 4 + [{("tensor", False)}, {("tensor", True)}] + [{plain}] * 2
-    for path, step in zip(checkpoint_files.list_checkpoints(tmp_path), (2, 4, 5), strict=True):
+    for path, step in zip(checkpoint.list_checkpoints(tmp_path), (2, 4, 5), strict=True):
         other = lively_state(cfg, world)
         steps(other, cfg, world, count=8 - step)
-        resuming.load_progress(resuming.load_weights(path, other, cfg, FACTS), other)
+        load(path, other)
         assert steps(other, cfg, world, count=8 - step) == losses[step:], step
         require_identical(everything(other), everything(state))
     never = config_file.replace(cfg, precision__switch=())
-    assert "precision.switch=(), there ((48, 'fp8_delayed')" in refusal(resuming.open_for, path, state, never, FACTS)
     assert steps(lively_state(never, world), never, world, count=8)[5:] != losses[5:]
 
 
@@ -75,8 +73,8 @@ def gone_on(world: World, run: str, cfg: Config) -> tuple[list[float], dict[str,
     """What a state that has taken other steps computes from the checkpoint of a run on."""
     state = lively_state(cfg, world)
     steps(state, cfg, world, count=2)
-    (path,) = checkpoint_files.list_checkpoints(Path(run))
-    resuming.load_progress(resuming.load_weights(path, state, cfg, FACTS), state)
+    (path,) = checkpoint.list_checkpoints(Path(run))
+    load(path, state)
     return steps(state, cfg, world, count=5), everything(state)
 
 

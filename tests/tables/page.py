@@ -207,7 +207,8 @@ def events(ruleset: str) -> list[dict]:
     interval = cfg.eval.every_samples
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result_0.txt"
-        written = BenchmarkLog(path)
+        written = BenchmarkLog()
+        written.write_to(path)
         written.cache_clear()
         written.init_start()
         written.describe(cfg, NODE, TRAIN_SAMPLES, VAL_SAMPLES)

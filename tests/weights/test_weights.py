@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flux_ref import config, config_file, errors, sharding
+from flux_ref.checkpoint import Checkpoint
 from flux_ref.config import ModelConfig
 from flux_ref.formats import diffusers_names
-from flux_ref.formats.checkpoint_reader import Checkpoint
 from flux_ref.model import parameter_table
 from flux_ref.run import weight_files
 
@@ -258,7 +258,7 @@ def write_metadata(folder: Path, samples: str) -> Path:
     return folder / "w.safetensors"
 
 
-NO_FILE = "w.safetensors cannot be read as safetensors: |; give a run, a checkpoint"
+NO_FILE = "w.safetensors cannot be read as safetensors: |; give another"
 NO_CONFIG = "diffusers' config|config.json|JSON"
 REFUSED = [  # what makes it, with which argument, and words of the line, divided by |
     (write_bfl, lambda t: [t.pop(name) for name in list(t)[:4]], "4 missing: img_in.bias, img_in.weight, time_in"),

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from torch.distributed.device_mesh import init_device_mesh
 
 from flux_ref import config_file, errors, ranks
-from flux_ref.formats.files import whole, write_whole
+from flux_ref.files import whole, write_whole
 from flux_ref.ranks import World
 from flux_ref.run.options import Options
 from tools.golden import places

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flux_ref import toy
+from flux_ref import files, toy
 from flux_ref.errors import Refusal
-from flux_ref.formats import files
 from flux_ref.pictures.autoencoder import Autoencoder
 from flux_ref.run.options import package
 from tools.prepare import job

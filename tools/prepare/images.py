@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flux_ref import ranks, sharding
+from flux_ref import files, ranks, sharding
 from flux_ref.config import ModelConfig, ParallelConfig
 from flux_ref.errors import Refusal, one_line
-from flux_ref.formats import files, shard_writer, shards
+from flux_ref.formats import shard_writer, shards
 from flux_ref.formats.shard_writer import ShardWriter, key_of, new_shard, npy_blob, shard_path, write_empty
 from flux_ref.pictures import encoders
 from flux_ref.pictures.encoders import Encoders

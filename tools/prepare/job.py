@@ -9,10 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flux_ref import config_file
+from flux_ref import config_file, files
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.formats import claim, files
 from flux_ref.run.options import between
 
 MADE_FROM = "made_from.json"
@@ -47,8 +46,8 @@ def growing(final: Path, made_from: dict) -> Iterator[Path]:
     folder = partial_of(final)
     note = folder / MADE_FROM
     folder.parent.mkdir(parents=True, exist_ok=True)
-    own = final.with_name(f".{final.name}.claim")
-    with claim.hold(own, f"{folder} is in use", "wait for it or choose another --output"):
+    own = final.with_name(f".{final.name}.lock")
+    with files.lock(own, f"{folder} is in use", "wait for it or choose another --output"):
         require_new(final)
         wanted = json.dumps(made_from)
         if not note.exists():

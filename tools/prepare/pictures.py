@@ -26,8 +26,8 @@ from torchvision.transforms.v2 import functional as transforms
 from webdataset.tariterators import base_plus_ext
 
 from flux_ref.errors import Refusal, shown
+from flux_ref.files import decode_text
 from flux_ref.formats import outside
-from flux_ref.formats.files import decode_text
 from flux_ref.schedule import TIMESTEPS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")  # known by their content, whatever a file's name says

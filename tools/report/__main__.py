@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flux_ref import errors
 from flux_ref.config import KEYS, MllogConfig
-from flux_ref.formats.files import write_whole
+from flux_ref.files import write_whole
 from flux_ref.formats.outside import printable
 from flux_ref.run.options import Options, package
 from tools.report import official, result_log, score, words

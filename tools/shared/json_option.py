@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref.formats.files import write_whole
+from flux_ref.files import write_whole
 
 STDOUT = Path("-")
 

@@ -1,0 +1,248 @@
+"""Saving a run behind its training, and loading it: which rows of a state a rank holds, writes and reads.
+
+A checkpoint holds fp32 weights, the optimizer's moments, the history of delayed FP8 scales, the counters and the
+config. Nothing in it belongs to a rank, so any number of ranks can continue from it. With NAME as Black Forest Labs'
+name of a parameter, its keys are model.NAME, optimizer.state.NAME.{exp_avg,exp_avg_sq} and fp8.history.LAYER. With
+optim.ema there is also optimizer.state.NAME.ema.
+"""
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from flux_ref import checkpoint, config, ranks, sharding
+from flux_ref.checkpoint import Checkpoint, TensorSlice
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import fit
+from flux_ref.model import parameter_table
+from flux_ref.optim import bytes_per_parameter
+from flux_ref.ranks import World
+from flux_ref.step import State
+
+BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
+HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
+
+
+def rows_of(state: State) -> dict[str, TensorSlice]:
+    """All tensors of a state by checkpoint key, as the rows that this rank holds. They share memory with the state."""
+    rows = {}
+    for name, parameter in sharding.named_parameters(state.net).items():
+        first, local = sharding.local_rows(parameter)
+        rows[f"model.{name}"] = TensorSlice(local.detach(), first, parameter.shape)
+    for moment, values in state.opt.moments().items():
+        for name, tensor in zip(state.opt.names, values):
+            rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
+    precision = state.precision
+    for layer, history in zip(precision.remembering, precision.history.split(2)):  # every rank has all of it
+        rows[f"{HISTORY}{layer}"] = TensorSlice(history, 0, history.shape)
+    return rows
+
+
+def rows_to_write(rows: dict[str, TensorSlice], world: World) -> dict[str, TensorSlice]:
+    """The rows that this rank writes. Replicas hold equal rows; each tensor is written by one replica.
+
+    The next tensor goes to the replica with the fewest elements so far, so all nodes write about equally much.
+    """
+    replica = world.mesh.get_local_rank(0) if world.mesh.ndim == 2 else 0
+    shard = world.mesh.get_local_rank(world.mesh.ndim - 1)
+    written = [0] * world.replicas
+    own = {}
+    for key, part in rows.items():
+        writer = written.index(min(written))
+        written[writer] += part.shape.numel()
+        if writer == replica and part.local.numel() and (shard == 0 or not key.startswith(HISTORY)):
+            own[key] = part
+    return own
+
+
+def allocate_host_buffers(rows: dict[str, TensorSlice], pin: bool) -> dict[str, TensorSlice]:
+    """The same rows, all fp32, as undefined host tensors in a few large buffers; pin: pinned. Raises: Refusal.
+
+    torch rounds each pinned allocation up to a power of two, so one buffer per tensor would take a third more.
+    """
+    left = sum(part.local.numel() for part in rows.values())
+    room = torch.empty(0)
+    copies = {}
+    for key, part in rows.items():
+        count = part.local.numel()
+        if count > len(room):
+            try:
+                room = torch.empty(max(count, min(left, BUFFER_ELEMENTS)), pin_memory=pin)
+            except (MemoryError, RuntimeError) as error:
+                reason = (str(error) or "MemoryError").splitlines()[0]
+                remedy = "free memory or set checkpoint.save=false"
+                raise Refusal(f"no host memory for the copy of a checkpoint: {reason}; {remedy}") from None
+        copies[key] = replace(part, local=room[:count].view(part.local.shape))
+        room = room[count:]
+        left -= count
+    return copies
+
+
+def require_space(folder: Path, size: int) -> None:
+    """Raises: OSError unless so many bytes fit. A full disk would have no place for logs either."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(f"{folder} has {free / 1e9:.3g} GB free and a checkpoint takes {size / 1e9:.3g} GB")
+
+
+class Saver:
+    """Writes checkpoints behind the training, one at a time.
+
+    Training waits only for the copy to host memory. The copy takes as much memory as the rows that this rank writes.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        state: State,
+        facts: dict[str, int],
+        say: Callable[[str], None],
+        saved: int | None = None,
+    ):
+        """Takes the host memory of the copies. Collective.
+
+        facts:  {"train_samples", "val_samples"}, for the manifest: sizes of the run's data.
+        saved:  the step of the checkpoint that the run starts from, which is not saved again.
+        Raises: Refusal if the disk cannot hold one checkpoint, or if a rank cannot write to it or lacks this memory.
+        """
+        self.cfg = cfg
+        self.world = world
+        self.facts = facts
+        self.say = say
+        self.run = config.run_dir(cfg)
+        self.group = ranks.host_group("save")
+        self.nonce = ranks.gather_objects(secrets.token_hex(4))[0]  # two jobs never write into one folder
+        parameters = sum(map(prod, parameter_table(cfg.model).values()))
+        self.bytes = bytes_per_parameter(cfg.optim) * parameters  # of one checkpoint
+        self.thread: threading.Thread | None = None
+        self.step = saved  # of the newest save
+        self.failure: str | None = None  # why the newest save failed
+        self._require_place()
+        with ranks.agreed():
+            self.host = allocate_host_buffers(rows_to_write(rows_of(state), world), world.pin)
+
+    def _require_place(self) -> None:
+        """Try the disk: every rank writes a file beside the run's folder, which a new run does not have yet."""
+        folder = next(path for path in self.run.resolve().parents if path.exists())
+        trial = folder / f".{self.run.name}.trial.{self.nonce}"
+        try:
+            with ranks.agreed():
+                if self.world.rank == 0:
+                    trial.mkdir()
+                    require_space(folder, self.bytes)
+            with ranks.agreed():
+                (trial / str(self.world.rank)).touch()
+        except Refusal as error:
+            raise Refusal(
+                f"no checkpoint can be saved: {error};"
+                " set run.dir to another disk, which all nodes share, or checkpoint.save=false"
+            ) from None
+        finally:
+            if self.world.rank == 0:
+                shutil.rmtree(trial, ignore_errors=True)
+
+    def save(self, state: State) -> None:
+        """Begin to save a state, unless this step is saved already. Waits for the save before. Collective."""
+        self.wait()
+        if self.step == state.step and self.failure is None:
+            return
+        self.step = state.step
+        info = {
+            "step": state.step,
+            "samples": state.samples,
+            **self.facts,
+            "name": self.cfg.name,
+            "config": config.flat(self.cfg),
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+        }
+        rows = rows_of(state)
+        for key, copy in self.host.items():
+            copy.local.copy_(rows[key].local, non_blocking=True)
+        copied = ranks.record_copy_event(self.world.device)
+        wait_for_copy = copied.synchronize if copied else lambda: None
+        self.thread = threading.Thread(target=self._save, args=(info, wait_for_copy), daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        while self.thread is not None and self.thread.is_alive():
+            self.thread.join(0.1)  # a signal just before a longer wait is seen only after that wait
+
+    def finish(self) -> None:
+        """Wait for the newest save. Raises: Fault, on every rank, if it failed."""
+        self.wait()
+        if self.failure is not None:
+            raise Fault(f"checkpoint of step {self.step} is not saved: {self.failure}")
+
+    def _save(self, info: dict, wait_for_copy: Callable[[], None]) -> None:
+        """In a thread of its own, on every rank."""
+        begin = time.perf_counter()
+        final = checkpoint.folder_of(self.run) / f"step_{info['step']:09d}"
+        partial = final.with_name(f".{final.name}.{self.nonce}")
+        is_first = self.world.rank == 0
+        try:
+            self._write(partial, final, info, wait_for_copy)
+        except Exception as error:  # on every rank: disks fill up
+            self.failure = " ".join(str(error).split())
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                self.say(f"checkpoint {final} NOT saved: {self.failure}; older ones are untouched, training goes on")
+            return
+        self.failure = None
+        if is_first:
+            self.say(f"checkpoint {final} saved in {time.perf_counter() - begin:.1f} s")
+            try:
+                checkpoint.prune(self.run, self.cfg.checkpoint.keep)
+            except OSError as error:
+                self.say(f"older checkpoints are not deleted: {error}; training goes on")
+
+    def _write(self, partial: Path, final: Path, info: dict, wait_for_copy: Callable[[], None]) -> None:
+        """Write all files, then make the folder visible under its name. Raises on all ranks if one rank fails."""
+        with ranks.agreed(self.group):
+            wait_for_copy()
+            if self.world.rank == 0:
+                partial.parent.mkdir(exist_ok=True)  # if the user has deleted it; a deleted run folder stays away
+                require_space(partial.parent, self.bytes)
+                partial.mkdir()
+        with ranks.agreed(self.group):
+            part = checkpoint.write_rank(partial, self.world.rank, self.host)
+        parts = ranks.gather_objects(part, self.group)
+        with ranks.agreed(self.group):
+            if self.world.rank == 0:
+                checkpoint.publish(partial, final, info, parts)
+
+
+def load(path: Path, state: State) -> None:
+    """Fill weights, moments, history and counters from a checkpoint of the same run. Collective. Raises: Refusal.
+
+    Each rank reads only its own rows. A layer that the checkpoint does not know has no history: no stage up to here
+    has delayed sides there. So the run equals one that knew all stages from the start.
+    """
+    with ranks.agreed():
+        saved = Checkpoint(path)
+        rows = rows_of(state)
+        found = {key: tuple(entry.shape) for key, entry in saved.tensors.items() if not key.startswith(HISTORY)}
+        fit.require_fit(
+            found,
+            {key: tuple(row.shape) for key, row in rows.items() if not key.startswith(HISTORY)},
+            f"checkpoint {path}",
+        )
+        for key, row in rows.items():
+            with torch.no_grad():
+                if key in saved.tensors:
+                    row.local.copy_(fit.finite(saved.read(key, row.first, len(row.local)), key, path))
+                else:
+                    row.local.zero_()
+    state.precision.set_scales()
+    state.set_clock(saved.info["step"], saved.info["samples"])
+    state.opt.set_steps(state.step)

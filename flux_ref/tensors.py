@@ -1,0 +1,76 @@
+"""Safetensors files, by their library (github.com/huggingface/safetensors)."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flux_ref.errors import Refusal
+from flux_ref.files import naming
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BLOCK = 1 << 20  # bytes that are moved at a time
+
+
+class Moved:
+    """Bytes that this process has moved between memory and disk. The hang watch counts them as progress."""
+
+    total = 0
+
+
+@contextmanager
+def opened(path: Path, what: str) -> Iterator[safe_open]:
+    """A safetensors file, open for reading. what: its kind, for the message. Raises: Refusal, also while it is read.
+
+    Open it anew for each tensor: a mapping that stays open fills memory.
+    """
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise Refusal(f"{what} {path} is not a regular file; give another")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError, MemoryError) as error:  # a map of a sparse terabyte
+        reason = " ".join(str(error).split())
+        raise Refusal(f"{what} {path} cannot be read as safetensors: {reason}; give another") from None
+
+
+def read_rows(path: Path, name: str, first: int, count: int, what: str) -> Tensor:
+    """Rows of a tensor, in the file's dtype. what: as for `opened`. Raises: Refusal."""
+    with opened(path, what) as file:
+        rows = file.get_slice(name)[first : first + count]
+    Moved.total += rows.nbytes
+    return rows
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> int:
+    """Write a new file and wait until it is on the disk. Takes the file's size of host memory.
+
+    Returns: the CRC-32 of its bytes. Raises: OSError, which names the file.
+    """
+    content = safetensors.torch.save(tensors, metadata)
+    checksum = 0
+    with naming(path), path.open("xb", buffering=0) as file:  # nothing is left to be flushed when a write has failed
+        rest = memoryview(content)
+        while rest:
+            count = file.write(rest[:BLOCK])  # some file systems take less
+            checksum = zlib.crc32(rest[:count], checksum)
+            Moved.total += count
+            rest = rest[count:]
+        os.fsync(file.fileno())
+    return checksum
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file's bytes. Raises: OSError."""
+    checksum = 0
+    with path.open("rb") as file:
+        while content := file.read(BLOCK):
+            checksum = zlib.crc32(content, checksum)
+            Moved.total += len(content)
+    return checksum
