@@ -188,15 +188,11 @@ class TrainSet(SampleSet):
             yield items
             step += 1
 
-    def draw(self, epoch: int, sample: int) -> rng.Draw:
-        """The random numbers of a sample in an epoch."""
-        train = self.cfg.train
-        return rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, self.times)
-
     def _fill(self, rows: Rows, i: int, item: tuple[int, int]) -> None:
         epoch, sample = item
         self._read(sample, rows, i)
-        draw = self.draw(epoch, sample)
+        train = self.cfg.train
+        draw = rng.train_draw(train.seed, epoch, sample, self.cfg.model.latent_shape, train.caption_drop, self.times)
         if draw.drop_caption:  # spec: T5 and CLIP together
             rows["t5"][i] = self.empty["t5"]
             rows["clip"][i] = self.empty["clip"]
@@ -255,7 +251,7 @@ class ValSet(SampleSet):
             rows["timestep"][i] = PADDING
             return
         meta = self._read(sample, rows, i)
-        if meta.timestep not in range(schedule.TIMESTEPS):
+        if meta.timestep is None or meta.timestep not in range(schedule.TIMESTEPS):
             raise Fault(
                 f"validation sample {meta.key} in {self.cfg.data.val} has timestep {meta.timestep};"
                 f" want 0 to {schedule.TIMESTEPS - 1}; prepare the set again",

@@ -4,6 +4,8 @@
 warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation before the first step.
 """
 
+from typing import Any
+
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import CHECKER, KEYS, Config, flat
 from flux_ref.formats.outside import shown
@@ -12,7 +14,7 @@ from flux_ref.speed import policy
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
 # {key: the values that it may have}
-FIXED = {key: (known.default,) for key, known in KEYS.items() if known.closed}
+FIXED: dict[str, tuple[Any, ...]] = {key: (known.default,) for key, known in KEYS.items() if known.closed}
 FIXED |= {
     VAL_PRECISION: ("fp32", "bfloat16", "fp8"),  # rules, "Numerical formats": FP8 may validate, too
     "data.train_count": (TRAIN_SAMPLES,),  # reference, "Data preprocessing"; here the number of samples that there are
@@ -31,7 +33,7 @@ def is_excused(key: str) -> bool:
     return key.startswith("model.") or key in ("data.kind", "data.train_count", "data.val_count")
 
 
-def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
+def judge(found: dict[str, Any], rehearsal: bool) -> list[str]:
     """The departures among values of all keys in FIXED, in words; None is an unknown value."""
     departures = []
     for key, allowed in FIXED.items():
@@ -41,7 +43,7 @@ def judge(found: dict[str, object], rehearsal: bool) -> list[str]:
     return departures
 
 
-def values(cfg: Config, train_count: int, val_count: int) -> dict[str, object]:
+def values(cfg: Config, train_count: int, val_count: int) -> dict[str, Any]:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
     precision = (cfg.precision.eval and policy.narrowest(cfg, "forward")) or DTYPE_NAMES[cfg.parallel.dtype]
     return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
