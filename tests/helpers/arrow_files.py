@@ -1,6 +1,5 @@
 """Arrow folders as MLCommons preprocesses them."""
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,8 +30,3 @@ def write_arrow(
         for size in batches:
             stream.write_batch(pa.RecordBatch.from_pylist(content[begin : begin + size], schema=kind))
             begin += size
-
-
-def write_state(folder: Path, names: list[str]) -> None:
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None}
-    (folder / "state.json").write_text(json.dumps(state))
