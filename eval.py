@@ -26,6 +26,7 @@ from pathlib import Path
 
 from flux_ref import checkpoint, config_file, files, ranks
 from flux_ref.alive import Timer
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import ValSet
 from flux_ref.errors import Refusal
@@ -37,8 +38,7 @@ from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
 from flux_ref.run.options import STEP, Options
 from flux_ref.schedule import TIMESTEPS
-from flux_ref.step import State
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 
 MOST_PROMPTS = 256  # their encodings are in memory together
 
@@ -138,7 +138,8 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
             val_set.open()
     draws = options.draw_only or options.prompts or cfg.sample.count
     pictures = drawing.Drawing(cfg, world, options, val_set, timer.mark) if draws else None
-    steps = StepRunner(State.build(cfg, world, seed=None, trains=False), cfg, world)
+    state = State.build(cfg, world, None, arithmetic_of(cfg), trains=False)
+    steps = StepRunner(state, cfg, world)
     records = []
 
     for path in paths:
@@ -147,7 +148,7 @@ def evaluate(cfg: Config, world: World, timer: Timer, paths: list[Path], options
             weight_files.load(steps.state.net, source)
         is_clocked = "samples" in source.info
         samples = int(source.info.get("samples", 0))
-        steps.state.set_clock(samples // cfg.train.global_batch, samples)  # for the precision of the run at that time
+        steps.state.set_clock(samples // cfg.train.global_batch, samples)  # computes as the run at that time
         record = {"weights": str(path), "samples": samples}
         count = f"{samples:,}" if is_clocked else "an unknown number of"
         whose = f"{source.info['name']}, run {source.info['run']}, " if "run" in source.info else ""

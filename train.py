@@ -19,6 +19,7 @@ from pathlib import Path
 
 from flux_ref import checkpoint, config, config_file, folder, ranks, schedule, sharding, step_runner, toy
 from flux_ref.alive import Alive
+from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
@@ -31,8 +32,7 @@ from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.saver import Saver, load
-from flux_ref.step import State
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 
 
 def main(argv: list[str]) -> int:
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel)
         config_file.validate_world(cfg, world.size)
+        arithmetic = arithmetic_of(cfg)
+        arithmetic.require(config.micro_batch(cfg, world.size), world.device)
         with ranks.agreed():
             mode = step_runner.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> int:
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         alive.mark("building the model")
-        state = initial_state(cfg, world, is_loaded=start.checkpoint is not None)
+        state = initial_state(cfg, world, arithmetic, is_loaded=start.checkpoint is not None)
         steps = StepRunner(state, cfg, world)
         stack.callback(steps.close)
         saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
@@ -110,12 +112,13 @@ def data_sets(cfg: Config, world: World) -> tuple[TrainSet, ValSet]:
         return TrainSet(cfg, world.rank, world.size, world.pin), ValSet(cfg, world.rank, world.size, world.pin)
 
 
-def initial_state(cfg: Config, world: World, is_loaded: bool) -> State:
+def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, is_loaded: bool) -> State:
     """A state with the weights of the seed or of init.weights. is_loaded: those of a checkpoint come later.
 
     The warm-up then takes the weights of no seed: any that are finite serve.
     """
-    state = State.build(cfg, world, None if is_loaded or cfg.init.weights else cfg.train.seed)
+    seed = None if is_loaded or cfg.init.weights else cfg.train.seed
+    state = State.build(cfg, world, seed, arithmetic)
     if is_loaded:
         sharding.fill_for_warm_up(state.net)
     elif cfg.init.weights:
@@ -168,8 +171,8 @@ class Run:
         report.begin(state.samples, steps.warm_s)
         try:
             while True:
-                if state.step and (stage := state.precision.stage(state.step)).first == state.step:
-                    report.say(f"samples {state.samples:>10,}  precision switches to {stage.preset}")
+                if preset := state.arithmetic.switched(state.step):
+                    report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
                 if self.gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
                     self.gallery.paint(state, self.alive.at)  # a run that breaks off in a drawing repeats it
                 if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:

@@ -22,11 +22,11 @@ from bench.common import Clock
 from flux_ref import sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.precision.fp8 import architecture, arithmetic, has_kernel
+from flux_ref.precision.layers import MULTIPLE, layers
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import between, listed
-from flux_ref.speed.fp8_product import architecture, arithmetic, has_kernel
-from flux_ref.speed.layers import MULTIPLE, layers
 from tools.shared import flops
 
 WARMUP = 5

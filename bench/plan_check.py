@@ -26,8 +26,8 @@ from bench.common import commit
 from flux_ref import config, config_file, errors
 from flux_ref.benchmark.facts import VAL_SAMPLES
 from flux_ref.config import Config
+from flux_ref.precision import fp8
 from flux_ref.run.options import Options
-from flux_ref.speed import fp8_product
 from tools.plan import footprint, step_time
 from tools.plan.commands import PLANNED
 from tools.plan.footprint import Footprint
@@ -92,7 +92,7 @@ def cases() -> list[Case]:
             eval__batch=min(32, math.ceil(VAL_SAMPLES / public.gpus)),
         )
         # FP8 formats have equal sizes, so that layouts are all that cards differ in.
-        key = (public.micro_batch, public.precision, fp8_product.arithmetic(gpu.arch).row_times_column)
+        key = (public.micro_batch, public.precision, fp8.arithmetic(gpu.arch).row_times_column)
         if key not in traced:
             traced[key] = footprint.trace(cfg, gpu.arch, public.micro_batch)
         found.append(Case(public, cfg, footprint.layout(cfg, public.gpus, gpu.node), traced[key], gpu, assumed))

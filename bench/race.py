@@ -30,7 +30,6 @@ from flux_ref.model import Flux
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.options import package
-from flux_ref.speed import regions
 
 
 class OurFlux(Flux):
@@ -93,7 +92,7 @@ def prepare(kind: type[OurFlux] | type[DiffusersFlux], cfg: Config, device: torc
             parameter.data = parameter.data.normal_(std=0.02).to(sharding.DTYPES[cfg.parallel.dtype])
     net.materialise(device)
     if cfg.parallel.compile:
-        options = regions.options(cfg, device) if kind is OurFlux else None  # as each side's own trainer compiles
+        options = sharding.options(device, {}) if kind is OurFlux else None  # as each side's own trainer compiles
         for block in (*net.double_blocks, *net.single_blocks):
             block.compile(fullgraph=True, dynamic=False, options=options)
     optim = cfg.optim

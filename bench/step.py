@@ -12,28 +12,25 @@ Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common
 from bench.common import END, Clock
 from flux_ref import config_file, ranks, sharding, toy
-from flux_ref.config import Config
+from flux_ref.arithmetic import Arithmetic, arithmetic_of
+from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
 from flux_ref.errors import Fault
 from flux_ref.model import Flux
-from flux_ref.optim import Optimizer
 from flux_ref.ranks import World
 from flux_ref.run import cli
 from flux_ref.run.environment import peak_memory_gb
-from flux_ref.speed import policy
-from flux_ref.step import NEVER, Health, State, train_step
-from flux_ref.step_runner import StepRunner
+from flux_ref.step import NEVER, Health, train_step
+from flux_ref.step_runner import State, StepRunner
 
 SPLIT_STEPS = 5
 PROFILED_STEPS = 3
@@ -53,11 +50,12 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     config_file.validate_world(cfg, world.size)
     clock = Clock(world.device)
     train_set = None if args.synthetic else data_set(cfg, world)
-    net = build(cfg, world, args.synthetic)
-    state = State.of(net, cfg, world)
+    arithmetic = arithmetic_of(cfg)
+    arithmetic.require(micro_batch(cfg, world.size), world.device)
+    state = State.of(build(cfg, world, arithmetic, args.synthetic), cfg, world, arithmetic)
     run = StepRunner(state, cfg, world)
     run.warm_up()
-    if policy.layers_with_delayed_scales(cfg):
+    if arithmetic.remembering:
         state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
     feed = None
     kernels = []
@@ -127,12 +125,12 @@ def data_set(cfg: Config, world: World) -> TrainSet:
         return TrainSet(cfg, world.rank, world.size, world.pin)
 
 
-def build(cfg: Config, world: World, synthetic: bool) -> Flux:
+def build(cfg: Config, world: World, arithmetic: Arithmetic, synthetic: bool) -> Flux:
     """The sharded net; for synthetic batches with random weights in every layer, drawn by the device.
 
     As training begins, gates are zero and so are most gradients; products of zeros cost a device less power and time.
     """
-    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed)
+    net = sharding.build(cfg, world, None if synthetic else cfg.train.seed, arithmetic)
     if synthetic:
         torch.manual_seed(cfg.train.seed)
         with torch.no_grad():
@@ -162,17 +160,6 @@ def run_steps(steps: StepRunner, feed: Iterator[HostBatch] | None, clock: Clock,
     return float(loss)
 
 
-class MarkedOptimizer:
-    """Passes `step` on to an optimizer and marks where it begins."""
-
-    def __init__(self, opt: Optimizer, clock: Clock):
-        self.opt, self.clock = opt, clock
-
-    def step(self, norm_factor: Tensor | None) -> Tensor:
-        self.clock.mark("optimizer")
-        return self.opt.step(norm_factor)
-
-
 def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     """Median milliseconds of forward, backward and optimizer over eager steps, each begun on an idle device.
 
@@ -181,15 +168,17 @@ def split(cfg: Config, state: State, batch: Batch, clock: Clock) -> dict:
     before = state.net.register_forward_pre_hook(lambda *_: clock.mark("forward"), prepend=True)
     after = state.net.register_forward_hook(lambda *_: clock.mark("backward"))  # the loss is counted here
     steps, health = [], Health(batch["t"].device)
-    marked = replace(state, opt=MarkedOptimizer(state.opt, clock))
+    update = state.opt.step
+    state.opt.step = lambda: (clock.mark("optimizer"), update())[1]
     for _ in range(SPLIT_STEPS):
         clock.start()
         clock.mark("forward")
-        train_step(marked, batch, health, cfg)
+        train_step(state.net, state.opt, batch, health, cfg)
         clock.mark(END)
         steps += clock.steps()
     before.remove()
     after.remove()
+    state.opt.step = update
     parts = {part: median(step[part] for step in steps) for part in ("forward", "backward", "optimizer")}
     return parts | {"steps": SPLIT_STEPS, "note": "measured apart from step_ms"}
 

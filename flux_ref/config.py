@@ -272,12 +272,6 @@ class PrecisionConfig:
         True, "gather weights in FP8 where e4m3 is their side: half of their bytes, equal results", resume=True
     )
     history: int = key(1024, "delayed sides: number of steps whose largest values are remembered", least=1, most=2**24)
-    algorithm: str = key(
-        "max",
-        "delayed sides: the scale follows the largest or the most recent value of the history",
-        choices=("max", "most_recent"),
-    )
-    margin: int = key(0, "delayed sides: powers of two left free above that value", most=8)
     dynamic_steps: int = key(16, "delayed sides: number of first steps that use dynamic scales")
 
 

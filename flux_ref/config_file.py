@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_ref.config import KEYS, SECTIONS, Config, flat, micro_batch
+from flux_ref.config import KEYS, SECTIONS, Config, flat
 from flux_ref.errors import Refusal
 from flux_ref.formats.outside import read_text, shown
-from flux_ref.speed import policy
 
 KINDS = {
     str: "a string of plain text",
@@ -190,9 +189,6 @@ def validate(cfg: Config) -> None:
         raise Refusal(f"parallel.recompute={parallel.recompute} needs parallel.compile=false, or set activation_budget")
     if cfg.data.kind == "shapes" and not (cfg.data.train_count and cfg.data.val_count):
         raise Refusal("data.kind=shapes makes the data set: set data.train_count and data.val_count above 0")
-    if policy.layers_gathered_in_fp8(cfg) and not cfg.precision.eval:
-        rule = "validates in bf16, but precision.gather=true gathers in FP8"
-        raise Refusal(f"precision.eval=false {rule}; set precision.gather=false")
 
 
 def validate_world(cfg: Config, world_size: int) -> None:
@@ -210,4 +206,3 @@ def validate_world(cfg: Config, world_size: int) -> None:
     replicate = cfg.parallel.replicate
     if replicate and world_size % replicate:
         raise Refusal(f"parallel.replicate={replicate} does not divide the {world_size} ranks")
-    policy.require_rows(cfg, micro_batch(cfg, world_size))

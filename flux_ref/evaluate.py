@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-import torch
-
 from flux_ref import ranks, sharding
 from flux_ref.data import ValSet, copy_next
 from flux_ref.errors import Fault
@@ -41,17 +39,17 @@ def validation_loss(
     at:      called after each batch with its name. It may raise, on all ranks alike.
     Raises:  Fault if a timestep has no sample or the loss is not finite.
     """
-    sums = torch.zeros_like(steps.sums)
+    steps.sums.zero_()
     try:
         with closing(val.feed(samples if steps.cfg.eval.noise == "fresh" else 0)) as feed:
             for batch in range(val.batches):
                 copy_next(feed, steps.val_batch)
-                steps.validate(sums)
+                steps.validate()
                 at(f"validation batch {batch} after {samples} samples")
     finally:
         sharding.reshard(steps.state.net)  # also after an interruption: a checkpoint saves shards
     # sync: once per evaluation.
-    return summarise(ranks.all_reduce(sums).tolist(), samples)
+    return summarise(ranks.all_reduce(steps.sums).tolist(), samples)
 
 
 def summarise(sums: list[list[float]], samples: int) -> Validation:

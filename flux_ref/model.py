@@ -8,6 +8,7 @@ parameters. RMS norms compute and return fp32. Layer norms reduce in fp32 and re
 """
 
 import math
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -240,6 +241,7 @@ class Flux(nn.Module):
         self.single_blocks = nn.ModuleList(SingleBlock(cfg) for _ in range(cfg.single_blocks))
         self.final_layer = LastLayer(cfg)
         self.register_buffer("rope", self.make_rope(), persistent=False)
+        self.names = [name for name, _ in self.named_parameters()]
 
     def make_rope(self) -> Tensor:
         """The rotations of all tokens: (S, R, 2) fp32, on the default device."""
@@ -265,21 +267,22 @@ class Flux(nn.Module):
         return self.final_layer(x_BSD[:, txt_BTD.shape[1] :], vec_BD)
 
 
-def initialiser(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
-    """The distribution from which a parameter starts: ("zeros" | "ones" | "normal" | "uniform", std or half-width).
+# How parameters start: patterns of names (fnmatch), distribution, standard deviation or half-width. The first row that
+# fits decides. Blocks start as the identity, and the output as 0. rng.initial draws the values.
+# spec: MLPerf reference, torchtitan experiments/flux, init_weights.
+INITIAL = (
+    (("*.scale",), "ones", "0"),
+    (("*.bias",), "zeros", "0"),
+    (("*.lin.weight", "final_layer.*"), "zeros", "0"),  # all modulation, and the head
+    (("time_in.*", "vector_in.*"), "normal", "0.02"),
+    (("*",), "uniform", "sqrt(6 / (inputs + outputs))"),  # Xavier
+)
 
-    sharding.materialise draws the values element by element, so every number of ranks starts from the same values.
 
-    spec: modulation, head and biases start at 0. Source: MLPerf reference, torchtitan experiments/flux, init_weights.
-    """
-    if name.endswith(".scale"):
-        return "ones", 0.0
-    zero_modules = (".lin.", ".modulation.", "final_layer.")  # modulation and head: blocks start as the identity
-    if name.endswith(".bias") or any(part in name for part in zero_modules):
-        return "zeros", 0.0
-    if name.startswith(("time_in.", "vector_in.")):
-        return "normal", 0.02
-    return "uniform", math.sqrt(6.0 / (shape[0] + shape[1]))  # Xavier
+def initial(name: str, shape: tuple[int, ...]) -> tuple[str, float]:
+    """The distribution from which a parameter starts, and its standard deviation or half-width, by INITIAL."""
+    kind, width = next(row[1:] for row in INITIAL if any(fnmatchcase(name, pattern) for pattern in row[0]))
+    return kind, math.sqrt(6.0 / (shape[0] + shape[1])) if kind == "uniform" else float(width)
 
 
 def parameter_table(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,11 @@
-"""What training asks of an optimizer, and AdamW with gradient clipping on this rank's shards.
+"""AdamW on this rank's shards, with clipping by the norm over all ranks, and the average of the weights (EMA).
 
-AdamW takes one collective, no pass over memory for clipping, and no host sync.
+The optimizer holds the local shards and not FSDP2's DTensors: torch's fused kernel then sees plain tensors, and the
+norm takes one collective for all parameters instead of one for each.
 """
 
 import math
-import warnings
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from flux_ref.ranks import World
 from flux_ref.sharding import named_parameters
 
 EMA = "ema"  # the kind of moment that averages the weights
-CLIP_EPS = 1e-6  # numerics: added to the norm, as in torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6  # numerics: added to the norm, as torch's clip_grad_norm_ does
 
 
 def moment_kinds(cfg: OptimConfig) -> tuple[str, ...]:
@@ -29,68 +29,25 @@ def bytes_per_parameter(cfg: OptimConfig) -> int:
     return 4 * (1 + len(moment_kinds(cfg)))
 
 
-def share_of_newest(samples: int, half_life: int) -> float:
-    """What the newest so many samples count in the average of the weights: 1 - 2 ** (-samples / half_life).
-
-    numerics: written so that it keeps its digits where the half-life is far longer than the samples.
-    """
-    return -math.expm1(-math.log(2) * samples / half_life)
-
-
-class Optimizer(Protocol):
-    """What the training loop, checkpoints and graphs use of an optimizer. State.of makes it.
-
-    Beside this, moment_kinds must name its moments. The benchmark's log (benchmark/header.py) and `tools.plan` know
-    AdamW, too. `eval.py --ema` and `tools.export --ema` read the moment EMA.
-
-    lr:    a scalar on the device, filled in place before each step: a captured graph reads it from device memory.
-    names: the names of the parameters, in the order of the shards.
-    """
-
-    lr: Tensor
-    names: tuple[str, ...]
-
-    def step(self, norm_factor: Tensor | None = None) -> Tensor:
-        """Clip by the norm over all parameters of all ranks, update the weights, clear the gradients.
-
-        At learning rate 0 no bit of a weight changes: the steps on synthetic data before a run rely on it. If the norm
-        is not finite, neither a weight nor a moment changes. A graph may hold the step, so it works on the device
-        alone, without a host sync.
-
-        norm_factor: a device scalar, the same on all ranks, multiplied into the norm. NaN marks the step as bad; None
-                     is 1.
-        Returns:     the norm before clipping, an fp32 device scalar with the same bits on all ranks.
-        """
-
-    def moments(self) -> dict[str, list[Tensor]]:
-        """The moments by kind, {kind: one tensor per parameter's shard}: every kind for every parameter.
-
-        A moment has the shape of its shard and is zero before the first step. A checkpoint holds the moments beside
-        the weights.
-        """
-
-    def set_steps(self, steps: int) -> None:
-        """Set the step count, after moments were loaded."""
-
-    def reset(self) -> None:
-        """Zero moments and step counts in place, as if no step had been taken."""
-
-
 class ShardedAdamW:
-    """An Optimizer over the local shards of a sharded net: torch's AdamW and clip_grad_norm_ over its DTensors.
+    """torch's AdamW over the local shards of a sharded net, which share storage with the net's parameters.
 
-    The shards share storage with the net's parameters. With optim.ema each step ends with
-    ema += share * (weight - ema). The share is that of a step's samples, so the batch does not change what a half-life
-    means. Like AdamW's moments, ema begins at 0: divided by share_of_newest(all samples) it is the mean of the weights
-    after each step, and a weight counts half as much for each optim.ema samples that have passed since.
+    A graph may hold `step`: it works on the device alone, in place, without a host sync. So all moments are made here.
+
+    lr:     a scalar on the device, filled in place before each step.
+    names:  of the parameters, in the order of the shards.
+    checks: each is called once per step, after the last backward, and gives a device scalar with the same bits on all
+            ranks: 1, or NaN if the gradients are not to be believed. The norm is multiplied with it.
     """
 
-    def __init__(self, net: nn.Module, cfg: Config, world: World):
+    def __init__(self, net: nn.Module, cfg: Config, world: World, checks: Sequence[Callable[[], Tensor]] = ()):
         optim = cfg.optim
         self.clip_norm = optim.clip_norm
         self.kinds = moment_kinds(optim)
-        self.share = share_of_newest(cfg.train.global_batch, optim.ema) if optim.ema else 0.0
+        # What the samples of one step count in the average. numerics: keeps its digits where the half-life is long.
+        self.share = -math.expm1(-math.log(2) * cfg.train.global_batch / optim.ema) if optim.ema else 0.0
         self.replicas = world.replicas
+        self.checks = checks
         self.names, self.parameters = zip(*named_parameters(net).items())
         self.shards = [nn.Parameter(parameter.detach().to_local()) for parameter in self.parameters]
         self.lr = torch.zeros((), device=world.device)
@@ -103,49 +60,49 @@ class ShardedAdamW:
             fused=True,
             capturable=world.device.type != "cpu",
         )
-        # AdamW would make its moments in the first step, among activations that are freed later, and no ema.
         for shard in self.shards:
-            zeros = {kind: torch.zeros_like(shard, requires_grad=False) for kind in self.kinds}
-            self.adamw.state[shard] = zeros | {"step": torch.zeros((), device=shard.device)}
-        # Without this filter every rank would warn of eager steps, which are no mistake.
-        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+            made = {kind: torch.empty_like(shard, requires_grad=False) for kind in self.kinds}
+            self.adamw.state[shard] = made | {"step": torch.empty((), device=shard.device)}
+        self.reset()
 
-    def step(self, norm_factor: Tensor | None = None) -> Tensor:
-        """See Optimizer. spec: at learning rate 0 AdamW's decay factor is 1 and its update is 0."""
-        for shard, parameter in zip(self.shards, self.parameters):
-            shard.grad = parameter.grad.to_local()
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Clip the gradients, update the weights and the average, and clear the gradients.
+
+        spec: at learning rate 0 no bit of a weight changes: AdamW's decay factor is 1 and its update is 0.
+        Returns the norm over all parameters of all ranks before clipping, fp32, with the same bits on all ranks. If it
+        is not finite, weights and moments are lost.
+        """
+        grads = [parameter.grad.to_local() for parameter in self.parameters]
         # numerics: replicas hold equal gradients. A sum over all ranks gives all ranks the same bits of the norm.
-        squares = torch.nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
+        squares = torch.nn.utils.get_total_norm(grads).square()
         dist.all_reduce(squares)
         norm = (squares / self.replicas).sqrt()
-        if norm_factor is not None:
-            norm = norm * norm_factor
-        # torch's fused kernel divides gradients by grad_scale and does nothing if found_inf is 1 (as for GradScaler).
-        # So clipping needs no pass over memory, and the check for infinity needs no host sync.
-        self.adamw.grad_scale = ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0)
-        self.adamw.found_inf = norm.isfinite().logical_not().float()
+        for check in self.checks:
+            norm = norm * check()
+        torch._foreach_div_(grads, ((norm + CLIP_EPS) / self.clip_norm).clamp(min=1.0))
+        for shard, grad in zip(self.shards, grads):
+            shard.grad = grad
         self.adamw.step()
         if self.share:
-            self._average(self.moments()[EMA])
+            # The share is that of a step's samples: the batch does not change what a half-life means.
+            torch._foreach_lerp_(self.moments()[EMA], self.shards, self.share)
         for shard, parameter in zip(self.shards, self.parameters):
             shard.grad = parameter.grad = None
         return norm
 
-    @torch.no_grad()
-    def _average(self, averages: list[Tensor]) -> None:
-        """Move the averages towards the weights, on the device alone. A step that AdamW left out moves nothing."""
-        share = self.share * (1 - self.adamw.found_inf)
-        for average, shard in zip(averages, self.shards):
-            average.lerp_(shard, share)
-
     def moments(self) -> dict[str, list[Tensor]]:
+        """The moments by kind, in the order of the shards and of their shapes. A checkpoint holds them."""
         return {kind: [self.adamw.state[shard][kind] for shard in self.shards] for kind in self.kinds}
 
     def set_steps(self, steps: int) -> None:
+        """Set AdamW's step counts, after moments were loaded."""
         for state in self.adamw.state.values():
             state["step"].fill_(steps)
 
+    @torch.no_grad()
     def reset(self) -> None:
-        for state in self.adamw.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+        """As before the first step: moments and step counts are 0, and the average is the weights. In place."""
+        for shard, state in self.adamw.state.items():
+            for kind, tensor in state.items():
+                tensor.copy_(shard) if kind == EMA else tensor.zero_()

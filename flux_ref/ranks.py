@@ -2,7 +2,7 @@
 
 Another accelerator with torch.distributed needs an entry in BACKENDS. Look also at the other places that name a kind
 of device: git grep -nE 'device.type|torch.accelerator|version.hip' flux_ref. A port replaces this file, sharding.py,
-speed/graphs.py and speed/attention.py.
+speed/graphs.py and attention.py.
 """
 
 import json

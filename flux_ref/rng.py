@@ -15,7 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 # port: the streams' numbers are part of the definition of a run.
-ORDER, SCALARS, LATENT, NOISE, VAL_LATENT, VAL_NOISE, INIT, SYNTHETIC, SAMPLING, WORDS, JITTER, ROUNDING = range(12)
+ORDER = 0  # the order of an epoch
+SCALARS = 1  # of a training sample: word 0 decides whether the caption is dropped, 1 is t, 2 and 3 are a normal t
+LATENT = 2  # the latent of a training sample, drawn from its mean and variance
+NOISE = 3  # the noise of a training sample
+VAL_LATENT = 4  # the same of a validation sample
+VAL_NOISE = 5
+INIT = 6  # initial weights
+SYNTHETIC = 7  # batches for warming up
+SAMPLING = 8  # the noise from which a picture is drawn
+WORDS = 9  # captions of drawings
+JITTER = 10  # shapes of drawings
+ROUNDING = 11  # stochastic rounding
 
 
 def words(seed: int, stream: int, count: int, *, sample: int = 0, epoch: int = 0, start: int = 0) -> np.ndarray:
@@ -48,6 +59,20 @@ def normals(seed: int, stream: int, shape: tuple[int, ...], *, sample: int, epoc
     return normal(words(seed, stream, count + count % 2, sample=sample, epoch=epoch))[:count].reshape(shape)
 
 
+def initial(seed: int, name: str, kind: str, width: float, start: int, count: int) -> np.ndarray:
+    """Elements start .. start + count of the initial values of a parameter, (count,) float32.
+
+    kind: zeros, ones, normal (standard deviation width), or uniform (from -width to width), as model.initial tells.
+    """
+    if kind in ("zeros", "ones"):
+        return np.full(count, kind == "ones", np.float32)
+    lead = start % 4  # words come in blocks of four
+    drawn = lead + count + (lead + count) % 2  # normal numbers take words in pairs
+    word = words(seed, INIT, drawn, sample=name_key(name), start=start - lead)
+    values = normal(word) * width if kind == "normal" else (uniform(word) * 2 - 1) * width
+    return values[lead : lead + count].astype(np.float32)
+
+
 def name_key(name: str) -> int:
     """A name as a 64-bit counter word. Python's own hash would differ from process to process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
@@ -78,9 +103,11 @@ UNIFORM = TimeDistribution()
 
 def times(word: np.ndarray, distribution: TimeDistribution) -> np.ndarray:
     """Words 0 to 3 of SCALARS of n samples, (4 n,), to their t in [0, 1), (n,) float32; in float64 until the end."""
-    t = uniform(word)[1::4].astype(np.float64)
+    scalars = word.reshape(-1, 4)
+    t = uniform(scalars[:, 1]).astype(np.float64)
     if distribution.kind == "logit_normal":
-        t = 1.0 / (1.0 + np.exp(-distribution.mean - distribution.width * normal(word, np.float64)[2::4]))
+        x = normal(scalars[:, 2:].ravel(), np.float64)[0::2]  # the first normal number of each pair of words
+        t = 1.0 / (1.0 + np.exp(-distribution.mean - distribution.width * x))
     shifted = distribution.shift * t
     t = shifted / (shifted + (1.0 - t))  # exact with shift 1, also of a uniform t
     # numerics: t may be closer to 1 than float32 can tell; 1 - 2**-24 is the largest float32 below 1.

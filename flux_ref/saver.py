@@ -25,7 +25,7 @@ from flux_ref.formats import fit
 from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.ranks import World
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 BUFFER_ELEMENTS = 2**28  # 1 GiB: a power of two, and small beside a rank's shards
 HISTORY = "fp8.history."  # and a layer: how the keys of delayed scales begin
@@ -40,7 +40,7 @@ def rows_of(state: State) -> dict[str, TensorSlice]:
     for moment, values in state.opt.moments().items():
         for name, tensor in zip(state.opt.names, values):
             rows[f"optimizer.state.{name}.{moment}"] = replace(rows[f"model.{name}"], local=tensor)
-    precision = state.precision
+    precision = state.arithmetic
     for layer, history in zip(precision.remembering, precision.history.split(2)):  # every rank has all of it
         rows[f"{HISTORY}{layer}"] = TensorSlice(history, 0, history.shape)
     return rows
@@ -243,6 +243,6 @@ def load(path: Path, state: State) -> None:
                     row.local.copy_(fit.finite(saved.read(key, row.first, len(row.local)), key, path))
                 else:
                     row.local.zero_()
-    state.precision.set_scales()
+    state.arithmetic.set_scales()
     state.set_clock(saved.info["step"], saved.info["samples"])
     state.opt.set_steps(state.step)

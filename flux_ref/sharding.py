@@ -1,52 +1,99 @@
-"""How the net is split over the ranks: regions, FSDP2 units, shards and their initial values.
+"""How the net is split over the ranks: regions, compiling, FSDP2 units, shards and their initial values.
+
+A region is a few consecutive blocks that are gathered, compiled and recomputed together: one FSDP unit and one compiled
+graph. A larger region has fewer and larger collectives, and operations are fused across its blocks. But it holds more
+gathered weights at a time, and its gradients are reduced later.
 
 A port replaces this file. Parameters keep Black Forest Labs' names whatever the regions are (`named_parameters`).
 """
 
-import re
+import contextlib
+import os
+import shutil
+import sysconfig
 import warnings
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from flux_ref import rng
-from flux_ref.config import DTYPE_NAMES, Config, micro_batch
-from flux_ref.model import Flux, initialiser
+from flux_ref import model, rng
+from flux_ref.arithmetic import Arithmetic, plain
+from flux_ref.attention import allow_attention_of
+from flux_ref.config import DTYPE_NAMES, Config, ParallelConfig
+from flux_ref.errors import Refusal
+from flux_ref.model import Flux
 from flux_ref.ranks import World
-from flux_ref.speed import fp8_product, linear, regions
-from flux_ref.speed.attention import allow_attention_of
-from flux_ref.speed.fp8_gather import install_fp8_gather
 
 DTYPES = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
+# Regions whose gradients FSDP2 reduces at a time, before backward waits for a reduction. Before torch 2.13 it is one.
+REDUCTIONS = 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
+GRAPHS = 64  # at most: one per kind and length of region, mode, phase and batch shape
+PIECE = 1 << 16  # initial values drawn at a time; they fit a processor's cache
 
 
-def named_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by Black Forest Labs' names, whatever the regions of the net."""
-    inside = re.compile(r"^((?:double|single)_blocks)\.(\d+)\.blocks\.(\d+)")
+class Region(nn.Module):
+    """Consecutive blocks of one kind that run as one module."""
 
-    def block_name(match: re.Match) -> str:
-        kind, region, block = match.groups()
-        return f"{kind}.{int(region) * len(getattr(net, kind)[0].blocks) + int(block)}"
+    def __init__(self, blocks: list[nn.Module], recompute: str):
+        """recompute: keep for backward only the input of each "block" or of the "region"; "none" keeps everything."""
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)  # numbered from 0, so that equal regions share one compiled graph
+        self.recompute = recompute
 
-    return {inside.sub(block_name, name): parameter for name, parameter in net.named_parameters()}
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the blocks. inputs: as of a block. Returns what the last block returns."""
+        return recomputed(self._run, *inputs) if self.recompute == "region" else self._run(*inputs)
+
+    def _run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        *streams, vec_BD, rope_SR2 = inputs
+        for block in self.blocks:
+            inputs = (*streams, vec_BD, rope_SR2)
+            out = recomputed(block, *inputs) if self.recompute == "block" else block(*inputs)
+            streams = out if isinstance(out, tuple) else (out,)
+        return out
 
 
-def build(cfg: Config, world: World, seed: int | None) -> Flux:
-    """The sharded net of a config. seed: of its initial weights; None leaves the weights undefined."""
+def recomputed(function, *args):
+    """Call a function whose inner activations are not kept: backward computes them again."""
+    # Blocks draw no random numbers, so there is no state of a generator to keep.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def regions(blocks: nn.ModuleList, cfg: ParallelConfig) -> nn.ModuleList:
+    """The blocks in regions of cfg.region_blocks blocks each; the last region may be shorter."""
+    starts = range(0, len(blocks), cfg.region_blocks)
+    return nn.ModuleList(Region(list(blocks[start : start + cfg.region_blocks]), cfg.recompute) for start in starts)
+
+
+def named_parameters(net: Flux) -> dict[str, nn.Parameter]:
+    """Parameters by Black Forest Labs' names, which the net noted before its blocks were grouped. The order stays."""
+    return dict(zip(net.names, net.parameters(), strict=True))
+
+
+def build(cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None) -> Flux:
+    """The sharded net of a config.
+
+    seed: of its initial weights; None leaves the weights undefined. arithmetic: None is the plain one.
+    """
+    arithmetic = arithmetic or plain(cfg)
     allow_attention_of(cfg, world.device)
     with torch.device("meta"):
         net = Flux(cfg.model)
-        linear.convert(net, cfg, fp8_product.architecture(world.device), micro_batch(cfg, world.size))
-    net = shard(net, cfg, world)
-    materialise(net, world, seed)
-    install_fp8_gather(net, cfg)
+        arithmetic.convert(net, world.device)
+    shard(net, cfg, world, arithmetic.compiler)
+    net.to_empty(device=world.device)
+    net.rope = net.make_rope().to(world.device)
+    if seed is not None:
+        initialise(net, seed)
+    arithmetic.attach(net, world)
     return net
 
 
-def shard(net: Flux, cfg: Config, world: World) -> Flux:
+def shard(net: Flux, cfg: Config, world: World, compiler: dict[str, object]) -> None:
     """Group the blocks of a net on the meta device into regions, then shard the net. The order of the lines matters.
 
     The ranks of a replica gather weights and reduce the gradients of each micro-batch.
@@ -55,44 +102,42 @@ def shard(net: Flux, cfg: Config, world: World) -> Flux:
     parallel.reduce_dtype.
     """
     parallel = cfg.parallel
-    net.double_blocks = regions.regions(net.double_blocks, parallel)
-    net.single_blocks = regions.regions(net.single_blocks, parallel)
+    net.double_blocks = regions(net.double_blocks, parallel)
+    net.single_blocks = regions(net.single_blocks, parallel)
     units = [*net.double_blocks, *net.single_blocks]
+    if parallel.compile:
+        compile_all(units, cfg, world.device, compiler)
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[parallel.dtype],
         reduce_dtype=DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # numerics: would turn t and RoPE into bf16
     )
-    if parallel.compile:
-        regions.compile_all(units, cfg, world.device)
     freed = len(units) - parallel.kept_regions if parallel.kept_regions >= 0 else 0
     for i, unit in enumerate(units):
         fully_shard(unit, mesh=world.mesh, mp_policy=mixed_precision, reshard_after_forward=i < freed)
     fully_shard(net, mesh=world.mesh, mp_policy=mixed_precision)
     # torch 2.14 and later warn that an in-place operation on a result would be lost. The objective has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    regions.overlap(net)
-    return net
+    if REDUCTIONS > 1:
+        net.set_reduce_scatter_max_input_buffers(REDUCTIONS)
 
 
-def materialise(net: Flux, world: World, seed: int | None) -> None:
-    """Allocate the shards. With a seed, fill each shard with its part of the initial weights.
+@torch.no_grad()
+def initialise(net: Flux, seed: int) -> None:
+    """Fill each shard with its part of the initial weights.
 
     Element e of a parameter is a function of (seed, name, e). So every world size starts from the same values, and no
     rank draws more than it keeps.
     """
-    net.to_empty(device=world.device)
-    net.rope = net.make_rope().to(world.device)
-    if seed is None:
-        return
-    with torch.no_grad():
-        for name, parameter in named_parameters(net).items():
-            start, local = local_rows(parameter)
-            kind, width = initialiser(name, parameter.shape)
-            if kind in ("zeros", "ones"):
-                local.fill_(kind == "ones")
-            else:
-                _fill_random(local.view(-1), start * local[:1].numel(), name, kind, width, seed)
+    for name, parameter in named_parameters(net).items():
+        first, local = local_rows(parameter)
+        flat = local.view(-1)
+        start = first * local[:1].numel()
+        kind, width = model.initial(name, tuple(parameter.shape))
+        for begin in range(0, flat.numel(), PIECE):
+            count = min(PIECE, flat.numel() - begin)
+            values = rng.initial(seed, name, kind, width, start + begin, count)
+            flat[begin : begin + count] = torch.from_numpy(values).to(flat.device)
 
 
 def fill_for_warm_up(net: Flux) -> None:
@@ -110,20 +155,72 @@ def local_rows(parameter: nn.Parameter) -> tuple[int, Tensor]:
     return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, parameter.shape[0]), parameter.to_local()
 
 
-def _fill_random(flat: Tensor, start: int, name: str, kind: str, width: float, seed: int) -> None:
-    """Elements start, start + 1, ... of a parameter's random values, drawn in pieces that fit a processor's cache."""
-    piece = 1 << 16
-    for begin in range(0, flat.numel(), piece):
-        count = min(piece, flat.numel() - begin)
-        lead = (start + begin) % 4  # words come in blocks of four
-        drawn = lead + count + (lead + count) % 2  # normal numbers take words in pairs
-        words = rng.words(seed, rng.INIT, drawn, sample=rng.name_key(name), start=start + begin - lead)
-        values = rng.normal(words) * width if kind == "normal" else (rng.uniform(words) * 2 - 1) * width
-        flat[begin : begin + count] = torch.from_numpy(values[lead : lead + count].astype(np.float32)).to(flat.device)
-
-
 def reshard(net: nn.Module) -> None:
     """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+# Compiling
+
+
+def options(device: torch.device, own: dict[str, object]) -> dict[str, object]:
+    """The compiler's options for regions. own: those of the arithmetic.
+
+    They save memory traffic of GPUs. On a CPU they were not faster, so it takes none.
+    An option that this torch does not know is left out; its old default then costs some memory traffic.
+    """
+    if device.type == "cpu":
+        return {}
+    wanted = {
+        "realize_reads_threshold": 8,  # RoPE's gradient is computed where it is used, not stored in fp32
+        "max_complex_pointwise_cat_inputs": 0,  # a part of a joint tensor is written where the part is computed
+    }
+    return {name: value for name, value in (wanted | own).items() if name in torch._inductor.config._config}
+
+
+def compile_all(units: list[Region], cfg: Config, device: torch.device, own: dict[str, object]) -> None:
+    """Mark every region to be compiled at its first call in each mode. own: as for `options`.
+
+    Raises: Refusal without a C++ compiler on the CPU, or a C compiler on a GPU, where Triton builds its launchers.
+    """
+    names = ("g++", "c++", "clang++")
+    if device.type != "cpu":
+        names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
+        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():  # which the launchers include
+            raise Refusal("parallel.compile=true needs Python.h; install python3-dev or set parallel.compile=false")
+    if not any(map(shutil.which, names)):
+        raise Refusal(f"parallel.compile=true needs {names[0]}; install it or set parallel.compile=false")
+    torch.compiler.set_stance("default")
+    _set(torch._dynamo.config, "recompile_limit", GRAPHS)
+    _set(torch._functorch.config, "activation_memory_budget", cfg.parallel.activation_budget)
+    for region in units:
+        region.compile(fullgraph=True, dynamic=False, options=options(device, own))
+
+
+def forbid_recompilation() -> None:
+    """From now on, a shape, dtype or mode that would trigger a compilation raises an error."""
+    torch.compiler.set_stance("fail_on_recompile")
+
+
+def permit_compilation() -> None:
+    """Undo `compile_all` and `forbid_recompilation`."""
+    torch.compiler.set_stance("default")
+    _set(torch._functorch.config, "activation_memory_budget", 1.0)
+
+
+def uncompiled(cfg: ParallelConfig) -> contextlib.AbstractContextManager:
+    """A block in which compiled regions run eagerly, for batches of other shapes, such as those of pictures."""
+    return torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
+
+
+def _set(config, name: str, value: float) -> None:
+    """Change a setting of the compiler in all threads. config: a config module of torch.
+
+    From torch 2.12 on (torch/utils/_config_module.py) an assignment holds in its thread only. Autograd runs backward,
+    and with it FSDP2 and the casts of precision/gather.py, in threads of its own. These read the default of a setting,
+    which has no public setter: hence the private `_config`, which torch 2.11 has, too.
+    """
+    setattr(config, name, value)
+    config._config[name].default = value

@@ -3,52 +3,16 @@
 Eager, compiled and captured runs call the same functions. Only what wraps the functions differs (step_runner.py).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import flow, schedule, sharding
-from flux_ref.config import Config, rank_batch
+from flux_ref.config import Config
 from flux_ref.data import Batch
-from flux_ref.optim import Optimizer, ShardedAdamW
-from flux_ref.ranks import World
-from flux_ref.speed.precision import Precision
+from flux_ref.optim import ShardedAdamW
 
 NEVER = -1.0
-
-
-@dataclass
-class State:
-    """What outlives a step. A checkpoint holds it."""
-
-    net: nn.Module
-    opt: Optimizer | None  # None in evaluation
-    precision: Precision  # the stages of the policy, and the history of delayed scales
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
-
-    @classmethod
-    def build(cls, cfg: Config, world: World, seed: int | None, trains: bool = True) -> "State":
-        """A sharded net, its optimizer and its precision. seed: of the weights; None leaves the weights undefined."""
-        return cls.of(sharding.build(cfg, world, seed), cfg, world, trains)
-
-    @classmethod
-    def of(cls, net: nn.Module, cfg: Config, world: World, trains: bool = True) -> "State":
-        """The state of a sharded net before its first step. trains: with an optimizer."""
-        opt = ShardedAdamW(net, cfg, world) if trains else None
-        first_sample = world.rank * rank_batch(cfg, world.size)
-        return cls(net, opt, Precision(net, cfg, world.device, first_sample))
-
-    def set_clock(self, step: int, samples: int) -> None:
-        """Set the counters, and choose how the next step and the next validation compute."""
-        self.step = step
-        self.samples = samples
-        self.precision.begin(step)
-
-    def advance(self, global_batch: int) -> None:
-        """Count one training step."""
-        self.set_clock(self.step + 1, self.samples + global_batch)
 
 
 class Health:
@@ -76,7 +40,7 @@ class Health:
         self.step += 1
 
 
-def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
+def train_step(net: FSDPModule, opt: ShardedAdamW, batch: Batch, health: Health, cfg: Config) -> tuple[Tensor, Tensor]:
     """Forward, backward, clip and update over one rank's batch, micro-batch by micro-batch.
 
     Each rank takes the mean over its own rows. FSDP2 then takes the mean over the ranks.
@@ -84,20 +48,17 @@ def train_step(state: State, batch: Batch, health: Health, cfg: Config) -> tuple
     """
     rows = len(batch["t"])
     micro = cfg.train.micro_batch or rows
-    dtype = sharding.DTYPES[cfg.parallel.dtype]
     loss = torch.zeros((), device=batch["t"].device)
     for first in range(0, rows, micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         is_last = first + micro == rows
         # Each micro-batch is reduced to shards at once. Replicas are averaged with the last micro-batch only.
-        state.net.set_is_last_backward(is_last)
-        state.net.set_requires_all_reduce(is_last)
-        state.precision.micro_batch(first)
-        part_loss = flow.losses(state.net, part, dtype).sum() / rows
+        net.set_is_last_backward(is_last)
+        net.set_requires_all_reduce(is_last)
+        part_loss = flow.losses(net, part, sharding.DTYPES[cfg.parallel.dtype]).sum() / rows
         part_loss.backward()
         loss += part_loss.detach()
-    norm_factor = state.precision.remember_magnitudes()  # NaN where a magnitude was not finite
-    grad_norm = state.opt.step(norm_factor)
+    grad_norm = opt.step()
     health.update(loss, grad_norm)
     return loss, grad_norm
 

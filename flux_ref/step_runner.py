@@ -2,7 +2,8 @@
 
 A graph repeats recorded work on the memory that the work used: forward and backward of all micro-batches, collectives,
 clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
-`opt.lr`, weights, moments, loss, norm, health and sums. Random draws come with the batch; a graph holds no generator.
+`opt.lr`, weights, moments, loss, norm, health and sums. A graph holds no generator: draws come with the batch, and
+stochastic rounding (precision/) draws from the number of the step, which lies on the device.
 
 A batch is copied from pinned memory just before its step, on the same stream. A second set of device buffers would
 only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated) in a step of more than a second.
@@ -11,20 +12,23 @@ only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from flux_ref import ranks, schedule, sharding
+from flux_ref.arithmetic import Arithmetic, plain
 from flux_ref.config import Config, rank_batch
 from flux_ref.data import HostBatch, allocate, copy_next, synthetic
 from flux_ref.errors import Fault, Refusal
+from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.speed import regions
 from flux_ref.speed.graphs import Recorder, obstacle
 from flux_ref.speed.settled import require_settled
-from flux_ref.step import NEVER, Health, State, train_step, validation_step
+from flux_ref.step import NEVER, Health, train_step, validation_step
 
 CAPTURED = "captured"
 KEPT = []  # graphs that no rank may destroy
@@ -49,10 +53,50 @@ def mode(cfg: Config, device: torch.device) -> str:
     return f"eager ({reason})"
 
 
+@dataclass
+class State:
+    """What outlives a step. A checkpoint holds it, and the skipped samples that data.TrainSet keeps."""
+
+    net: FSDPModule
+    opt: ShardedAdamW | None  # None in evaluation
+    arithmetic: Arithmetic  # how the net computes, and the history of that
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # training samples consumed by all ranks: the clock of the benchmark
+
+    @classmethod
+    def build(
+        cls, cfg: Config, world: World, seed: int | None, arithmetic: Arithmetic | None = None, trains: bool = True
+    ) -> "State":
+        """A sharded net and its optimizer. seed: of the weights; None leaves the weights undefined.
+
+        arithmetic: arithmetic_of(cfg); None is the plain one. trains: with an optimizer.
+        """
+        arithmetic = arithmetic or plain(cfg)
+        return cls.of(sharding.build(cfg, world, seed, arithmetic), cfg, world, arithmetic, trains)
+
+    @classmethod
+    def of(
+        cls, net: FSDPModule, cfg: Config, world: World, arithmetic: Arithmetic | None = None, trains: bool = True
+    ) -> "State":
+        """The state of a sharded net before its first step. arithmetic: that of the net."""
+        arithmetic = arithmetic or plain(cfg)
+        return cls(net, ShardedAdamW(net, cfg, world, arithmetic.checks) if trains else None, arithmetic)
+
+    def set_clock(self, step: int, samples: int) -> None:
+        """Set the counters, and choose how the next step and the next validation compute."""
+        self.step = step
+        self.samples = samples
+        self.arithmetic.begin(step)
+
+    def advance(self, global_batch: int) -> None:
+        """Count one training step."""
+        self.set_clock(self.step + 1, self.samples + global_batch)
+
+
 class StepRunner:
     """Runs the training and the validation step of one net on the buffers that the steps read and write.
 
-    Both steps compute in the precision that State.set_clock has chosen for the present step.
+    Both steps compute as State.set_clock has chosen for the present step.
     A state without an optimizer has a validation step only, which runs eagerly.
     """
 
@@ -91,32 +135,30 @@ class StepRunner:
         Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
         """
         if self.graphs:
-            self.graphs[f"train {self.state.precision.phase(self.state.step)}"].replay()
+            self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
         else:
             self._train()
         return self.loss, self.grad_norm
 
-    def validate(self, sums: Tensor) -> None:
-        """Add `val_batch` to sums, as step.validation_step does. Every rank calls this equally often."""
+    def validate(self) -> None:
+        """Add `val_batch` to `sums`, as step.validation_step does. Every rank calls this equally often."""
         if self.graphs:
-            self.graphs[f"validate {self.state.precision.stage(self.state.step).first}"].replay()
+            self.graphs[f"validate {self.state.arithmetic.phase(self.state.step)}"].replay()
         else:
             self._validate()
-        sums += self.sums
 
     def _train(self) -> None:
-        loss, grad_norm = train_step(self.state, self.train_batch, self.health, self.cfg)
+        loss, grad_norm = train_step(self.state.net, self.state.opt, self.train_batch, self.health, self.cfg)
         self.loss.copy_(loss)
         self.grad_norm.copy_(grad_norm)
 
     def _validate(self) -> None:
-        self.sums.zero_()
         validation_step(self.state.net, self.val_batch, self.sums, self.cfg)
 
     def warm_up(self) -> None:
         """Real steps on synthetic batches before the clock starts. They compile, allocate and connect everything.
 
-        spec: weights stay bit-identical, because the optimizer changes nothing at learning rate 0 (optim.Optimizer).
+        spec: weights stay bit-identical, because the optimizer changes no weight at learning rate 0.
         Moments, step counts, the history of scales and the health are reset afterwards. Raises: Fault.
         """
         state = self.state
@@ -125,8 +167,8 @@ class StepRunner:
             for name, tensor in batch.items():
                 tensor.copy_(few[name][torch.arange(len(tensor)) % 8])
         state.opt.lr.zero_()
-        for phase in state.precision.phases:
-            state.precision.begin(phase)
+        for phase in state.arithmetic.phases:
+            state.arithmetic.begin(phase)
             for _ in range(self.cfg.train.synthetic_steps):
                 begin = time.perf_counter()
                 self._train()
@@ -139,10 +181,10 @@ class StepRunner:
                     )
                 self.warm_s = time.perf_counter() - begin
         state.opt.reset()
-        state.precision.reset()
+        state.arithmetic.reset()
         self.health.restart(0)
         if self.cfg.parallel.compile and self.cfg.train.synthetic_steps:
-            regions.forbid_recompilation()
+            sharding.forbid_recompilation()
 
     def capture(self, beside: Callable[[], object] | None = None) -> None:
         """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.
@@ -153,17 +195,15 @@ class StepRunner:
         """
         if self.recorder is None:
             return
-        precision = self.state.precision
+        arithmetic = self.state.arithmetic
         before = self.health.step.clone()
         try:
             need = self.recorder.bytes_of(partial(self._rehearse, beside)) if beside else 0
-            # The training graphs are larger. Captured first, they leave freed memory for the validation graph.
-            for phase in precision.phases:
-                precision.begin(phase)
-                self._capture(f"train {phase}", self._train)
-            for stage in precision.stages:
-                precision.begin(stage.first)
-                self._capture(f"validate {stage.first}", self._validate)
+            # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
+            for kind, work in (("train", self._train), ("validate", self._validate)):
+                for phase in arithmetic.phases:
+                    arithmetic.begin(phase)
+                    self._capture(f"{kind} {phase}", work)
             sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
             require_settled(self.state.net)  # eager work cannot wait for an event of a capture
             if not torch.equal(before, self.health.step):
@@ -171,15 +211,15 @@ class StepRunner:
             if beside:
                 self._require_room(need)
                 self._rehearse(beside)  # the allocator keeps the memory for later
-            precision.begin(self.state.step)
+            arithmetic.begin(self.state.step)
         except BaseException:
             self.close()
             raise
 
     def _rehearse(self, beside: Callable[[], object]) -> None:
-        """Do eager work once in each stage."""
-        for stage in self.state.precision.stages:
-            self.state.precision.begin(stage.first)
+        """Do eager work once in each phase."""
+        for phase in self.state.arithmetic.phases:
+            self.state.arithmetic.begin(phase)
             beside()
 
     def _require_room(self, need: int) -> None:
@@ -210,7 +250,7 @@ class StepRunner:
         for it for ever. Then the graphs stay until the process ends, unless this rank is the only one.
         """
         if self.cfg.parallel.compile:
-            regions.permit_compilation()
+            sharding.permit_compilation()
         if self.recorder is None:
             return
         recorder = self.recorder

@@ -6,10 +6,10 @@ warm-up, seed, layout on devices, checkpoints, pictures, and an evaluation befor
 
 from typing import Any
 
+from flux_ref import folders
 from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import CHECKER, KEYS, Config, flat
 from flux_ref.formats.outside import shown
-from flux_ref.speed import policy
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "fp32"}  # in the log
 VAL_PRECISION = "lowest_numerical_precision_in_eval"  # of the linears in validation; a key of the log alone
@@ -45,7 +45,7 @@ def judge(found: dict[str, Any], rehearsal: bool) -> list[str]:
 
 def values(cfg: Config, train_count: int, val_count: int) -> dict[str, Any]:
     """A config's values of all keys in FIXED, and others. train_count, val_count: samples in the data sets."""
-    precision = (cfg.precision.eval and policy.narrowest(cfg, "forward")) or DTYPE_NAMES[cfg.parallel.dtype]
+    precision = (cfg.precision.eval and folders.narrowest(cfg, "forward")) or DTYPE_NAMES[cfg.parallel.dtype]
     return flat(cfg) | {"data.train_count": train_count, "data.val_count": val_count, VAL_PRECISION: precision}
 
 

@@ -1,9 +1,8 @@
 """The head of the benchmark's log: what runs, before the clock starts."""
 
-from flux_ref import schedule
+from flux_ref import folders, schedule
 from flux_ref.benchmark import closed
 from flux_ref.config import Config, micro_batch
-from flux_ref.speed import policy
 
 
 def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> dict[str, object]:
@@ -38,7 +37,7 @@ def entries(cfg: Config, world_size: int, train_count: int, val_count: int) -> d
         compute = closed.DTYPE_NAMES[cfg.parallel.dtype]
         reduce = closed.DTYPE_NAMES[cfg.parallel.reduce_dtype]
         official |= {
-            "lowest_numerical_precision_in_linear": policy.narrowest(cfg) or compute,
+            "lowest_numerical_precision_in_linear": folders.narrowest(cfg) or compute,
             "lowest_numerical_precision_in_attn": compute,
             "lowest_numerical_precision_in_comm": "bfloat16" if "bfloat16" in (compute, reduce) else "fp32",
             **{f"{kind}_parallelism": 1 for kind in ("tensor", "pipeline", "context", "expert")},

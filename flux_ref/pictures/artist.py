@@ -16,7 +16,6 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import shards
 from flux_ref.pictures import autoencoder
 from flux_ref.ranks import World
-from flux_ref.speed import regions
 
 Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
 
@@ -56,7 +55,7 @@ class Artist:
         rows = [rows for _, rows in texts]
         pictures = []
         batch = self.cfg.eval.batch
-        with regions.uncompiled(self.cfg.parallel):
+        with sharding.uncompiled(self.cfg.parallel):
             for first in range(0, len(rows), batch):
                 part = rows[first : first + batch]
                 z_BCYX = generate_latents(net, part, empty, self.cfg, self.world.device, report_place, first)

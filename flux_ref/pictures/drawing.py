@@ -20,7 +20,7 @@ from flux_ref.pictures.autoencoder import FETCH
 from flux_ref.pictures.encoders import KINDS, Encoders
 from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 SHORT = ("vae", "steps", "guidance", "seed")  # --NAME is --sample.NAME
 

@@ -10,9 +10,9 @@ import tempfile
 from contextlib import ExitStack
 
 from flux_ref import ranks
+from flux_ref.attention import attention_kernel
 from flux_ref.config import Config
 from flux_ref.ranks import World
-from flux_ref.speed.attention import attention_kernel
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flux_ref import config, folder, ranks, schedule, step_runner
+from flux_ref.arithmetic import arithmetic_of
+from flux_ref.attention import attention_kernel
 from flux_ref.board import Board
 from flux_ref.config import Config
 from flux_ref.data import rank_slice
@@ -30,9 +32,8 @@ from flux_ref.ranks import World
 from flux_ref.run import loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.forecast import forecast
-from flux_ref.speed import fp8_product, native, policy
-from flux_ref.speed.attention import attention_kernel
-from flux_ref.step import NEVER, Health, State
+from flux_ref.step import NEVER, Health
+from flux_ref.step_runner import State
 
 
 @dataclass
@@ -91,13 +92,7 @@ class Reporter:
         shards = world.size // world.replicas
         micro = config.micro_batch(cfg, world.size)
         parts = cfg.train.global_batch // (world.size * micro)
-        compute, *sides = policy.describe(cfg)
-        arch = fp8_product.architecture(world.device)
-        native_count, emulated = native.require_native_sizes(cfg, arch, micro)
-        if native_count + emulated:
-            proof = " (unproven)" if native_count else ""
-            counts = f"{native_count} native{proof}, {emulated} emulated"
-            sides.append(f"  products of blocks on {arch}, all stages: {counts}")
+        compute, *sides = arithmetic_of(cfg).describe(micro, world.device)
         weights = f"init.weights={cfg.init.weights}" if cfg.init.weights else f"drawn from train.seed={cfg.train.seed}"
         validation = f"validation {val_count:,} in {cfg.data.val}" if cfg.data.val else "no validation"
         megabytes = bytes_per_parameter(cfg.optim) * 1e-6 * parameters

@@ -13,7 +13,7 @@ from flux_ref.errors import Refusal
 from flux_ref.formats import diffusers_names, fit, outside
 from flux_ref.formats.diffusers_names import Part
 from flux_ref.model import parameter_table
-from flux_ref.optim import EMA, share_of_newest
+from flux_ref.optim import EMA
 from flux_ref.sharding import local_rows, named_parameters
 
 TRAINER = "flux_ref"  # under "trained_by" in the metadata of exported files
@@ -61,7 +61,6 @@ class Source:
     parts:   for each parameter, the rows of `tensors` that make it up, one below the other.
     info:    what flux_ref wrote of the training: step, samples, name, config, ... If the parameters are an average of
              weights, also ema: its half-life in samples.
-    divisor: of all values.
     """
 
     kind: str
@@ -69,7 +68,6 @@ class Source:
     tensors: Tensors | Checkpoint
     parts: dict[str, list[Part]]
     info: dict
-    divisor: float = 1.0
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a parameter, on the host, in the dtype of the files.
@@ -86,7 +84,7 @@ class Source:
             row += part.rows
         if not pieces:
             return self.tensors.read(self.parts[name][0].name, 0, 0)
-        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where) / self.divisor
+        return fit.finite(torch.cat(pieces) if len(pieces) > 1 else pieces[0], name, self.where)
 
 
 def whole_parts(table: dict[str, tuple[int, ...]], prefix: str = "", suffix: str = "") -> dict[str, list[Part]]:
@@ -175,14 +173,11 @@ def _of_checkpoint(saved: Checkpoint, table: dict[str, tuple[int, ...]], average
     """See open_source. table: the shape of each parameter."""
     prefix, suffix = ("optimizer.state.", f".{EMA}") if averaged else ("model.", "")
     info = saved.info
-    divisor = 1.0
     if averaged:
         half_life = config_file.from_flat(info["name"], info["config"]).optim.ema
-        if not (half_life and info["samples"]):
-            why = "is of step 0" if half_life else "has optim.ema=0"
-            rule = "--ema needs a later checkpoint of a run with optim.ema above 0"
-            raise Refusal(f"checkpoint {saved.folder} {why}, so it holds no average; {rule}, or leave it out")
-        divisor = share_of_newest(info["samples"], half_life)
+        if not half_life:
+            rule = "--ema needs a run with optim.ema above 0, or leave it out"
+            raise Refusal(f"checkpoint {saved.folder} has optim.ema=0, so it holds no average; {rule}")
         info = info | {EMA: half_life}
     shapes = {}
     for key, entry in saved.tensors.items():
@@ -190,7 +185,7 @@ def _of_checkpoint(saved: Checkpoint, table: dict[str, tuple[int, ...]], average
             shapes[key] = tuple(entry.shape)
     want = {f"{prefix}{name}{suffix}": shape for name, shape in table.items()}
     fit.require_fit(shapes, want, f"checkpoint {saved.folder}")
-    return Source("checkpoint", saved.folder, saved, whole_parts(table, prefix, suffix), info, divisor)
+    return Source("checkpoint", saved.folder, saved, whole_parts(table, prefix, suffix), info)
 
 
 def load(net: nn.Module, source: Source) -> None:

@@ -4,6 +4,7 @@ A port to another device may answer every `obstacle` with a reason: then all ste
 """
 
 import os
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,8 @@ from flux_ref.errors import Fault
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 REGISTER = "NCCL_GRAPH_REGISTER"
 HIP_SINCE = (2, 12)  # version of torch
+# AdamW can be captured on a device. Eager steps are no mistake, but every rank would warn of them.
+warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
 
 def guard_expandable() -> None:

@@ -1,7 +1,7 @@
 """The average of the weights is their weighted mean, however a run is split and resumed, and costs what it says."""
 
+import math
 from collections import Counter
-from decimal import Decimal
 
 import average_ranks
 import pytest
@@ -10,10 +10,9 @@ import torch
 from conftest import MICRO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flux_ref import config, config_file, optim, ranks, sharding
-from flux_ref.model import parameter_table
+from flux_ref import config, config_file, ranks
 from flux_ref.ranks import World
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 SIZES = [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]  # 4: HSDP
 TOLERANCE = 1e-6  # of weights up to 1
@@ -42,13 +41,6 @@ def test_one_process_goes_on_from_what_three_ranks_have_begun(measured, world, t
     assert average_ranks.error(tmp_path / "checkpoints" / "step_000000200") <= TOLERANCE
 
 
-def test_the_share_of_samples_keeps_its_digits():
-    for half_life in (1, 600, 10**7, 2**63 - 1):
-        for samples in (1, 512, 10**6):
-            want = 1 - Decimal(2) ** (-Decimal(samples) / half_life)  # in 28 digits
-            assert optim.share_of_newest(samples, half_life) == pytest.approx(float(want), rel=1e-8)
-
-
 class Counted(TorchDispatchMode):
     """Counts the operations that torch carries out."""
 
@@ -61,18 +53,15 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_has_an_operation_more_per_parameter_and_none_if_the_average_is_off(world):
+def test_a_step_has_one_operation_more_and_none_if_the_average_is_off(world):
     counts = []
-    for half_life in (0, 600):
+    for half_life in (0, 10**15):
         cfg = config_file.replace(config_file.load(MICRO), optim__ema=half_life)
-        state = State.of(sharding.build(cfg, world, seed=0), cfg, world)
-        state.opt.moments()
+        state = State.build(cfg, world, seed=0)
         for parameter in state.net.parameters():
             parameter.grad = torch.ones_like(parameter)
         with Counted() as counted:
             state.opt.step()
         counts.append(counted.count)
-    without, with_average = counts
-    lerps = len(parameter_table(cfg.model))
-    assert with_average - without == {"aten.lerp_.Tensor": lerps, "aten.rsub.Scalar": 1, "aten.mul.Tensor": 1}
-    assert without - with_average == {}
+    assert counts[1] - counts[0] == {"aten._foreach_lerp_.Scalar": 1} and not counts[0] - counts[1]
+    assert state.opt.share == pytest.approx(math.log(2) * cfg.train.global_batch / half_life, rel=1e-12)

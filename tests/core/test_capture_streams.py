@@ -15,9 +15,9 @@ from fake_world import fake_world
 from streams import EAGER, Stream, Streams
 
 from flux_ref import config_file, ranks, sharding, step_runner
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.ranks import World
-from flux_ref.step import State
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 
 SIZE, UNITS = 4, 6  # ranks; five regions and the root
 SMALL = {"train__global_batch": SIZE, "eval__batch": 1}
@@ -92,7 +92,7 @@ def run(
     """
     cfg = config_file.replace(config_file.load(MICRO), **(SMALL | values))
     with streams:
-        steps = StepRunner(State.build(cfg, world, seed=None), cfg, world)
+        steps = StepRunner(State.build(cfg, world, None, arithmetic_of(cfg)), cfg, world)
         eager(steps, 2)
         if plant:
             plant(steps)
@@ -112,7 +112,7 @@ def drawing(steps: StepRunner) -> None:
 def eager(steps: StepRunner, count: int) -> None:
     for _ in range(count):
         steps.train()
-        steps.validate(steps.sums.clone())
+        steps.validate()
         sharding.reshard(steps.state.net)
 
 

@@ -186,7 +186,6 @@ REFUSED = {  # TOML: words of the refusal
     'data.kind = "shapes"\ndata.val_count = 1': ["data.kind=shapes", "data.train_count"],
     'parallel.attention = "flash"\nparallel.dtype = "fp32"': ["parallel.attention=flash", "parallel.dtype=bf16"],
     'parallel.recompute = "block"\nparallel.compile = true': ["parallel.recompute=block", "parallel.compile=false"],
-    'precision.preset = "fp8"\nprecision.eval = false': ["precision.eval=false", "set precision.gather=false"],
 }
 
 

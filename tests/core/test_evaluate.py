@@ -15,8 +15,8 @@ from flux_ref.evaluate import summarise, validation_loss
 from flux_ref.formats import shards
 from flux_ref.ranks import World
 from flux_ref.run import reporter
-from flux_ref.step import State, validation_step
-from flux_ref.step_runner import StepRunner
+from flux_ref.step import validation_step
+from flux_ref.step_runner import State, StepRunner
 
 SIZES = (1, 3, pytest.param(4, marks=pytest.mark.slow))
 

@@ -151,10 +151,10 @@ def test_modulate_reduces_in_fp32_with_eps_1e_6():
 
 
 def initialised(cfg: ModelConfig) -> Flux:
-    """A random net whose parameters are zero where `initialiser` says so."""
+    """A random net whose parameters are zero where `initial` says so."""
     net = random_net(cfg)
     for name, parameter in net.named_parameters():
-        if model.initialiser(name, tuple(parameter.shape))[0] == "zeros":
+        if model.initial(name, tuple(parameter.shape))[0] == "zeros":
             nn.init.zeros_(parameter)
     return net
 
@@ -172,10 +172,10 @@ def test_blocks_are_the_identity_and_the_output_is_zero_at_the_start():
     assert torch.equal(net.single_blocks[0](joint_BSD, vec_BD, net.rope), joint_BSD)
 
 
-def test_initialiser_of_every_parameter():
+def test_initial_distribution_of_every_parameter():
     """Kinds by module; the half-width of uniform weights is what torch's own Xavier draws from."""
     for name, shape in model.parameter_table(MICRO_MODEL).items():
-        kind, width = model.initialiser(name, shape)
+        kind, width = model.initial(name, shape)
         module, _, part = re.sub(r"^(double|single)_blocks\.\d+\.", "", name).rpartition(".")
         started = [way for way, modules in STARTS.items() if part == "weight" and module in modules]
         assert kind == (*started, {"bias": "zeros", "scale": "ones"}.get(part, "uniform"))[0], name

@@ -17,12 +17,13 @@ from run_files import require_equal_runs
 from stand_in import Log, Recorder
 
 from flux_ref import config_file, ranks, sharding, step_runner
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.errors import Fault
 from flux_ref.model import parameter_table
-from flux_ref.speed import graphs, regions
-from flux_ref.speed.linear import PolicyLinear
-from flux_ref.step import NEVER, State
-from flux_ref.step_runner import CAPTURED, StepRunner, mode, require_settled
+from flux_ref.precision.linear import PolicyLinear
+from flux_ref.speed import graphs
+from flux_ref.step import NEVER
+from flux_ref.step_runner import CAPTURED, State, StepRunner, mode, require_settled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SETTLING = ["reshard", "collect", "synchronize", "barrier"]
@@ -66,8 +67,7 @@ def make(micro, world):
 
     def fresh(**values: object) -> StepRunner:
         cfg = config_file.replace(micro, **({"train__global_batch": 2, "eval__batch": 2} | values))
-        net = sharding.build(cfg, world, seed=3)
-        steps = StepRunner(State.of(net, cfg, world), cfg, world)
+        steps = StepRunner(State.build(cfg, world, seed=3), cfg, world)
         steps.warm_up()
         return steps
 
@@ -139,7 +139,7 @@ def test_expandable_segments_keep_nccl_from_registering_graphs(monkeypatch):
 
 def test_before_each_capture_weights_are_sharded_and_all_ranks_at_rest(noted, make):
     steps = make(parallel__kept_regions=-1)
-    steps.validate(steps.sums.clone())  # leaves weights gathered; Recorder.capture would notice
+    steps.validate()  # leaves weights gathered; Recorder.capture would notice
     noted.clear()
     steps.capture()
     assert noted == [*SETTLING, "capture train", *SETTLING, "capture validate", "reshard"]
@@ -260,12 +260,12 @@ def test_pictures_between_replays_are_those_of_an_eager_run_and_change_nothing(s
         require_equal_runs(tmp_path / name, tmp_path / "plain")
 
 
-def test_drawing_is_rehearsed_in_each_stage_before_the_capture_and_after_it(noted, world):
+def test_drawing_is_rehearsed_in_each_phase_before_the_capture_and_after_it(noted, world):
     cfg = fp8_config(precision__dynamic_steps=0, precision__switch=((24, "bf16"),), sample__count=1)
-    steps = StepRunner(State.of(sharding.build(cfg, world, seed=3), cfg, world), cfg, world)
+    steps = StepRunner(State.build(cfg, world, 3, arithmetic_of(cfg)), cfg, world)
     steps.warm_up()
     noted.clear()
-    linear = steps.state.precision.linears[0]
+    linear = steps.state.arithmetic.linears[0]
     steps.capture(beside=lambda: noted.append(f"draw {linear.way}"))
     kept = [what for what in noted if what.startswith(("draw", "capture"))]
     drawn = ["draw tensor", "draw plain"]
@@ -328,8 +328,7 @@ def test_closing_twice_or_without_graphs_does_nothing(leaving, make):
 
 def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, world, monkeypatch):
     cfg = fp8_config(precision__dynamic_steps=2)
-    net = sharding.build(cfg, world, seed=3)
-    steps = StepRunner(State.of(net, cfg, world), cfg, world)
+    steps = StepRunner(State.build(cfg, world, 3, arithmetic_of(cfg)), cfg, world)
     steps.warm_up()
     scaling, capture = [], Recorder.capture
     linear = next(module for module in steps.state.net.modules() if isinstance(module, PolicyLinear))
@@ -340,8 +339,8 @@ def test_each_way_of_scaling_has_a_step_of_its_own_that_its_steps_replay(log, wo
 
     monkeypatch.setattr(Recorder, "capture", noted)
     steps.capture()
-    assert list(steps.graphs) == ["train 0", "train 2", "validate 0"]
-    assert scaling[:2] == [False, True]
+    assert list(steps.graphs) == ["train 0", "train 2", "validate 0", "validate 2"]
+    assert scaling == [False, True] * 2
     replayed = []
     for name in steps.graphs:
         steps.graphs[name] = SimpleNamespace(replay=lambda name=name: replayed.append(name), reset=lambda: None)
@@ -356,7 +355,7 @@ def test_once_steps_are_closed_other_code_may_be_compiled(make):
     steps = make()
     steps.cfg = config_file.replace(steps.cfg, parallel__compile=True)
     try:
-        regions.forbid_recompilation()
+        sharding.forbid_recompilation()
         assert torch._dynamo.eval_frame._stance.stance != "default"
         steps.close()
         assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -17,20 +17,20 @@ from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.run import weight_files
 from flux_ref.saver import Saver
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 MIDDLE, END = 100, 200  # steps
 
 
 def given(name: str, shape: tuple[int, ...], step: int) -> Tensor:
-    """What a parameter holds after a step; the first step is 1."""
+    """What a parameter holds after a step; the first step is 1. Before it: 0."""
     return torch.sin(step * checkpoint_ranks.value(f"model.{name}", tuple(shape)))
 
 
 @functools.cache
 def wanted(name: str, shape: tuple[int, ...], last: int) -> Tensor:
     """The average of a parameter after a step."""
-    history = [given(name, shape, step) for step in range(1, last + 1)]
+    history = [given(name, shape, step) for step in range(last + 1)]
     return rank_runs.mean(history, checkpoint_ranks.narrow_config(Path("unused")))
 
 
@@ -50,6 +50,9 @@ def go_on(folder: Path, world: World, start: Path | None, *stops: int) -> None:
     cfg = checkpoint_ranks.narrow_config(folder, parallel__replicate=world.replicas)
     state = checkpoint_ranks.restored(cfg, world, start) if start else checkpoint_ranks.other_state(cfg, world)
     Path(cfg.run.dir).mkdir(exist_ok=True)
+    if not start:
+        put(state, 0)
+        state.opt.reset()
     saver = Saver(cfg, world, state, FACTS, print)
     for stop in stops:
         while state.step < stop:
@@ -59,13 +62,18 @@ def go_on(folder: Path, world: World, start: Path | None, *stops: int) -> None:
     saver.finish()
 
 
-def take_step(state: State) -> None:
-    """A step with given weights."""
+@torch.no_grad()
+def put(state: State, step: int) -> None:
+    """The given weights of a step, and some gradients."""
     for name, parameter in sharding.named_parameters(state.net).items():
         first, local = sharding.local_rows(parameter)
-        with torch.no_grad():
-            local.copy_(given(name, parameter.shape, state.step + 1)[first : first + len(local)])
+        local.copy_(given(name, parameter.shape, step)[first : first + len(local)])
         parameter.grad = torch.ones_like(parameter)
+
+
+def take_step(state: State) -> None:
+    """A step with given weights."""
+    put(state, state.step + 1)
     state.opt.lr.fill_(0)
     state.opt.step()
 

@@ -25,7 +25,7 @@ from flux_ref.errors import Fault
 from flux_ref.model import parameter_table
 from flux_ref.ranks import World
 from flux_ref.saver import Saver
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 FACTS = {"train_samples": 50, "val_samples": 45}
 STEP, SAMPLES = 7, 84  # of the state that is written

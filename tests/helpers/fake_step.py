@@ -34,10 +34,11 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from flux_ref import config_file, data, ranks, step
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import Config
 from flux_ref.run.reporter import Reporter
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 
 KIND, NODE = "nodev", 8  # the device, and how many of them a node has
 STEPS = 3  # of the loop
@@ -230,7 +231,7 @@ def watched(gpus: int, cfg: Config) -> dict:
         sets = samples(cfg, cfg.train.global_batch // gpus, STEPS), samples(cfg, cfg.eval.batch, 2)
         with FakeTensorMode(allow_non_fake_inputs=True):
             WATCH.condition = True  # to AdamW: is the learning rate sound?
-            state = step.State.build(cfg, world, seed=None)
+            state = State.build(cfg, world, None, arithmetic_of(cfg))
             steps = StepRunner(state, cfg, world)
             WATCH.condition = False  # to the warm-up: is any flag of the health set?
             steps.warm_up()

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.speed.linear import PolicyLinear
-from flux_ref.speed.number_formats import Format
+from flux_ref.precision.formats import Format
+from flux_ref.precision.linear import PolicyLinear
 
 
 def config(preset: str, **keys: object) -> Config:

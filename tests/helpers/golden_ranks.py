@@ -20,7 +20,7 @@ def main(golden: str, out: str) -> int:
     world = ranks.start(cfg.parallel)
     state = training.start(cfg, world, Golden(folder).given())
     own, batch = next(training.batches(cfg, world.rank, training.RANKS, training.RANKS_STEP))
-    loss, norm = step.train_step(state, batch, Health(world.device), cfg)
+    loss, norm = step.train_step(state.net, state.opt, batch, Health(world.device), cfg)
     rows = ranks.gather_objects({name: value.tolist() for name, value in own.items()} | {"loss": loss.item()})
     if world.rank == 0:
         values = {f"ranks.{name}": np.array([row[name] for row in rows]) for name in rows[0]}

@@ -12,9 +12,8 @@ import pytest
 import stand_in
 import torch
 
-from flux_ref import ranks
+from flux_ref import ranks, sharding
 from flux_ref.config import ParallelConfig
-from flux_ref.speed import regions
 
 NO_DEVICE = "no accelerator; --stand-in lets a CPU stand in for it"
 
@@ -83,7 +82,7 @@ def device(device_or_stand_in) -> torch.device:
 def world() -> Iterator[ranks.World]:
     """One rank on that device. Afterwards the compiler is as it was before."""
     yield ranks.start(ParallelConfig())
-    regions.permit_compilation()
+    sharding.permit_compilation()
     torch._dynamo.reset()
     ranks.stop()
 

@@ -22,8 +22,7 @@ from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
 from flux_ref.run import cli
-from flux_ref.step import State
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 
 STEPS, EVALUATE_EVERY = 20, 5
 

@@ -12,16 +12,18 @@ from lively_nets import lively_net, of_all, whole
 from torch import Tensor, nn
 
 from flux_ref import config_file, ranks, schedule
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
 from flux_ref.data import synthetic
+from flux_ref.precision import blocks
+from flux_ref.precision.fp8 import cast, magnitudes, scales_of
+from flux_ref.precision.hooks import Precision
+from flux_ref.precision.linear import PolicyLinear
 from flux_ref.ranks import World
 from flux_ref.saver import Saver
 from flux_ref.sharding import named_parameters, reshard
-from flux_ref.speed import block_product
-from flux_ref.speed.fp8_product import cast, magnitudes, scales_of
-from flux_ref.speed.linear import PolicyLinear
-from flux_ref.speed.precision import Precision
-from flux_ref.step import Health, State, train_step, validation_step
+from flux_ref.step import Health, train_step, validation_step
+from flux_ref.step_runner import State
 
 STEPS, ROWS = 4, 12  # samples per step over all ranks
 FACTS = {"run": "a run", "train_samples": 50, "val_samples": 45}
@@ -40,8 +42,8 @@ def fp8_config(**values: object) -> Config:
 
 
 def lively_state(cfg: Config, world: World) -> State:
-    net = lively_net(cfg, world)
-    return State.of(net, cfg, world)
+    arithmetic = arithmetic_of(cfg)
+    return State.of(lively_net(cfg, world, arithmetic), cfg, world, arithmetic)
 
 
 def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: list[float] | None = None) -> list[float]:
@@ -52,8 +54,8 @@ def steps(state: State, cfg: Config, world: World, count: int = STEPS, norms: li
     losses, health = [], Health(world.device)
     state.opt.lr.fill_(2e-3)
     for _ in range(count):
-        state.precision.begin(state.step)
-        loss, norm = train_step(state, batch, health, cfg)
+        state.arithmetic.begin(state.step)
+        loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         if norms is not None:
             norms.append(float(norm))
         losses.append(sum(values[0] for values in ranks.gather(loss.reshape(1))) / world.size)
@@ -97,7 +99,7 @@ def gathered(cfg: Config, world: World) -> tuple[State, dict[str, Tensor], int]:
     with mock.patch.object(dist, GATHER, lambda out, *a, **k: (sent.append(out.nbytes), plain(out, *a, **k))[1]):
         state = lively_state(cfg, world)
         losses = steps(state, cfg, world)
-        figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.precision.history}
+        figures = {"sums": validated(state, cfg), "losses": torch.tensor(losses), "history": state.arithmetic.history}
     reshard(state.net)
     return state, figures | whole(state.net), sum(sent)
 
@@ -149,17 +151,17 @@ def rounding(world: World, micro: int) -> list[tuple[int, ...]]:
     """What two steps round with, over all ranks: (step, number, place of a sample's or weight's first element, crc)."""
     cfg = fp8_config(**BLOCKS, train__micro_batch=micro)
     drawn = set()
-    plain = block_product.chances
+    plain = blocks.chances
 
     def noted(place: Tensor, like: Tensor) -> Tensor:
         found = plain(place, like)
         _, step, number, first = place.tolist()
-        for part in found.chunk(1 if number % 3 == block_product.WEIGHT else micro):
+        for part in found.chunk(1 if number % 3 == blocks.WEIGHT else micro):
             drawn.add((step, number, first, zlib.crc32(part.numpy().tobytes())))
             first += part.numel()
         return found
 
-    with mock.patch.object(block_product, "chances", noted):
+    with mock.patch.object(blocks, "chances", noted):
         steps(lively_state(cfg, world), cfg, world, count=2)
     return sorted(set().union(*of_all(drawn)))
 
@@ -187,7 +189,7 @@ def measure(world: World, folder: Path) -> dict:
     """FP8 on several ranks. folder: receives a run with one checkpoint."""
     cfg = fp8_config(run__dir=str(folder))
     state = lively_state(cfg, world)
-    precision = state.precision
+    precision = state.arithmetic
     losses = steps(state, cfg, world, count=1)
     first = precision.history.clone()
     losses += steps(state, cfg, world, count=STEPS - 1)

@@ -32,8 +32,8 @@ from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
 from flux_ref.run import cli, weight_files
 from flux_ref.run.reporter import Reporter
-from flux_ref.step import Health, State, train_step
-from flux_ref.step_runner import StepRunner
+from flux_ref.step import Health, train_step
+from flux_ref.step_runner import State, StepRunner
 
 SIZES = (1, 3, 4)  # numbers of ranks
 STEPS = 4
@@ -102,16 +102,19 @@ def initial(cfg: Config, world: World) -> dict:
 
 
 def mean(history: list[Tensor], cfg: Config) -> Tensor:
-    """The weighted mean of the weights after each step, in which each counts 2 ** (-its age / half-life)."""
-    ages = [cfg.train.global_batch * steps for steps in reversed(range(len(history)))]  # in samples
-    counts = [2 ** (-age / cfg.optim.ema) for age in ages]
-    return sum(count * weight.double() for count, weight in zip(counts, history)) / sum(counts)
+    """The average of the weights of a history, which begins before the first step.
+
+    Weights count half after each half-life. Those before the first step count what is left by all steps.
+    """
+    left = 2 ** (-cfg.train.global_batch / cfg.optim.ema)
+    counts = [left**age for age in reversed(range(len(history)))]
+    counts[1:] = [(1 - left) * count for count in counts[1:]]
+    return sum(count * weight.double() for count, weight in zip(counts, history))
 
 
-def average_error(average: Tensor, history: list[Tensor], cfg: Config, samples: int) -> float:
-    """The largest error of an average as a moment holds it, on any rank. history, average: this rank's rows."""
-    found = average.double() / (1 - 2 ** (-samples / cfg.optim.ema))
-    return max(of_all(float((found - mean(history, cfg)).abs().max()) if average.numel() else 0.0))
+def average_error(average: Tensor, history: list[Tensor], cfg: Config) -> float:
+    """The largest error of an average on any rank. history, average: this rank's rows."""
+    return max(of_all(float((average - mean(history, cfg)).abs().max()) if average.numel() else 0.0))
 
 
 def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
@@ -128,11 +131,12 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
         found["largest state"] = max(of_all(max(float(tensor.abs().sum()) for tensor in tensors)))
         found["states"] = len(tensors)
     feed, health = train_set.feed(0), Health(world.device)
-    losses, norms, history = [], [], []
+    losses, norms = [], []
+    history = [torch.cat([shard.detach().flatten() for shard in state.opt.shards])]
     for _ in range(STEPS):
         copy_next(feed, batch)
         state.opt.lr.fill_(schedule.lr(state.step, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, norm = train_step(state, batch, health, cfg)
+        loss, norm = train_step(state.net, state.opt, batch, health, cfg)
         state.advance(cfg.train.global_batch)
         losses.append(ranks.gather(loss.double()))
         norms.append(ranks.gather(norm.double()))
@@ -142,7 +146,7 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     feed.close()
     if averages := state.opt.moments().get("ema"):
         average = torch.cat([tensor.flatten() for tensor in averages])
-        found["error of average"] = average_error(average, history, cfg, state.samples)
+        found["error of average"] = average_error(average, history, cfg)
     local = [parameter.to_local() for parameter in state.opt.parameters]
     shared = [a.data_ptr() == b.data_ptr() for a, b in zip(state.opt.shards, local) if a.numel()]
     return found | {
@@ -169,24 +173,12 @@ def optimizer(cfg: Config, world: World) -> dict:
         opt.lr.fill_(cfg.optim.lr)
         norms.append(float(opt.step()))
     found = {"norms": norms, "whole": whole(net), "gradients left": sum(p.grad is not None for p in net.parameters())}
-    return found | spoiled_step(net, opt, world)
-
-
-def spoiled_step(net: Flux, opt: ShardedAdamW, world: World) -> dict:
-    """A step whose gradient holds a NaN on the last rank: its norm, and what it has moved."""
-
-    def everything() -> list[Tensor]:
-        moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
-        return [tensor.clone() for tensor in (*moments, *whole(net).values())]
-
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
         local = parameter.grad.to_local()
         if world.rank == world.size - 1 and local.numel():
             local.view(-1)[0] = math.nan
-    before, norm = everything(), float(opt.step())
-    moved = sum(not torch.equal(new, old) for new, old in zip(everything(), before))
-    return {"norm with a NaN": norm, "moved by a NaN": moved}
+    return found | {"norm with a NaN": float(opt.step())}
 
 
 def validation(cfg: Config, world: World) -> dict:
@@ -237,12 +229,12 @@ def reporting(cfg: Config, world: World, folder: Path) -> dict:
     found["infinite norm"] = of_all(complaint(health))
 
     health = Health(world.device)
-    for step in range(STEPS):  # step 1 changes no weight, so later losses are sound again
+    for step in range(STEPS):
         copy_next(feed, batch)
         if step == 1 and world.rank == world.size - 1:
             batch["mean"][0] = math.nan
         state.opt.lr.fill_(cfg.optim.lr)
-        train_step(state, batch, health, cfg)
+        train_step(state.net, state.opt, batch, health, cfg)
         state.advance(cfg.train.global_batch)
     found["flags"] = of_all(health.first_bad.tolist())
     found["NaN at step 1"] = of_all(complaint(health))

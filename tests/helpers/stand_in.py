@@ -126,11 +126,11 @@ class Graph:
 
 def places(steps: StepRunner) -> list[int]:
     """The addresses of all that a step reads and writes."""
-    opt, precision = steps.state.opt, steps.state.precision
+    opt = steps.state.opt
     own = (*steps.train_batch.values(), *steps.val_batch.values(), steps.loss, steps.grad_norm, steps.sums)
     kept = (steps.health.step, steps.health.first_bad, opt.lr, *opt.shards, *(p.to_local() for p in opt.parameters))
     moments = [tensor for state in opt.adamw.state.values() for tensor in state.values()]
-    remembered = (precision.history, *precision.amaxes, *precision.scales, *precision.inverses)
+    remembered = [tensor for tensor in tree_leaves(vars(steps.state.arithmetic)) if isinstance(tensor, torch.Tensor)]
     return [tensor.data_ptr() for tensor in (*own, *kept, *moments, *remembered)]
 
 

@@ -12,8 +12,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flux_ref import config, config_file, ranks, sharding
-from flux_ref.step import State
-from flux_ref.step_runner import StepRunner
+from flux_ref.step_runner import State, StepRunner
 from tools.plan import footprint, memory
 
 # A seventh of schnell's width and a quarter of its tokens, so that two CPU cores take seconds for a step.

@@ -17,7 +17,8 @@ from flux_ref import config, config_file, ranks, sharding
 from flux_ref.data import allocate
 from flux_ref.model import Flux
 from flux_ref.pictures import artist
-from flux_ref.step import Health, State, train_step
+from flux_ref.step import Health, train_step
+from flux_ref.step_runner import State
 from tools.plan import commands, footprint, making, memory, step_time
 from tools.plan.footprint import Footprint, Product, Work
 from tools.plan.memory import Instant
@@ -144,7 +145,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
         batch, _ = (allocate(cfg.model, count) for count in (cfg.train.global_batch // gpus, cfg.eval.batch))
         for _ in range(2):
             with record_function(step_memory.STEP):
-                train_step(state, batch, health, cfg)
+                train_step(state.net, state.opt, batch, health, cfg)
     return instant.total, step_memory.peaks(profiler)[1]
 
 

@@ -66,7 +66,7 @@ def trained(micro, tmp_path, monkeypatch):
 
         zeros = torch.zeros(3).unbind()
         state = SimpleNamespace(step=0, samples=0, opt=SimpleNamespace(lr=zeros[0]))
-        state.precision = SimpleNamespace(begin=lambda step: None, stage=lambda step: SimpleNamespace(first=0))
+        state.arithmetic = SimpleNamespace(begin=lambda step: None, switched=lambda step: "")
         own = {
             "loss": zeros[1],
             "norm": zeros[2],

@@ -13,11 +13,12 @@ from flux_ref import checkpoint, config_file
 from flux_ref.config import Config
 from flux_ref.data import Batch, allocate, synthetic
 from flux_ref.errors import Refusal
+from flux_ref.precision import fp8
+from flux_ref.precision.hooks import Precision
 from flux_ref.ranks import World
 from flux_ref.saver import Saver, load
-from flux_ref.speed import fp8_product
-from flux_ref.speed.precision import Precision
-from flux_ref.step import Health, State, train_step
+from flux_ref.step import Health, train_step
+from flux_ref.step_runner import State
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def arch(device) -> str:
     """The name of a device's kind that computes in FP8."""
-    name = fp8_product.architecture(device)
+    name = fp8.architecture(device)
     try:
-        fp8_product.arithmetic(name)
+        fp8.arithmetic(name)
     except Refusal as error:
         pytest.skip(str(error))
     return name
@@ -47,10 +48,10 @@ def losses_of(cfg: Config, world: World, waits: str = "default") -> list[float]:
     batch = batch_of(cfg, world)
     health = Health(world.device)
     state.opt.lr.fill_(1e-2)
-    losses = [train_step(state, batch, health, cfg)[0]]  # lazy set-up may wait
+    losses = [train_step(state.net, state.opt, batch, health, cfg)[0]]  # lazy set-up may wait
     torch.cuda.set_sync_debug_mode(waits)
     try:
-        losses += [train_step(state, batch, health, cfg)[0] for _ in range(4)]
+        losses += [train_step(state.net, state.opt, batch, health, cfg)[0] for _ in range(4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(loss) for loss in losses]
@@ -71,7 +72,7 @@ def test_training_step_never_waits_for_the_device(micro_batch, world):
 
 def test_a_device_takes_the_layouts_that_its_fp8_arithmetic_names(device, arch):
     """Datacenter Blackwell and AMD: right sides row by row; AMD also a gradient in e5m2 by a weight in e4m3."""
-    arith = fp8_product.arithmetic(arch)
+    arith = fp8.arithmetic(arch)
     one = torch.ones((), device=device)
     wrong = []
     for left in (arith.forward, arith.gradient):
@@ -111,7 +112,7 @@ def test_a_saved_state_goes_on_bit_for_bit(world, deterministic, tmp_path):
     def train(state: State, steps: int) -> dict[str, torch.Tensor]:
         state.opt.lr.fill_(1e-2)
         for _ in range(steps):
-            train_step(state, batch, Health(world.device), cfg)
+            train_step(state.net, state.opt, batch, Health(world.device), cfg)
             state.advance(cfg.train.global_batch)
         return everything(state)
 

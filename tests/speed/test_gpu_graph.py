@@ -9,8 +9,7 @@ from conftest import MICRO, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
 from flux_ref import config, config_file, ranks, step_runner
-from flux_ref.step import State
-from flux_ref.step_runner import CAPTURED, StepRunner, mode
+from flux_ref.step_runner import CAPTURED, State, StepRunner, mode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}

@@ -15,7 +15,8 @@ from flux_ref import config_file, sharding
 from flux_ref.data import synthetic
 from flux_ref.errors import Fault
 from flux_ref.speed import settled
-from flux_ref.step import Health, State, train_step, validation_step
+from flux_ref.step import Health, train_step, validation_step
+from flux_ref.step_runner import State
 
 FIELDS = {field for fields in settled.PENDING.values() for field in fields}
 
@@ -29,7 +30,7 @@ def stepped() -> Iterator[tuple[State, Callable[[], None]]]:
         state = State.build(cfg, world, seed=None)
 
         def step() -> None:
-            train_step(state, batch, Health(world.device), cfg)
+            train_step(state.net, state.opt, batch, Health(world.device), cfg)
             validation_step(state.net, batch, torch.zeros(3, 8, dtype=torch.float64), cfg)
             sharding.reshard(state.net)
 

@@ -16,8 +16,8 @@ from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.benchmark.mllog import BenchmarkLog
 from flux_ref.config import KEYS, Config
 from flux_ref.formats import diffusers_names
-from flux_ref.model import TIME_WAVES, initialiser, parameter_table
-from flux_ref.speed.layers import layers
+from flux_ref.model import TIME_WAVES, initial, parameter_table
+from flux_ref.precision.layers import layers
 from tools.shared import communication as closed_forms
 from tools.shared import flops
 
@@ -78,7 +78,7 @@ def parameters() -> str:
     for name, shape in shapes.items():
         if re.search(r"blocks\.[1-9]", name):  # is equal to block 0's
             continue
-        kind, width = initialiser(name, shape)
+        kind, width = initial(name, shape)
         module, _, leaf = name.rpartition(".")
         is_fp8 = leaf == "weight" and module in layers(BENCHMARK.model)
         theirs = ", ".join(f"`{other}`" for other in dict.fromkeys(_fold(part.name) for part in parts[name]))

@@ -7,8 +7,9 @@ import torch
 from tables import page as tables
 
 from flux_ref import config_file, optim, ranks, sharding
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.model import parameter_table
-from flux_ref.speed.linear import PolicyLinear
+from flux_ref.precision.linear import PolicyLinear
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_parameters_are_built_as_the_table_says(parameters, micro):
     try:
         wide = {"model__hidden": 32, "model__heads": 2, "model__rope_axes": (4, 6, 6)}
         cfg = config_file.replace(micro, precision__preset="fp8", parallel__dtype="bf16", **wide)
-        net = sharding.build(cfg, world, seed=3)
+        net = sharding.build(cfg, world, 3, arithmetic_of(cfg))
         opt = optim.ShardedAdamW(net, cfg, world)
         assert {group["weight_decay"] for group in opt.adamw.param_groups} == {tables.BENCHMARK.optim.weight_decay}
         converted = {id(module.weight) for module in net.modules() if isinstance(module, PolicyLinear)}

@@ -24,12 +24,7 @@ from tools.golden import places
 from tools.golden.files import FOLDER, INDEX, Golden, Value, Values, read_tensors
 
 NAMES_SHOWN = 20  # of a longer list
-KINDS = {  # kind of a golden array -> kinds that a dump may hold, dtype to compare in
-    "f": ("f", np.float64),
-    "i": ("iu", np.int64),
-    "u": ("iu", np.uint64),
-    "b": ("bu", np.int64),
-}
+ACCEPTED = {"f": "f", "i": "iu", "u": "iu", "b": "bu"}  # kind of a golden array -> kinds that a dump may hold
 
 
 class Difference(NamedTuple):
@@ -42,11 +37,11 @@ class Difference(NamedTuple):
 
 def compare(value: Value, want: np.ndarray, yours: np.ndarray) -> Difference | None:
     """How a value is off; None if it agrees. want: the golden one. NaN differs from all."""
-    accepted, computed = KINDS[want.dtype.kind]
-    if yours.dtype.kind not in accepted:
+    if yours.dtype.kind not in ACCEPTED[want.dtype.kind]:
         return Difference(value, f"its dtype is {yours.dtype}, want {value.dtype}")
     if yours.shape != want.shape and (yours.shape, want.shape) != ((1,), ()):  # some frameworks have no scalars
         return Difference(value, f"its shape is {list(yours.shape)}, want {value.shape}")
+    computed = np.float64 if want.dtype.kind == "f" else want.dtype
     with np.errstate(invalid="ignore"):  # some NaNs complain when they are cast
         yours = yours.reshape(want.shape).astype(computed)
     want = want.astype(computed)
@@ -129,8 +124,9 @@ def explain(golden: Golden, differences: list[Difference]) -> None:
         print(f"  {worst}")
     if value.shape == [len(golden.parameters)]:
         print("  one norm per parameter, in the order of `parameters` in the index")
+    print("  known mistakes:")
     for hint in places.place(value.name).hints:
-        print(f"  known mistake: {hint}")
+        print(f"    - {hint}")
 
 
 def list_names(title: str, names: list[str]) -> None:

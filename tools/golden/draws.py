@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from flux_ref import model, rng, schedule, sharding
+from flux_ref import model, rng, schedule
 from flux_ref.benchmark.facts import TRAIN_SAMPLES
 from flux_ref.config import Config
 from tools.golden import places
@@ -68,11 +68,9 @@ def full_net() -> Values:
     table = net.make_rope()
     about = places.inputs_of("full.init.piece")
     name, first, count = about["name"], about["first"], about["count"]
-    kind, width = model.initialiser(name, tuple(net.get_parameter(name).shape))
-    elements = torch.empty(first + count)
-    sharding._fill_random(elements, 0, name, kind, width, FULL_SEED)
+    kind, width = model.initial(name, tuple(net.get_parameter(name).shape))
     return {
         "full.rope": table[places.inputs_of("full.rope")["tokens"]].numpy(),
         "full.rope.sums": table.double().sum(0).float().numpy(),
-        "full.init.piece": elements[first:].numpy(),
+        "full.init.piece": rng.initial(FULL_SEED, name, kind, width, first, count),
     }

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.speed import casts, policy
-from flux_ref.speed.block_product import BlockMatmul, Draws
-from flux_ref.speed.chances import chances
-from flux_ref.speed.number_formats import E2M1, E4M3, FORMATS, Format, Scaling
+from flux_ref.precision import casts, policy
+from flux_ref.precision.blocks import BlockMatmul, Draws, chances
+from flux_ref.precision.formats import E2M1, E4M3, FORMATS, Format, Scaling
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Tensors

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from flux_ref import flow, latents, model
 from flux_ref.config import Config, PrecisionConfig
-from flux_ref.speed import fp8_product
-from flux_ref.speed.fp8_product import cast, magnitudes, scale_of_magnitude, scales_of
-from flux_ref.speed.linear import PolicyLinear
-from flux_ref.speed.precision import Precision
+from flux_ref.precision import fp8
+from flux_ref.precision.casts import scale_of_magnitude
+from flux_ref.precision.fp8 import cast, magnitudes, scales_of
+from flux_ref.precision.hooks import Precision
+from flux_ref.precision.linear import PolicyLinear
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import Tensors, named, passed, plain
@@ -117,7 +118,9 @@ def delayed(linear: nn.Linear, **keys: int) -> tuple[PolicyLinear, Precision]:
     """A linear with delayed scales, and what it remembers."""
     cfg = Config(precision=PrecisionConfig(preset="fp8_delayed", **keys))
     in_fp8 = PolicyLinear(linear, LAYER, cfg, "cpu")
-    return in_fp8, Precision(in_fp8, cfg, CPU)
+    state = Precision(cfg)
+    state.find(in_fp8, CPU)
+    return in_fp8, state
 
 
 def fp8_history(given: Values) -> Tensors:
@@ -147,7 +150,7 @@ def fp8_order(given: Values) -> Tensors:
         scales.append(scale.clone())
         return cast(x, scale, dtype)
 
-    with patch.object(fp8_product, "cast", noting_cast):  # no other way to see which scale a linear takes
+    with patch.object(fp8, "cast", noting_cast):  # no other way to see which scale a linear takes
         for number, factors in enumerate(torch.from_numpy(given["fp8.order.factors"]).bfloat16()):
             state.begin(number)
             for factor in factors:

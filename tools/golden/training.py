@@ -13,7 +13,8 @@ from flux_ref import config_file, data, evaluate, flow, optim, rng, schedule, sh
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.ranks import World
-from flux_ref.step import Health, State
+from flux_ref.step import Health
+from flux_ref.step_runner import State
 from tools.golden import places
 from tools.golden.files import Values
 from tools.golden.forward import WHOLE, Recorded, Tensors, gradients, named, norms, passed, plain
@@ -114,7 +115,7 @@ def training(cfg: Config, world: World, given: Values) -> Recorded:
         else:
             values[f"{place}.losses"] = losses_of(cfg, local(state.net), batch)
         state.opt.lr.fill_(schedule.lr(number - 1, cfg.optim.lr, cfg.optim.warmup_steps))
-        loss, norm = step.train_step(state, batch, Health(CPU), cfg)
+        loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         values[f"{place}.loss"] = loss
         values[f"{place}.grad_norm"] = norm
         values[f"{place}.clip_coefficient"] = (cfg.optim.clip_norm / (norm + optim.CLIP_EPS)).clamp(max=1.0)
@@ -150,7 +151,8 @@ def on_two_ranks(cfg: Config, world: World, given: Values) -> Recorded:
         rows, batch = next(batches(cfg, rank, RANKS, RANKS_STEP))
         losses = flow.losses(net, batch, torch.float32)
         (losses.mean() / RANKS).backward()  # gradients add up over ranks
-        loss, norm = step.train_step(start(cfg, world, given), batch, Health(CPU), cfg)
+        state = start(cfg, world, given)
+        loss, norm = step.train_step(state.net, state.opt, batch, Health(CPU), cfg)
         each.append(rows | {"losses": losses.detach(), "loss": loss, "grad_norm_of_rank": norm})
     values: Recorded = {name: np.stack([row[name] for row in each]) for name in each[0]}
     values["mean_loss"] = values["loss"].mean()

@@ -27,13 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from flux_ref import flow, ranks
+from flux_ref import flow, ranks, sharding
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import fields
 from flux_ref.model import Flux, parameter_table
 from flux_ref.pictures import autoencoder
+from flux_ref.precision import fp8, linear, policy
 from flux_ref.sharding import DTYPES
-from flux_ref.speed import fp8_product, linear, policy, regions
 from tools.shared import communication
 from tools.shared.communication import Layout
 
@@ -79,7 +79,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """{"double 1": footprint of a region of one double block, ..., "ends": of the embedders, the head and the loss}.
 
     It has every kind and length of region in the config, for micro-batches of so many rows. arch: the kind of device,
-    as fp8_product.architecture names it; it decides the layouts of FP8.
+    as fp8.architecture names it; it decides the layouts of FP8.
     """
     model = cfg.model
     dtype = DTYPES[cfg.parallel.dtype]
@@ -87,7 +87,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     text = model.text_tokens
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
-    with FakeTensorMode(), patch.object(fp8_product, "has_kernel", lambda device: True):
+    with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
         for kind, lengths in communication.region_lengths(cfg).items():
             for length in sorted(set(lengths)):
                 net = _net(cfg, arch, length)
@@ -145,8 +145,8 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
     for name in coded:
         net.get_submodule(name).encode()
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
-    net.double_blocks = regions.regions(net.double_blocks, parallel)
-    net.single_blocks = regions.regions(net.single_blocks, parallel)
+    net.double_blocks = sharding.regions(net.double_blocks, parallel)
+    net.single_blocks = sharding.regions(net.single_blocks, parallel)
     return net
 
 

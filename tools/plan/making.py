@@ -10,8 +10,8 @@ from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.optim import bytes_per_parameter
-from flux_ref.speed import policy
-from flux_ref.speed.layers import MULTIPLE
+from flux_ref.precision import policy
+from flux_ref.precision.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
 from tools.plan.memory import Instant
 from tools.plan.reference_samples import samples_to_target

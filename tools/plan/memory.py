@@ -11,8 +11,8 @@ from math import prod
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import moment_kinds
-from flux_ref.speed import policy
-from flux_ref.speed.regions import REDUCTIONS
+from flux_ref.precision import policy
+from flux_ref.sharding import REDUCTIONS
 from tools.plan.footprint import Footprint, decoding
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 

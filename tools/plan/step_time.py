@@ -11,7 +11,7 @@ from math import ceil, log2
 
 from flux_ref.config import Config, OptimConfig
 from flux_ref.optim import bytes_per_parameter
-from flux_ref.speed.regions import REDUCTIONS
+from flux_ref.sharding import REDUCTIONS
 from tools.plan.footprint import Footprint, Work
 from tools.shared.communication import ITEM_BYTES, Layout, Unit, freed, sent
 from tools.shared.hardware import Assumed, Gpu

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from flux_ref.config import Config, ParallelConfig
-from flux_ref.speed import policy
+from flux_ref.precision import policy
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}  # of parallel.dtype and parallel.reduce_dtype
 ROOT = "ends"

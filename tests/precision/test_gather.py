@@ -11,6 +11,7 @@ from fp8_net import low
 from precision_ranks import fp8_config, fp8_linears, lively_state, steps
 from torch import nn
 
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.errors import Refusal
 
 
@@ -54,5 +55,5 @@ def test_a_shard_that_lost_its_hooks_is_found(world):
 
 def test_validation_in_bf16_needs_weights_gathered_in_bf16():
     with pytest.raises(Refusal, match=r"precision\.eval=false validates in bf16.*set precision\.gather=false"):
-        fp8_config(precision__eval=False)
-    assert not fp8_config(precision__eval=False, precision__gather=False).precision.gather
+        arithmetic_of(fp8_config(precision__eval=False))
+    arithmetic_of(fp8_config(precision__eval=False, precision__gather=False))

@@ -4,8 +4,8 @@ Modulation, embedders, head and attention stay in parallel.dtype.
 A linear multiplies in one of three ways.
 
     plain    no product is cast
-    tensor   each tensor is cast once, with one scale, for both of its products (fp8_product.py)
-    blocks   each side of each product is cast by itself (block_product.py)
+    tensor   each tensor is cast once, with one scale, for both of its products (fp8.py)
+    blocks   each side of each product is cast by itself (blocks.py)
 
 Without gradients (validation, pictures) every scale comes from the tensor itself, and every side is rounded to nearest.
 The loss then depends on weights and data alone.
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from flux_ref import model
 from flux_ref.config import Config
 from flux_ref.model import Flux, SingleBlock
-from flux_ref.speed import fp8_product, native, policy
-from flux_ref.speed.block_product import BlockMatmul
-from flux_ref.speed.fp8_product import NOTHING, Fp8Matmul, Remembered, cast, magnitudes, scales_of
-from flux_ref.speed.layers import layers
-from flux_ref.speed.number_formats import E4M3
-from flux_ref.speed.sides import Products, is_delayed, way
+from flux_ref.precision import fp8, policy
+from flux_ref.precision.blocks import BlockMatmul, Draws
+from flux_ref.precision.formats import E4M3
+from flux_ref.precision.fp8 import NOTHING, Fp8Matmul, Remembered, cast, magnitudes, scales_of
+from flux_ref.precision.layers import Products, is_delayed, layers, way
 
 SLICES = 16  # of an input's rows; divides their number, as policy.require_rows demands for training
 
@@ -51,7 +50,7 @@ class PolicyLinear(nn.Linear):
     layer: its name in rules.
     pairs: the sides of its products. way: plain, tensor or blocks, see above.
     notes: whether training notes magnitudes for delayed scales.
-    precision.py sets pairs, way, notes, is_delayed and draws between steps.
+    hooks.py sets pairs, way, notes, is_delayed and draws between steps.
     is_delayed: whether training takes the delayed scales.
     of_input, of_grad: of the input and of the output's gradient; None where no stage has delayed sides. Only a stage
     with delayed sides notes magnitudes. So a run computes the same whether or not later stages are known.
@@ -68,12 +67,12 @@ class PolicyLinear(nn.Linear):
         self.bias = linear.bias
         stages = policy.stages(cfg)
         is_fp8 = any(way(stage.pairs[layer]) == "tensor" for stage in stages)
-        self.arith = fp8_product.arithmetic(arch) if is_fp8 else None
+        self.arith = fp8.arithmetic(arch) if is_fp8 else None
         self.arch = arch if cfg.precision.native else ""
         self.layer = layer
         self.in_validation = cfg.precision.eval
         self.is_delayed = False
-        self.draws = None
+        self.draws: Draws | None = None
         self.take(stages[0].pairs[layer])
         self.codes = None
         self.weight_scale = None
@@ -168,13 +167,11 @@ class PartsBlock(nn.Module):
         return x_BSD + gate_B1D * self.linear2(attended_BSD, F.gelu(inner_BSM, approximate="tanh"))
 
 
-def convert(net: Flux, cfg: Config, arch: str, rows: int = 0) -> None:
+def convert(net: Flux, cfg: Config, arch: str) -> None:
     """Make the linears of a net's blocks compute as cfg.precision says, before the net is sharded.
 
-    arch: of the device (fp8_product.architecture). rows: samples of a micro-batch, 0 if unknown. Blocks that no stage
-    casts stay as they are. Raises: Refusal.
+    arch: of the device (fp8.architecture). Blocks that no stage casts stay as they are. Raises: Refusal.
     """
-    native.require_native_sizes(cfg, arch, rows)
     for module, layer in layers(cfg.model).items():
         if any(way(stage.pairs[layer.name]) != "plain" for stage in policy.stages(cfg)):
             net.set_submodule(module, PolicyLinear(net.get_submodule(module), layer.name, cfg, arch))

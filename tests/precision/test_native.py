@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from flux_ref import config_file
 from flux_ref.config import Config
 from flux_ref.errors import Refusal
-from flux_ref.speed import casts, fp8_product, native
-from flux_ref.speed.block_product import decoded
-from flux_ref.speed.number_formats import E2M1
-from flux_ref.speed.policy import parse
-from flux_ref.speed.sides import SIDES
+from flux_ref.precision import blocks, casts, fp8
+from flux_ref.precision.formats import E2M1
+from flux_ref.precision.hooks import Precision
+from flux_ref.precision.layers import SIDES, Side
+from flux_ref.precision.policy import parse
 
 M, N, K = 160, 96, 256  # 160 and 96 rows do not fill a tile of 128
 FP4 = torch.float4_e2m1fn_x2
@@ -113,7 +113,7 @@ def on_a_device(seen: list):
 def seen(monkeypatch) -> list:
     """The calls of a device, for which a CPU stands in, each with what its sides mean."""
     found = []
-    monkeypatch.setattr(native, "scaled_mm", on_a_device(found))
+    monkeypatch.setattr(blocks, "scaled_mm", on_a_device(found))
     return found
 
 
@@ -130,12 +130,18 @@ def tensors() -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+def decoded(x: Tensor, side: Side) -> Tensor:
+    """What an emulated product multiplies."""
+    values, whole = blocks.held(blocks.scaled(x, side), side)
+    return values.float() if whole is None else values.float() * whole
+
+
 def scaled(x: Tensor, side: str) -> tuple[Tensor, Tensor, Tensor]:
     return casts.scaled(x, SIDES[side].form, SIDES[side].scaling)
 
 
 def multiplied(arch: str, left: str, right: str, x: Tensor, w: Tensor) -> Tensor:
-    return native.product(arch, SIDES[left], SIDES[right])(scaled(x, left), scaled(w, right))
+    return blocks.kernel(arch, SIDES[left], SIDES[right])(scaled(x, left), scaled(w, right))
 
 
 def breaks(call: Call, kind: Kind) -> bool:
@@ -179,7 +185,7 @@ def test_a_device_is_given_the_sides_that_are_emulated_in_the_calls_of_the_page(
             "call": breaks(call, kind),
             "result": (found.dtype, found.shape) != (torch.bfloat16, (M, N)),
             "finite": found.isfinite().all() == isinstance(bad, float),
-            "sizes": native.product(arch, SIDES[left], SIDES[right]).multiples != kind.multiples,
+            "sizes": blocks.kernel(arch, SIDES[left], SIDES[right]).multiples != kind.multiples,
         }
         wrong += [(arch, left, right, bad, fault) for fault, is_there in faults.items() if is_there]
     assert not wrong
@@ -190,7 +196,7 @@ def test_torch_takes_the_calls_also_of_the_least_sizes_and_refuses_wrong_ones(se
     """torch judges AMD's blocks only where it is built for AMD."""
     wrong = []
     for (arch, side), kind in KINDS.items():
-        if arch == "gfx950" and side != "e4m3_row":
+        if arch == "gfx950":
             continue
         m, n, k = kind.multiples
         for x, w in (tensors(), (torch.ones(m, k), torch.ones(n, k))):
@@ -210,7 +216,7 @@ def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
     def counted(arch: str, preset: str, **model: object) -> tuple[int, int]:
         keys = {f"model__{name}": value for name, value in model.items()}
         cfg = config_file.replace(Config(name="schnell"), precision__preset=preset, **keys)
-        return native.require_native_sizes(cfg, arch, rows=32)
+        return Precision(cfg).native(32, arch)
 
     every = 3 * 228
     narrow = {"hidden": 96, "heads": 3, "rope_axes": (16, 8, 8)}
@@ -227,22 +233,22 @@ def test_what_is_native_is_counted_before_a_run_and_wrong_sizes_are_refused():
 def test_torch_has_a_product_for_the_pairs_of_the_page_only():
     archs = ("cpu", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1201")
     names = ("bf16", *SIDES)
-    found = [key for key in product(archs, names, names) if native.product(key[0], *map(SIDES.get, key[1:]))]
+    found = [key for key in product(archs, names, names) if blocks.kernel(key[0], *map(SIDES.get, key[1:]))]
     assert sorted(found) == sorted(PAIRS)
     options = [parse(f"* *: nvfp4+sr+h16 x {right}").pair for right in ("nvfp4_2d", "mxfp4", "bf16")]
-    assert [bool(native.product("sm100", *pair)) for pair in options] == [True, False, False]
+    assert [bool(blocks.kernel("sm100", *pair)) for pair in options] == [True, False, False]
 
 
 def test_a_tracer_sees_sizes_and_operations(seen):
     """torch's own check of an operator, and the operations that activation budgets weigh."""
     for left in ("mxfp8", "nvfp4"):
-        kernel = native.product("sm100", SIDES[left], SIDES[left])
+        kernel = blocks.kernel("sm100", SIDES[left], SIDES[left])
         x, w = (scaled(tensor, left) for tensor in tensors())
         with FlopCounterMode(display=False) as counter:
             kernel(x, w)
         assert counter.get_flop_counts()["Global"][torch.ops.flux_ref.native_mm] == 2 * M * N * K
         arguments = (*kernel.side(*x), *kernel.side(*w), kernel.form.name, kernel.recipe, kernel.tiled)
-        checks = torch.library.opcheck(native._device_mm, arguments, test_utils=("test_schema", "test_faketensor"))
+        checks = torch.library.opcheck(blocks._device_mm, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -266,10 +272,10 @@ def test_a_compiler_keeps_bits_and_layouts(seen):
 @pytest.mark.gpu
 def test_this_device_computes_what_is_emulated(device, monkeypatch):
     """Within bf16's rounding and the sums' own: Hopper keeps 12 or 13 bits of them. A CPU stands in for a B200."""
-    arch = fp8_product.architecture(device)
+    arch = fp8.architecture(device)
     if device.type == "cpu":
         arch = "sm100"
-        monkeypatch.setattr(native, "scaled_mm", on_a_device([]))
+        monkeypatch.setattr(blocks, "scaled_mm", on_a_device([]))
     pairs = [(left, right) for where, left, right in PAIRS if where == arch]
     if not pairs:
         pytest.skip(f"torch has no native product on {arch}")

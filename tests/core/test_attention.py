@@ -4,7 +4,7 @@ import torch
 from conftest import MICRO
 
 from flux_ref import config, config_file, sharding
-from flux_ref.speed.attention import KERNELS, allow_attention, attention_kernel
+from flux_ref.attention import KERNELS, allow_attention, attention_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flux_ref.errors import Refusal
-from flux_ref.speed.layers import MULTIPLE
+from flux_ref.precision.casts import scale_of_magnitude
+from flux_ref.precision.layers import MULTIPLE
 
 # Shapes: M tokens of a micro-batch, K inputs and N outputs of a linear.
 E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
-# numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
-LARGEST_SCALE = 2.0**44
 
 
 class Arithmetic(NamedTuple):
@@ -74,14 +73,6 @@ def arithmetic(arch: str) -> Arithmetic:
 def has_kernel(device: torch.device) -> bool:
     """Whether torch's own FP8 product is used on a device. Not on a CPU: there it depends on the CPU's maker."""
     return device.type != "cpu"
-
-
-def scale_of_magnitude(amax: Tensor, largest: float | Tensor) -> Tensor:
-    """The scale that maps a magnitude to the largest value of a format, at most LARGEST_SCALE; fp32.
-
-    amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
-    """
-    return (largest / amax).clamp(max=LARGEST_SCALE)
 
 
 def magnitudes(x: Tensor, dim: int = -1) -> Tensor:
@@ -166,7 +157,7 @@ class Fp8Matmul(torch.autograd.Function):
 
     Parts of x join along K, and the result is split along N. Each part is cast by itself. So a compiler can cast a part
     where the part is computed.
-    codes: the weight in FP8, as fp8_gather.py gathers it; the weight then only receives its gradient.
+    codes: the weight in FP8, as gather.py gathers it; the weight then only receives its gradient.
     Without codes the weight is cast here, and backward casts the weight again. A copy in FP8 would be kept for every
     layer at once, and FSDP would not know that it may free the copy.
     """
@@ -238,7 +229,10 @@ def _codes(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, row_times
 
 
 def _in_backward(codes: Tensor, grad_scale: Tensor) -> Tensor:
-    """The same codes, tied to the gradient. Else a compiler may transpose the codes in forward and keep the copy."""
+    """The same codes. To a compiler they seem to depend on the gradient: a scale is never below 0, so it adds 0.
+
+    Otherwise it may transpose the codes in forward already, and keep the copy until backward.
+    """
     if not torch.compiler.is_compiling():
         return codes
     zero = (grad_scale < 0).to(torch.uint8)

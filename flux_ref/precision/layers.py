@@ -1,18 +1,86 @@
-"""The layers whose products a policy decides, and which sides their sizes forbid.
+"""The linears whose products a policy decides, how it can cast their sides, and what their sizes forbid.
 
-They are the linears of the blocks that see tokens.
+They are the linears of the blocks that see tokens: K inputs, N outputs, M tokens of a micro-batch. Each of a linear's
+three products is a sum over one dimension of its left and its right side:
+
+    forward      input (M, K)             x weight (N, K)           over K
+    grad_input   gradient (M, N)          x weight, turned (K, N)   over N
+    grad_weight  gradient, turned (N, M)  x input, turned (K, M)    over M
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flux_ref.config import ModelConfig
 from flux_ref.errors import Refusal
-from flux_ref.speed.sides import PRODUCTS, Products, format_pair, way
+from flux_ref.precision.formats import E2M1, E2M3, E4M3, E5M2, Format, Scaling
 
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+PLAIN = "bf16"  # the name of a side that is not cast
 DELAYED = ["e4m3_delayed x e4m3", "e5m2_delayed x e4m3"]  # forward and grad_input of the preset fp8_delayed
 LAST = 0.15  # share of the blocks that "last" means; at least one
 MULTIPLE = 16  # kernels of FP8 need sizes that this number divides
 TOKENS = "train.micro_batch, train.global_batch or model.text_tokens"  # keys that set the tokens of a micro-batch
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side of a product is cast. Its blocks lie along the dimension that is summed over."""
+
+    name: str
+    form: Format
+    scaling: Scaling
+    stochastic: bool = False
+    hadamard: int = 0  # size of the transform; 0: none
+    delayed: bool = False  # the scale comes from earlier steps in training (hooks.py)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a product of FP8 matrix units can take the side: one scale, rounded to nearest."""
+        return not (self.scaling.rows or self.scaling.columns or self.stochastic or self.hadamard)
+
+
+Pair = tuple[Side | None, Side | None]  # left and right; None: bf16
+Products = dict[str, Pair]  # of a linear, by product
+SIDES = {
+    side.name: side
+    for side in (
+        Side("e4m3", E4M3, Scaling("linear")),
+        Side("e5m2", E5M2, Scaling("linear")),
+        Side("e4m3_delayed", E4M3, Scaling("linear"), delayed=True),
+        Side("e5m2_delayed", E5M2, Scaling("linear"), delayed=True),
+        Side("mxfp8", E4M3, Scaling("rceil", 1, 32)),
+        Side("mxfp6", E2M3, Scaling("floor", 1, 32)),
+        Side("mxfp4", E2M1, Scaling("floor", 1, 32)),
+        Side("mxfp4_2d", E2M1, Scaling("floor", 32, 32)),
+        Side("nvfp4", E2M1, Scaling("two-level", 1, 16)),
+        Side("nvfp4_2d", E2M1, Scaling("two-level", 16, 16)),
+    )
+}
+
+
+def format_pair(pair: Pair) -> str:
+    """A pair as rules write it."""
+    return " x ".join(side.name if side else PLAIN for side in pair)
+
+
+def way(products: Products) -> str:
+    """How a linear multiplies: "plain", "tensor" or "blocks" (linear.py).
+
+    "tensor": input, weight and gradient are each cast once. So the two products of a tensor name the same side.
+    """
+    x, w = products["forward"]
+    gradient, again = products["grad_input"]
+    if not any(side for pair in products.values() for side in pair):
+        return "plain"
+    is_whole = all(side and side.is_whole for side in (x, w, gradient))
+    shares = w == again and products["grad_weight"] in ((gradient, x), (None, None))
+    return "tensor" if is_whole and shares and x.form == w.form == E4M3 else "blocks"
+
+
+def is_delayed(products: Products) -> bool:
+    """Whether any side takes scales of earlier steps."""
+    return any(side and side.delayed for pair in products.values() for side in pair)
 
 
 class Layer(NamedTuple):
@@ -25,7 +93,10 @@ class Layer(NamedTuple):
     is_last: bool
 
     def sizes(self, rows: int) -> dict[str, tuple[int, int, int]]:
-        """M, N and K of each product of (M, K) and (N, K), which is summed over K. rows: samples of a micro-batch."""
+        """Of each product: rows of its left and of its right side, and the size summed over.
+
+        rows: samples of a micro-batch.
+        """
         tokens = rows * self.tokens
         return {
             "forward": (tokens, self.outputs, self.inputs),
@@ -72,7 +143,7 @@ def require_possible(layer: Layer, products: Products, rows: int) -> None:
     for product, pair in products.items():
         for place, side in enumerate(pair):
             reason = _obstacle(layer, products, product, place, rows) if side else ""
-            if reason:
+            if side and reason:
                 given = f"{layer.name} {product}: {format_pair(pair)}"
                 raise Refusal(f"precision: {given}: {side.name} {reason}, or write another rule")
 

@@ -7,13 +7,13 @@ import torch
 from conftest import MICRO
 from fake_world import fake_world
 
-from flux_ref import config, config_file, schedule, step_runner
+from flux_ref import config, config_file, schedule, sharding, step_runner
 from flux_ref.config import Config
 from flux_ref.data import synthetic
 from flux_ref.errors import Refusal
 from flux_ref.model import SingleBlock
-from flux_ref.speed import regions
-from flux_ref.step import Health, State, train_step, validation_step
+from flux_ref.step import Health, train_step, validation_step
+from flux_ref.step_runner import State
 
 
 def micro(**values: object) -> Config:
@@ -31,7 +31,7 @@ def steps(world, cfg: Config) -> tuple[list[float], list[list[float]]]:
     state.opt.lr.fill_(1e-2)
     health = Health(world.device)
     sums = torch.zeros(3, schedule.TIMESTEPS, dtype=torch.float64)
-    losses = [float(train_step(state, batch, health, cfg)[0]) for _ in range(3)]
+    losses = [float(train_step(state.net, state.opt, batch, health, cfg)[0]) for _ in range(3)]
     validation_step(state.net, batch, sums, cfg)
     assert losses[0] != losses[-1]
     return losses, sums.tolist()
@@ -79,7 +79,7 @@ def collectives(**values: object) -> list[str]:
         for unit in (*state.net.double_blocks, *state.net.single_blocks):
             unit.set_custom_all_gather(Noted(log, "gather"))
             unit.set_custom_reduce_scatter(Noted(log, "reduce"))
-        train_step(state, synthetic(cfg.model, cfg.train.global_batch // 4), Health(four.device), cfg)
+        train_step(state.net, state.opt, synthetic(cfg.model, cfg.train.global_batch // 4), Health(four.device), cfg)
     return log
 
 
@@ -93,24 +93,24 @@ def test_levers_reach_fsdp():
 def test_compiling_needs_a_compiler_of_c(world, monkeypatch, tmp_path):
     """On a GPU Triton builds its launchers with it, and takes only that of CC if this is set. They include Python.h."""
     cfg = micro(parallel__compile=True)
-    monkeypatch.setattr(regions.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sharding.shutil, "which", lambda name: None)
     with pytest.raises(
         Refusal, match=r"^parallel\.compile=true needs g\+\+; install it or set parallel\.compile=false$"
     ):
         State.build(cfg, world, seed=0)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(regions.sysconfig, "get_paths", lambda: {"include": tmp_path})
+    monkeypatch.setattr(sharding.sysconfig, "get_paths", lambda: {"include": tmp_path})
     with pytest.raises(Refusal, match=r"needs Python\.h; install python3-dev"):
-        regions.compile_all([], cfg, torch.device("cuda"))
+        sharding.compile_all([], cfg, torch.device("cuda"), {})
     (tmp_path / "Python.h").touch()
     with pytest.raises(Refusal, match="needs gcc"):
-        regions.compile_all([], cfg, torch.device("cuda"))
-    monkeypatch.setattr(regions.shutil, "which", lambda name: name == "gcc" or None)
-    regions.compile_all([], cfg, torch.device("cuda"))
+        sharding.compile_all([], cfg, torch.device("cuda"), {})
+    monkeypatch.setattr(sharding.shutil, "which", lambda name: name == "gcc" or None)
+    sharding.compile_all([], cfg, torch.device("cuda"), {})
     monkeypatch.setenv("CC", "own-cc")
     with pytest.raises(Refusal, match="needs own-cc"):
-        regions.compile_all([], cfg, torch.device("cuda"))
-    regions.permit_compilation()
+        sharding.compile_all([], cfg, torch.device("cuda"), {})
+    sharding.permit_compilation()
 
 
 def test_what_excludes_each_other_is_refused():
@@ -123,7 +123,7 @@ def test_what_excludes_each_other_is_refused():
 
 
 def test_pictures_are_drawn_without_the_compiler():
-    with regions.uncompiled(config.ParallelConfig(compile=True)):
+    with sharding.uncompiled(config.ParallelConfig(compile=True)):
         assert not torch.compile(lambda x: torch.compiler.is_compiling())(torch.ones(1))
 
 
@@ -155,8 +155,8 @@ def test_a_new_shape_after_the_warm_up_is_an_error_and_pictures_are_drawn_all_th
     runner.warm_up()
     runner.train()
     sums = torch.zeros_like(runner.sums)
-    runner.validate(sums)
-    with regions.uncompiled(cfg.parallel):
+    runner.validate()
+    with sharding.uncompiled(cfg.parallel):
         validation_step(state.net, synthetic(cfg.model, 3), sums, cfg)
     with pytest.raises(RuntimeError, match="recompile"):
         validation_step(state.net, synthetic(cfg.model, 5), sums, cfg)
@@ -169,10 +169,10 @@ def test_settings_of_the_compiler_hold_in_every_thread(world):
         return torch._dynamo.config.recompile_limit, torch._functorch.config.activation_memory_budget
 
     compiled = torch.compile(torch.sin, fullgraph=True, dynamic=False, backend="eager")
-    regions.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device)
+    sharding.compile_all([], micro(parallel__compile=True, parallel__activation_budget=0.5), world.device, {})
     with ThreadPoolExecutor(1) as elsewhere:
-        assert elsewhere.submit(settings).result() == settings() == (regions.GRAPHS, 0.5)
+        assert elsewhere.submit(settings).result() == settings() == (sharding.GRAPHS, 0.5)
         shapes = [torch.ones(size) for size in range(2, 14)]
         assert all(map(torch.equal, elsewhere.map(compiled, shapes), map(torch.sin, shapes)))
-        regions.permit_compilation()
-        assert elsewhere.submit(settings).result() == settings() == (regions.GRAPHS, 1.0)
+        sharding.permit_compilation()
+        assert elsewhere.submit(settings).result() == settings() == (sharding.GRAPHS, 1.0)

@@ -11,8 +11,8 @@ from fp8_net import low
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flux_ref.speed import fp8_product
-from flux_ref.speed.fp8_product import scaled_mm
+from flux_ref.precision import fp8
+from flux_ref.precision.fp8 import scaled_mm
 
 EPS = 2.0**-24  # half a unit in the last place of fp32, relative
 FAMILIES = ((torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
@@ -61,7 +61,7 @@ def test_sums_are_fp32s():
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cpu_never_calls_torchs_fp8_product(compiles, monkeypatch):
-    monkeypatch.setattr(fp8_product, "_device_mm", None)
+    monkeypatch.setattr(fp8, "_device_mm", None)
     torch._dynamo.reset()
     for arch in ("cpu", "gfx942"):
         linear = low(nn.Linear(96, 64).bfloat16(), arch=arch)
@@ -70,12 +70,12 @@ def test_a_cpu_never_calls_torchs_fp8_product(compiles, monkeypatch):
         out.square().mean().backward()
         assert out.isfinite().all() and x.grad.isfinite().all()
     torch._dynamo.reset()
-    assert fp8_product.has_kernel(torch.device("cuda"))
+    assert fp8.has_kernel(torch.device("cuda"))
 
 
 def test_a_device_product_counts_its_operations(monkeypatch):
     """parallel.activation_budget weighs what it recomputes; a product without a count would look free."""
-    monkeypatch.setattr(fp8_product, "has_kernel", lambda device: True)
+    monkeypatch.setattr(fp8, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: torch.mm(a.float(), b.float()).bfloat16())
     left, right = (torch.ones(rows, 48).to(torch.float8_e4m3fn) for rows in (32, 16))
     with FlopCounterMode(display=False) as counter:

@@ -4,15 +4,16 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 from conftest import ROOT, refusal
 
 from flux_ref import config_file
+from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import ModelConfig, flat
 from flux_ref.model import parameter_table
-from flux_ref.speed import policy
-from flux_ref.speed.layers import layers
-from flux_ref.speed.number_formats import E2M1, E2M3, Scaling
-from flux_ref.speed.sides import format_pair, way
+from flux_ref.precision import policy
+from flux_ref.precision.formats import E2M1, E2M3, Scaling
+from flux_ref.precision.layers import format_pair, layers, way
 
 TINY = config_file.replace(config_file.load(ROOT / "configs/tiny.toml"), parallel__dtype="bf16")
 SCHNELL, SMALL = ModelConfig(), TINY.model
@@ -115,7 +116,7 @@ def test_presets_of_omniflow_have_the_published_numbers_of_linears():
 def ready(**values: object) -> None:
     """What a run of two ranks checks, for tiny in bf16 with these values of precision or of other keys."""
     keys = {key if "__" in key else f"precision__{key}": value for key, value in values.items()}
-    config_file.validate_world(config_file.replace(TINY, **keys), 2)
+    arithmetic_of(config_file.replace(TINY, **keys)).require(30, torch.device("cpu"))
 
 
 REFUSED = {  # rules that mean nothing

@@ -35,6 +35,11 @@ class Format:
     def has_negative_zero(self) -> bool:
         return self.nan != self.sign
 
+    @property
+    def top(self) -> int:
+        """floor(log2 largest)."""
+        return math.frexp(self.largest)[1] - 1
+
     def value(self, code: int) -> float:
         """What one code means."""
         if code == self.nan:
@@ -49,20 +54,14 @@ class Format:
         """The values of all codes, by code."""
         return [self.value(code) for code in range(2 * self.sign)]
 
-    @property
-    def top(self) -> int:
-        """floor(log2 largest)."""
-        return math.frexp(self.largest)[1] - 1
-
 
 E4M3 = Format("e4m3", 4, 3, 7, 448.0, nan=0x7F)
 E5M2 = Format("e5m2", 5, 2, 15, 57344.0, nan=0x7F, infinity=0x7C)
 E4M3FNUZ = Format("e4m3fnuz", 4, 3, 8, 240.0, nan=0x80)
 E5M2FNUZ = Format("e5m2fnuz", 5, 2, 16, 57344.0, nan=0x80)
-E3M2 = Format("e3m2", 3, 2, 3, 28.0)
 E2M3 = Format("e2m3", 2, 3, 1, 7.5)
 E2M1 = Format("e2m1", 2, 1, 1, 6.0)
-FORMATS = {one.name: one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1)}
+FORMATS = {one.name: one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M3, E2M1)}
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,9 @@ class Scaling:
     """How a tensor is scaled.
 
     rows, columns: of a block whose values share a scale; 0 for all of the tensor.
-    rule: of the scale. floor, ceil, rceil: a power of two, kept as E8M0, by the block's largest magnitude m and the
-    format's largest value L. floor (MX 6.3): 2**(floor(log2 m) - floor(log2 L)). ceil: the same of ceil(log2 m). rceil
-    (cuBLAS, 1-D block scaling): the least power of two that is at least m / L.
+    rule: of the scale. floor, rceil: a power of two, kept as E8M0, by the block's largest magnitude m and the format's
+    largest value L. floor (MX 6.3): 2**(floor(log2 m) - floor(log2 L)). rceil (cuBLAS, 1-D block scaling): the least
+    power of two that is at least m / L.
     linear: a cast multiplies by L / m in fp32, at most 2**44, and the scale is the inverse.
     two-level (NVFP4): an E4M3 for each block times one fp32 for the tensor.
     """

@@ -16,9 +16,21 @@ from typing import NamedTuple
 
 from flux_ref.config import Config, ModelConfig
 from flux_ref.errors import Refusal
+from flux_ref.precision.layers import (
+    PLAIN,
+    PRODUCTS,
+    SIDES,
+    Layer,
+    Pair,
+    Products,
+    Side,
+    format_pair,
+    is_delayed,
+    layers,
+    require_possible,
+    way,
+)
 from flux_ref.schedule import steps_for
-from flux_ref.speed.layers import Layer, layers, require_possible
-from flux_ref.speed.sides import PLAIN, PRODUCTS, SIDES, Pair, Products, Side, format_pair, is_delayed, way
 
 MXFP4_BACKWARD = ("* grad_input: mxfp4 x mxfp4_2d", "* grad_weight: mxfp4+h16 x mxfp4+h16")  # of all OmniFlow's recipes
 PRESETS = {
@@ -173,7 +185,7 @@ def is_low(stage: Stage) -> bool:
 
 
 def layers_gathered_in_fp8(cfg: Config) -> dict[str, str]:
-    """The layers whose weights are gathered as codes (fp8_gather.py): those with e4m3 weights in all stages.
+    """The layers whose weights are gathered as codes (gather.py): those with e4m3 weights in all stages.
 
     Their names in rules, by Black Forest Labs' names of the modules.
     """
@@ -219,7 +231,7 @@ def describe(cfg: Config) -> list[str]:
         lines.append(f"  from {stage.first * cfg.train.global_batch:,} samples on: {stage.preset}")
         lines += [f"    {line}" for line in table(stage, cfg.model)]
     if layers_with_delayed_scales(cfg):
-        lines.append(f"  delayed scales: {own.algorithm} of {own.history}, the first {own.dynamic_steps} steps dynamic")
+        lines.append(f"  delayed scales: largest of {own.history}, the first {own.dynamic_steps} steps dynamic")
     return lines
 
 

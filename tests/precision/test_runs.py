@@ -12,7 +12,7 @@ from flux_ref import checkpoint, config_file
 from flux_ref.config import Config
 from flux_ref.ranks import World
 from flux_ref.saver import load
-from flux_ref.step import State
+from flux_ref.step_runner import State
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -28,7 +28,7 @@ def test_runs_of_several_ranks_round_as_one_does_in_any_micro_batches(size, meas
 
 def everything(state: State) -> dict[str, Tensor]:
     """Weights, history, and the moments of a parameter."""
-    return whole(state.net) | {"history": state.precision.history, "moment": state.opt.moments()["exp_avg"][0]}
+    return whole(state.net) | {"history": state.arithmetic.history, "moment": state.opt.moments()["exp_avg"][0]}
 
 
 def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(world, tmp_path):
@@ -37,7 +37,7 @@ def test_a_run_that_stops_before_at_or_after_its_switches_goes_on_bit_for_bit(wo
     own = {"precision__preset": "nvfp4", "precision__switch": switch, "precision__dynamic_steps": 1}
     cfg = fp8_config(run__dir=str(tmp_path), checkpoint__keep=3, train__max_samples=9 * ROWS, **own)
     state = lively_state(cfg, world)
-    precision = state.precision
+    precision = state.arithmetic
     assert precision.phases == (0, 4, 5, 6), "no phase lies beyond its stage"
     assert [precision.stage(step).preset for step in (0, 3, 4, 9)] == ["nvfp4", "nvfp4", "fp8_delayed", "bf16"]
     losses = []

@@ -5,7 +5,7 @@ import torch
 from fp8_net import Net
 from torch import Tensor
 
-from flux_ref.speed import fp8_product
+from flux_ref.precision import fp8
 
 
 def on_a_device(layouts: list[bool]):
@@ -27,7 +27,7 @@ def test_a_compiler_hands_a_device_the_layouts_that_it_takes(monkeypatch):
 
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     layouts = []
-    monkeypatch.setattr(fp8_product, "has_kernel", lambda device: True)
+    monkeypatch.setattr(fp8, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", on_a_device(layouts))
     for arch, preset in (("sm90", "fp8"), ("sm90", "fp8_delayed"), ("sm100", "fp8_delayed")):
         found = []

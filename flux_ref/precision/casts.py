@@ -1,33 +1,24 @@
-"""Casts to the formats of number_formats.py, in blocks that share scales.
+"""Casts to the formats of formats.py, in blocks that share scales.
 
 All arithmetic is fp32 by powers of two. So codes and scales are equal on every device, bit for bit. Only the rules
 linear and two-level divide by other numbers, as their sources do. There a compiled scale may be off by an ulp: Inductor
 divides by div.full.f32 on NVIDIA, which does not round correctly. So what is exact here is written as a product.
 
-port: `rounded`, `encode` and `Format.table` define a format; `scaled` defines the scales of a tensor.
+port: `rounded` and `encode` define a cast; `scaled` defines the scales of a tensor.
 """
 
 import torch
 from torch import Tensor
 
-from flux_ref.speed.fp8_product import scale_of_magnitude
-from flux_ref.speed.number_formats import E4M3, Format, Scaling
+from flux_ref.precision.formats import E4M3, Format, Scaling
 
 FP32_BIAS = 127
 FP32_MANTISSA = 23
 FP32_EXPONENT = 0xFF << 23  # its bits
 FP32_FRACTION = (1 << 23) - 1
 SCALE_NAN = 255  # the code of an E8M0 scale whose block holds a value that is not finite
-
-
-def encode(form: Format, values: Tensor) -> Tensor:
-    """fp32 values that `rounded` gave to uint8 codes of the same shape. A NaN needs a format that has one."""
-    exponent = exponent_of(values).clamp(min=1 - form.bias)
-    steps = (values.abs() * power_of_two(form.mantissa - exponent)).nan_to_num(nan=0.0).int()
-    codes = steps + ((exponent + form.bias - 1) << form.mantissa)
-    negative = values.signbit() if form.has_negative_zero else values < 0
-    codes = codes + negative * form.sign
-    return codes.where(~values.isnan(), form.nan or 0).to(torch.uint8)
+# numerics: a larger scale, of a nearly vanished gradient, overflows in some kernels.
+LARGEST_SCALE = 2.0**44
 
 
 def exponent_of(x: Tensor) -> Tensor:
@@ -41,6 +32,16 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return normal.where(exponent > -FP32_BIAS, 2.0**-FP32_BIAS)
 
 
+def encode(form: Format, values: Tensor) -> Tensor:
+    """fp32 values that `rounded` gave to uint8 codes of the same shape. A NaN needs a format that has one."""
+    exponent = exponent_of(values).clamp(min=1 - form.bias)
+    steps = (values.abs() * power_of_two(form.mantissa - exponent)).nan_to_num(nan=0.0).int()
+    codes = steps + ((exponent + form.bias - 1) << form.mantissa)
+    negative = values.signbit() if form.has_negative_zero else values < 0
+    codes = codes + negative * form.sign
+    return codes.where(~values.isnan(), form.nan or 0).to(torch.uint8)
+
+
 def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     """fp32 to the values of a format, in fp32. NaN stays NaN; what is too large becomes the largest value.
 
@@ -51,10 +52,10 @@ def rounded(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     # All works in place. On a CPU new memory costs more than this arithmetic.
     step = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # 2**floor(log2 |x|)
     step.clamp_(2.0 ** (1 - form.bias), 2.0**form.top).mul_(2.0**-form.mantissa)
-    if torch.compiler.is_compiling():  # numerics: see above. Eagerly a division is exact, and faster on a CPU
+    if torch.compiler.is_compiling():  # numerics: 1 / step by its exponent. A compiled division may be inexact
         steps = x * ((2 * FP32_BIAS << FP32_MANTISSA) - step.view(torch.int32)).view(torch.float32)
     else:
-        steps = x / step
+        steps = x / step  # exact, and faster on a CPU
     if chance is None:
         steps.round_()
     else:
@@ -97,14 +98,24 @@ def scaled(x_MK: Tensor, form: Format, scaling: Scaling, chance: Tensor | None =
     return values.flatten(2).flatten(0, 1), scale[:, 0, :, 0], whole
 
 
+def scale_of_magnitude(amax: Tensor, largest: float | Tensor) -> Tensor:
+    """The scale that maps a magnitude to the largest value of a format, at most LARGEST_SCALE; fp32.
+
+    amax: fp32. For 0 the scale is the cap. For infinity it is 0, which turns the product into NaN. NaN stays NaN.
+    """
+    return (largest / amax).clamp(max=LARGEST_SCALE)
+
+
 def scale_exponent(amax: Tensor, form: Format, rule: str) -> Tensor:
     """log2 of the E8M0 scale of blocks with these largest magnitudes (fp32), int32 from -127 to 127.
 
-    No division is needed: a fraction above that of a bound raises the exponent by one.
+    numerics: without a division. rceil adds 1 where the fraction of amax is above that of the largest value.
     """
-    bound = {"floor": 1.0, "ceil": 0.0, "rceil": form.largest / 2.0**form.top - 1}[rule]
-    is_above = (amax.view(torch.int32) & FP32_FRACTION) > int(bound * 2**FP32_MANTISSA)
-    return (exponent_of(amax) + is_above.int() - form.top).clamp(-FP32_BIAS, FP32_BIAS)
+    exponent = exponent_of(amax) - form.top
+    if rule == "rceil":
+        bound = int((form.largest / 2.0**form.top - 1) * 2**FP32_MANTISSA)
+        exponent = exponent + ((amax.view(torch.int32) & FP32_FRACTION) > bound).int()
+    return exponent.clamp(-FP32_BIAS, FP32_BIAS)
 
 
 def scale_codes(scales: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""How the blocks compute, and the moments at which the core asks. The plain way: as model.py is written.
+
+precision/ has a class with the same methods for all other values of precision.preset, precision.rules and
+precision.switch. train.py and eval.py hand it in, so the core needs no line of it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from flux_ref import folders
+from flux_ref.config import Config
+from flux_ref.model import Flux
+from flux_ref.ranks import World
+
+
+class Arithmetic:
+    """Plain arithmetic in parallel.dtype: nothing is to do at any moment.
+
+    phases: the training steps at which the way of computing changes, 0 first. Each has compiled code and graphs of its
+    own.
+    compiler: options of Inductor beside those of sharding.py.
+    checks: for the optimizer (optim.ShardedAdamW).
+    history: what a checkpoint holds beside weights and moments; the same on all ranks.
+    remembering: whose history it is.
+    """
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.phases: tuple[int, ...] = (0,)
+        self.compiler: dict[str, object] = {}
+        self.checks: tuple[Callable[[], Tensor], ...] = ()
+        self.history = torch.zeros(0)
+        self.remembering: list[str] = []
+
+    def require(self, rows: int, device: torch.device) -> None:
+        """rows: samples of a micro-batch. Raises: Refusal if the sizes or the device forbid what a config asks for."""
+
+    def convert(self, net: Flux, device: torch.device) -> None:
+        """Change modules of a net on the meta device, before it is sharded. Names and shapes of parameters stay."""
+
+    def attach(self, net: nn.Module, world: World) -> None:
+        """The net is sharded and has memory."""
+
+    def begin(self, step: int) -> None:
+        """Choose how the next step and the next validation compute. step: steps trained so far."""
+
+    def phase(self, step: int) -> int:
+        """The phase that a training step belongs to, by its first step."""
+        return max(first for first in self.phases if first <= step)
+
+    def reset(self) -> None:
+        """Forget all steps."""
+
+    def set_scales(self) -> None:
+        """The history was loaded."""
+
+    def describe(self, rows: int, device: torch.device) -> list[str]:
+        """What a run computes with, in words: one line, and more for a policy. rows: samples of a micro-batch."""
+        return [f"{self.cfg.parallel.dtype} in training and validation"]
+
+    def switched(self, step: int) -> str:
+        """The preset that begins at a step, or ""."""
+        return ""
+
+
+def arithmetic_of(cfg: Config) -> Arithmetic:
+    """What a config asks for. Raises: Refusal for a policy that cannot be."""
+    hooks = folders.precision(cfg, "hooks")
+    return hooks.Precision(cfg) if hooks else Arithmetic(cfg)
+
+
+def plain(cfg: Config) -> Arithmetic:
+    """For a config that asks for nothing else."""
+    assert not folders.precision(cfg, "hooks"), "this config needs arithmetic_of(cfg)"
+    return Arithmetic(cfg)
