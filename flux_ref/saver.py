@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from flux_ref import checkpoint, config, ranks, sharding
+from flux_ref import checkpoint, config, files, ranks, sharding
 from flux_ref.checkpoint import Checkpoint, TensorSlice
 from flux_ref.config import Config
 from flux_ref.errors import Fault, Refusal
@@ -131,9 +131,10 @@ class Saver:
             self.host = allocate_host_buffers(rows_to_write(rows_of(state), world), world.pin)
 
     def _require_place(self) -> None:
-        """Try the disk: every rank writes a file beside the run's folder, which a new run does not have yet."""
-        folder = next(path for path in self.run.resolve().parents if path.exists())
-        trial = folder / f".{self.run.name}.trial.{self.nonce}"
+        """Try the disk: every rank writes a file into the run's folder, or where a new run will make it."""
+        run = self.run.resolve()
+        folder = next(path for path in (run, *run.parents) if path.exists())
+        trial = folder / f".trial.{self.nonce}{files.PARTIAL}"
         try:
             with ranks.agreed():
                 if self.world.rank == 0:
@@ -231,12 +232,11 @@ def load(path: Path, state: State) -> None:
     with ranks.agreed():
         saved = Checkpoint(path)
         rows = rows_of(state)
-        found = {key: tuple(entry.shape) for key, entry in saved.tensors.items() if not key.startswith(HISTORY)}
-        fit.require_fit(
-            found,
-            {key: tuple(row.shape) for key, row in rows.items() if not key.startswith(HISTORY)},
-            f"checkpoint {path}",
+        found, want = (
+            {key: tuple(one.shape) for key, one in tensors.items() if not key.startswith(HISTORY)}
+            for tensors in (saved.tensors, rows)
         )
+        fit.require_fit(found, want, f"checkpoint {path}")
         for key, row in rows.items():
             with torch.no_grad():
                 if key in saved.tensors:
