@@ -51,21 +51,12 @@ def overrides(name: str) -> list[str]:
 
 
 def predicted(name: str) -> float:
-    """Bytes of the plan, with what gloo adds to it: a copy of what is reduced, which no GPU's library makes."""
+    """Bytes of the plan."""
     count = CASES[name][0]
     cfg = config_file.load(CONFIG, overrides(name))
     rows = config.micro_batch(cfg, count)
     layout, traced = footprint.layout(cfg, count, count), footprint.trace(cfg, "cpu", rows)
-    compute, reduced = (sharding.DTYPES[dtype].itemsize for dtype in (cfg.parallel.dtype, cfg.parallel.reduce_dtype))
-    found = []
-    for instant in memory.instants(cfg, layout, traced, count, rows, captured=False):
-        copy = 0
-        if instant.name.startswith("reduction") and layout.shards > 1:
-            unit = layout.units[int(instant.name.split()[-1]) - 1]
-            gradients, result = compute * unit.whole, reduced * unit.padded // layout.shards
-            copy = max(0, reduced * unit.padded + result - max(gradients, result))  # made when gradients are gone
-        found.append(instant.total + copy)
-    return max(found)
+    return memory.fullest(cfg, layout, traced, count, rows).total
 
 
 def main(name: str, out: str) -> int:

@@ -4,7 +4,6 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import step_memory
@@ -13,17 +12,14 @@ from conftest import MICRO, ROOT, refusal
 from fake_world import fake_world
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flux_ref import config, config_file, ranks, sharding
+from flux_ref import config, config_file, sharding
 from flux_ref.data import allocate
 from flux_ref.model import Flux
-from flux_ref.pictures import artist
 from flux_ref.step import Health, train_step
 from flux_ref.step_runner import State
-from tools.plan import commands, footprint, making, memory, step_time
-from tools.plan.footprint import Footprint, Product, Work
-from tools.plan.memory import Instant
+from tools.plan import commands, footprint, hardware, memory, plan, public, step_time
+from tools.plan.footprint import Footprint, Pass, Product
 from tools.plan.step_time import Machine
-from tools.shared import hardware, public_systems
 
 SMALL = config_file.load(MICRO)
 GPU, ASSUMED = hardware.load("h200")
@@ -85,21 +81,21 @@ def test_a_smaller_budget_keeps_less_and_computes_more():
     for kind in ("double 1", "single 1"):
         eager, whole, least = (found[kind] for found in traces)
         stream = 4 * (24 + 6) * 192 * 2
-        assert eager.saved > whole.saved > 3 * least.saved
-        assert stream <= least.saved < 1.2 * stream, "the output alone"
-        eager, whole, least = (sum(p.flop for p in own.backward_work.products) for own in (eager, whole, least))
-        assert eager == whole < least
+        assert eager.forward.kept > whole.forward.kept > 3 * least.forward.kept
+        assert stream <= least.forward.kept < 1.2 * stream, "the output alone"
+        eager, whole, least = (sum(p.flop for p in own.backward.products) for own in (eager, whole, least))
+        assert eager == pytest.approx(whole, rel=0.02) and whole < least
 
 
 def test_products_add_up_to_the_closed_form():
     """Attention's backward counts its scores a second time, which flops.per_sample leaves out."""
-    cfg, model = wide(), wide().model
+    cfg, model = wide(parallel__compile=True), wide().model
     found = footprint.trace(cfg, "cpu", 2)
     S, D = model.text_tokens + model.image_tokens, model.hidden
     linear = 2 * S * 12 * D * D
     for kind, modulation in (("double 1", 24), ("single 1", 6)):
-        forward = sum(product.flop for product in found[kind].forward_work.products)
-        backward = sum(product.flop for product in found[kind].backward_work.products)
+        forward = sum(product.flop for product in found[kind].forward.products)
+        backward = sum(product.flop for product in found[kind].backward.products)
         assert forward == 2 * (linear + 4 * S * S * D + modulation * D * D)
         assert backward == 2 * (2 * linear + 10 * S * S * D + 2 * modulation * D * D)
 
@@ -109,7 +105,7 @@ def test_fp8_moves_the_linears_of_blocks():
     for arch in ("sm90", "gfx942"):
         found = footprint.trace(cfg, arch, 2)
         for kind, linears in (("double 1", 8), ("single 1", 2)):
-            works = found[kind].forward_work, found[kind].backward_work
+            works = found[kind].forward, found[kind].backward
             assert [sum(p.is_fp8 for p in work.products) for work in works] == [linears, 2 * linears]
 
 
@@ -137,7 +133,7 @@ def step_without_peers(name: str) -> tuple[float, float]:
     cfg = wide(**({"train__global_batch": ROWS * gpus} | values))
     rows = config.micro_batch(cfg, gpus)
     layout, footprints = footprint.layout(cfg, gpus, node), footprint.trace(cfg, "cpu", rows)
-    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows, captured=False))
+    instant = memory.fullest(cfg, layout, footprints, gpus, rows)
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with fake_world(gpus, node=node) as world, profiling as profiler:
         state, health = State.of(sharding.build(cfg, world, seed=None), cfg, world), Health(world.device)
@@ -161,46 +157,6 @@ def test_memory_of_more_steps_without_peers():
     assert {name: pair for name, pair in compared.items() if pair[0] != pytest.approx(pair[1], rel=0.03)} == {}
 
 
-DRAWN = {"sample__count": 24, "sample__every_samples": 1, "eval__batch": 16, "sample__guidance": 2.0}
-
-
-def fullest(cfg: config.Config, captured: bool) -> memory.Instant:
-    """Of a rank of eight."""
-    layout, footprints = footprint.layout(cfg, 8, 8), footprint.trace(cfg, "cpu", ROWS)
-    return memory.fullest(memory.instants(cfg, layout, footprints, 8, ROWS, captured))
-
-
-@pytest.mark.parametrize("name", ["8 ranks", "kept"])
-def test_memory_of_a_drawing_without_peers(name, monkeypatch):
-    """Weights that stay gathered are not gathered a second time. The plan counts one region's even so."""
-    monkeypatch.setattr(ranks, "gather_objects", lambda value, *_: [value])
-    cfg = wide(train__global_batch=8 * ROWS, sample__steps=2, **CASES[name][2], **DRAWN)
-    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with fake_world(8) as world, profiling as profiler:
-        net, drawer = sharding.build(cfg, world, seed=None), artist.Artist(cfg, world)
-        for _ in range(2):
-            with record_function(step_memory.STEP):
-                drawer.rehearse(net)
-    parts = fullest(cfg, captured=True).parts
-    assert -0.02 < (parts["weights"] + parts["drawing"]) / step_memory.peaks(profiler)[1] - 1 < 0.06
-
-
-def test_a_drawing_during_the_run_lies_beside_the_memory_of_graphs(monkeypatch):
-    monkeypatch.setattr(making, "largest_rows", lambda *_: (0, 0))  # which takes longer than a test
-    cfg = wide(train__global_batch=8 * ROWS, **DRAWN)
-    found, plain = fullest(cfg, captured=True), fullest(cfg, captured=False)
-    assert found.parts == plain.parts | {"drawing": found.parts["drawing"]} and "drawing" not in plain.parts
-    latents = config_file.replace(cfg, data__kind="embeddings")
-    planned = making.make(latents, "h200", 8, GPU, ASSUMED)
-    assert planned.instant.parts["drawing"] == footprint.decoding(cfg.model), "which is more than a tiny net takes"
-
-
-def test_memory_of_the_autoencoder():
-    """83,819,683 parameters in fp32, and some of the largest tensors: 256 maps of 256 x 256 pixels."""
-    tensors = (footprint.decoding(config.ModelConfig()) - 4 * 83_819_683) / (4 * 256**3)
-    assert 2 <= tensors < 6
-
-
 REAL = {"eager, 2 ranks, kept, bf16 reduced", "eager, 2 ranks, averaged"}  # the others are nightly
 MARKED = [pytest.param(n, marks=pytest.mark.slow if n in REAL else pytest.mark.nightly) for n in step_memory.CASES]
 
@@ -218,10 +174,10 @@ def paced(kept: int, gpu=GPU, **values) -> tuple[step_time.Times, float]:
     """A step of 8 ranks that moves as many bytes as its memory moves in a second."""
     cfg = wide(train__global_batch=8, parallel__kept_regions=kept, **values)
     machine = Machine(gpu, replace(ASSUMED, hop_us=0.0), 8)
-    second = Work(ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
-    footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(0, 0, 0, 0, 0, second, second))
+    second = Pass(0, 0, ASSUMED.memory_share * gpu.memory_tb_s * 1e12, ())
+    footprints = dict.fromkeys(("double 1", "single 1", "ends"), Footprint(second, second))
     layout = footprint.layout(cfg, 8, 8)
-    return step_time.step(cfg, layout, footprints, machine, 1), len(layout.units)
+    return step_time.times(cfg, layout, footprints, machine, 1), len(layout.units)
 
 
 def links(times):
@@ -233,15 +189,14 @@ def test_fast_links_hide_behind_slow_compute():
     for kept in (0, -1):
         times, units = paced(kept)
         assert times.compute == pytest.approx(2 * units, rel=1e-3)
-        assert 0 < times.exposed < links(times) < 1e-2
-        assert times.step == pytest.approx(times.compute + times.exposed)
+        assert 0 < times.step - times.compute < links(times) < 1e-2
 
 
 def test_slow_links_are_waited_for():
     slow = replace(GPU, scale_up_gb_s=1e-4, scale_out_gb_s=1e-4)
     times, _ = paced(kept=0, gpu=slow)
     assert links(times) > 3 * times.compute
-    assert links(times) - times.compute < times.exposed < links(times)
+    assert links(times) - times.compute < times.step - times.compute < links(times) + 1
     some, _ = paced(kept=3, gpu=slow)
     every, _ = paced(kept=-1, gpu=slow)
     assert every.step < some.step < times.step and every.all_gather < some.all_gather < times.all_gather
@@ -262,8 +217,8 @@ def test_products_take_what_is_longer():
     peak, bandwidth = ASSUMED.gemm_share * GPU.bf16_tflops * 1e12, ASSUMED.memory_share * GPU.memory_tb_s * 1e12
     small, large = Product(peak, 2 * bandwidth, False), Product(3 * peak, bandwidth, False)
     eight = Product(peak, 0, True)
-    assert machine.seconds(Work(bandwidth, (small, large))) == pytest.approx(1 + 2 + 3)
-    assert machine.seconds(Work(0, (eight,))) == pytest.approx(GPU.bf16_tflops / GPU.fp8_tflops)
+    assert machine.seconds(Pass(0, 0, bandwidth, (small, large))) == pytest.approx(1 + 2 + 3)
+    assert machine.seconds(Pass(0, 0, 0, (eight,))) == pytest.approx(GPU.bf16_tflops / GPU.fp8_tflops)
 
 
 # Hardware
@@ -352,13 +307,9 @@ def test_the_nearest_public_system_stands_beside_the_plan():
         ("mi355x", "gfx950", "bf16", 8, 60, "Primus/8xMI355X"),
         ("gb300", "sm103", "fp8", 1024, 2, "NVIDIA/theia_ngpu512_ngc25.09_nemo"),
     ):
-        assert public_systems.nearest(name, arch, precision, gpus, rows).system == system
-    assert public_systems.nearest("a100", "sm80", "bf16", 8, 32) is None
-    assert public_systems.nearest("mi355x", "gfx950", "mxfp4", 32, 32).precision != "mxfp4", "has no plan"
-    near = public_systems.nearest("mi300x", "gfx942", "bf16", 512, 8)
-    plan = SimpleNamespace(gpu="mi300x", precision="bf16", assumed=hardware.load("mi300x")[1], nearest=near)
-    line = commands.sources(plan)[-1]
-    assert "Oracle/512xMI300X_Xeon_8480, 512 x mi300x in fp8" in line and "-70%; an outlier: it ran without" in line
+        assert public.nearest(name, arch, precision, gpus, rows).system == system
+    assert public.nearest("a100", "sm80", "bf16", 8, 32) is None
+    assert public.nearest("mi355x", "gfx950", "mxfp4", 32, 32).precision != "mxfp4", "has no plan"
 
 
 def test_what_does_not_fit_has_no_time(tmp_path, capsys):
@@ -402,23 +353,22 @@ def test_command_refuses():
 
 
 def test_warnings():
-    sound = making.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", 4, GPU, ASSUMED)
-    micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8)
-    drawing = Instant("backward", {"weights": 4.975e12, "drawing": 25e9})
+    four = Machine(GPU, ASSUMED, 4)
+    sound = plan.make(wide(data__val_count=48, eval__batch=4, train__global_batch=64), "h200", four)
+    micro = config_file.replace(SMALL, data__val_count=45, eval__batch=8, parallel__kept_regions=-1)
     dropping = config_file.load(ROOT / "configs" / "schnell_gbs512.toml", ["--train.caption_drop=0.5"])
     for cfg, changes, words in (
         (micro, {}, "validation: 19 of 64 rows are padding"),
         (micro, {}, "fp32 takes longer"),
         (micro, {"total": 5e12, "fits": False, "dividing_rows": 0}, "do not fit 141 GB; no micro-batch fits"),
-        (micro, {"total": 5e12, "fits": False, "dividing_rows": 8}, "do not fit 141 GB; train.micro_batch=8 fits"),
-        (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
         (
-            dropping,
-            {"total": 5e12, "fits": False, "instant": drawing},
-            "sample.every_samples=0 frees 25 GB; parallel.kept_regions=0",
+            micro,
+            {"total": 5e12, "fits": False, "dividing_rows": 8},
+            "micro_batch=8 fits; parallel.kept_regions=0",
         ),
+        (dropping, {}, "no benchmark result: train.caption_drop=0.5"),
     ):
-        lines = making.warnings(cfg, SimpleNamespace(**vars(sound) | changes))
+        lines = plan.warnings(cfg, replace(sound, **changes), 45)
         assert any(words in line for line in lines), (words, lines)
     assert sound.warnings == []
 
@@ -427,13 +377,13 @@ def test_warnings():
 def test_what_pages_give_8_gpus_of_80_gb_fits_them():
     h100, assumed = hardware.load("h100", None, "bf16")
     for name in ("schnell_gbs512", "own_256"):
-        plan = making.make(config_file.load(ROOT / "configs" / f"{name}.toml"), "h100", 8, h100, assumed)
-        assert plan.fits, (name, plan.warnings)
+        found = plan.make(config_file.load(ROOT / "configs" / f"{name}.toml"), "h100", Machine(h100, assumed, 8))
+        assert found.fits, (name, found.warnings)
 
 
 def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
     """The optimizer also moves it in each step: reads and writes it, and reads the weight once more."""
-    without, with_average = (making.make(wide(optim__ema=ema), "h200", 1, GPU, ASSUMED) for ema in (0, 600))
+    without, with_average = (plan.make(wide(optim__ema=ema), "h200", Machine(GPU, ASSUMED, 1)) for ema in (0, 600))
     parameters = footprint.layout(wide(), 1, 8).parameters
     assert (without.checkpoint, with_average.checkpoint) == (12 * parameters, 16 * parameters)
     assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
@@ -444,11 +394,11 @@ def test_largest_micro_batch_is_the_last_that_fits():
     """Also where the gradients of a region, which do not grow with samples, are most of what backward needs."""
     cfg = wide(train__global_batch=144, parallel__recompute="region")  # 36 samples of each rank
     layout, found = footprint.layout(cfg, 4, 8), footprint.trace(cfg, "cpu", 21)
-    total = making.needed(memory.fullest(memory.instants(cfg, layout, found, 4, 21, captured=True)), ASSUMED)
+    total = plan.needed(memory.fullest(cfg, layout, found, 4, 21), ASSUMED)
     machine = Machine(replace(GPU, arch="cpu", memory_gb=total / 1e9), ASSUMED, 4)
-    assert making.largest_rows(cfg, layout, machine) == (21, 18)
+    assert plan.largest_rows(cfg, layout, machine) == (21, 18)
     eight = config_file.replace(cfg, precision__preset="fp8")  # on a CPU its linears take as much as those of bf16
     assert (eight.model.text_tokens, eight.model.image_tokens) == (24, 6)
-    assert making.largest_rows(eight, layout, machine) == (16, 0), "16 divides rows x 6"
+    assert plan.largest_rows(eight, layout, machine) == (16, 0), "16 divides rows x 6"
     small = replace(machine, gpu=replace(GPU, memory_gb=1))
-    assert making.largest_rows(cfg, layout, small) == (0, 0)
+    assert plan.largest_rows(cfg, layout, small) == (0, 0)

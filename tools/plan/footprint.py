@@ -1,37 +1,34 @@
 """What a region of blocks keeps for backward, needs while it computes, moves and multiplies: counted, not measured.
 
-One region of each kind runs on fake tensors, which have shapes and storages but no memory. Eager regions run operation
-by operation. Compiled regions are traced and partitioned as in torch.compile, with the config's activation budget. The
-count does not look inside an operation, so it misses the workspaces of kernels. It runs the CPU's operations; a GPU's
+One region of each kind is traced on fake tensors, which have shapes and storages but no memory, into one graph of
+forward and one of backward. A compiled region is partitioned as in torch.compile, with the config's activation budget,
+and what lies between products is fused into what consumes it. Otherwise each operation is a kernel of its own. The
+count does not look inside an operation, so it misses the workspaces of kernels. It has the CPU's operations; a GPU's
 eager RMSNorm is one operation and keeps less.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flux_ref import flow, ranks, sharding
-from flux_ref.config import Config, ModelConfig
-from flux_ref.data import fields
+from flux_ref.config import Config
+from flux_ref.data import Batch, fields
 from flux_ref.model import Flux, parameter_table
-from flux_ref.pictures import autoencoder
 from flux_ref.precision import fp8, linear, policy
 from flux_ref.sharding import DTYPES
 from tools.shared import communication
@@ -55,24 +52,20 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one pass computes: its products, and the bytes that everything else reads and writes."""
+class Pass:
+    """Forward or backward of one micro-batch."""
 
-    moved: float
+    kept: float  # bytes of its outputs: in forward what stays until backward
+    most: float  # bytes that live at most, above the inputs; in backward with gradients of unsharded weights
+    moved: float  # bytes that all but products reads and writes
     products: tuple[Product, ...]
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """What one region, or the ends of the net, needs for one micro-batch."""
 
-    saved: float  # stays from forward until backward; includes the output
-    forward: float  # most memory in forward, above the inputs
-    backward: float  # most memory in backward, above all that is saved; includes gradients of unsharded weights
-    evaluate: float  # most memory without gradients, above the inputs
-    draw: float  # the same without the compiler, as pictures are drawn
-    forward_work: Work
-    backward_work: Work
+    forward: Pass
+    backward: Pass
 
 
 def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
@@ -83,8 +76,7 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
     """
     model = cfg.model
     dtype = DTYPES[cfg.parallel.dtype]
-    image = model.image_tokens
-    text = model.text_tokens
+    tokens = {"double": (model.image_tokens, model.text_tokens), "single": (model.text_tokens + model.image_tokens,)}
     footprints = {}
     # The tensors claim to be on a CPU, which would decode FP8. The traced device has a kernel for it.
     with FakeTensorMode(), patch.object(fp8, "has_kernel", lambda device: True):
@@ -92,30 +84,16 @@ def trace(cfg: Config, arch: str, rows: int) -> dict[str, Footprint]:
             for length in sorted(set(lengths)):
                 net = _net(cfg, arch, length)
                 region = getattr(net, f"{kind}_blocks")[0]
-                sizes = (image, text) if kind == "double" else (text + image,)
-                streams = tuple(torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in sizes)
+                streams = tuple(
+                    torch.zeros(rows, n, model.hidden, dtype=dtype, requires_grad=True) for n in tokens[kind]
+                )
                 vec = torch.zeros(rows, model.hidden, dtype=dtype, requires_grad=True)
                 inputs = (*streams, vec, net.rope)
-                compiled = cfg.parallel.compile
-                found = _compiled(region, inputs, cfg) if compiled else _run(region, *inputs)
-                footprints[f"{kind} {length}"] = found
-        batch = {}
-        for name, (shape, kind) in fields(model).items():
-            batch[name] = torch.zeros((rows, *shape), dtype=kind)
-        ends = _net(cfg, arch, 0)  # without blocks; it and the loss are never compiled
-        footprints["ends"] = _run(lambda: flow.losses(ends, batch, dtype).sum())
+                footprints[f"{kind} {length}"] = _footprint(region, inputs, cfg, cfg.parallel.compile)
+        batch = {name: torch.zeros((rows, *shape), dtype=kind) for name, (shape, kind) in fields(model).items()}
+        ends = Ends(_net(cfg, arch, 0), dtype)  # without blocks; it and the loss are never compiled
+        footprints["ends"] = _footprint(ends, (batch,), cfg, compiled=False)
     return footprints
-
-
-@cache
-def decoding(model: ModelConfig) -> float:
-    """Bytes of the autoencoder, and of what it needs to decode one latent. It is on the card only meanwhile."""
-    with FakeTensorMode(), torch.no_grad():
-        net = autoencoder.Autoencoder().to_empty(device="cpu")
-        z_1CYX = torch.zeros(1, *model.latent_shape)
-        with Live() as live:
-            _, _, most, _ = live.above(lambda: net.decode(z_1CYX))
-        return _nbytes(list(net.parameters())) + most
 
 
 def layout(cfg: Config, gpus: int, node: int) -> Layout:
@@ -141,137 +119,68 @@ def _net(cfg: Config, arch: str, length: int) -> Flux:
     finally:
         torch.set_default_dtype(before)
     linear.convert(net, cfg, arch)
-    coded = () if cfg.parallel.compile else policy.layers_gathered_in_fp8(cfg)  # aot_function counts a cast instead
-    for name in coded:
-        net.get_submodule(name).encode()
     parallel = dataclasses.replace(cfg.parallel, region_blocks=max(1, length))
     net.double_blocks = sharding.regions(net.double_blocks, parallel)
     net.single_blocks = sharding.regions(net.single_blocks, parallel)
     return net
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that still live, what they move and what they multiply."""
+class Ends(nn.Module):
+    """A net and the loss of a batch."""
 
-    def __init__(self):
+    def __init__(self, net: Flux, dtype: torch.dtype):
         super().__init__()
-        self.now = self.peak = self.moved = 0
-        self.products: list[Product] = []
-        self._sizes: dict[int, int] = {}
+        self.net = net
+        self.dtype = dtype
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        made = _tensors(result)
-        given = _tensors((args, kwargs))
-        old = _identities(given)
-        if is_product(func):
-            self.products.append(count(func, args, kwargs, result))
-        elif func._schema.is_mutable or not _identities(made) <= old:
-            self.moved += _nbytes(given) + _nbytes(made)
-        for tensor in made:
-            if tensor.untyped_storage()._cdata not in old:  # else a view, or changed in place
-                self._note(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._forget, storage._cdata)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-    def above(self, task: Callable[[], object]) -> tuple[object, int, int, Work]:
-        """Run a task: (its result, how much more lives after it, how much more lived at most meanwhile, its work)."""
-        before = self.peak = self.now
-        self.moved = 0
-        self.products = []
-        result = task()
-        return result, self.now - before, self.peak - before, Work(self.moved, tuple(self.products))
+    def forward(self, batch: Batch) -> Tensor:
+        return flow.losses(self.net, batch, self.dtype).sum()
 
 
-def is_product(func: object) -> bool:
-    """Whether torch counts the arithmetic of an operation: it is a matrix product or attention."""
-    return isinstance(func, torch._ops.OpOverload) and _counted(func) in flop_registry
-
-
-def _counted(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket:
-    return COUNTED.get(func.overloadpacket, func.overloadpacket)
-
-
-def count(func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> Product:
-    """Operations and bytes of a product; attention's backward computes its scores again."""
-    flop = flop_registry[_counted(func)](*args, **kwargs, out_val=result)
-    given = _tensors((args, kwargs))
-    is_fp8 = any(tensor.itemsize == 1 for tensor in given)
-    return Product(flop, _nbytes(given) + _nbytes(_tensors(result)), is_fp8)
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _identities(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
-
-
-def _run(forward: Callable[..., object], *inputs: object) -> Footprint:
-    """Eager: once without gradients, then forward and backward."""
-    with Live() as live:
-        with torch.no_grad():
-            _, _, evaluate, _ = live.above(lambda: forward(*inputs))
-        outputs, saved, most_forward, forward_work = live.above(lambda: _tensors(forward(*inputs)))
-        gradients = [torch.ones_like(output) for output in outputs]
-        _, _, most_backward, backward_work = live.above(lambda: torch.autograd.backward(outputs, gradients))
-        return Footprint(saved, most_forward, most_backward, evaluate, evaluate, forward_work, backward_work)
-
-
-def _compiled(region: nn.Module, inputs: tuple, cfg: Config) -> Footprint:
-    graphs = []
+def _footprint(module: nn.Module, inputs: tuple, cfg: Config, compiled: bool) -> Footprint:
+    """Trace a module, and its backward by all its parameters and inputs."""
+    graphs: list[torch.fx.Graph] = []
 
     def partition(joint, joint_inputs, **options):
-        joint_graph_passes(joint)
-        pair = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
-        graphs.extend(module.graph for module in pair)
+        if compiled:
+            joint_graph_passes(joint)
+            pair = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
+        else:
+            pair = default_partition(joint, joint_inputs, **options)
+        graphs.extend(part.graph for part in pair)
         return pair
 
-    def run(parameters: dict[str, Tensor], *inputs):
-        return functional_call(region, parameters, inputs)
-
     budget = torch._functorch.config.patch(activation_memory_budget=cfg.parallel.activation_budget)
-    with budget, patch.object(torch.compiler, "_is_compiling_flag", True):  # which torch.compile sets, too
-        compiled = aot_function(
-            run,
+    with budget, patch.object(torch.compiler, "_is_compiling_flag", compiled):  # which torch.compile sets, too
+        traced = aot_function(
+            lambda parameters, *inputs: functional_call(module, parameters, inputs),
             fw_compiler=lambda graph, _: graph.forward,
             partition_fn=partition,
-            decompositions=select_decomp_table(),
+            decompositions=select_decomp_table() if compiled else None,
         )
-        compiled(dict(region.named_parameters()), *inputs)
-    (kept, most_forward, forward_work), (_, most_backward, backward_work) = map(_fused, graphs)
-    with Live() as live, torch.no_grad():
-        _, _, unfused, _ = live.above(lambda: region(*inputs))
-    evaluate = min(unfused, most_forward)
-    return Footprint(kept, most_forward, most_backward, evaluate, unfused, forward_work, backward_work)
+        outputs = _tensors(traced(dict(module.named_parameters()), *inputs))
+    forward, backward = (_pass(graph, compiled) for graph in graphs)
+    if getattr(module, "recompute", "none") == "none":
+        return Footprint(forward, backward)
+    again = Pass(  # forward runs again in backward, which the trace leaves out
+        backward.kept,
+        forward.most + backward.most,
+        forward.moved + backward.moved,
+        forward.products + backward.products,
+    )
+    return Footprint(replace(forward, kept=sum(output.nbytes for output in outputs)), again)
 
 
-def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
-    """How a traced graph uses memory if all that lies between products is fused into what consumes it.
+def _pass(graph: torch.fx.Graph, fused: bool) -> Pass:
+    """How a traced graph uses memory.
 
-    Real tensors are the graph's inputs and outputs, and what products read and write. Returns the bytes of the outputs
-    that are no inputs; the largest sum of real tensors above the inputs, what was saved for backward being freed once
-    it is used; and the graph's work.
+    Real tensors are the graph's inputs and outputs, and what products read and write; without fusion all. What was
+    saved for backward is freed once it is used.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
     given = [node for node in nodes if node.op == "placeholder"]
     outputs = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, torch.fx.Node)]
-    real = {*outputs, *given}
+    real = {*outputs, *given} if fused else {*nodes}
     for node in nodes:
         if is_product(node.target):
             real.update((node, *node.all_input_nodes))
@@ -293,8 +202,7 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
         first |= dict.fromkeys(new, moment)
         last |= dict.fromkeys(read | own.keys(), moment)
         if is_product(node.target):
-            args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
-            products.append(count(node.target, args, kwargs, node.meta["val"]))
+            products.append(_product(node))
         else:
             moved += sum(sizes[key] for key in read | new if new)
     kept = _storages(outputs)
@@ -305,7 +213,28 @@ def _fused(graph: torch.fx.Graph) -> tuple[int, int, Work]:
     for moment in range(len(nodes)):
         most = max(most, sum(size for key, size in sizes.items() if first[key] <= moment <= last[key]))
     saved = sum(size for key, size in kept.items() if key not in inputs)
-    return saved, most - sum(inputs.values()), Work(moved, tuple(products))
+    return Pass(saved, most - sum(inputs.values()), moved, tuple(products))
+
+
+def is_product(target: object) -> bool:
+    """Whether torch counts the arithmetic of an operation: it is a matrix product or attention."""
+    return isinstance(target, torch._ops.OpOverload) and _counted(target) in flop_registry
+
+
+def _counted(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket:
+    return COUNTED.get(func.overloadpacket, func.overloadpacket)
+
+
+def _product(node: torch.fx.Node) -> Product:
+    """Operations and bytes of a product; attention's backward computes its scores again."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+    given, made = _tensors((args, kwargs)), _tensors(node.meta["val"])
+    flop = flop_registry[_counted(node.target)](*args, **kwargs, out_val=node.meta["val"])
+    return Product(flop, sum(one.nbytes for one in given + made), any(one.itemsize == 1 for one in given))
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storages(nodes: Iterable[torch.fx.Node]) -> dict[int, int]:

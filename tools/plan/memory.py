@@ -4,21 +4,17 @@ communication.py says how the weights are split into shards, footprint.py what t
 hold the fullest instant.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from flux_ref.config import Config
 from flux_ref.data import fields
 from flux_ref.optim import moment_kinds
-from flux_ref.precision import policy
 from flux_ref.sharding import REDUCTIONS
-from tools.plan.footprint import Footprint, decoding
+from tools.plan.footprint import Footprint
 from tools.shared.communication import ITEM_BYTES, ROOT, Layout, Unit, freed
 
-TILE = 2048  # bytes that a block of threads copies, as FSDP2's kernels count blocks
-BESIDE = 8192  # bytes of a table beside its blocks: seven numbers per parameter, for up to 140 parameters of a unit
-GATHERED = 1 << 17  # bytes of a table for gathered weights: at most 32 blocks of 8 bytes for each multiprocessor
 MASTER = 4  # bytes of a weight, of a moment and of a gradient on shards
 PARTS = ("weights", "moments", "gradients", "gathered weights", "activations", "working set", "buffers")
 
@@ -35,140 +31,94 @@ class Instant:
         return sum(self.parts.values())
 
 
-def fullest(instants: list[Instant]) -> Instant:
-    return max(instants, key=lambda instant: instant.total)
+def fullest(cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int) -> Instant:
+    """The fullest instant of a training step or a validation batch. rows: those of the footprints."""
+    always = dict.fromkeys(PARTS, 0.0) | _always(cfg, layout, gpus)
+    instants = [*_training(cfg, layout, footprints, gpus * rows < cfg.train.global_batch, rows)]
+    *regions, root = layout.units
+    kept = regions[freed(cfg.parallel, len(regions)) :]
+    for unit in regions:
+        working = footprints[unit.kind].forward.most + footprints[ROOT].forward.most
+        gathered = _gathered(root, *kept) + 2 * unit.gathered
+        own = {"gathered weights": gathered, "working set": cfg.eval.batch / rows * working}
+        instants.append(Instant("validation", own))
+    return max((Instant(one.name, always | one.parts) for one in instants), key=lambda one: one.total)
 
 
-def instants(
-    cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int, captured: bool
+def _always(cfg: Config, layout: Layout, gpus: int) -> dict[str, float]:
+    sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
+    return {
+        "weights": MASTER * _shards(layout, layout.units),
+        "moments": MASTER * len(moment_kinds(cfg.optim)) * sum(unit.shard for unit in layout.units),
+        "buffers": sample * (cfg.train.global_batch // gpus + cfg.eval.batch),
+    }
+
+
+def _training(
+    cfg: Config, layout: Layout, footprints: dict[str, Footprint], accumulates: bool, rows: int
 ) -> list[Instant]:
-    """Everything worth looking at in a step and a validation batch, in order.
-
-    rows: those of the footprints. captured: whether steps are. A drawing during the run cannot use the memory of their
-    graphs. So every instant then has the part "drawing", of rank 0.
-    """
-    step = _Step(cfg, layout, footprints, gpus, rows)
-    count = len(step.regions)
-    ends = footprints[ROOT]
-    alone = [step.gathered({i, *step.kept(count)}) + step.flat(i) for i in range(count)]  # without gradients
-    if captured and cfg.sample.every_samples:  # beside the graphs: the most of a sampling step and of the autoencoder
-        share = min(cfg.sample.count, cfg.eval.batch) / rows
-        sampling = (gathered + share * (need.draw + ends.draw) for gathered, need in zip(alone, step.needs))
-        step.always["drawing"] = max(*sampling, 0.0 if cfg.data.kind == "shapes" else decoding(cfg.model))
-    root = step.item * step.root.whole  # bytes of its gradient
-    tokens = cfg.model.image_tokens + cfg.model.text_tokens
-    stream = rows * tokens * cfg.model.hidden * step.item  # its gradient, between two regions
-    for i, need in enumerate(step.needs):
-        step.note(f"forward of region {i + 1}", count, count, {i, *step.kept(i)}, [i], i, need.forward)
-    for i, need in reversed([*enumerate(step.needs)]):
-        ahead = step.prefetched(i)
-        working = need.backward + stream
-        step.note(f"backward of region {i + 1}", i + 1, i + 1, {i, *step.kept(i)}, ahead, i + 1, working, root)
-        # The region's weights and activations are free. Its gradients are copied, and freed before the result is made.
-        unit = step.regions[i]
-        copied = max(step.item * unit.whole, step.reduced * step.shards([unit]))
-        step.note(f"reduction of region {i + 1}", i + 1, i, step.kept(i), ahead, i, stream, root + copied)
-    step.instants.append(Instant("the optimizer", step.always | {"gradients": step.gradients(layout.units)}))
-    for gathered, need in zip(alone, step.needs):
-        working = cfg.eval.batch / rows * (need.evaluate + ends.evaluate)
-        parts = {"gathered weights": gathered, "working set": working}
-        step.instants.append(Instant("validation", step.always | parts))
-    return step.instants
-
-
-def pinned(cfg: Config, layout: Layout, gpus: int, rows: int) -> float:
-    """Bytes of host memory that the captured graphs of one rank keep pinned, at most.
-
-    FSDP2 copies gradients and gathered weights with kernels that read a table from pinned memory: 8 bytes for each
-    TILE. torch rounds a table up to a power of two. A graph keeps the tables of all its copies.
-    Sources: pytorch's TensorShape.cu (get_chunk_cat_metadata, pack_vecs) and CachingHostAllocator.h (free).
-    """
+    """The last micro-batch from the end of forward on: backward and reduction of each region, then the optimizer."""
+    *regions, root = layout.units
+    item = ITEM_BYTES[cfg.parallel.dtype]
     reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
-    tables = (8 * (unit.padded // layout.shards) * reduced // TILE + BESIDE for unit in layout.units)
-    gathers = len(layout.units) + freed(cfg.parallel, len(layout.units) - 1)
-    micro = sum(1 << (size - 1).bit_length() for size in tables) + GATHERED * gathers
-    graphs = 2 if policy.layers_with_delayed_scales(cfg) and cfg.precision.dynamic_steps else 1
-    return graphs * micro * (cfg.train.global_batch // (gpus * rows)) + GATHERED * len(layout.units)
-
-
-class _Step:
-    """What a rank holds of one training step, region by region."""
-
-    def __init__(self, cfg: Config, layout: Layout, footprints: dict[str, Footprint], gpus: int, rows: int):
-        self.layout = layout
-        *self.regions, self.root = layout.units
-        self.needs = [footprints[unit.kind] for unit in self.regions]
-        self.saved_by_ends = footprints[ROOT].saved
-        self.item = ITEM_BYTES[cfg.parallel.dtype]
-        self.reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
-        self.accumulates = gpus * rows < cfg.train.global_batch
-        self.freed = freed(cfg.parallel, len(self.regions))  # the regions behind these stay gathered until backward
-        self.instants: list[Instant] = []
-        sample = sum(prod(shape) * dtype.itemsize for shape, dtype in fields(cfg.model).values())
-        self.always = dict.fromkeys(PARTS, 0.0)
-        self.always["weights"] = MASTER * self.shards(layout.units)
-        self.always["moments"] = MASTER * len(moment_kinds(cfg.optim)) * sum(unit.shard for unit in layout.units)
-        self.always["buffers"] = sample * (cfg.train.global_batch // gpus + cfg.eval.batch)
-
-    def note(
-        self,
-        name: str,
-        done: int,
-        reducing: int,
-        gathered: Iterable[int],
-        ahead: Iterable[int],
-        saved: int,
-        working: float,
-        unreduced: float = 0.0,
-    ) -> None:
-        """An instant of forward or backward.
-
-        done: the first region with gradients of the last micro-batch. reducing: the newest region in reduction.
-        gathered, ahead: regions that are gathered, and that are on their way. saved: regions that hold activations.
-        """
-        gradients = self.gradients(self.regions[done:]) + self._reducing(reducing) + unreduced
-        parts = {
-            "gradients": gradients,
-            "gathered weights": self.gathered(gathered) + sum(map(self.flat, ahead)),
-            "activations": self.saved_by_ends + sum(need.saved for need in self.needs[:saved]),
-            "working set": working,
+    tokens = cfg.model.image_tokens + cfg.model.text_tokens
+    stream = rows * tokens * cfg.model.hidden * item  # its gradient, between two regions
+    first_kept = freed(cfg.parallel, len(regions))
+    saved = footprints[ROOT].forward.kept + sum(footprints[unit.kind].forward.kept for unit in regions)
+    queue = [root, *regions] if accumulates else []  # whose reductions the micro-batch before has begun
+    instants = []
+    for i in reversed(range(len(regions))):
+        unit = regions[i]
+        need = footprints[unit.kind]
+        done = regions[i + 1 :]
+        gradients = _gradients(cfg, layout, done, accumulates) + item * root.whole
+        gathered = _gathered(root, *regions[first_kept:i])
+        if 0 < i <= first_kept and layout.shards > 1:
+            gathered += regions[i - 1].gathered  # the buffer of the gather that runs ahead
+        backward = {
+            "gradients": gradients + _reducing(reduced, done + queue),
+            "gathered weights": gathered + unit.gathered,
+            "activations": saved,
+            "working set": need.backward.most + stream,
         }
-        self.instants.append(Instant(name, self.always | parts))
+        saved -= need.forward.kept
+        # The region's weights are free. Its gradients are copied, and freed before the result is made.
+        copied = max(item * unit.whole, reduced * _shards(layout, [unit]))
+        reduction = {
+            "gradients": gradients + _reducing(reduced, [unit, *done, *queue]) + copied,
+            "gathered weights": gathered,
+            "activations": saved,
+            "working set": stream,
+        }
+        instants += [
+            Instant(f"backward of region {i + 1}", backward),
+            Instant(f"reduction of region {i + 1}", reduction),
+        ]
+    return [*instants, Instant("the optimizer", {"gradients": _gradients(cfg, layout, layout.units, accumulates)})]
 
-    def gradients(self, done: Sequence[Unit]) -> float:
-        """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
-        reduced = self.shards(done)
-        replicated = self.layout.replicas > 1
-        size = MASTER * reduced
-        if replicated and self.reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
-            size += self.reduced * reduced
-        if self.accumulates:  # from the micro-batches before; replicas are summed with the last one only
-            size += (self.reduced if replicated else MASTER) * (self.shards(self.layout.units) - reduced)
-        return size
 
-    def shards(self, units: Iterable[Unit]) -> int:
-        """Elements of a rank's shards."""
-        return sum(unit.padded // self.layout.shards for unit in units)
+def _gradients(cfg: Config, layout: Layout, done: Sequence[Unit], accumulates: bool) -> float:
+    """Bytes of sharded gradients after these units were reduced in the last micro-batch."""
+    reduced = ITEM_BYTES[cfg.parallel.reduce_dtype]
+    shards = _shards(layout, done)
+    replicated = layout.replicas > 1
+    size = MASTER * shards
+    if replicated and reduced != MASTER:  # FSDP2 also keeps what it summed over the replicas
+        size += reduced * shards
+    if accumulates:  # from the micro-batches before; replicas are summed with the last one only
+        size += (reduced if replicated else MASTER) * (_shards(layout, layout.units) - shards)
+    return size
 
-    def kept(self, i: int) -> range:
-        """The regions before region i that stay gathered until backward."""
-        return range(self.freed, i)
 
-    def prefetched(self, i: int) -> range:
-        """The region that is gathered during backward of a region."""
-        return range(max(0, i - 1), min(i, self.freed))
+def _reducing(item: int, newest: Sequence[Unit]) -> float:
+    """Bytes of the inputs of reductions, the newest first: FSDP2 frees all but the newest REDUCTIONS."""
+    return item * sum(unit.padded for unit in newest[:REDUCTIONS])
 
-    def gathered(self, regions: Iterable[int]) -> float:
-        """The weights of the root and of some regions as layers use them."""
-        return self.root.gathered + sum(self.regions[i].gathered for i in regions)
 
-    def flat(self, i: int) -> float:
-        """The buffer that a region is gathered into, before it is copied out."""
-        return self.regions[i].gathered if self.layout.shards > 1 else 0.0
+def _gathered(*units: Unit) -> float:
+    return sum(unit.gathered for unit in units)
 
-    def _reducing(self, i: int) -> float:
-        """Inputs of reductions, region i's being the newest. The last ones of a micro-batch stay into the next."""
-        newest = self.regions[i:]
-        if self.accumulates:
-            newest = [*newest, self.root, *self.regions]
-        return self.reduced * sum(unit.padded for unit in newest[:REDUCTIONS])
+
+def _shards(layout: Layout, units: Sequence[Unit]) -> int:
+    """Elements of a rank's shards."""
+    return sum(unit.padded // layout.shards for unit in units)

@@ -1,95 +1,114 @@
 """How a plan is made: the net is traced, its memory and its steps are counted."""
 
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, gcd
-from types import SimpleNamespace
 
 from flux_ref import config, config_file, schedule
 from flux_ref.benchmark import closed
-from flux_ref.benchmark.facts import TARGET, TRAIN_SAMPLES, VAL_SAMPLES
+from flux_ref.benchmark.facts import TRAIN_SAMPLES, VAL_SAMPLES
 from flux_ref.config import Config
 from flux_ref.formats import shards
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.precision import policy
 from flux_ref.precision.layers import MULTIPLE
 from tools.plan import footprint, memory, step_time
+from tools.plan.hardware import Assumed
 from tools.plan.memory import Instant
+from tools.plan.public import System
 from tools.plan.reference_samples import samples_to_target
-from tools.plan.step_time import Machine
+from tools.plan.step_time import Machine, Times
 from tools.shared import flops
 from tools.shared.communication import Layout
-from tools.shared.hardware import Assumed, Gpu
 
 GB = 1e9
 LARGEST = 4096  # micro-batch that is tried
 
 
-def make(cfg: Config, name: str, gpus: int, gpu: Gpu, assumed: Assumed, price: float = 0.0) -> SimpleNamespace:
-    """Everything that is printed, by name: sizes in bytes, times in seconds.
+@dataclass
+class Plan:
+    """Everything that is printed: sizes in bytes, times in seconds. Times may be 1 + assumed.range times as long."""
 
-    Raises: Refusal if the config does not fit the number of GPUs.
-    """
-    config_file.validate_world(cfg, gpus)
+    config: str
+    gpu: str
+    gpus: int
+    precision: str
+    rows: int  # of a micro-batch
+    rank_rows: int
+    shards: int
+    replicas: int
+    instant: Instant
+    total: float  # on a card
+    card: float
+    fits: bool
+    largest_rows: int
+    dividing_rows: int
+    assumed: Assumed
+    times: Times
+    samples_per_s: float
+    mfu: float
+    reaches_target: bool  # samples are what the reference needs, else train.max_samples
+    samples: float
+    evaluation: float
+    evaluations: int
+    train: float
+    cost: float
+    disk: float
+    checkpoint: float
+    nearest: System | None = None  # among public systems
+    nearest_planned_s: float = 0.0  # the step that this method gives for it
+    warnings: list[str] = field(default_factory=list)
+
+
+def make(cfg: Config, name: str, machine: Machine, price: float = 0.0) -> Plan:
+    """name: of the card. price: of a GPU for an hour. Raises: Refusal if the config does not fit the number of GPUs."""
+    config_file.validate_world(cfg, machine.gpus)
+    gpu, gpus, assumed = machine.gpu, machine.gpus, machine.assumed
+    batch = cfg.train.global_batch
     rows = config.micro_batch(cfg, gpus)
-    machine = Machine(gpu, assumed, gpus)
     layout = footprint.layout(cfg, gpus, gpu.node)
     footprints = footprint.trace(cfg, gpu.arch, rows)
-    instant = memory.fullest(memory.instants(cfg, layout, footprints, gpus, rows, captures(cfg, gpu)))
-    times = step_time.step(cfg, layout, footprints, machine, rows)
-    batch = cfg.train.global_batch
-    rate = batch / times.step
-    count = val_count(cfg)
-    evaluation = step_time.evaluation(cfg, layout, footprints, machine, rows, count) if count else 0.0
+    instant = memory.fullest(cfg, layout, footprints, gpus, rows)
+    times = step_time.times(cfg, layout, footprints, machine, rows)
+    count = (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
+    evaluation = ceil(count / (gpus * cfg.eval.batch)) * times.validation
     reference = samples_to_target(cfg) if count else None
     samples = reference or cfg.train.max_samples
     every = schedule.steps_for(cfg.eval.every_samples, batch) * batch
     evaluations = ceil(samples / every) if count and every else 0
-    train = samples / rate + evaluations * evaluation
+    train = samples / batch * times.step + evaluations * evaluation
     largest, dividing = largest_rows(cfg, layout, machine)
-    sample = shards.layout(cfg.model).stride
-    plan = SimpleNamespace(
+    total = needed(instant, assumed)
+    plan = Plan(
         config=cfg.name,
         gpu=name,
         gpus=gpus,
         precision=cfg.precision.preset if policy.narrowest(cfg) else cfg.parallel.dtype,
-        rows=rows,  # micro-batch
+        rows=rows,
         rank_rows=batch // gpus,
         shards=layout.shards,
         replicas=layout.replicas,
         instant=instant,
-        total=needed(instant, assumed),
+        total=total,
         card=gpu.memory_gb * GB,
-        fits=needed(instant, assumed) <= gpu.memory_gb * GB,
-        pinned=memory.pinned(cfg, layout, gpus, rows) if captures(cfg, gpu) else 0,
+        fits=total <= gpu.memory_gb * GB,
         largest_rows=largest,
         dividing_rows=dividing,
         assumed=assumed,
         times=times,
-        samples_per_s=rate,
-        mfu=flops.per_sample(cfg.model) * rate / gpus / (gpu.bf16_tflops * 1e12),
+        samples_per_s=batch / times.step,
+        mfu=flops.per_sample(cfg.model) * batch / times.step / gpus / (gpu.bf16_tflops * 1e12),
+        reaches_target=bool(reference),
+        samples=samples,
         evaluation=evaluation,
         evaluations=evaluations,
-        samples=samples,
-        goal=f"to {TARGET} like the reference" if reference else "to train.max_samples, as no reference point fits",
         train=train,
         cost=price * gpus * train / 3600,
-        counted="" if cfg.data.train_count else " of the benchmark's samples, as data.train_count and val_count are 0",
-        disk=sample * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
-        read_per_node=sample * rate / ceil(gpus / gpu.node),  # bytes per second
+        disk=shards.layout(cfg.model).stride * ((cfg.data.train_count or TRAIN_SAMPLES) + count),
         checkpoint=bytes_per_parameter(cfg.optim) * layout.parameters,
     )
-    plan.warnings = warnings(cfg, plan)
+    plan.warnings = warnings(cfg, plan, count)
     return plan
-
-
-def captures(cfg: Config, gpu: Gpu) -> bool:
-    """Whether steps are captured as graphs. AMD's cards do so only when asked to."""
-    return cfg.graph.enabled == "on" or (cfg.graph.enabled == "auto" and gpu.arch.startswith("sm"))
-
-
-def val_count(cfg: Config) -> int:
-    """Samples of an evaluation; 0 without a validation set."""
-    return (cfg.data.val_count or VAL_SAMPLES) if cfg.data.val else 0
 
 
 def needed(instant: Instant, assumed: Assumed) -> float:
@@ -109,8 +128,7 @@ def largest_rows(cfg: Config, layout: Layout, machine: Machine) -> tuple[int, in
     def spare(count: int) -> float:
         """Bytes of the card that micro-batches of so many steps of rows leave."""
         found = footprint.trace(cfg, machine.gpu.arch, count * step)
-        captured = captures(cfg, machine.gpu)
-        instant = memory.fullest(memory.instants(cfg, layout, found, machine.gpus, count * step, captured))
+        instant = memory.fullest(cfg, layout, found, machine.gpus, count * step)
         return machine.gpu.memory_gb * GB - needed(instant, machine.assumed)
 
     low, high = 1, LARGEST // step
@@ -129,18 +147,14 @@ def largest_rows(cfg: Config, layout: Layout, machine: Machine) -> tuple[int, in
     return low * step, max((size for size in range(step, low * step + 1, step) if batch % size == 0), default=0)
 
 
-def warnings(cfg: Config, plan: SimpleNamespace) -> list[str]:
-    """What is worth a second look, one line each."""
+def warnings(cfg: Config, plan: Plan, count: int) -> list[str]:
+    """What is worth a second look, one line each. count: validation samples."""
     lines = []
     if not plan.fits:
         remedy = f"train.micro_batch={plan.dividing_rows} fits" if plan.dividing_rows else "no micro-batch fits"
-        drawing = plan.instant.parts.get("drawing", 0.0)
-        if drawing > GB:
-            remedy += f"; sample.every_samples=0 frees {drawing / GB:.0f} GB"
-        if cfg.parallel.kept_regions:
-            remedy += "; parallel.kept_regions=0 keeps no more than two regions gathered"
+        if cfg.parallel.kept_regions < 0:
+            remedy += "; parallel.kept_regions=0 gathers two regions in place of all"
         lines.append(f"memory: {plan.total / GB:.0f} GB do not fit {plan.card / GB:g} GB; {remedy}")
-    count = val_count(cfg)
     departures = closed.departures(cfg, cfg.data.train_count or TRAIN_SAMPLES, count)
     if len(departures) <= closed.FEW:  # else it is no benchmark run, and nobody takes it for one
         lines += [f"no benchmark result: {text}" for text in departures]
