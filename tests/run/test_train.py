@@ -1,5 +1,6 @@
 """Whole runs inside this process, and what they leave in their folder."""
 
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +26,8 @@ FILES = [
     *("checkpoints", "config.toml", "environment.json", "eval.jsonl", "loss.png"),
     *("metrics.jsonl", "outcome.json", "result_0.txt"),
 ]
+if importlib.util.find_spec("tensorboard"):
+    FILES.append("tensorboard")
 
 
 @pytest.fixture(scope="module")
