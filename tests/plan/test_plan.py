@@ -49,7 +49,8 @@ def test_the_layout_is_that_of_fsdp2():
     for gpus, node, blocks in ((1, 8, 1), (2, 8, 2), (3, 8, 1), (5, 8, 2), (8, 8, 1), (12, 4, 1)):
         cfg = wide(train__global_batch=gpus, parallel__region_blocks=blocks)
         with fake_world(gpus, node=node) as world, torch.device("meta"):
-            net = sharding.shard(Flux(cfg.model), cfg, world)
+            net = Flux(cfg.model)
+            sharding.shard(net, cfg, world, {})
             units = [*net.double_blocks, *net.single_blocks, net]
             groups = [unit._get_fsdp_state()._fsdp_param_group.fsdp_params for unit in units]
             sizes = []
@@ -387,7 +388,7 @@ def test_an_average_of_the_weights_costs_4_bytes_per_parameter():
     parameters = footprint.layout(wide(), 1, 8).parameters
     assert (without.checkpoint, with_average.checkpoint) == (12 * parameters, 16 * parameters)
     assert with_average.total - without.total == pytest.approx(4 * parameters * (1 + ASSUMED.margin))
-    assert with_average.times.optimizer / without.times.optimizer == pytest.approx(44 / 32)
+    assert with_average.times.optimizer / without.times.optimizer == pytest.approx(52 / 40)
 
 
 @pytest.mark.slow

@@ -303,8 +303,9 @@ def test_a_run_says_what_it_computes_in_and_eval_finds_its_number(shapes_dir, tm
     (logged,) = map(json.loads, (tmp_path / "run" / "eval.jsonl").read_text().splitlines())
     assert called("eval.py", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["val_loss"] == logged["val_loss"]
-    history = trained(tmp_path / "run", "fp8.")["history"]
-    assert history.shape == (44, 2) and history.isfinite().all() and history[0].all()
+    histories = trained(tmp_path / "run", "fp8.history.").values()
+    assert [history.shape for history in histories] == [(2, 2)] * 22
+    assert all(history.isfinite().all() and history[0].all() for history in histories)
 
 
 def test_a_request_that_cannot_be_honoured_is_refused_in_one_line():

@@ -72,9 +72,10 @@ class Machine:
 def optimizer_bytes(cfg: OptimConfig) -> int:
     """Bytes that the optimizer moves per weight: it reads and writes the weight and its moments.
 
-    It reads the gradient, as the norm does. An average of the weights reads the weight once more.
+    It reads the gradient, as the norm does; clipping reads and writes it. An average of the weights reads the weight
+    once more.
     """
-    return 2 * bytes_per_parameter(cfg) + 4 * (3 if cfg.ema else 2)
+    return 2 * bytes_per_parameter(cfg) + 4 * (5 if cfg.ema else 4)
 
 
 def times(cfg: Config, layout: Layout, footprints: dict[str, Footprint], machine: Machine, rows: int) -> Times:
