@@ -137,7 +137,7 @@ def test_bf16_compute_trains_nearly_the_same(measured, plain):
 
 
 def test_a_warm_up_and_validations_in_between_leave_training_bit_identical(measured, micro):
-    """The warm-up leaves weights as they are and moments zero."""
+    """The warm-up leaves weights as they are, moments zero and the average at the weights."""
     found, want = measured[3]["disturbed"], measured[3]["base"]
     table = parameter_table(micro.model)
     require_identical(found["warm"], {name: lively(name, shape) for name, shape in table.items()})

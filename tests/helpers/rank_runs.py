@@ -127,9 +127,9 @@ def training(cfg: Config, world: World, disturbed: bool = False) -> dict:
     if disturbed:
         StepRunner(state, cfg, world).warm_up()
         found["warm"] = whole(net)
-        tensors = [tensor for per_shard in state.opt.adamw.state.values() for tensor in per_shard.values()]
-        found["largest state"] = max(of_all(max(float(tensor.abs().sum()) for tensor in tensors)))
-        found["states"] = len(tensors)
+        states = [item for per_shard in state.opt.adamw.state.values() for item in per_shard.items()]
+        found["largest state"] = max(of_all(max(float(one.abs().sum()) for kind, one in states if kind != "ema")))
+        found["states"] = len(states)
     feed, health = train_set.feed(0), Health(world.device)
     losses, norms = [], []
     history = [torch.cat([shard.detach().flatten() for shard in state.opt.shards])]
