@@ -5,47 +5,46 @@
     torchrun train.py configs/tiny.toml --optim.lr=1e-3      any key of flux_ref/config.py
 
 All files of a run lie in runs/<config name>, or in --run.dir=DIR. The same command continues an interrupted run.
-Exit codes: 0 done, 2 refused, 3 a fault stopped it, 1 a stuck rank was ended; stopped by 130 Ctrl-C, 143 SIGTERM,
-138 SIGUSR1. docs/guide.md tells which of these save a checkpoint.
+Exit codes: 0 done, 2 refused, 3 a fault stopped it; stopped by a signal, 128 + its number: 130 for Ctrl-C. Ctrl-C,
+SIGTERM, SIGUSR1, SIGHUP and SIGQUIT save a checkpoint.
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from flux_ref import checkpoint, config, config_file, folder, ranks, schedule, sharding, step_runner, toy
+from flux_ref import checkpoint, config, config_file, folder, graphs, ranks, schedule, sharding, toy
 from flux_ref.alive import Alive
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.benchmark import closed, convergence
 from flux_ref.benchmark.mllog import RESUMED, BenchmarkLog
 from flux_ref.config import Config
-from flux_ref.data import HostBatch, TrainSet, ValSet
+from flux_ref.data import TrainSet, ValSet
 from flux_ref.errors import Interrupted
-from flux_ref.evaluate import Validation, validation_loss
+from flux_ref.evaluate import validation_loss
 from flux_ref.formats import shards
 from flux_ref.pictures.drawing import Gallery
 from flux_ref.ranks import World
 from flux_ref.run import cli, compiler_folder, weight_files
 from flux_ref.run.reporter import Reporter
 from flux_ref.saver import Saver, load
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.step_runner import State
 
 
 def main(argv: list[str]) -> int:
-    """The order of a run."""
+    """A run from its config to its last checkpoint."""
     cfg = config_file.load(*cli.config_and_overrides(argv, default="configs/tiny.toml"))
+    batch = cfg.train.global_batch
     with contextlib.ExitStack() as stack:
+        # Prepare: ranks, data sets, the run's folder
         alive = stack.enter_context(Alive("train.py", cfg.run.hang_s))
         world = ranks.start(cfg.parallel)
         config_file.validate_world(cfg, world.size)
         arithmetic = arithmetic_of(cfg)
         arithmetic.require(config.micro_batch(cfg, world.size), world.device)
         with ranks.agreed():
-            mode = step_runner.mode(cfg, world.device)
+            mode = graphs.mode(cfg, world.device)
         ranks.require_same(f"{config_file.dump(cfg)}the mode of steps: {mode}", "config")
         alive.mark("opening the data sets")
         train_set, val_set = data_sets(cfg, world)
@@ -67,24 +66,25 @@ def main(argv: list[str]) -> int:
             log.cache_clear()
         elif cfg.data.evict:
             report.say("this system cannot drop the data set from its page cache, so the log has no cache_clear")
+
+        # Build the state, warm up, then load: any finite weights serve the warm-up and the captures
         log.init_start()
         log.describe(cfg, world.size, *sizes.values())
         alive.mark("building the model")
         state = initial_state(cfg, world, arithmetic, is_loaded=start.checkpoint is not None)
-        steps = StepRunner(state, cfg, world)
+        steps = graphs.runner(state, cfg, world)
         stack.callback(steps.close)
         saved_step = checkpoint.step_of(start.checkpoint) if start.checkpoint else None
         saver = Saver(cfg, world, state, sizes, report.say, saved_step) if cfg.checkpoint.save else None
         stack.callback(lambda: saver and saver.wait())
         alive.mark("the first step of the warm-up")
         steps.warm_up()
+        alive.mark("capturing the steps")
+        steps.capture()
         if start.checkpoint:
             alive.mark("loading the checkpoint")
             load(start.checkpoint, state)
-        alive.mark("capturing the steps")
-        draws_beside = gallery and cfg.sample.every_samples
-        steps.capture(beside=partial(gallery.artist.rehearse, state.net) if draws_beside else None)
-        # What can be refused has been refused: from here on the run writes into its folder.
+        # What can be refused has been refused: from here on the run writes into its folder
         told = folder.begin(cfg, world, start)
         log.write_to(config.run_dir(cfg) / folder.LOG if world.rank == 0 else None)
         report.settle_in(told)
@@ -92,11 +92,67 @@ def main(argv: list[str]) -> int:
             report.resume(state.step, state.samples)
             log.disqualify(f"{RESUMED} {state.step}")
 
-        run = Run(cfg, state, steps, train_set, val_set, saver, report, log, alive, gallery)
-        reached = run.train_on_the_clock()
-        run.save(finish=True)
+        # Train, until the target or train.max_samples is reached
+        reached = False
+        log.run_start()  # spec: the first byte of training and validation data is read after this
+        try:
+            ranks.gather_objects(None)  # rank 0 has the clock; no rank reads before it has started
+            with ranks.agreed():
+                train_set.open()
+                val_set.open()
+            feed = stack.enter_context(contextlib.closing(train_set.feed(state.samples)))
+            steps.health.restart(state.step)
+            report.begin(state.samples, steps.warm_s)
+            while True:
+                if preset := arithmetic.switched(state.step):
+                    report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
+                if gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
+                    if shortage := steps.shortage():
+                        report.say(f"samples {state.samples:>10,}  no pictures: {shortage}")
+                    else:
+                        gallery.paint(state, alive.at)  # a run that breaks off in a drawing repeats it
+                if schedule.evaluates(state.samples, cfg):
+                    loss = report.val_loss_at(state.samples)  # a resumed run may have it already
+                    if loss is None:
+                        begin = time.perf_counter()
+                        log.eval_start(state.samples)
+                        result = validation_loss(steps, val_set, state.samples, alive.at)
+                        log.eval_stop(state.samples, result.loss)
+                        report.evaluation(state.samples, result, time.perf_counter() - begin)
+                        if warning := convergence.warning(cfg, report.val_curve):
+                            report.say(warning)
+                        loss = result.loss
+                    reached = loss <= cfg.eval.target
+                if reached or state.samples >= cfg.train.max_samples:
+                    break
+                log.block_start(state.samples)
+                train_loss, grad_norm = steps.train_on(feed)
+                report.tick()
+                if schedule.logs(state.samples, cfg):
+                    report.step(state, train_loss, grad_norm, steps.health, steps.data_wait_s)
+                if saver and schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
+                    report.require_healthy(steps.health)
+                    saver.save(state)  # before the evaluation: a run that breaks off in an evaluation repeats it
+                alive.at(f"the end of step {state.step}")
+            report.settle()
+        except BaseException as error:
+            try:
+                report.settle()
+                if isinstance(error, Interrupted):
+                    report.require_healthy(steps.health)
+                    save_and_wait(saver, state)
+                    rest = "the same command goes on from there" if saver else "checkpoint.save=false saves nothing"
+                    report.say(f"{error} after step {state.step}; {rest}")
+            finally:
+                with contextlib.suppress(OSError):  # the disk may be the reason
+                    log.run_stop(state.samples, success=False, reason=str(error) or type(error).__name__)
+            raise
+        log.run_stop(state.samples, reached, folder.REACHED if reached else folder.ENDED)
+
+        # The end: the last checkpoint, and pictures, which need the memory of the graphs
+        save_and_wait(saver, state)
         alive.let_go()
-        steps.close(agreed=True)  # the pictures need the memory of the graphs
+        steps.close(agreed=True)
         if gallery:
             gallery.paint(state, alive.mark)
         report.conclude(state, reached, log.flaw)
@@ -126,102 +182,11 @@ def initial_state(cfg: Config, world: World, arithmetic: Arithmetic, is_loaded: 
     return state
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the training loop uses."""
-
-    cfg: Config
-    state: State
-    steps: StepRunner
-    train_set: TrainSet
-    val_set: ValSet
-    saver: Saver | None
-    report: Reporter
-    log: BenchmarkLog
-    alive: Alive
-    gallery: Gallery | None
-
-    def train_on_the_clock(self) -> bool:
-        """Train between run_start and run_stop of the benchmark's log. Returns whether the target was reached."""
-        self.log.run_start()  # spec: the first byte of training and validation data is read after this
-        try:
-            ranks.gather_objects(None)  # rank 0 has the clock; no rank reads before it has started
-            with ranks.agreed():
-                self.train_set.open()
-                self.val_set.open()
-            with contextlib.closing(self.train_set.feed(self.state.samples)) as feed:
-                reached = self.train(feed)
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # the disk may be the reason
-                self.log.run_stop(self.state.samples, success=False, reason=str(error) or type(error).__name__)
-            raise
-        self.log.run_stop(self.state.samples, reached, "target reached" if reached else "train.max_samples reached")
-        return reached
-
-    def train(self, feed: Iterator[HostBatch]) -> bool:
-        """Train until the target or train.max_samples. Returns whether the target was reached."""
-        cfg = self.cfg
-        state = self.state
-        steps = self.steps
-        report = self.report
-        batch = cfg.train.global_batch
-        log_every = cfg.train.log_every_samples
-        most = cfg.train.max_samples
-        steps.health.restart(state.step)
-        report.begin(state.samples, steps.warm_s)
-        try:
-            while True:
-                if preset := state.arithmetic.switched(state.step):
-                    report.say(f"samples {state.samples:>10,}  precision switches to {preset}")
-                if self.gallery and schedule.due(state.samples, cfg.sample.every_samples, batch):
-                    self.gallery.paint(state, self.alive.at)  # a run that breaks off in a drawing repeats it
-                if schedule.evaluates(state.samples, cfg) and self.evaluate_on_the_clock() <= cfg.eval.target:
-                    return True
-                if state.samples >= most:
-                    return False
-                self.log.block_start(state.samples)
-                loss, grad_norm = steps.train_on(feed)
-                report.tick()
-                is_last = state.samples >= most  # the last step has a record even if no evaluation follows
-                if is_last or schedule.evaluates(state.samples, cfg) or schedule.due(state.samples, log_every, batch):
-                    report.step(state, loss, grad_norm, steps.health, steps.data_wait_s)
-                if schedule.due(state.samples, cfg.checkpoint.every_samples, batch):
-                    report.require_healthy(steps.health)
-                    self.save()  # before the evaluation: a run that breaks off in an evaluation repeats it
-                self.alive.at(f"the end of step {state.step}")
-        except Interrupted as error:
-            report.require_healthy(steps.health)
-            self.save(finish=True)
-            rest = "the same command goes on from there" if self.saver else "nothing is saved (checkpoint.save=false)"
-            report.say(f"{error} after step {state.step}; {rest}")
-            raise
-        finally:
-            report.settle()
-
-    def evaluate_on_the_clock(self) -> float:
-        """The validation loss now, logged and recorded. A resumed run does not repeat a recorded evaluation."""
-        samples = self.state.samples
-        begin = time.perf_counter()
-        if (recorded := self.report.val_loss_at(samples)) is not None:
-            return recorded
-        self.log.eval_start(samples)
-        result = self.evaluate()
-        self.log.eval_stop(samples, result.loss)
-        self.report.evaluation(samples, result, time.perf_counter() - begin)
-        if warning := convergence.warning(self.cfg, self.report.val_curve):
-            self.report.say(warning)
-        return result.loss
-
-    def evaluate(self) -> Validation:
-        """The validation loss now. Collective."""
-        return validation_loss(self.steps, self.val_set, self.state.samples, self.alive.at)
-
-    def save(self, finish: bool = False) -> None:
-        """Begin to save a checkpoint. finish: wait until it is saved. Collective."""
-        if self.saver:
-            self.saver.save(self.state)
-            if finish:
-                self.saver.finish()
+def save_and_wait(saver: Saver | None, state: State) -> None:
+    """Save a checkpoint, and return when it is saved. Collective."""
+    if saver:
+        saver.save(state)
+        saver.finish()
 
 
 if __name__ == "__main__":

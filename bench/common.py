@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from flux_ref import config, config_file, ranks, step_runner
+from flux_ref import config, config_file, graphs, ranks
 from flux_ref.config import Config
 from flux_ref.model import parameter_table
 from flux_ref.precision.fp8 import architecture
@@ -71,7 +71,7 @@ def run(name: str, argv: list[str], parse: Callable, measure: Callable[[Config, 
         report = head(name, argv, world.device) if world.rank == 0 else {}  # git is asked once, not on every rank
         report |= {
             "arch": architecture(world.device),
-            "steps_run": step_runner.mode(cfg, world.device),
+            "steps_run": graphs.mode(cfg, world.device),
             "ranks": world.size,
             "parameters": sum(prod(shape) for shape in parameter_table(cfg.model).values()),
             "config": config.flat(cfg),

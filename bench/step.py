@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import ceiling, common
 from bench.common import END, Clock
-from flux_ref import config_file, ranks, sharding, toy
+from flux_ref import config_file, graphs, ranks, sharding, toy
 from flux_ref.arithmetic import Arithmetic, arithmetic_of
 from flux_ref.config import Config, micro_batch
 from flux_ref.data import Batch, HostBatch, TrainSet, copy_next
@@ -53,16 +53,16 @@ def measure(cfg: Config, world: World, args: argparse.Namespace) -> dict:
     arithmetic = arithmetic_of(cfg)
     arithmetic.require(micro_batch(cfg, world.size), world.device)
     state = State.of(build(cfg, world, arithmetic, args.synthetic), cfg, world, arithmetic)
-    run = StepRunner(state, cfg, world)
+    run = graphs.runner(state, cfg, world)
     run.warm_up()
-    if arithmetic.remembering:
-        state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
     feed = None
     kernels = []
     try:
         if world.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # a replay allocates nothing, its capture does
         run.capture()
+        if arithmetic.remembering:
+            state.set_clock(cfg.precision.dynamic_steps, 0)  # all but the first steps are like those from here on
         if train_set:
             with ranks.agreed():
                 train_set.open()

@@ -2,7 +2,7 @@
 
 Another accelerator with torch.distributed needs an entry in BACKENDS. Look also at the other places that name a kind
 of device: git grep -nE 'device.type|torch.accelerator|version.hip' flux_ref. A port replaces this file, sharding.py,
-speed/graphs.py and attention.py.
+graphs.py and attention.py.
 """
 
 import json
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flux_ref.config import ParallelConfig
 from flux_ref.errors import Fault, Refusal
 from flux_ref.formats.outside import told
-from flux_ref.speed.graphs import guard_expandable
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # ROCm calls its devices cuda and RCCL nccl
 DRIVERS = {
@@ -36,6 +35,7 @@ DRIVERS = {
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDING = ("", "-1", "NoDevFiles")  # values of these that hide all GPUs; Slurm sets the last
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 MOST_THREADS = 4  # of a rank alone on a CPU; tiny's products are small
 RECORDED = "64"  # collectives that torch's flight recorder keeps; the message about a hang names the last
 PATIENCE = timedelta(days=30)  # of a collective: its clock goes on in a pause. alive.Timer ends what hangs
@@ -99,8 +99,15 @@ def join(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     # NCCL's monitor would take a pause for a hang, as its clock goes on. alive.Timer tells one from the other.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    guard_expandable()
+    if is_expandable():  # github.com/pytorch/pytorch issue 158029: registered graph buffers get wrong addresses
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=PATIENCE)
+
+
+def is_expandable() -> bool:
+    """Whether the allocator uses expandable segments."""
+    settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "").lower()
+    return "expandable_segments:true" in settings
 
 
 def threads(size: int, device: torch.device) -> int:

@@ -27,6 +27,12 @@ def evaluates(samples: int, cfg: Config) -> bool:
     return cfg.data.val != "" and (is_periodic or is_first or samples >= cfg.train.max_samples)
 
 
+def logs(samples: int, cfg: Config) -> bool:
+    """Whether the training step that ended at `samples` has a record: at intervals, before evaluations, the last."""
+    is_due = due(samples, cfg.train.log_every_samples, cfg.train.global_batch)
+    return is_due or evaluates(samples, cfg) or samples >= cfg.train.max_samples
+
+
 def lr(step: int, peak: float, warmup_steps: int) -> float:
     """Learning rate of step `step` (the first is 0): linear to `peak` over warmup_steps, then constant.
 

@@ -1,56 +1,25 @@
-"""The training and the validation step on fixed buffers, run eagerly or replayed as captured graphs.
-
-A graph repeats recorded work on the memory that the work used: forward and backward of all micro-batches, collectives,
-clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
-`opt.lr`, weights, moments, loss, norm, health and sums. A graph holds no generator: draws come with the batch, and
-stochastic rounding (precision/) draws from the number of the step, which lies on the device.
+"""What outlives a step, and the training and the validation step on fixed buffers. graphs.py replays them as graphs.
 
 A batch is copied from pinned memory just before its step, on the same stream. A second set of device buffers would
 only hide the transfer: 147 MB for 64 samples of schnell, about 3 ms (calculated) in a step of more than a second.
 """
 
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from flux_ref import ranks, schedule, sharding
+from flux_ref import schedule, sharding
 from flux_ref.arithmetic import Arithmetic, plain
 from flux_ref.config import Config, rank_batch
 from flux_ref.data import HostBatch, allocate, copy_next, synthetic
-from flux_ref.errors import Fault, Refusal
+from flux_ref.errors import Fault
 from flux_ref.optim import ShardedAdamW
 from flux_ref.ranks import World
-from flux_ref.speed.graphs import Recorder, obstacle
-from flux_ref.speed.settled import require_settled
 from flux_ref.step import NEVER, Health, train_step, validation_step
-
-CAPTURED = "captured"
-KEPT = []  # graphs that no rank may destroy
-WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
-
-
-def mode(cfg: Config, device: torch.device) -> str:
-    """How a device runs the steps of a run: CAPTURED, or "eager (REASON)".
-
-    Raises: Refusal if graph.enabled=on cannot be honoured.
-    """
-    if cfg.graph.enabled == "off":
-        return "eager (graph.enabled=off)"
-    reason = obstacle(device, cfg)
-    warm = cfg.train.synthetic_steps
-    if not reason and warm < WARM_STEPS:
-        reason = f"train.synthetic_steps={warm} must be at least {WARM_STEPS}, the steps before a capture"
-    if not reason:
-        return CAPTURED
-    if cfg.graph.enabled == "on":
-        raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
-    return f"eager ({reason})"
 
 
 @dataclass
@@ -103,9 +72,6 @@ class StepRunner:
     def __init__(self, state: State, cfg: Config, world: World):
         self.state = state
         self.cfg = cfg
-        captures = state.opt is not None and mode(cfg, world.device) == CAPTURED
-        self.recorder = Recorder(world.device) if captures else None
-        self.graphs = {}  # what the recorder returns, with `replay` and `reset`, by name
         rows = rank_batch(cfg, world.size) if state.opt else 0
         self.train_batch = allocate(cfg.model, rows, world.device)
         self.val_batch = allocate(cfg.model, cfg.eval.batch, world.device)
@@ -134,25 +100,13 @@ class StepRunner:
 
         Returns this rank's loss and the gradient norm, fp32 device scalars that the next step overwrites.
         """
-        if self.graphs:
-            self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
-        else:
-            self._train()
+        loss, grad_norm = train_step(self.state.net, self.state.opt, self.train_batch, self.health, self.cfg)
+        self.loss.copy_(loss)
+        self.grad_norm.copy_(grad_norm)
         return self.loss, self.grad_norm
 
     def validate(self) -> None:
         """Add `val_batch` to `sums`, as step.validation_step does. Every rank calls this equally often."""
-        if self.graphs:
-            self.graphs[f"validate {self.state.arithmetic.phase(self.state.step)}"].replay()
-        else:
-            self._validate()
-
-    def _train(self) -> None:
-        loss, grad_norm = train_step(self.state.net, self.state.opt, self.train_batch, self.health, self.cfg)
-        self.loss.copy_(loss)
-        self.grad_norm.copy_(grad_norm)
-
-    def _validate(self) -> None:
         validation_step(self.state.net, self.val_batch, self.sums, self.cfg)
 
     def warm_up(self) -> None:
@@ -171,104 +125,38 @@ class StepRunner:
             state.arithmetic.begin(phase)
             for _ in range(self.cfg.train.synthetic_steps):
                 begin = time.perf_counter()
-                self._train()
-                self._validate()
-                sharding.reshard(state.net)
+                StepRunner.train(self)
+                StepRunner.validate(self)
+                self.sharded()
                 if self.health.first_bad.max() != NEVER:  # sync: before the clock starts
                     raise Fault(
                         "the warm-up's loss or gradient norm is not finite: weights of init.weights or of a checkpoint"
                         " are too large, or the device or a library is at fault"
                     )
                 self.warm_s = time.perf_counter() - begin
-        state.opt.reset()
-        state.arithmetic.reset()
-        self.health.restart(0)
+        self.forget()
         if self.cfg.parallel.compile and self.cfg.train.synthetic_steps:
             sharding.forbid_recompilation()
 
-    def capture(self, beside: Callable[[], object] | None = None) -> None:
-        """Capture the steps as graphs if the mode asks for it. No step is executed. Call `warm_up` first.
+    def forget(self) -> None:
+        """Moments, step counts, the history of scales and the health are as before the first step, in place."""
+        self.state.opt.lr.zero_()
+        self.state.opt.reset()
+        self.state.arithmetic.reset()
+        self.health.restart(0)
 
-        beside: eager work such as will be done between replays. It may use the net without gradients, and leaves the
-        net's weights sharded. It is done before the capture, which tells what memory it takes, and after it.
-        Collective. Raises: Fault; Refusal if the graphs leave too little memory for this work.
-        """
-        if self.recorder is None:
-            return
-        arithmetic = self.state.arithmetic
-        before = self.health.step.clone()
-        try:
-            need = self.recorder.bytes_of(partial(self._rehearse, beside)) if beside else 0
-            # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
-            for kind, work in (("train", self._train), ("validate", self._validate)):
-                for phase in arithmetic.phases:
-                    arithmetic.begin(phase)
-                    self._capture(f"{kind} {phase}", work)
-            sharding.reshard(self.state.net)  # after a capture, FSDP2 takes the weights for gathered
-            require_settled(self.state.net)  # eager work cannot wait for an event of a capture
-            if not torch.equal(before, self.health.step):
-                raise Fault("the capture of a step has executed it; set graph.enabled=off", alone=True)
-            if beside:
-                self._require_room(need)
-                self._rehearse(beside)  # the allocator keeps the memory for later
-            arithmetic.begin(self.state.step)
-        except BaseException:
-            self.close()
-            raise
-
-    def _rehearse(self, beside: Callable[[], object]) -> None:
-        """Do eager work once in each phase."""
-        for phase in self.state.arithmetic.phases:
-            self.state.arithmetic.begin(phase)
-            beside()
-
-    def _require_room(self, need: int) -> None:
-        """On all ranks alike, because a rank without memory would leave the others in a collective. Raises: Refusal."""
-        with ranks.agreed():
-            free = self.recorder.free_bytes()
-            if need > free:
-                raise Refusal(
-                    f"sample.every_samples={self.cfg.sample.every_samples} draws pictures between captured steps, which"
-                    f" takes {need / 1e9:.3g} GB beside the graphs; the device has {free / 1e9:.3g} GB left; lower"
-                    " train.micro_batch, sample.count or eval.batch, or set sample.every_samples=0 or graph.enabled=off"
-                )
-
-    def _capture(self, name: str, work: Callable[[], None]) -> None:
-        """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
+    def sharded(self) -> None:
+        """Free all gathered weights. After a forward without backward, the next forward would use old weights."""
         sharding.reshard(self.state.net)
-        require_settled(self.state.net)
-        gc.collect()  # what dies during a capture would be freed into it
-        self.recorder.synchronize()
-        ranks.gather_objects(None)  # no rank's collectives run into another's capture
-        self.graphs[name] = self.recorder.capture(work)
+
+    def capture(self) -> None:
+        """Steps that run eagerly need no capture."""
+
+    def shortage(self) -> str:
+        """Why no picture can be drawn beside captured steps; "" if it can. The same on all ranks. Collective."""
+        return ""
 
     def close(self, agreed: bool = False) -> None:
-        """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
-
-        A graph keeps its communicator alive, so destroying the process group first would hang.
-        agreed: all ranks close now and can wait for each other. Otherwise a rank may be lost, and the device may wait
-        for it for ever. Then the graphs stay until the process ends, unless this rank is the only one.
-        """
+        """The end of training. agreed: all ranks close now and can wait for each other."""
         if self.cfg.parallel.compile:
             sharding.permit_compilation()
-        if self.recorder is None:
-            return
-        recorder = self.recorder
-        self.recorder = None
-        if not (agreed or ranks.is_single()):
-            KEPT.append(self.graphs)
-            return
-        try:
-            recorder.synchronize()  # no graph is dropped while it runs
-            for graph in self.graphs.values():
-                graph.reset()
-            self.graphs.clear()
-            gc.collect()
-            recorder.synchronize()
-        except RuntimeError:
-            if agreed:
-                raise  # otherwise the error that broke the run follows, and says more
-        finally:
-            self.graphs.clear()
-        if agreed:
-            ranks.gather_objects(None)

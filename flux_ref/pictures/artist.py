@@ -63,12 +63,6 @@ class Artist:
                     pictures += self._decoded(z_BCYX)
         return pictures
 
-    def rehearse(self, net: nn.Module) -> list[np.ndarray]:
-        """`paint` the largest batch from made-up encodings. It takes as much memory as any drawing. Collective."""
-        rows = {name: np.zeros_like(part) for name, part in shards.layout(self.cfg.model).rows().items()}
-        count = min(self.cfg.sample.count, self.cfg.eval.batch)
-        return self.paint(net, [("", rows)] * count, rows, report_place=lambda place: None)
-
     def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
         """The autoencoder is on the device of the latents only meanwhile."""
         if not self.autoencoder:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, folder, ranks, schedule, step_runner
+from flux_ref import config, folder, graphs, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.board import Board
@@ -103,7 +103,7 @@ class Reporter:
             f"  ranks   {world.size} x {self.facts['device']} (replicas x shards: {world.replicas} x {shards}),"
             f" torch {torch.__version__}",
             f"  compute {compute}; attention kernel: {attention_kernel(cfg, world.device)}",
-            f"  steps   {step_runner.mode(cfg, world.device)}",
+            f"  steps   {graphs.mode(cfg, world.device)}",
             f"  batch   {cfg.train.global_batch}: ranks x samples x micro-batches: {world.size} x {micro} x {parts}",
             f"  weights {weights}",
             f"  data    {train_count:,} samples in {cfg.data.train}, {validation}",
@@ -150,7 +150,7 @@ class Reporter:
                 is_evaluated=self.val_loss_at(samples) is not None,
                 val_count=self.val_count,
                 warm_s=warm_s,
-                is_captured=step_runner.mode(self.cfg, self.world.device) == step_runner.CAPTURED,
+                is_captured=graphs.mode(self.cfg, self.world.device) == graphs.CAPTURED,
             )
             self.say(f"  time    {words}")
         self.bar = progress(total=total, initial=samples, unit=" samples", unit_scale=True, disable=not self.speaks)

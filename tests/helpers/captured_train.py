@@ -11,13 +11,13 @@ import stand_in
 import torch
 
 import train
+from flux_ref.graphs import CapturedRunner
 from flux_ref.run import cli
-from flux_ref.step_runner import StepRunner
 
-run_step = StepRunner.train
+run_step = CapturedRunner.train
 
 
-def breaking(steps: StepRunner):
+def breaking(steps: CapturedRunner):
     """The training step, until it breaks."""
     if steps.state.step == int(os.environ["BREAKS_AT"]):
         print(f"broken at {time.time()}", flush=True)
@@ -29,7 +29,7 @@ def main(*argv: str) -> int:
     if not torch.accelerator.is_available():
         stand_in.install()
     if "BREAKS_AT" in os.environ:
-        StepRunner.train = breaking
+        CapturedRunner.train = breaking
     return cli.run("train.py", "", train.main, list(argv))
 
 

@@ -7,22 +7,22 @@ On the CPU stand-ins take the place of graphs (stand_in.py).
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import stand_in
 import torch
 from conftest import MICRO, data_overrides, require_identical
 from torch import Tensor
 
-from flux_ref import config_file, ranks
+from flux_ref import config_file, graphs, ranks
 from flux_ref.config import Config
 from flux_ref.data import TrainSet, ValSet
 from flux_ref.evaluate import validation_loss
 from flux_ref.pictures.artist import Artist
 from flux_ref.ranks import World
 from flux_ref.run import cli
-from flux_ref.step_runner import State, StepRunner
+from flux_ref.step_runner import State
 
 STEPS, EVALUATE_EVERY = 20, 5
 
@@ -47,27 +47,25 @@ def history(cfg: Config, world: World) -> dict:
     train_set.open()
     val_set.open()
     state = State.build(cfg, world, seed=3)
-    steps = StepRunner(state, cfg, world)
+    steps = graphs.runner(state, cfg, world)
     steps.warm_up()
     warm = everything(state)
     artist = Artist(cfg, world)
-    steps.capture(beside=partial(artist.rehearse, state.net) if cfg.sample.every_samples else None)
+    steps.capture()
     require_identical(everything(state), warm)
 
     def evaluate() -> list[float]:
         return validation_loss(steps, val_set, state.samples).losses
 
     def draw() -> None:
-        pictures.extend(artist.rehearse(state.net))
-        if steps.graphs:
-            reserved.append(torch.accelerator.memory_reserved())
+        rows = {name: np.zeros_like(part) for name, part in train_set.shards.layout.rows().items()}
+        pictures.extend(artist.paint(state.net, [("", rows)] * cfg.sample.count, rows, lambda place: None))
 
     steps.health.restart(0)
     feed = train_set.feed(0)
     results = []
     validations = []
     pictures = []
-    reserved = []
     try:
         for _ in range(STEPS):
             results.append(torch.stack(steps.train_on(feed)))
@@ -77,7 +75,7 @@ def history(cfg: Config, world: World) -> dict:
                     draw()
     finally:
         feed.close()
-        used = bool(steps.graphs)
+        used = isinstance(steps, graphs.CapturedRunner)
         steps.close(agreed=True)
     return {
         "results": torch.stack(results).tolist(),
@@ -87,7 +85,6 @@ def history(cfg: Config, world: World) -> dict:
         "state": everything(state),
         "captured": used,
         "pictures": [picture.tobytes() for picture in pictures],
-        "reserved": reserved,
     }
 
 

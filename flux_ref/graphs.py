@@ -1,0 +1,314 @@
+"""Steps as graphs: when they are captured, the proof that a graph computes what the eager step does, replays, the end.
+
+A graph repeats recorded work on the memory that the work used: forward and backward of all micro-batches, collectives,
+clipping, the update. So every tensor that a step reads or writes is allocated once and then filled in place: batches,
+`opt.lr`, weights, moments, loss, norm, health and sums. A graph holds no generator: draws come with the batch, and
+stochastic rounding (precision/) draws from the number of the step, which lies on the device.
+
+A port to another device may answer every `obstacle` with a reason: then all steps run eagerly.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flux_ref import ranks, sharding
+from flux_ref.config import Config
+from flux_ref.errors import Fault, Refusal
+from flux_ref.ranks import World
+from flux_ref.step_runner import State, StepRunner
+
+REGISTER = "NCCL_GRAPH_REGISTER"
+HIP_SINCE = (2, 12)  # version of torch
+WARM_STEPS = 2  # before a capture: the first step allocates lazily; the second is like all later steps
+CAPTURED = "captured"
+KEPT: list[dict] = []  # graphs that no rank may destroy
+# Relative differences between a graph and the eager step that libraries' workspaces may cause.
+FLOORS = {"loss": 1e-5, "norm": 1e-3}
+OPEN = 30.0  # a gate so wide that one hidden channel of a block shows in the gradient norm
+DECODING_BYTES = 2e9  # of the autoencoder and its activations for a picture of 256 x 256 pixels (calculated)
+
+
+def mode(cfg: Config, device: torch.device) -> str:
+    """How a device runs the steps of a run: CAPTURED, or "eager (REASON)".
+
+    Raises: Refusal if graph.enabled=on cannot be honoured.
+    """
+    if cfg.graph.enabled == "off":
+        return "eager (graph.enabled=off)"
+    reason = obstacle(device, cfg)
+    warm = cfg.train.synthetic_steps
+    if not reason and warm < WARM_STEPS:
+        reason = f"train.synthetic_steps={warm} must be at least {WARM_STEPS}, the steps before a capture"
+    if not reason:
+        return CAPTURED
+    if cfg.graph.enabled == "on":
+        raise Refusal(f"graph.enabled=on cannot be honoured: {reason}; graph.enabled=auto runs eagerly then")
+    return f"eager ({reason})"
+
+
+def obstacle(device: torch.device, cfg: Config) -> str:
+    """Why the steps of a run cannot be captured on a device; "" if they can."""
+    if device.type != "cuda":
+        return f"a device of type {device.type} captures no graphs"
+    if torch.version.hip and torch.__version__ < HIP_SINCE:
+        # github.com/pytorch/pytorch issue 177309: the thread of RCCL's watchdog breaks a capture.
+        return f"torch {torch.__version__} cannot capture collectives on HIP; it takes torch 2.12"
+    if torch.version.hip and cfg.graph.enabled != "on":
+        return "on HIP graphs are captured only when asked for"
+    if ranks.is_expandable() and os.environ.get(REGISTER, "0") != "0":
+        return f"{REGISTER}={os.environ[REGISTER]} does not go with expandable_segments; unset it"
+    return ""
+
+
+def runner(state: State, cfg: Config, world: World) -> StepRunner:
+    """The steps of a run as its mode asks for."""
+    is_captured = state.opt is not None and mode(cfg, world.device) == CAPTURED
+    return (CapturedRunner if is_captured else StepRunner)(state, cfg, world)
+
+
+class Recorder:
+    """Captures work as graphs that share one pool of memory, on a stream of its own.
+
+    From its creation on, its stream is the current stream of this thread. Copies into buffers, the warm-up, replays and
+    reads of results therefore follow one another on the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.synchronize()  # the previous stream may still be at work
+        self.stream = torch.cuda.Stream(device)
+        torch.cuda.set_stream(self.stream)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], object]) -> Any:
+        """The work as a graph with `replay` and `reset`. The device executes nothing of it.
+
+        Raises: Fault, torch.OutOfMemoryError.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: NCCL's watchdog and other threads may go on calling the device.
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            root = error.__context__ or error  # the end of the capture fails too, with a vaguer message
+            if isinstance(root, torch.OutOfMemoryError):
+                raise root from None
+            reason = str(root).partition("\n")[0]
+            raise Fault(f"a step cannot be captured: {reason}; set graph.enabled=off", alone=True) from error
+        return graph
+
+    def bytes_of(self, work: Callable[[], object]) -> int:
+        """Do eager work. Returns the bytes that the allocator takes from the device for it."""
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_reserved()
+        work()
+        return torch.accelerator.max_memory_reserved() - before
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that eager work may take. It cannot use the memory of graphs."""
+        torch.accelerator.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def synchronize(self) -> None:
+        """sync: the host waits until the device has done all its work."""
+        torch.cuda.synchronize(self.device)
+
+
+class CapturedRunner(StepRunner):
+    """Steps that are captured as graphs after the warm-up, and replayed from then on."""
+
+    def __init__(self, state: State, cfg: Config, world: World):
+        super().__init__(state, cfg, world)
+        self.recorder = Recorder(world.device)
+        self.graphs: dict[str, Any] = {}  # what the recorder returns, by kind and phase
+        self.drawing_bytes = 0.0  # what a drawing takes beside the graphs, about
+
+    def train(self) -> tuple[Tensor, Tensor]:
+        if not self.graphs:
+            return super().train()
+        self.graphs[f"train {self.state.arithmetic.phase(self.state.step)}"].replay()
+        return self.loss, self.grad_norm
+
+    def validate(self) -> None:
+        if not self.graphs:
+            return super().validate()
+        self.graphs[f"validate {self.state.arithmetic.phase(self.state.step)}"].replay()
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        validation = self.recorder.bytes_of(super().validate)
+        self.sharded()
+        self.drawing_bytes = validation + (DECODING_BYTES if self.cfg.data.kind != "shapes" else 0.0)
+
+    def capture(self) -> None:
+        """Capture the steps and prove the graphs. The weights stay; what a step remembers is reset. Collective.
+
+        Call `warm_up` first, and load moments afterwards. Raises: Fault.
+        """
+        try:
+            with changed(self):
+                want, again = measured(self), measured(self)
+            # The training graphs are larger. Captured first, they leave freed memory for the validation graphs.
+            graphs = {}
+            for kind, work in (("train", super().train), ("validate", super().validate)):
+                for phase in self.state.arithmetic.phases:
+                    self.state.arithmetic.begin(phase)
+                    graphs[f"{kind} {phase}"] = self._captured(work)
+            self.graphs = graphs
+            self.sharded()  # after a capture, FSDP2 takes the weights for gathered
+            with changed(self):
+                found = measured(self)
+            with ranks.agreed():
+                require_equal(found, want, again)
+            self.forget()  # an average holds changed weights
+            self.state.arithmetic.begin(self.state.step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _captured(self, work: Callable[[], object]) -> Any:
+        """With the net at the start of a step, and all ranks at rest. sync: before the clock starts."""
+        self.sharded()
+        if any(parameter.grad is not None for parameter in self.state.net.parameters()):
+            raise Fault("a gradient is left before a capture; set graph.enabled=off", alone=True)
+        gc.collect()  # what dies during a capture would be freed into it
+        self.recorder.synchronize()
+        ranks.gather_objects(None)  # no rank's collectives run into another's capture
+        return self.recorder.capture(work)
+
+    def shortage(self) -> str:
+        if not self.graphs:
+            return ""
+        free = min(ranks.gather_objects(self.recorder.free_bytes()))
+        if free >= self.drawing_bytes:
+            return ""
+        need = f"a drawing takes about {self.drawing_bytes / 1e9:.3g} GB beside the graphs"
+        return f"{need}, a rank has {free / 1e9:.3g} GB; lower train.micro_batch or eval.batch"
+
+    def close(self, agreed: bool = False) -> None:
+        """Drop the graphs. Later steps run eagerly. Call this before the process group ends, also after an error.
+
+        A graph keeps its communicator alive, so destroying the process group first would hang.
+        agreed: all ranks close now and can wait for each other. Otherwise a rank may be lost, and the device may wait
+        for it for ever. Then the graphs stay until the process ends, unless this rank is the only one.
+        """
+        super().close()
+        graphs, self.graphs = self.graphs, {}
+        if not graphs:
+            return
+        if not (agreed or ranks.is_single()):
+            KEPT.append(graphs)
+            return
+        try:
+            self.recorder.synchronize()  # no graph is dropped while it runs
+            for graph in graphs.values():
+                graph.reset()
+            graphs.clear()
+            gc.collect()
+            self.recorder.synchronize()
+        except RuntimeError:
+            if agreed:
+                raise  # otherwise the error that broke the run follows, and says more
+        if agreed:
+            ranks.gather_objects(None)
+
+
+# The proof: a graph that had kept weights, gradients or a batch of its capture would not see what changes after it.
+
+
+def known_rows(state: State) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """This rank's share of one known change in each block and in the head: a row, and what it becomes.
+
+    A gate of a fresh net is 0 and hides its block. So a change opens the gate of one hidden channel, and reverses the
+    row of the projection that this channel comes from.
+    """
+    parameters = sharding.named_parameters(state.net)
+    hidden = parameters["img_in.bias"].shape[0]
+
+    def row(name: str, number: int) -> Tensor:
+        first, local = sharding.local_rows(parameters[name])
+        return local[max(0, number - first) : max(0, number - first + 1)] if number >= first else local[:0]
+
+    for kind, gate, projection in (
+        ("double", "img_mod.lin.bias", "img_attn.proj.weight"),
+        ("single", "modulation.lin.bias", "linear2.weight"),
+    ):
+        count = sum(name.startswith(f"{kind}_blocks.") and name.endswith(gate) for name in parameters)
+        for block in range(count):
+            channel = block % hidden
+            yield row(f"{kind}_blocks.{block}.{gate}", 2 * hidden + channel), lambda rows: torch.full_like(rows, OPEN)
+            yield row(f"{kind}_blocks.{block}.{projection}", channel), lambda rows: rows.flip(-1)
+    yield row("final_layer.linear.bias", 0), lambda rows: rows + 1
+
+
+@contextmanager
+@torch.no_grad()
+def changed(steps: StepRunner) -> Iterator[None]:
+    """A block with other weights and batches than those of the capture. The weights come back bit for bit.
+
+    Raises: Fault if the block has changed a weight, as a step at another learning rate than 0 would.
+    """
+    rows = list(known_rows(steps.state))
+    before = [row.clone() for row, _ in rows]
+    noises = [batch["noise"] for batch in (steps.train_batch, steps.val_batch)]
+    sums = _sums(steps.state.net)
+    for row, change in rows:
+        row.copy_(change(row))
+    for noise in noises:
+        noise.neg_()
+    yield
+    for noise in noises:
+        noise.neg_()
+    for (row, _), old in zip(rows, before):
+        row.copy_(old)
+    if not torch.equal(_sums(steps.state.net), sums):
+        raise Fault("a step at learning rate 0 has changed weights; set graph.enabled=off", alone=True)
+
+
+def _sums(net: torch.nn.Module) -> Tensor:
+    """A number for each weight shard that tells equal bits from others, up to chance."""
+    shards = (sharding.local_rows(parameter)[1] for parameter in net.parameters())
+    return torch.stack([shard.view(torch.int32).sum(dtype=torch.int64) for shard in shards])
+
+
+def measured(steps: StepRunner) -> dict[str, float]:
+    """Loss and norm of two steps at learning rate 0 and the sum of a validation, in each phase, from the same start.
+
+    The second step shows gradients that the first one has left. sync: the host reads them all.
+    """
+    found = {}
+    step = steps.state.step
+    for phase in steps.state.arithmetic.phases:
+        steps.forget()
+        steps.state.set_clock(phase, steps.state.samples)
+        for number in (1, 2):
+            loss, norm = steps.train()
+            found[f"loss of step {number} in phase {phase}"] = float(loss)
+            found[f"norm of step {number} in phase {phase}"] = float(norm)
+        steps.sums.zero_()
+        steps.validate()
+        found[f"loss of validation in phase {phase}"] = float(steps.sums[1].sum())
+        steps.sharded()
+    steps.forget()
+    steps.state.set_clock(step, steps.state.samples)
+    return found
+
+
+def require_equal(found: dict[str, float], want: dict[str, float], again: dict[str, float]) -> None:
+    """found: of the graphs. want, again: of the eager steps, twice. Raises: Fault."""
+    for name, value in want.items():
+        floor = FLOORS[name.partition(" ")[0]] * abs(value)
+        allowed = max(floor, 4 * abs(again[name] - value))
+        if not abs(found[name] - value) <= allowed:
+            raise Fault(
+                f"a captured step computes another {name} than the eager step: {found[name]:.8g}, not {value:.8g}"
+                f" (allowed: {allowed:.2g}); set graph.enabled=off"
+            )
