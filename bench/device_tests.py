@@ -1,6 +1,6 @@
 """A plugin of pytest that writes down each outcome as its test ends, so that a call that is cut short loses none.
 
-    python -m pytest -m gpu -p bench.device_tests -x --outcomes FILE.jsonl tests/speed/test_gpu_graph.py ...
+    python -m pytest -m gpu -p bench.device_tests -x --outcomes FILE.jsonl tests/gpu/test_gpu_graph.py ...
 
 FILE.jsonl gets a line as a test begins and a line as it ends. A test that passed or failed does not run again, nor does
 one that began twice and never ended: it hangs or crashes. After LIMIT_S a test is ended with its process, and stderr

@@ -11,7 +11,7 @@ TAKEN_AWAY = ("precision", "benchmark")  # folders of flux_ref that scripts hand
 SHARED = "tools.shared"  # what several commands use
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 BACKENDS = ("cuda", "nccl", "gloo")
-NAMES_A_BACKEND = {"ranks", "speed.graphs", "attention"}
+NAMES_A_BACKEND = {"ranks", "graphs", "attention"}
 
 
 def named(path) -> str:

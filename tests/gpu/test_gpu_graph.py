@@ -8,8 +8,10 @@ import torch
 from conftest import MICRO, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
-from flux_ref import config, config_file, ranks, step_runner
-from flux_ref.step_runner import CAPTURED, State, StepRunner, mode
+from flux_ref import config, config_file, ranks
+from flux_ref.errors import Fault
+from flux_ref.graphs import CAPTURED, CapturedRunner, Recorder, mode
+from flux_ref.step_runner import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 ON = {"graph__enabled": "on", "parallel__dtype": "bf16"}
@@ -17,10 +19,10 @@ EXIT_S = 20.0  # a process group that waits for a graph never ends
 CAPTURED_TRAIN = "tests/helpers/captured_train.py"
 
 
-def make(micro: config.Config, world: ranks.World, **values: object) -> StepRunner:
+def make(micro: config.Config, world: ranks.World, **values: object) -> CapturedRunner:
     """The steps of a fresh net after a warm-up."""
     cfg = config_file.replace(micro, **(ON | values))
-    steps = StepRunner(State.build(cfg, world, seed=3), cfg, world)
+    steps = CapturedRunner(State.build(cfg, world, seed=3), cfg, world)
     steps.warm_up()
     return steps
 
@@ -50,14 +52,14 @@ def test_replays_are_bit_identical_to_eager_steps_and_evaluations(micro, world, 
     [{}, {"parallel__kept_regions": -1, "parallel__region_blocks": 2, "parallel__compile": True}],
     ids=["plain", "kept gathered, compiled"],
 )
-def test_pictures_between_replays_change_nothing_and_their_memory_stays(micro, world, values):
-    """They are those of eager steps. Drawing takes its memory before the clock and never more."""
+def test_pictures_between_replays_change_nothing(micro, world, values):
+    """They are those of eager steps."""
     plain = config_file.replace(micro, **(ON | values))
     drawn = config_file.replace(plain, sample__count=4, sample__steps=3, sample__every_samples=1)
     want = history(config_file.replace(drawn, graph__enabled="off"), world)
     found = history(drawn, world)
     require_same_history(found, want)
-    assert len(set(found["pictures"])) == 4 * 4 and len(set(found["reserved"])) == 1
+    assert len(set(found["pictures"])) == 4 * 4
     without = history(plain, world)
     assert all(found[key] == without[key] for key in ("results", "validations", "afterwards"))
 
@@ -73,7 +75,7 @@ def test_kernels_without_a_deterministic_mode_are_captured_too(micro, world):
         assert torch.allclose(torch.tensor(found[key]), torch.tensor(want[key]), rtol=2e-2), key
 
 
-def test_a_capture_executes_nothing_and_its_memory_comes_back(micro, world):
+def test_a_capture_leaves_nothing_but_its_memory_which_comes_back(micro, world):
     steps = make(micro, world)
     flags = steps.health.step.clone()
     torch.accelerator.empty_cache()
@@ -115,9 +117,9 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
 
 
 def test_a_capture_may_end_while_a_stream_waits_without_work(device):
-    """So end FSDP2's gathering streams after a validation; test_capture_streams.py shows that their work is joined."""
+    """So end FSDP2's gathering streams after a validation."""
     one = torch.ones(4, device=device)
-    recorder = step_runner.Recorder(device)
+    recorder = Recorder(device)
     side = torch.cuda.Stream()
 
     def work() -> None:
@@ -170,13 +172,6 @@ def test_a_run_that_breaks_amid_training_ends_soon(train_py, shapes_dir, tmp_pat
 def test_the_capture_of_a_step_that_waits_for_the_device_is_a_fault_and_the_device_stays_of_use(micro, world):
     """The last test of this file: after a failed capture torch 2.11 returns no memory to the device."""
     steps = make(micro, world)
-    train = steps._train
-
-    def waiting() -> None:
-        train()
-        float(steps.loss)
-
-    steps._train = waiting
-    with pytest.raises(Exception, match=r"a step cannot be captured: .*; set graph.enabled=off"):
-        steps.capture()
+    with pytest.raises(Fault, match=r"a step cannot be captured: .*; set graph\.enabled=off"):
+        steps._captured(lambda: float(steps.train()[0]))
     assert float(torch.ones(4, device=world.device).sum()) == 4 and not steps.graphs
