@@ -94,7 +94,7 @@ def test_compiled_fp8_linears_equal_eager_ones_on_a_device(device, arch):
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16)
     for compiles in (False, True):
         net = Net(arch, "fp8_delayed", device)
-        Precision(net, fp8_net.config("fp8_delayed", dynamic_steps=0), device)
+        Precision(fp8_net.config("fp8_delayed", dynamic_steps=0)).find(net, device)
         out = (torch.compile(net, fullgraph=True) if compiles else net)(x.clone().requires_grad_())
         out.backward(torch.ones_like(out).index_fill(1, torch.tensor([7], device=device), float("nan")))
         found.append([out.detach(), *(linear.of_input.amax for linear in (net.one, net.split, net.join))])

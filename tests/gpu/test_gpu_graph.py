@@ -8,9 +8,9 @@ import torch
 from conftest import MICRO, micro_run, script
 from graph_ranks import STEPS, history, require_same_history
 
-from flux_ref import config, config_file, ranks
+from flux_ref import config, config_file, graphs, ranks
 from flux_ref.errors import Fault
-from flux_ref.graphs import CAPTURED, CapturedRunner, Recorder, mode
+from flux_ref.graphs import CAPTURED, CapturedRunner, mode
 from flux_ref.step_runner import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -119,7 +119,7 @@ def test_replays_never_wait_for_the_device_and_use_no_more_memory(micro, world):
 def test_a_capture_may_end_while_a_stream_waits_without_work(device):
     """So end FSDP2's gathering streams after a validation."""
     one = torch.ones(4, device=device)
-    recorder = Recorder(device)
+    recorder = graphs.Recorder(device)
     side = torch.cuda.Stream()
 
     def work() -> None:
