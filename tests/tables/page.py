@@ -170,25 +170,30 @@ def log() -> str:
     """The benchmark's log: its keys in their order, by ruleset."""
     logs = {ruleset: events(ruleset) for ruleset in RULESETS}
     keys = {ruleset: [event["key"] for event in events] for ruleset, events in logs.items()}
+    newest = keys[RULESETS[-1]]
+    first = {key: [ruleset for ruleset in RULESETS if key in keys[ruleset]][0] for key in newest}
     rows = []
     for event in logs[RULESETS[-1]]:
         extra = ", ".join(name for name in event["metadata"] if name not in ("file", "lineno"))
         value = "" if event["value"] is None else f"`{json.dumps(event['value'])}`"
-        marks = ["yes" if event["key"] in keys[ruleset] else "" for ruleset in RULESETS]
-        rows.append([f"`{event['key']}`", event["event_type"], value, extra, *marks])
-    for i, ruleset in enumerate(RULESETS, 4):  # the rows that a ruleset marks are its lines, in their order
-        assert [row[0] for row in rows if row[i]] == [f"`{key}`" for key in keys[ruleset]]
+        if event["key"] not in KEYS:
+            later = "" if first[event["key"]] == RULESETS[0] else first[event["key"]]
+            rows.append([f"`{event['key']}`", event["event_type"], value, extra, later])
+    for ruleset in RULESETS:  # a ruleset's lines are those that began with it or before it, in their order
+        assert [key for key in newest if first[key] <= ruleset] == keys[ruleset]
+    own = ", ".join(f"`{key}`" for key in newest if key in KEYS)
     return f"""The lines of a run in their order, with the values of {BENCHMARK.name} on {NODE} ranks.
 
 - The lines from block_start to eval_stop repeat.
 - cache_clear is logged only with data.evict=true.
-- No official checker reads the lines from model.hidden to lowest_numerical_precision_in_eval. A rehearsal adds
-  `rehearsal`.
+- Before lowest_numerical_precision_in_eval, a POINT_IN_TIME each, come the closed keys of the config that have no
+  official name: {own}. No official checker reads these lines.
+- A rehearsal adds `rehearsal`.
 - What makes a run no timed result adds `disqualified`, with the reason as value. The run then ends as aborted.
 - In the open division averaged_validation_loss follows eval_accuracy, with the same value and samples_count.
 - From ruleset 6.1.0 on, evaluation_frequency is rounded up to whole steps.
 
-{markdown("key | type | value | metadata | " + " | ".join(RULESETS), rows)}"""
+{markdown("key | type | value | metadata | from ruleset", rows)}"""
 
 
 def sample() -> str:
@@ -225,14 +230,14 @@ def keys() -> str:
     rows = []
     for key, known in KEYS.items():
         default = f"`{config_file.toml_text(known.default)}`"
-        rows.append([f"`{key}`", default, known.allowed, "yes" if known.resume else "", known.closed])
-    return f"""`python train.py --help` gives the meaning of each key.
+        rows.append([f"`{key}`", default, "yes" if known.resume else "", known.closed])
+    return f"""`python train.py --help` gives the meaning of each key and its bounds.
 
 - free: a run may continue with another value. Of precision.switch the entries that begin later may change.
 - closed: what fixes the default in MLPerf's closed division: the rules (mlcommons/training_policies), the code of the
   reference (mlcommons/training), or the checker of logs (mlperf-logging).
 
-{markdown("key | default | allowed | free | closed", rows)}"""
+{markdown("key | default | free | closed", rows)}"""
 
 
 TABLES = {
