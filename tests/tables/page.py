@@ -171,7 +171,7 @@ def log() -> str:
     logs = {ruleset: events(ruleset) for ruleset in RULESETS}
     keys = {ruleset: [event["key"] for event in events] for ruleset, events in logs.items()}
     newest = keys[RULESETS[-1]]
-    first = {key: [ruleset for ruleset in RULESETS if key in keys[ruleset]][0] for key in newest}
+    first = {key: next(ruleset for ruleset in RULESETS if key in keys[ruleset]) for key in newest}
     rows = []
     for event in logs[RULESETS[-1]]:
         extra = ", ".join(name for name in event["metadata"] if name not in ("file", "lineno"))
