@@ -14,7 +14,8 @@ key of flux_ref/config.py can be given. With the run's own settings the number e
 with --ema it is that of the average, which training never logs.
 Draws prompts, else sample.count stored captions, with --steps=N --guidance=X --seed=N, into a new file in the run's
 samples/, for other weights in the current folder. --draw-only measures no loss; prompts then need no data set.
---t5=DIR --clip=DIR --vae=PATH are found in FLUX.1-schnell's repository at MODEL or --vae. --json prints one object.
+Encoders are --t5=DIR --clip=DIR --vae=PATH, else those beside --vae or the model, as in FLUX.1-schnell's repository.
+--json prints one object.
 Exit codes: 0 done, 2 refused, 3 a fault stopped it.
 """
 
@@ -24,7 +25,7 @@ import json
 import sys
 from pathlib import Path
 
-from flux_ref import checkpoint, config_file, files, ranks
+from flux_ref import checkpoint, config_file, files, loss_chart, ranks
 from flux_ref.alive import Timer
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.config import Config
@@ -35,7 +36,7 @@ from flux_ref.formats import outside
 from flux_ref.optim import EMA
 from flux_ref.pictures import drawing
 from flux_ref.ranks import World
-from flux_ref.run import cli, compiler_folder, loss_chart, reporter, weight_files
+from flux_ref.run import cli, compiler_folder, reporter, weight_files
 from flux_ref.run.options import STEP, Options
 from flux_ref.schedule import TIMESTEPS
 from flux_ref.step_runner import State, StepRunner

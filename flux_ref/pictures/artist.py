@@ -18,6 +18,7 @@ from flux_ref.pictures import autoencoder
 from flux_ref.ranks import World
 
 Text = tuple[str, Rows]  # a caption and its encodings, {"t5", "clip"}
+Pictures = list[np.ndarray]  # each (3, H, W), about in [-1, 1]
 
 LOOKED_AT = 16  # samples for each different caption that is wanted
 # Attention kernels for the autoencoder. The kernels of the net may not support fp32.
@@ -44,26 +45,23 @@ class Artist:
                     raise Refusal(f"{rule}: give --sample.vae=ae.safetensors; {autoencoder.FETCH}")
                 self.autoencoder = autoencoder.load(cfg.sample.vae)
 
-    def paint(
-        self, net: nn.Module, texts: list[Text], empty: Rows | None, report_place: Callable[[str], None]
-    ) -> list[np.ndarray]:
-        """A picture (3, H, W), about in [-1, 1], for each text; none on ranks other than 0. Collective.
+    def paint(self, net: nn.Module, texts: list[Text], empty: Rows | None, at: Callable[[str], None]) -> Pictures:
+        """A picture for each text; none on ranks other than 0. Collective.
 
-        empty:        the encodings of the empty caption; None if cfg.sample.guidance is 1.
-        report_place: called before each sampling step with its name. It may raise, on all ranks alike.
+        empty: the encodings of the empty caption; None if cfg.sample.guidance is 1.
+        at:    called before each sampling step with its name. It may raise, on all ranks alike.
         """
-        rows = [rows for _, rows in texts]
         pictures = []
         batch = self.cfg.eval.batch
         with sharding.uncompiled(self.cfg.parallel):
-            for first in range(0, len(rows), batch):
-                part = rows[first : first + batch]
-                z_BCYX = generate_latents(net, part, empty, self.cfg, self.world.device, report_place, first)
+            for first in range(0, len(texts), batch):
+                rows = [rows for _, rows in texts[first : first + batch]]
+                z_BCYX = generate_latents(net, rows, empty, self.cfg, self.world.device, at, first)
                 if self.world.rank == 0:
                     pictures += self._decoded(z_BCYX)
         return pictures
 
-    def _decoded(self, z_BCYX: Tensor) -> list[np.ndarray]:
+    def _decoded(self, z_BCYX: Tensor) -> Pictures:
         """The autoencoder is on the device of the latents only meanwhile."""
         if not self.autoencoder:
             return [toy.decode(z) for z in z_BCYX.cpu().numpy()]
@@ -80,7 +78,7 @@ def generate_latents(
     empty: Rows | None,
     cfg: Config,
     device: torch.device,
-    report_place: Callable[[str], None] = lambda place: None,
+    at: Callable[[str], None] = lambda place: None,
     first: int = 0,
 ) -> Tensor:
     """One latent per text: (B, C, Y, X) fp32, on the autoencoder's scale. Collective over all ranks.
@@ -89,36 +87,32 @@ def generate_latents(
     first:        number of the first text; text i starts from noise i of cfg.sample.seed.
     """
     model = cfg.model
-    t5_BTE, clip_BV = _stack(texts, device)
-    is_guided = cfg.sample.guidance != 1.0
-    no_t5_BTE, no_clip_BV = _stack([empty] * len(texts), device) if is_guided else (None, None)
+    sample = cfg.sample
+    dtype = sharding.DTYPES[cfg.parallel.dtype]
+    text = _stack(texts, device, dtype)
+    no_text = _stack([empty] * len(texts), device, dtype) if empty and sample.guidance != 1.0 else None
     numbers = range(first, first + len(texts))
-    noise = [rng.normals(cfg.sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
+    noise = [rng.normals(sample.seed, rng.SAMPLING, model.latent_shape, sample=i, epoch=0) for i in numbers]
     x_BNP = latents.pack(torch.from_numpy(np.stack(noise)).to(device))
     try:
         with torch.no_grad():
-            for step, (t, t_next) in enumerate(pairwise(times(cfg.sample.steps))):
-                report_place(f"sampling step {step}")
-                velocity_BNP = _velocity(net, x_BNP, t5_BTE, clip_BV, t, cfg)
-                if is_guided:
-                    unguided_BNP = _velocity(net, x_BNP, no_t5_BTE, no_clip_BV, t, cfg)
-                    velocity_BNP = unguided_BNP + cfg.sample.guidance * (velocity_BNP - unguided_BNP)
+            for step, (t, t_next) in enumerate(pairwise(times(sample.steps))):
+                at(f"sampling step {step}")
+                t_B = torch.full((len(texts),), t, device=device)
+                velocity_BNP = net(x_BNP.to(dtype), *text, t_B).float()
+                if no_text:
+                    unguided_BNP = net(x_BNP.to(dtype), *no_text, t_B).float()
+                    velocity_BNP = unguided_BNP + sample.guidance * (velocity_BNP - unguided_BNP)
                 x_BNP = x_BNP + (t_next - t) * velocity_BNP
     finally:
         sharding.reshard(net)  # also after an interruption: training or a checkpoint may follow
     return latents.unscale(latents.unpack(x_BNP, model.latent_height, model.latent_width))
 
 
-def _stack(texts: list[Rows], device: torch.device) -> list[Tensor]:
+def _stack(texts: list[Rows], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """[t5_BTE, clip_BV]"""
-    stacked = (torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip"))
-    return [(part.view(torch.bfloat16) if part.dtype == torch.uint16 else part).to(device) for part in stacked]
-
-
-def _velocity(net: nn.Module, x_BNP: Tensor, t5_BTE: Tensor, clip_BV: Tensor, t: float, cfg: Config) -> Tensor:
-    dtype = sharding.DTYPES[cfg.parallel.dtype]
-    t_B = torch.full((len(x_BNP),), t, device=x_BNP.device)
-    return net(x_BNP.to(dtype), t5_BTE.to(dtype), clip_BV.to(dtype), t_B).float()
+    stacked = [torch.from_numpy(np.stack([text[name] for text in texts])) for name in ("t5", "clip")]
+    return [(part.view(torch.bfloat16) if part.dtype == torch.uint16 else part).to(device, dtype) for part in stacked]
 
 
 def stored_captions(samples: shards.ShardSet, count: int) -> list[Text]:

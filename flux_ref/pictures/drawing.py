@@ -9,20 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flux_ref import config, config_file, ranks, toy
+from flux_ref import config, config_file, errors, ranks, toy
 from flux_ref.config import Config, ModelConfig
 from flux_ref.data import Rows, TrainSet, ValSet
 from flux_ref.errors import Refusal
 from flux_ref.formats import outside, shards
 from flux_ref.pictures import sheet
 from flux_ref.pictures.artist import Artist, stored_captions
-from flux_ref.pictures.autoencoder import FETCH
 from flux_ref.pictures.encoders import KINDS, Encoders
 from flux_ref.ranks import World
 from flux_ref.run.reporter import Reporter
 from flux_ref.step_runner import State
-
-SHORT = ("vae", "steps", "guidance", "seed")  # --NAME is --sample.NAME
 
 
 class Gallery:
@@ -42,28 +39,26 @@ class Gallery:
         """Draw the first cfg.sample.count captions from the same noise as ever, unless they are drawn. Collective.
 
         Training goes on as without pictures: drawing changes no weight and no number of training, and takes dynamic
-        FP8 scales. A file that cannot be written does not end the run. at: as `report_place` of `Artist.paint`.
+        FP8 scales. A file that cannot be written does not end the run. at: as for `Artist.paint`.
         """
         samples = state.samples
-        cfg = self.cfg.sample
         if self.newest == samples:
             return
+        self.newest = samples
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()  # sync: the training steps under way do not count as drawing
-        self.newest = samples
         begin = time.perf_counter()
-        texts = stored_captions(self.captions.shards, cfg.count)
+        texts = stored_captions(self.captions.shards, self.cfg.sample.count)
         pictures = self.artist.paint(state.net, texts, self.train_set.empty, at)
         path = self.report.folder / "samples" / f"{samples:09d}.png"
-        names = [caption for caption, _ in texts]
         with self.report.spare(path.name):
             if pictures:
-                sheet.save(pictures, names, path)
+                sheet.save(pictures, [caption for caption, _ in texts], path)
                 self.report.picture(path, samples)
-                if cfg.every_samples:
+                if self.cfg.sample.every_samples:
                     sheet.strip(path.parent, pictures[0].shape[1], samples)
             seconds = time.perf_counter() - begin
-            self.report.say(f"samples {samples:>10,}  {len(names)} pictures in {seconds:.1f} s: {path}")
+            self.report.say(f"samples {samples:>10,}  {len(texts)} pictures in {seconds:.1f} s: {path}")
         self.report.pause(time.perf_counter() - begin)
 
 
@@ -75,19 +70,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", type=_utf8, dest="prompts", default=[], metavar="TEXT")
     parser.add_argument("--prompts", action="extend", type=_listed, default=[], metavar="FILE")
     parser.add_argument("--draw-only", action="store_true")
-    for name in ("t5", "clip"):
-        parser.add_argument(f"--{name}")
-    for name in SHORT:
+    parser.add_argument("--t5", type=Path, metavar="DIR")
+    parser.add_argument("--clip", type=Path, metavar="DIR")
+    for name in ("vae", "steps", "guidance", "seed"):
         form = f"--sample.{name}={{}}".format
         parser.add_argument(f"--{name}", action="append", dest="overrides", type=form, default=[])
 
 
 def _utf8(prompt: str) -> str:
     """A prompt as it was typed. A terminal in another encoding gives bytes that are no UTF-8."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts") from None
+    if prompt.encode(errors="ignore").decode() != prompt:
+        raise argparse.ArgumentTypeError(f"{prompt!r} is not UTF-8; give it in a file of --prompts")
     return prompt
 
 
@@ -108,13 +101,16 @@ class Drawing:
     ):
         """val_set: open; None if there are prompts. at: called with the name of what this rank does. Collective.
 
-        Raises: Refusal for files that are missing or no such encoders.
+        What is not given is looked for in the folder of the autoencoder, or else of the model, by its name in
+        FLUX.1-schnell's repository. Raises: Refusal for files that are missing or no such encoders.
         """
-        if cfg.data.kind != "shapes" and (found := cfg.sample.vae or _nearby(("ae.safetensors", "vae"), cfg, options)):
-            cfg = config_file.replace(cfg, sample__vae=str(found))
+        home = Path(cfg.sample.vae or options.path)
+        home = home if home.is_dir() else home.parent
+        if cfg.data.kind != "shapes" and not cfg.sample.vae and (home / "ae.safetensors").exists():
+            cfg = config_file.replace(cfg, sample__vae=str(home))
         self.artist = Artist(cfg, world)
         if options.prompts:
-            *rows, self.empty = _encode([*options.prompts, ""], cfg, world, options, at)
+            *rows, self.empty = _encoded([*options.prompts, ""], cfg, world, options, home, at)
             self.texts = list(zip(options.prompts, rows))
             return
         with ranks.agreed():
@@ -127,70 +123,54 @@ class Drawing:
     def draw(self, net: nn.Module, folder: Path, stem: str, at: Callable[[str], None]) -> str:
         """Save a sheet in a new file of the folder. Returns its path on rank 0, "" on other ranks. Collective."""
         pictures = self.artist.paint(net, self.texts, self.empty, at)
-        if not pictures:
-            return ""
-        captions = [caption for caption, _ in self.texts]
-        return str(sheet.save_new(pictures, captions, folder, stem))
+        return str(sheet.save_new(pictures, [caption for caption, _ in self.texts], folder, stem)) if pictures else ""
 
 
-def _nearby(names: tuple[str, ...], cfg: Config, options: argparse.Namespace) -> Path | None:
-    """What has one of the names in or beside the autoencoder or the model, as in FLUX.1-schnell's repository."""
-    for path in (cfg.sample.vae, options.path):
-        for folder in (Path(path), Path(path).parent) if path else ():
-            for name in names:
-                if (folder / name).exists():
-                    return folder / name
-    return None
-
-
-def _encode(
-    captions: list[str], cfg: Config, world: World, options: argparse.Namespace, at: Callable[[str], None]
+def _encoded(
+    captions: list[str],
+    cfg: Config,
+    world: World,
+    options: argparse.Namespace,
+    home: Path,
+    at: Callable[[str], None],
 ) -> list[Rows]:
     """{"t5", "clip"} of each caption as fp32. Rank 0 has the encoders, and drops them before a net is built.
 
-    Collective. Raises: Refusal.
+    home: the folder of encoders that are not given. Collective. Raises: Refusal.
     """
     sizes = shards.layout(cfg.model).shapes
     rows = [{name: torch.zeros(sizes[name]) for name in ("t5", "clip")} for _ in captions]
     with ranks.agreed():
         if world.rank == 0:
-            encode = _encoder(cfg, options, world.device)
+            encode = _encoder(cfg, options, home, world.device)
             for caption, row in zip(captions, rows):
                 at(f"encoding {caption!r}")
                 row.update(encode(caption))
     return [{name: ranks.all_reduce(part.to(world.device)).cpu().numpy() for name, part in row.items()} for row in rows]
 
 
-def _encoder(cfg: Config, options: argparse.Namespace, device: torch.device) -> Callable[[str], dict[str, Tensor]]:
+def _encoder(
+    cfg: Config, options: argparse.Namespace, home: Path, device: torch.device
+) -> Callable[[str], dict[str, Tensor]]:
     """A function from a caption to its encodings in fp32. Raises: Refusal."""
+    model = cfg.model
     if cfg.data.kind == "shapes":
         if options.t5 or options.clip:
             raise Refusal("--t5 and --clip encode for real models; data.kind=shapes has its own encoders")
-        return lambda caption: _toy_prompt(caption, cfg.model)
-    folders = {}
-    for name, (*_, public) in KINDS.items():
-        found = getattr(options, name) or _nearby((public,), cfg, options)
-        if not found:
-            raise Refusal(f"--prompt needs --{name}=DIR, such as FLUX.1-schnell's {public}; {FETCH}")
-        folders[name] = Path(found)
+        if unknown := set(" ".join(options.prompts).lower().split()) - toy.words():
+            words = errors.printable(", ".join(sorted(unknown)))
+            print(f"the prompts are drawn, but no caption of data.kind=shapes has the words {words}", file=sys.stderr)
+        return lambda caption: toy_encodings(caption, model)
+    t5, clip = (getattr(options, name) or home / folder for name, (*_, folder) in KINDS.items())
     # fp32 as `prepare images` by default. The net then rounds encodings to parallel.dtype, where a data set has bf16.
-    nets = Encoders(None, **folders, model=cfg.model, device=device, dtype=torch.float32)
+    nets = Encoders(None, t5, clip, model, device, torch.float32)
 
     def encode(caption: str) -> dict[str, Tensor]:
         if nets.t5.longer([caption]):
-            most = cfg.model.text_tokens
-            raise Refusal(f"prompt {caption[:40]!r}... has more than {most} tokens; T5 reads {most}; shorten it")
+            raise Refusal(f"prompt {caption[:40]!r}... has more than {model.text_tokens} tokens of T5; shorten it")
         return {name: values[0] for name, values in nets.text([caption]).items()}
 
     return encode
-
-
-def _toy_prompt(caption: str, model: ModelConfig) -> dict[str, Tensor]:
-    if unknown := set(caption.lower().split()) - toy.words():
-        words = outside.printable(", ".join(sorted(unknown)))
-        said = f"prompt {caption!r} is drawn, but captions of data.kind=shapes never have the words {words}"
-        print(said, file=sys.stderr)
-    return toy_encodings(caption, model)
 
 
 def toy_encodings(caption: str, model: ModelConfig) -> dict[str, Tensor]:

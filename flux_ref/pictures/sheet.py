@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -33,17 +32,8 @@ def save(pictures: list[np.ndarray], captions: list[str], path: Path) -> None:
 
 def save_new(pictures: list[np.ndarray], captions: list[str], folder: Path, stem: str) -> Path:
     """`save` under the first free name of STEM_1.png, STEM_2.png, ... Returns the path."""
-    folder.mkdir(exist_ok=True)
-    for number in count(1):
-        path = folder / f"{stem}_{number}.png"
-        with suppress(FileExistsError):
-            path.touch(exist_ok=False)  # the name is taken, also for another process
-            break
-    try:
-        save(pictures, captions, path)
-    except BaseException:
-        path.unlink()  # no empty file is taken for a drawing
-        raise
+    path = next(path for number in count(1) if not (path := folder / f"{stem}_{number}.png").exists())
+    save(pictures, captions, path)
     return path
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flux_ref import config, folder, graphs, ranks, schedule
+from flux_ref import config, folder, graphs, loss_chart, ranks, schedule
 from flux_ref.arithmetic import arithmetic_of
 from flux_ref.attention import attention_kernel
 from flux_ref.board import Board
@@ -29,7 +29,6 @@ from flux_ref.model import parameter_table
 from flux_ref.optim import bytes_per_parameter
 from flux_ref.progress import progress
 from flux_ref.ranks import World
-from flux_ref.run import loss_chart
 from flux_ref.run.environment import environment, peak_memory_gb
 from flux_ref.run.forecast import forecast
 from flux_ref.step import NEVER, Health

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, ROOT, the_line
+from conftest import MICRO, ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from peer_net import diffusers_twin, random_net
 from peer_vae import SMALL, bfl_tensors, lively_net
@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from flux_ref import config_file, latents, rng
 from flux_ref.pictures import artist, autoencoder, sheet
 from tools import export
-from tools.prepare import commands as prepare
 
 MODEL = config_file.load(MICRO).model
 PROMPTS = ["a small red cat sits on the grass", "", "photo of two dogs"]
@@ -79,7 +78,6 @@ def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public
     options |= {"width": sides[1], "latents": latents.pack(torch.from_numpy(np.stack(noise)))}
     theirs = pipeline(PROMPTS, output_type="latent", **options).images
     ours = latents.pack(latents.SCALE * (made[0] - latents.SHIFT))
-    print((ours - theirs).abs().max(), theirs.std(), theirs.abs().max())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     pictures = pipeline(PROMPTS, output_type="np", **options).images
     size = (round(sides[1] * sheet.HEIGHT / sides[0]), sheet.HEIGHT)
@@ -92,55 +90,30 @@ def test_prompts_give_the_latents_and_pictures_of_diffusers_flux_pipeline(public
 
 
 @pytest.mark.slow
-def test_encoders_are_found_with_the_model_and_given_as_folders(public, draw, tmp_path):
-    """In the repository, in its transformer/, beside a single file, and by options (fault F4: diffusers' vae/)."""
+def test_encoders_are_those_beside_the_autoencoder_or_the_model_or_as_given(public, draw, tmp_path):
     bare = tmp_path / "own.safetensors"
     shutil.copy(public / "transformer" / "diffusion_pytorch_model.safetensors", bare)
-    given = {"t5": public / "text_encoder_2", "clip": public / "text_encoder", "vae": public / "vae"}
-    ways = [[public / "transformer"], [bare, f"--vae={public}"], [bare, f"--vae={public}/ae.safetensors"]]
-    ways += [[bare, *(f"--{name}={path}" for name, path in given.items())]]
+    given = [f"--t5={public}/text_encoder_2", f"--clip={public}/text_encoder", f"--vae={public}/vae"]
+    ways = [[public], [bare, f"--vae={public}"], [bare, f"--vae={public}/ae.safetensors"], [bare, *given]]
     files = [Path(draw(*way, "--prompt=a cat", "--guidance=2")["pictures"]).read_bytes() for way in ways]
     assert files == files[:1] * len(files)
-    single = tmp_path / "single"
-    shutil.copytree(public, single, ignore=lambda folder, names: {"transformer", "vae"})
-    shutil.copy(bare, single / "flux1-schnell.safetensors")
-    for model in (single, single / "flux1-schnell.safetensors"):
-        assert Path(draw(model, "--prompt=a cat", "--guidance=2")["pictures"]).read_bytes() == files[0]
 
 
 def test_missing_swapped_and_foreign_encoders_are_refused_with_the_file_to_fetch(public, draw, tmp_path):
-    bare, empty, other = tmp_path / "own.safetensors", tmp_path / "empty", tmp_path / "other"
-    shutil.copy(public / "transformer" / "diffusion_pytorch_model.safetensors", bare)
-    empty.mkdir()
-    shutil.copytree(public / "vae", other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"scaling_factor": 0.18215}))
-    t5, clip = public / "text_encoder_2", public / "text_encoder"
-    alone = shutil.copy(public / "ae.safetensors", empty / "alone")
-    cases = [
-        ([], ["need an autoencoder", "--sample.vae=ae.safetensors", "hf download"]),
-        (
-            [f"--vae={empty}"],
-            [f"autoencoder {empty} is no file and has no ae.safetensors", "hf download black-forest-labs"],
-        ),
-        ([f"--vae={t5}"], [f"autoencoder {t5} is no file"]),
-        ([f"--vae={other}"], ["config.json is another model's: scaling_factor=0.18215, want 0.3611"]),
-        (
-            [f"--vae={alone}"],
-            ["--prompt needs --t5=DIR", "text_encoder_2", "hf download"],
-        ),
-        (
-            [f"--vae={public}", f"--t5={clip}"],
-            [f"--t5 {clip} holds a 'clip_text_model'; give FLUX.1-schnell's text_encoder_2"],
-        ),
-        ([f"--vae={public}", f"--clip={t5}"], [f"--clip {t5} holds a 't5'; give FLUX.1-schnell's text_encoder"]),
-        ([f"--vae={public}", f"--t5={empty}"], [f"{empty}/config.json is missing", "text_encoder_2", "hf download"]),
-        ([f"--vae={public}", "--model.t5_dim=36"], ["misshaped"]),
-        ([f"--vae={public}", f"--prompt={'a cat ' * 30}"], [f"tokens; T5 reads {MODEL.text_tokens}; shorten it"]),
-    ]
-    replies = {str(argv): draw(bare, "--prompt=a cat", *argv, code=2) for argv, _ in cases}
-    wrong = {text for (_, words), text in zip(cases, replies.values()) if not all(word in text for word in words)}
-    assert not wrong
+    bare = shutil.copy(public / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / "own.safetensors")
+    alone = shutil.copy(public / "ae.safetensors", tmp_path / "alone")
+    vae, t5, clip = f"--vae={public}", public / "text_encoder_2", public / "text_encoder"
+    cases = {
+        "need an autoencoder: give --sample.vae=ae.safetensors; fetch it: hf download black-forest-labs": [],
+        f"autoencoder {t5} is no file and has no ae.safetensors": [f"--vae={t5}"],
+        f"--t5 {tmp_path}/text_encoder_2: [Errno 2] No such file": [f"--vae={alone}"],
+        "give FLUX.1-schnell's text_encoder_2; fetch it: hf download": [vae, f"--t5={clip}"],
+        "give FLUX.1-schnell's text_encoder; fetch it: hf download": [vae, f"--clip={t5}"],
+        "misshaped": [vae, "--model.t5_dim=36"],
+        f"has more than {MODEL.text_tokens} tokens of T5; shorten it": [vae, f"--prompt={'a cat ' * 30}"],
+    }
+    replies = {words: draw(bare, "--prompt=a cat", *argv, code=2) for words, argv in cases.items()}
+    assert [text for words, text in replies.items() if words not in text] == []
     assert not list(Path().iterdir())  # no picture
 
 
@@ -155,23 +128,10 @@ SMALLER = {  # in the page's program, for the small model on a CPU
 
 
 @pytest.mark.slow
-def test_the_page_on_own_pictures_leads_from_a_folder_to_a_drawing_by_diffusers(public, tmp_path, monkeypatch, capsys):
-    """Its commands, with small encoders. A folder that lacks an encoder is refused with what to fetch."""
+def test_the_program_of_the_page_on_own_pictures_draws_by_diffusers(public, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(autoencoder, "load", partial(autoencoder.load, config=SMALL))
     Path("FLUX.1-schnell").symlink_to(public)
-    Path("pictures").mkdir()
-    rows = [{"file_name": f"{i}.png", "text": "a red cat"} for i in range(40)]
-    for i, row in enumerate(rows):
-        Image.new("RGB", (64, 64), (6 * i, 100, 0)).save(Path("pictures", row["file_name"]))
-    Path("pictures/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    share = ["images", "--input", "pictures", "--output", "data/own", "--val-share", "0.3", f"--config={MICRO}"]
-    for model, words in ((["--model", "gone"], "gone is no file"), (["--model", "pictures"], "no ae.safetensors")):
-        assert prepare.main([*share, *model]) == 2
-        line = the_line(capsys.readouterr().err, "prepare")
-        assert words in line and "hf download black-forest-labs/FLUX.1-schnell ae.safetensors" in line
-    assert prepare.main(share) == 0
-    assert "--val-share" in PAGE and "--format=diffusers" in PAGE
+    assert "--format=diffusers" in PAGE
     assert export.main(["FLUX.1-schnell", "own_transformer", "--format=diffusers", f"--config={MICRO}"]) == 0
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     for theirs, ours in SMALLER.items():

@@ -11,15 +11,14 @@ import pytest
 import torch
 from conftest import MICRO, called, data_overrides, micro_run, refusal, script
 from peer_vae import SMALL
-from PIL import Image
+from PIL import Image, ImageColor
 from run_files import lines
 from safetensors.torch import load_file, save_file
 from small_encoders import save_ae
 
 import eval as eval_script
-from flux_ref import checkpoint
+from flux_ref import checkpoint, loss_chart
 from flux_ref.pictures import artist, autoencoder, sheet
-from flux_ref.run import loss_chart
 from tools import export
 
 STEPS = (2, 4, 5)  # of the checkpoints
@@ -71,7 +70,7 @@ def test_each_checkpoint_gives_what_training_logged_then_and_all_give_the_curve(
     assert found["chart"] == str(run / "eval_all.png")
     with Image.open(found["chart"]) as image:
         assert image.format == "PNG"
-        dots = (np.asarray(image.convert("RGB")) == loss_chart.VAL).all(-1)
+        dots = (np.asarray(image.convert("RGB")) == ImageColor.getrgb(loss_chart.VAL)).all(-1)
     assert dots.sum() > 3 * 40  # a dot for each, and lines between
     assert evaluate(run, "--checkpoint=4", "--json") == found["checkpoints"][1]
     record = evaluate(run, "--json")  # of the newest

@@ -22,11 +22,11 @@ from conftest import MICRO, called, micro_run
 from run_files import column, event, events, require_equal_runs, saved_steps
 from shard_damage import position
 
-from flux_ref import config_file, files, rng
+from flux_ref import config_file, files, loss_chart, rng
 from flux_ref.alive import Alive
 from flux_ref.formats import shards
 from flux_ref.pictures import sheet
-from flux_ref.run import loss_chart, reporter
+from flux_ref.run import reporter
 
 SHORT = (  # 6 steps, evaluations after 3 and 6, a checkpoint after every second
     *("--train.max_samples=72", "--eval.every_samples=36", "--checkpoint.every_samples=24", "--checkpoint.keep=99"),
