@@ -1,0 +1,314 @@
+"""Whatever a foreign file holds: it is read right, or refused in one line.
+
+One property for each reader of files that people and other programs make. "Right" is what a second reader finds.
+"""
+
+import io
+import json
+import string
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import made_logs
+import numpy as np
+import pytest
+import safetensors.torch
+import shard_damage
+import torch
+from conftest import MICRO
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from flux_ref import config_file
+from flux_ref.config import KEYS
+from flux_ref.errors import Fault, Refusal
+from flux_ref.formats import jsonl, safetensors_io, shards
+from flux_ref.formats.shards import BadSample
+from flux_ref.run import weight_files
+from tools.prepare import pictures
+from tools.prepare.pictures import Sample
+from tools.report import result_log, score
+
+pytestmark = pytest.mark.timeout(60)
+MODEL = config_file.load(MICRO).model
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def examples(count: int) -> Callable:
+    """The same examples each time, as many as a second or two takes."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def told() -> suppress:
+    """What is not read is refused: `errors.complain` says it in one line. Each other exception ends the test."""
+    return suppress(Refusal, Fault, BadSample)
+
+
+@contextmanager
+def file_of(content: bytes, name: str = "file") -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        yield path
+
+
+@st.composite
+def damaged(draw: st.DrawFn, sound: bytes, head: int = 0) -> bytes:
+    """The bytes as they are, with other bytes, cuts and insertions, or none of them. head: where half of that lies."""
+    kind = draw(st.sampled_from(["sound", "sound", "same length", "any length", "random"]))
+    if kind == "random":
+        return draw(st.binary(max_size=64))
+    content = bytearray(sound)
+    for _ in range(0 if kind == "sound" else draw(st.integers(1, 3))):
+        most = head if head and draw(st.booleans()) else len(content)
+        begin = draw(st.integers(0, min(most, len(content))))
+        new = draw(
+            st.binary(min_size=1, max_size=8) | st.sampled_from([b"0", b"1e999", b"-1", b'"', b"[[", bytes(512)])
+        )
+        ends = [begin + len(new)] if kind == "same length" else [begin, begin + 1, begin + 512, len(content)]
+        content[begin : draw(st.sampled_from(ends))] = new
+    return bytes(content[: len(sound)] if kind == "same length" else content)
+
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, -1, 2**63, 10**400, 1e-320])
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+TOML = st.recursive(st.booleans() | NUMBERS | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3))
+
+
+@examples(200)
+@given(st.data())
+def test_a_config(data):
+    keys = st.sampled_from([*KEYS, *(f"{key}.x" for key in KEYS), "no.key", "[train]\nseed"])
+    values = TOML.map(config_file.toml_text) | st.text(max_size=8)
+    lines = data.draw(st.dictionaries(keys, values, max_size=4))
+    overrides = data.draw(st.dictionaries(keys, values, max_size=2))
+    text = "".join(f"{key} = {value}\n" for key, value in lines.items()).encode("utf-8", "replace")
+    text = data.draw(damaged(MICRO.read_bytes()) | st.just(text))
+    with file_of(text, "some.toml") as path, told():
+        cfg = config_file.load(path, [f"--{key}={value}" for key, value in overrides.items()])
+        path.write_text(config_file.dump(cfg))
+        assert config_file.load(path) == cfg
+
+
+@examples(200)
+@given(st.lists(st.dictionaries(st.sampled_from(["samples", "loss"]), JSON, min_size=1) | JSON, max_size=4), st.data())
+def test_the_records_of_a_run(values, data):
+    def is_record(value: object) -> bool:
+        samples = value.get("samples") if isinstance(value, dict) else None
+        return type(samples) in (int, float) and 0 <= samples < 1e100
+
+    text = "".join(json.dumps(value) + "\n" for value in values).encode()
+    with file_of(text) as path:
+        try:
+            assert json.dumps(jsonl.records(path)) == json.dumps(values)
+            assert all(map(is_record, values))
+        except Refusal:
+            assert not all(map(is_record, values))
+    with file_of(data.draw(damaged(text))) as path, told():
+        assert all(map(is_record, jsonl.records(path)))
+
+
+@examples(100)
+@given(
+    st.dictionaries(
+        st.text(string.printable, max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from([*BITS, *BITS, torch.int8]), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_the_weights_of_others(kinds, data):
+    tensors = {
+        name: torch.arange(np.prod(shape, dtype=int)).reshape(shape).to(kind) for name, (kind, shape) in kinds.items()
+    }
+    sound = safetensors.torch.save(tensors, {"trained_by": "flux_ref"})
+    content = data.draw(st.just(sound) | damaged(sound, head=200))
+    with file_of(content, "some.safetensors") as path, told():
+        found = weight_files.Tensors([path])
+        want = safetensors.torch.load(content)
+        assert found.shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
+        for name, tensor in want.items():
+            assert tensor.dtype in safetensors_io.DTYPES.values()
+            if tensor.ndim:
+                bits = BITS[tensor.dtype]
+                assert torch.equal(found.read(name, 1, 1).view(bits), tensor[1:2].view(bits))
+    with file_of(content, "some.safetensors") as path, told():
+        weight_files.open_source(path, MODEL)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("shard") / "set"
+    shard_damage.write_set(folder, 3, 8)
+    return (folder / "train" / "shard_000000.tar").read_bytes()
+
+
+@examples(100)
+@given(st.data())
+def test_a_shard(shard, data):
+    content = data.draw(damaged(shard, head=1024))
+    with file_of(content, "some.tar") as path, told():
+        stored = shards.ShardSet(path.parent, shard_damage.LAYOUT)
+        stored.shards[0].open()
+        try:
+            for index in range(len(stored)):
+                with told():
+                    require_as_tarfile_reads(stored, index, content)
+            with told():
+                stored.open()
+        finally:
+            stored.shards[0].close()
+
+
+def require_as_tarfile_reads(stored: shards.ShardSet, index: int, content: bytes) -> None:
+    rows = shard_damage.LAYOUT.rows()
+    meta = stored.read(index, rows)
+    assert stored.read_meta(index) == meta
+    stride = shard_damage.STRIDE
+    with tarfile.open(fileobj=io.BytesIO(content[index * stride : (index + 1) * stride])) as archive:
+        want = {name.name.partition(".")[2]: archive.extractfile(name).read() for name in archive}
+    for name in shards.MEMBERS:
+        assert np.array_equal(rows[name], np.load(io.BytesIO(want[f"{name}.bytes"])))
+    said = json.loads(want["json"])
+    assert (meta.timestep, meta.caption) == (said.get("timestep"), str(said.get("caption") or ""))
+
+
+@examples(100)
+@given(st.sampled_from([np.uint16, np.float16, np.float32, np.float64, object]), st.booleans(), st.data())
+def test_the_encodings_of_the_empty_caption(kind, has_batch, data):
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("t5", "clip"):
+            stream = io.BytesIO()
+            np.save(stream, np.ones(((1,) * has_batch) + tuple(shard_damage.LAYOUT.shapes[name]), kind))
+            sound = stream.getvalue()
+            Path(folder, f"{name}_empty.npy").write_bytes(data.draw(damaged(sound, head=128)))
+        with told():
+            for name, bits in shards.read_empty(folder, shard_damage.LAYOUT).items():
+                assert np.load(f"{folder}/{name}_empty.npy").dtype in (np.uint16, np.float16, np.float32)
+                assert np.isfinite(shards.from_bf16_bits(bits)).all()
+                assert bits.shape == shard_damage.LAYOUT.shapes[name]
+
+
+def image(kind: str) -> bytes:
+    stream = io.BytesIO()
+    Image.linear_gradient("L").resize((70, 64)).convert("RGB").save(stream, kind)
+    return stream.getvalue()
+
+
+IMAGES = {kind: image(kind) for kind in pictures.FORMATS}
+NAMES = st.lists(st.sampled_from(["a", "b", ".", "/", " ", "é", "\n"]), min_size=1, max_size=4).map("".join)
+CONTENTS = {
+    "jpg": st.sampled_from(list(IMAGES.values())).flatmap(lambda sound: damaged(sound, head=64)),
+    "png": damaged(IMAGES["PNG"], head=64),
+    "txt": st.text(max_size=8).map(str.encode) | st.binary(max_size=8),
+    "json": JSON.map(lambda value: json.dumps({"caption": value, "timestep": value}).encode())
+    | damaged(b'{"caption": "x"}'),
+    "pdf": st.just(b""),
+}
+FILES = st.lists(
+    st.tuples(NAMES, st.sampled_from([*CONTENTS])).flatmap(
+        lambda name: st.tuples(st.just(".".join(name)), CONTENTS[name[1]])
+    ),
+    max_size=4,
+)
+
+
+def collected(root: Path) -> list[str]:
+    """The names of all pictures of a folder, after each is loaded."""
+    found = []
+    for part in pictures.parts_of(root, pictures.find(root), "caption", 2):
+        for picture in part():
+            loaded = picture.load(8, 16)
+            assert loaded.name == picture.name
+            if isinstance(loaded, Sample):
+                assert loaded.pixels.shape == (3, 8, 16) and loaded.caption.strip()
+            else:
+                assert loaded.reason and "\n" not in loaded.reason
+            found.append(picture.name)
+    return found
+
+
+@examples(100)
+@given(FILES)
+def test_a_folder_of_own_pictures(files):
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, content in files:
+            with suppress(OSError):  # a name may be that of a folder
+                path = root / name.lstrip("/").replace("..", "")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+        with told():
+            found = collected(root)
+            assert found == sorted(name for name in pictures.find(root) if not name.endswith(pictures.TEXTS))
+
+
+@examples(100)
+@given(FILES, st.sampled_from(["", "gz"]), st.booleans(), st.data())
+def test_a_tar_of_own_pictures(files, packed, is_sound, data):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode=f"w:{packed}") as archive:
+        for name, content in files:
+            entry = tarfile.TarInfo(name)
+            entry.type = data.draw(
+                st.sampled_from([tarfile.REGTYPE] * 5 + [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
+            )
+            entry.size = len(content) if entry.isreg() else 0
+            entry.linkname = data.draw(st.sampled_from([name, "a.jpg", "/etc/passwd", "../x"]))
+            archive.addfile(entry, io.BytesIO(content))
+    content = stream.getvalue() if is_sound else data.draw(damaged(stream.getvalue(), head=1024))
+    with file_of(content, "some.tar") as path, told():
+        found = Counter(collected(path.parent))
+        if is_sound:  # each picture has its row
+            with tarfile.open(path) as archive:
+                names = Counter(f"some.tar/{name}" for name in archive.getnames() if name.endswith((".jpg", ".png")))
+            assert names <= found
+
+
+@examples(100)
+@given(st.lists(st.dictionaries(st.sampled_from(["file_name", "caption", "x"]), JSON), max_size=4), st.data())
+def test_metadata(rows, data):
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = "".join(",".join(map(str, row.values())) + "\n" for row in rows).encode("utf-8", "replace")
+    content = {
+        "metadata.jsonl": data.draw(st.just(lines) | damaged(b'{"file_name": "a.png", "caption": "x"}\n' * 2)),
+        "metadata.csv": data.draw(damaged(b"file_name,caption\na.png,x\nb.png,y\n" + table)),
+    }
+    name = data.draw(st.sampled_from([*content]))
+    with file_of(content[name], name) as path, told():
+        (path.parent / "a.png").write_bytes(IMAGES["PNG"])
+        found = collected(path.parent)
+        assert found.count("a.png") >= 1
+        if content[name] == lines:
+            assert len([row for row in found if row != "a.png"]) <= len(rows) + 1
+
+
+@examples(40)
+@given(st.data())
+def test_a_log_of_the_benchmark(data):
+    lines = made_logs.lines(evaluations=2)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        prefix, mark, entry = lines[at].partition(":::MLLOG ")
+        values = json.loads(entry) if mark else {}
+        key = data.draw(st.sampled_from(["key", "value", "metadata", "event_type", "time_ms", "other"]))
+        lines[at] = f"{prefix}:::MLLOG {json.dumps(values | {key: data.draw(JSON)})}"
+    content = "\n".join(lines).encode()
+    with file_of(data.draw(st.just(content) | damaged(content)), "result_0.txt") as path, told():
+        ((name, files),) = result_log.find([path])
+        system = score.judge(name, files, "5.1.0")
+        assert system.verdict == score.INVALID and "\n" not in "".join(system.reasons)
