@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flux_ref import config_file
+from flux_ref import config_file, files, tensors
 from flux_ref.config import KEYS
 from flux_ref.errors import Fault, Refusal
-from flux_ref.formats import jsonl, safetensors_io, shards
+from flux_ref.formats import shards
 from flux_ref.formats.shards import BadSample
 from flux_ref.run import weight_files
 from tools.prepare import pictures
@@ -114,12 +114,12 @@ def test_the_records_of_a_run(values, data):
     text = "".join(json.dumps(value) + "\n" for value in values).encode()
     with file_of(text) as path:
         try:
-            assert json.dumps(jsonl.records(path)) == json.dumps(values)
+            assert json.dumps(files.records(path)) == json.dumps(values)
             assert all(map(is_record, values))
         except Refusal:
             assert not all(map(is_record, values))
     with file_of(data.draw(damaged(text))) as path, told():
-        assert all(map(is_record, jsonl.records(path)))
+        assert all(map(is_record, files.records(path)))
 
 
 @examples(100)
@@ -132,17 +132,17 @@ def test_the_records_of_a_run(values, data):
     st.data(),
 )
 def test_the_weights_of_others(kinds, data):
-    tensors = {
+    made = {
         name: torch.arange(np.prod(shape, dtype=int)).reshape(shape).to(kind) for name, (kind, shape) in kinds.items()
     }
-    sound = safetensors.torch.save(tensors, {"trained_by": "flux_ref"})
+    sound = safetensors.torch.save(made, {"trained_by": "flux_ref"})
     content = data.draw(st.just(sound) | damaged(sound, head=200))
     with file_of(content, "some.safetensors") as path, told():
         found = weight_files.Tensors([path])
         want = safetensors.torch.load(content)
         assert found.shapes == {name: tuple(tensor.shape) for name, tensor in want.items()}
         for name, tensor in want.items():
-            assert tensor.dtype in safetensors_io.DTYPES.values()
+            assert tensor.dtype in tensors.DTYPES.values()
             if tensor.ndim:
                 bits = BITS[tensor.dtype]
                 assert torch.equal(found.read(name, 1, 1).view(bits), tensor[1:2].view(bits))
@@ -244,10 +244,10 @@ def collected(root: Path) -> list[str]:
 
 @examples(100)
 @given(FILES)
-def test_a_folder_of_own_pictures(files):
+def test_a_folder_of_own_pictures(given_files):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for name, content in files:
+        for name, content in given_files:
             with suppress(OSError):  # a name may be that of a folder
                 path = root / name.lstrip("/").replace("..", "")
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,10 +259,10 @@ def test_a_folder_of_own_pictures(files):
 
 @examples(100)
 @given(FILES, st.sampled_from(["", "gz"]), st.booleans(), st.data())
-def test_a_tar_of_own_pictures(files, packed, is_sound, data):
+def test_a_tar_of_own_pictures(given_files, packed, is_sound, data):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode=f"w:{packed}") as archive:
-        for name, content in files:
+        for name, content in given_files:
             entry = tarfile.TarInfo(name)
             entry.type = data.draw(
                 st.sampled_from([tarfile.REGTYPE] * 5 + [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
@@ -309,6 +309,6 @@ def test_a_log_of_the_benchmark(data):
         lines[at] = f"{prefix}:::MLLOG {json.dumps(values | {key: data.draw(JSON)})}"
     content = "\n".join(lines).encode()
     with file_of(data.draw(st.just(content) | damaged(content)), "result_0.txt") as path, told():
-        ((name, files),) = result_log.find([path])
-        system = score.judge(name, files, "5.1.0")
+        ((_, logs),) = result_log.find([path])
+        system = score.judge("some", logs, "5.1.0")
         assert system.verdict == score.INVALID and "\n" not in "".join(system.reasons)
